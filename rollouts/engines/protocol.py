@@ -1,0 +1,46 @@
+"""What the loops need of an inference engine, and what they can use where an engine has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from rollouts.types import Completion, SamplingParams
+
+WEIGHT_VERSION_FILE = "weight_version.json"
+"""Name of the file {"weight_version": int} that a directory of exported weights carries beside them."""
+
+
+class InferenceEngine(Protocol):
+    """Tokens in, tokens out. Every method may be called from many tasks at once."""
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
+        """Sample one completion. Cancelling the call drops the request; abort() makes it return what there is."""
+        ...
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Make pending generate() calls return with finish_reason "abort" and the tokens so far; None = all of them."""
+        ...
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+        """Load a Hugging Face directory. The new version is the one in WEIGHT_VERSION_FILE, else the old one plus 1.
+
+        Returns at least {"success": True, "weight_version": int}. Raises EngineError and keeps the old weights if it cannot.
+        """
+        ...
+
+    async def get_weight_version(self) -> int:
+        """Version of the weights that the next token will be sampled with."""
+        ...
+
+
+@runtime_checkable
+class InMemoryWeightUpdates(Protocol):
+    """An engine that takes weights without a detour over the disk."""
+
+    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
+        """Replace the weights between two decode steps; in-flight requests go on under the new ones."""
+        ...

@@ -1,0 +1,71 @@
+"""What can go wrong through a user's input or the world, as exceptions.
+
+    RolloutsError
+    ├── ConfigError(ValueError)            a setting: unknown, out of range, or in conflict with another
+    ├── DataError(ValueError)              a data set, conversation, tokenizer or file of the user's
+    ├── RewardError(RuntimeError)          a reward function: raised, timed out, or gave no finite number
+    ├── GenerationError(RuntimeError)      rollouts that do not come: a filter that starves, a generate function that breaks its contract
+    ├── BackendError(RuntimeError)         training: non-finite updates, a job that cannot run
+    ├── CheckpointError(RuntimeError)      a checkpoint that cannot be written, found, verified or used
+    └── EngineError(RuntimeError)          an inference engine
+        ├── EngineTimeout                  no answer within the deadline
+        ├── EngineStatusError              an HTTP error status, with url and body
+        └── EngineProtocolError            an answer that does not mean what the protocol says
+
+Each message says what was wrong, the value found and what to do. Errors of the programmer are assertions instead.
+"""
+
+from __future__ import annotations
+
+
+class RolloutsError(Exception):
+    """Root of every exception that this library raises on purpose."""
+
+
+class ConfigError(RolloutsError, ValueError):
+    """A setting is unknown, out of range, or in conflict with another."""
+
+
+class DataError(RolloutsError, ValueError):
+    """A data set, conversation, tokenizer or file cannot be used as it is."""
+
+
+class RewardError(RolloutsError, RuntimeError):
+    """A reward function raised, exceeded its timeout, or did not return a finite number."""
+
+
+class GenerationError(RolloutsError, RuntimeError):
+    """Rollouts cannot be produced: a filter passes too little, or a generate function broke its contract."""
+
+
+class BackendError(RolloutsError, RuntimeError):
+    """A training job failed in a way the user can act on, for example non-finite gradients step after step."""
+
+
+class CheckpointError(RolloutsError, RuntimeError):
+    """A checkpoint cannot be written, found, verified or used with this model."""
+
+
+class EngineError(RolloutsError, RuntimeError):
+    """An inference engine failed; the message names the engine."""
+
+
+class EngineTimeout(EngineError):
+    """An engine did not answer within its deadline."""
+
+
+class EngineStatusError(EngineError):
+    """An engine answered with an HTTP error status."""
+
+    def __init__(self, status: int, url: str, body: str) -> None:
+        super().__init__(f"{url} answered with HTTP status {status}: {body[:2000]}")
+        self.status = status
+        self.url = url
+        self.body = body
+
+    def __reduce__(self) -> tuple[type[EngineStatusError], tuple[int, str, str]]:
+        return type(self), (self.status, self.url, self.body)
+
+
+class EngineProtocolError(EngineError):
+    """An engine's answer does not have the shape or the meaning that its protocol promises."""
