@@ -1,0 +1,241 @@
+"""Samples as values: from a prompt to a pending group, from a completion to a Sample, from samples to a RolloutBatch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+from rollouts.errors import DataError, GenerationError, RewardError
+from rollouts.types import Completion, Group, Prompt, RolloutBatch, Sample, Status
+
+
+def derive_seed(*keys: int) -> int:
+    """A seed that depends on all keys and on their order: the first 63 bits of blake2b over them.
+
+    The randomness of a sample is keyed by (run seed, prompt index, number of the sample in its group, tokens already there), so it does
+    not depend on what else runs, nor on how often the run was interrupted.
+
+    Args:
+        keys: integers of any size and sign.
+
+    Returns: an integer in [0, 2**63).
+    """
+    text = ",".join(str(int(key)) for key in keys)
+    return int.from_bytes(blake2b(text.encode("ascii"), digest_size=8).digest(), "big") >> 1
+
+
+def describe_sample(sample: Sample) -> str:
+    """The words by which error messages name a sample."""
+    return f"sample {sample.index} (group {sample.group_index})"
+
+
+def with_reward(sample: Sample, reward: float) -> Sample:
+    """A copy of the sample with its reward set.
+
+    Raises: RewardError if the reward is not a finite number. True and False count as 1 and 0.
+    """
+    if not isinstance(reward, (bool, int, float)) or not math.isfinite(reward):
+        raise RewardError(
+            f"{describe_sample(sample)}: the reward is {reward!r}, expected a finite number. "
+            "Return a float from the reward function (for a tensor: reward.item()), or drop the sample."
+        )
+    return replace(sample, reward=float(reward))
+
+
+def check_training_sample(sample: Sample, *, require_reward: bool = True) -> None:
+    """Raise if the sample cannot be trained on.
+
+    Raises: DataError if it has no token, or none with loss_mask > 0; RewardError if its reward is NaN or infinite, or is missing although
+        required. FAILED samples always raise DataError.
+    """
+    where = describe_sample(sample)
+    if sample.status is Status.FAILED:
+        raise DataError(f"{where} has status FAILED: drop failed samples before they become a batch")
+    if not sample.tokens:
+        raise DataError(f"{where} has no tokens (status {sample.status.value}): generate or tokenize it before it becomes a batch")
+    if not any(mask > 0 for mask in sample.loss_mask):
+        raise DataError(f"{where} has {len(sample.tokens)} tokens and none of them has loss_mask > 0: nothing in it would be trained on")
+    check_reward(sample, required=require_reward)
+
+
+def check_reward(sample: Sample, *, required: bool = True) -> None:
+    """Raise RewardError if the sample's reward is NaN or infinite, or is None although required."""
+    if sample.reward is None:
+        if required:
+            raise RewardError(f"{describe_sample(sample)} has no reward: score it with with_reward before it becomes a batch")
+    elif not math.isfinite(sample.reward):
+        raise RewardError(f"{describe_sample(sample)} has reward {sample.reward}: drop it or repair the reward function")
+
+
+def count_unusable_rewards(samples: Iterable[Sample]) -> int:
+    """Number of samples whose reward is missing, NaN or infinite: what a run that drops them reports."""
+    return sum(sample.reward is None or not math.isfinite(sample.reward) for sample in samples)
+
+
+def create_pending_group(prompt: Prompt, n: int) -> Group:
+    """The n samples of a prompt's rollout before anything is generated.
+
+    group_index = prompt.index and index = prompt.index * n + k for k in [0, n): unique and rising over a run in which n is constant.
+    The prompt's metadata, and with it the ground truth, is copied into each sample.
+    """
+    assert n >= 1, f"n is {n}, expected at least one sample per prompt"
+    return tuple(
+        Sample(prompt=prompt.content, index=prompt.index * n + k, group_index=prompt.index, metadata=dict(prompt.metadata))
+        for k in range(n)
+    )
+
+
+def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completion: Completion, response_text: str) -> Sample:
+    """Turn what an engine returned into a Sample, or append it to an ABORTED sample that it continues.
+
+    For a PENDING sample the engine's input is prompt_tokens; for an ABORTED one it is all tokens that the sample has. On prompt tokens
+    loss_mask and rollout_log_probs are 0 and weight_versions is -1; on generated tokens they are 1, the engine's log-prob and the
+    version that sampled the token, which in a continued sample differs from part to part.
+
+    Args:
+        pending: PENDING without tokens, or ABORTED; its prompt, index, group_index and metadata are kept.
+        prompt_tokens: the tokenized prompt, without any generated token.
+        completion: its input_tokens equal the engine's input described above.
+        response_text: the text of the WHOLE response, continued parts included: decoded piece by piece, a character that spans two
+            tokens would break.
+
+    Returns: a Sample with status COMPLETED, TRUNCATED or ABORTED for finish_reason "stop", "length" or "abort". Where top_p or top_k cut the
+        distribution, metadata["truncated_sampling"] is True: the log-probs are not those of the full policy. Log-probs of the untempered policy, if
+        the engine was asked for them, are metadata["untempered_log_probs"], aligned with tokens.
+    Asserts: pending's status; that the engine's input is what the sample already has; one temperature over all parts.
+    """
+    where, prompt = describe_sample(pending), tuple(prompt_tokens)
+    assert pending.status in (Status.PENDING, Status.ABORTED), f"{where}: status is {pending.status.value}, expected pending or aborted"
+    start = pending if pending.tokens else _start_from_prompt(pending, prompt)
+    assert start.tokens[: len(prompt)] == prompt, (
+        f"{where}: its {len(start.tokens)} tokens do not begin with the {len(prompt)} prompt tokens"
+    )
+    assert completion.input_tokens == start.tokens, (
+        f"{where}: completion {completion.request_id} has {completion.input_len} input tokens that differ from the sample's {len(start.tokens)}"
+    )
+    continued = any(mask > 0 for mask in start.loss_mask)
+    assert not continued or start.temperature == completion.temperature, (
+        f"{where}: sampled at temperature {start.temperature} before it was aborted and at {completion.temperature} after"
+    )
+    status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}[completion.finish_reason]
+    assert start.rollout_log_probs is not None, f"{where}: the aborted part has no rollout_log_probs"
+    assert start.weight_versions is not None, f"{where}: the aborted part has no weight_versions"
+    return replace(
+        start,
+        tokens=start.tokens + completion.output_tokens,
+        loss_mask=start.loss_mask + (1.0,) * completion.output_len,
+        rollout_log_probs=start.rollout_log_probs + completion.output_log_probs,
+        weight_versions=start.weight_versions + completion.output_versions,
+        response=response_text,
+        status=status,
+        temperature=completion.temperature,
+        metadata={**start.metadata, **_sampling_metadata(start, completion)},
+    )
+
+
+def _start_from_prompt(pending: Sample, prompt: tuple[int, ...]) -> Sample:
+    zeros = (0.0,) * len(prompt)
+    return replace(pending, tokens=prompt, loss_mask=zeros, rollout_log_probs=zeros, weight_versions=(-1,) * len(prompt))
+
+
+def _sampling_metadata(start: Sample, completion: Completion) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    if completion.truncated_sampling:
+        out["truncated_sampling"] = True
+    if completion.untempered_log_probs is not None:
+        before = start.metadata.get("untempered_log_probs", [0.0] * len(start.tokens))
+        out["untempered_log_probs"] = [*before, *completion.untempered_log_probs]
+    return out
+
+
+def group_samples(samples: Iterable[Sample], group_size: int | None = None) -> tuple[Group, ...]:
+    """Collect samples into groups by group_index, whatever order they arrive in.
+
+    Args:
+        samples: in any order.
+        group_size: how many samples each group must have; None = any number.
+
+    Returns: groups in the order of group_index, the samples of each in the order of index.
+    Raises: GenerationError if a group does not have group_size samples, or two of its samples have the same index.
+    """
+    by_group: dict[int, list[Sample]] = {}
+    for sample in samples:
+        by_group.setdefault(sample.group_index, []).append(sample)
+    for group_index, members in by_group.items():
+        indices = [sample.index for sample in members]
+        if len(set(indices)) < len(indices):
+            raise GenerationError(f"group {group_index} has samples with equal index: {sorted(indices)}; each sample needs its own")
+        if group_size is not None and len(members) != group_size:
+            raise GenerationError(
+                f"group {group_index} has {len(members)} samples, expected {group_size}: groups are used whole or not at all"
+            )
+    return tuple(tuple(sorted(by_group[g], key=lambda sample: sample.index)) for g in sorted(by_group))
+
+
+def apply_sample_transforms(
+    samples: Iterable[Sample],
+    reward_fn: Callable[[Sample], float] | None = None,
+    filter_fn: Callable[[Group], bool] | None = None,
+) -> tuple[Sample, ...]:
+    """Score samples, then drop the groups that a filter refuses. In this order: filters look at rewards.
+
+    Args:
+        samples: in any order; collected into groups by group_index.
+        reward_fn: Sample -> reward; None = keep the rewards that are there.
+        filter_fn: Group -> keep it?; None = keep all.
+
+    Returns: the samples of the kept groups, groups whole and in the order of group_index.
+    Raises: RewardError if reward_fn gives no finite number.
+    """
+    scored = [sample if reward_fn is None else with_reward(sample, reward_fn(sample)) for sample in samples]
+    groups = group_samples(scored)
+    return tuple(sample for group in groups if filter_fn is None or filter_fn(group) for sample in group)
+
+
+def extract_sample_fields(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """The columns of samples as ragged lists: tokens, loss_masks, rewards (NaN where there is none), group_indices."""
+    return {
+        "tokens": [list(sample.tokens) for sample in samples],
+        "loss_masks": [list(sample.loss_mask) for sample in samples],
+        "rewards": [math.nan if sample.reward is None else sample.reward for sample in samples],
+        "group_indices": [sample.group_index for sample in samples],
+    }
+
+
+def compute_response_lengths(loss_masks: Iterable[Sequence[float]]) -> list[int]:
+    """Number of tokens with loss_mask > 0 in each row."""
+    return [sum(mask > 0 for mask in loss_mask) for loss_mask in loss_masks]
+
+
+def build_batch_metadata(samples: Sequence[Sample], extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Counts about a batch, as plain JSON values: num_samples, num_groups, num_<status>, and the weight versions that sampled it.
+
+    Args:
+        samples: of the batch.
+        extra: further entries; they win over the computed ones.
+    """
+    statuses = Counter(sample.status for sample in samples)
+    versions = {version for sample in samples for version in sample.weight_versions or () if version >= 0}
+    metadata: dict[str, Any] = {"num_samples": len(samples), "num_groups": len({sample.group_index for sample in samples})}
+    metadata.update({f"num_{status.value}": statuses[status] for status in Status if statuses[status]})
+    if versions:
+        metadata.update(min_weight_version=min(versions), max_weight_version=max(versions))
+    return metadata | dict(extra or {})
+
+
+def convert_to_batch(samples: Iterable[Sample], metadata: Mapping[str, Any] | None = None) -> RolloutBatch:
+    """Make a RolloutBatch: groups whole, in the order of group_index, whatever order the samples arrived in.
+
+    Raises: DataError if a sample has no tokens or has FAILED; GenerationError if two samples of a group have the same index.
+    """
+    ordered = tuple(sample for group in group_samples(samples) for sample in group)
+    for sample in ordered:
+        if not sample.tokens or sample.status is Status.FAILED:
+            raise DataError(
+                f"{describe_sample(sample)} has {len(sample.tokens)} tokens and status {sample.status.value}: it cannot be trained on"
+            )
+    return RolloutBatch(samples=ordered, metadata=build_batch_metadata(ordered, metadata))
