@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, SupportsFloat
 
 from rollouts.errors import DataError, GenerationError, RewardError
 from rollouts.types import Completion, Group, Prompt, RolloutBatch, Sample, Status
@@ -33,15 +33,18 @@ def describe_sample(sample: Sample) -> str:
     return f"sample {sample.index} (group {sample.group_index})"
 
 
-def with_reward(sample: Sample, reward: float) -> Sample:
+def with_reward(sample: Sample, reward: Any) -> Sample:
     """A copy of the sample with its reward set.
 
-    Raises: RewardError if the reward is not a finite number. True and False count as 1 and 0.
+    Args:
+        reward: anything with a finite float value: a number, a bool (1 or 0), a scalar of numpy or torch.
+
+    Raises: RewardError if the reward is no number, NaN or infinite.
     """
-    if not isinstance(reward, (bool, int, float)) or not math.isfinite(reward):
+    if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
         raise RewardError(
             f"{describe_sample(sample)}: the reward is {reward!r}, expected a finite number. "
-            "Return a float from the reward function (for a tensor: reward.item()), or drop the sample."
+            "Return a float from the reward function, or drop the sample."
         )
     return replace(sample, reward=float(reward))
 
@@ -103,9 +106,9 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
         response_text: the text of the WHOLE response, continued parts included: decoded piece by piece, a character that spans two
             tokens would break.
 
-    Returns: a Sample with status COMPLETED, TRUNCATED or ABORTED for finish_reason "stop", "length" or "abort". Where top_p or top_k cut the
-        distribution, metadata["truncated_sampling"] is True: the log-probs are not those of the full policy. Log-probs of the untempered policy, if
-        the engine was asked for them, are metadata["untempered_log_probs"], aligned with tokens.
+    Returns: a Sample with status COMPLETED, TRUNCATED or ABORTED for finish_reason "stop", "length" or "abort". Where top_p or top_k
+        cut the distribution, metadata["truncated_sampling"] is True: the log-probs are not those of the full policy. Log-probs of the
+        untempered policy, if the engine was asked for them every time, are metadata["untempered_log_probs"], aligned with tokens.
     Asserts: pending's status; that the engine's input is what the sample already has; one temperature over all parts.
     """
     where, prompt = describe_sample(pending), tuple(prompt_tokens)
@@ -115,7 +118,8 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
         f"{where}: its {len(start.tokens)} tokens do not begin with the {len(prompt)} prompt tokens"
     )
     assert completion.input_tokens == start.tokens, (
-        f"{where}: completion {completion.request_id} has {completion.input_len} input tokens that differ from the sample's {len(start.tokens)}"
+        f"{where}: completion {completion.request_id} has {completion.input_len} input tokens, "
+        f"which differ from the {len(start.tokens)} that the sample has"
     )
     continued = any(mask > 0 for mask in start.loss_mask)
     assert not continued or start.temperature == completion.temperature, (
@@ -133,7 +137,7 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
         response=response_text,
         status=status,
         temperature=completion.temperature,
-        metadata={**start.metadata, **_sampling_metadata(start, completion)},
+        metadata=_sampling_metadata(start, completion),
     )
 
 
@@ -143,11 +147,14 @@ def _start_from_prompt(pending: Sample, prompt: tuple[int, ...]) -> Sample:
 
 
 def _sampling_metadata(start: Sample, completion: Completion) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+    """The sample's metadata after the completion; log-probs that cover only some of the generated tokens are left out."""
+    out = dict(start.metadata)
     if completion.truncated_sampling:
         out["truncated_sampling"] = True
-    if completion.untempered_log_probs is not None:
-        before = start.metadata.get("untempered_log_probs", [0.0] * len(start.tokens))
+    before = out.pop("untempered_log_probs", None)
+    if before is None and not any(mask > 0 for mask in start.loss_mask):
+        before = [0.0] * len(start.tokens)
+    if before is not None and completion.untempered_log_probs is not None:
         out["untempered_log_probs"] = [*before, *completion.untempered_log_probs]
     return out
 
