@@ -1,0 +1,132 @@
+"""The weights that the engines sample with: published after a sync step, kept for a checkpoint, put back on resume.
+
+They are the backend's weights of the last sync. Where weights are not synced after every step, a checkpoint between two syncs has to
+hold them as well, or the resumed run would sample its next rollouts from a newer policy than the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import trio
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine, InMemoryWeightUpdates
+from rollouts.errors import ConfigError
+from rollouts.weight_sync import sync_weights_in_memory, sync_weights_to_engines
+
+SERVED_FILE = "served_weights.safetensors"
+SERVED_DIRECTORY = "served_weights"
+EXPORT_PREFIX = "weights_v"
+
+
+@dataclass(frozen=True, eq=False)
+class ServedWeights:
+    """What the engines sample with. Neither field set: the same weights that the backend held at the last sync, not kept."""
+
+    version: int
+    snapshot: Mapping[str, Tensor] | None = None  # kept in memory
+    directory: Path | None = None  # kept on the disk
+
+
+async def publish_weights(
+    backend: TrainingBackend,
+    engines: Sequence[InferenceEngine],
+    *,
+    version: int,
+    directory: Path | None,
+    checkpoint: Path | None = None,
+    keep_snapshot: bool = False,
+) -> ServedWeights:
+    """Bring the backend's weights to every engine, as `version`.
+
+    Args:
+        directory: export here as weights_vNNNNNN and let the engines load from the disk; None = hand them over in memory.
+        checkpoint: a checkpoint of just these weights, used instead of a second export.
+        keep_snapshot: keep the weights for a checkpoint between this sync and the next.
+
+    Raises: EngineError; which engines already have the new weights is in its message.
+    """
+    if directory is None:
+        weights = await backend.get_weights().result()
+        await sync_weights_in_memory(_in_memory_engines(engines), weights, version)
+        return ServedWeights(version=version, snapshot=weights if keep_snapshot else None)
+    source = checkpoint
+    if source is None:
+        assert isinstance(backend, CheckpointingBackend), f"{type(backend).__name__} cannot export weights"
+        source = directory / f"{EXPORT_PREFIX}{version:06d}"
+        await trio.to_thread.run_sync(partial(_make_empty, source))
+        await backend.export_weights(source).result()
+        write_weight_version(source, version)
+    await sync_weights_to_engines(engines, source)
+    await trio.to_thread.run_sync(partial(_remove_exports, directory, keep=source))
+    return ServedWeights(version=version, directory=source if keep_snapshot else None)
+
+
+async def write_served_weights(checkpoint: Path, *, served: ServedWeights | None, version: int) -> None:
+    """Complete a checkpoint that is being written: its weight version and, if given, the older weights that the engines hold."""
+    write_weight_version(checkpoint, version)
+    if served is None:
+        return
+    if served.snapshot is not None:
+        await trio.to_thread.run_sync(save_file, dict(served.snapshot), checkpoint / SERVED_FILE)
+    elif served.directory is not None:
+        await trio.to_thread.run_sync(shutil.copytree, served.directory, checkpoint / SERVED_DIRECTORY)
+
+
+async def restore_served_weights(
+    backend: TrainingBackend, engines: Sequence[InferenceEngine], checkpoint: Path, *, in_memory: bool
+) -> ServedWeights:
+    """Give the engines what they sampled with when the checkpoint was written. The backend is already restored from it."""
+    version = read_weight_version(checkpoint)
+    kept_file, kept_directory = checkpoint / SERVED_FILE, checkpoint / SERVED_DIRECTORY
+    if in_memory:
+        kept = await trio.to_thread.run_sync(load_file, kept_file) if kept_file.exists() else None
+        weights = await backend.get_weights().result() if kept is None else kept
+        await sync_weights_in_memory(_in_memory_engines(engines), weights, version)
+        return ServedWeights(version=version, snapshot=kept)
+    source = kept_directory if kept_directory.exists() else checkpoint
+    await sync_weights_to_engines(engines, source)
+    return ServedWeights(version=version, directory=source)
+
+
+def write_weight_version(directory: Path, version: int) -> None:
+    """Say in a directory of weights which version they are."""
+    (directory / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": version}) + "\n")
+
+
+def read_weight_version(directory: Path) -> int:
+    """The version that write_weight_version wrote."""
+    return int(json.loads((directory / WEIGHT_VERSION_FILE).read_text())["weight_version"])
+
+
+def _in_memory_engines(engines: Sequence[InferenceEngine]) -> list[InMemoryWeightUpdates]:
+    able: list[InMemoryWeightUpdates] = []
+    for position, engine in enumerate(engines):
+        if not isinstance(engine, InMemoryWeightUpdates):
+            raise ConfigError(
+                f'weight_sync="memory" needs engines with update_weights(); engine {position} is a {type(engine).__name__}: '
+                'set weight_sync="checkpoint"'
+            )
+        able.append(engine)
+    return able
+
+
+def _make_empty(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+
+
+def _remove_exports(parent: Path, keep: Path) -> None:
+    """Delete earlier exports; the newest stays on the disk because a server may open its files again."""
+    for export in parent.glob(f"{EXPORT_PREFIX}*"):
+        if export != keep:
+            shutil.rmtree(export)

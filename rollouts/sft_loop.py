@@ -1,0 +1,101 @@
+"""Supervised fine-tuning: collate -> forward_backward -> optim_step -> log -> checkpoint, once per step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rollouts.backends.protocol import TrainingBackend
+from rollouts.batching import collate_samples
+from rollouts.config import SFTTrainingConfig
+from rollouts.data_buffer import stream_positions
+from rollouts.errors import DataError
+from rollouts.loss_weights import token_mean
+from rollouts.losses import sft_loss
+from rollouts.metrics import MetricsLogger, log_offset
+from rollouts.training_steps import (
+    EvaluateFn,
+    Metrics,
+    is_due,
+    require_checkpointing,
+    save_training_checkpoint,
+    submit_optimizer_step,
+)
+from rollouts.types import Sample
+
+
+def select_sft_rows(samples: Sequence[Sample], step: int, batch_size: int, seed: int) -> tuple[Sample, ...]:
+    """The samples of one step: a pure function of the step, so a resumed run sees the same data.
+
+    Args:
+        samples: the whole data set; not reordered.
+        step: 0-based.
+        batch_size: rows per step; may exceed the data set.
+        seed: of the permutation of each epoch.
+
+    Returns: batch_size samples; every sample once per epoch, in an order drawn anew for each epoch.
+    """
+    positions = stream_positions(len(samples), start=step * batch_size, count=batch_size, seed=seed)
+    return tuple(samples[position] for position in positions)
+
+
+async def run_sft_training(
+    backend: TrainingBackend,
+    samples: Sequence[Sample],
+    config: SFTTrainingConfig,
+    metrics_logger: MetricsLogger | None = None,
+    *,
+    pad_id: int = 0,
+    start_step: int = 0,
+    evaluate: EvaluateFn | None = None,
+    checkpoint_dir: Path | None = None,
+    keep_last_n: int = 2,
+    should_stop: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Metrics]:
+    """Train on samples for config.num_steps optimizer steps. The loss is the mean negative log-likelihood of the trained tokens.
+
+    Everything the function needs is an argument and nothing is kept between calls: same arguments, same metrics (timings aside).
+
+    Args:
+        backend: direct, or the pipeline of `open_pipeline` to keep the event loop free.
+        samples: tokens and loss_mask of each; at least one token of each batch must have loss_mask > 0.
+        metrics_logger: gets one line every config.log_every steps and after the last one; None = no logging.
+        pad_id: fills rows behind their end; never computed.
+        start_step: finished steps of the run that is being resumed (the backend already restored).
+        evaluate: called every config.eval_every steps; its metrics are part of that step's line.
+        checkpoint_dir: where step_NNNN folders go, every config.checkpoint_every steps and after the last; None = none.
+        should_stop: asked after each step; True ends the run with a checkpoint of that step.
+        clock: seconds, for keys that end in `_s`.
+
+    Returns: one dict per step, those before start_step not included.
+    Raises: DataError (nothing to train on), ConfigError (backend cannot checkpoint), and what the backend's futures raise.
+    """
+    if not samples:
+        raise DataError("there are no samples to train on (found 0): check the data path and its filters")
+    saver = None if checkpoint_dir is None else require_checkpointing(backend)
+    history: list[Metrics] = []
+    for step in range(start_step, config.num_steps):
+        started = clock()
+        rows = select_sft_rows(samples, step, config.batch_size, config.seed)
+        batch = collate_samples(rows, pad_id=pad_id)
+        pending = submit_optimizer_step(
+            backend, batch, sft_loss, weigh=token_mean, max_tokens_per_microbatch=config.max_tokens_per_microbatch
+        )
+        metrics = await pending.result()
+        finished = step + 1
+        stopping = should_stop()
+        metrics["step_s"] = clock() - started
+        if evaluate is not None and is_due(finished, config.eval_every, config.num_steps):
+            metrics.update(await evaluate())
+            metrics["evaluate_s"] = clock() - started - metrics["step_s"]
+        history.append(metrics)
+        if metrics_logger is not None and (stopping or is_due(finished, config.log_every, config.num_steps)):
+            metrics_logger.log(metrics, finished)
+        if saver is not None and checkpoint_dir is not None and (stopping or is_due(finished, config.checkpoint_every, config.num_steps)):
+            run_state = {"stage": "sft", "metrics_bytes": log_offset(metrics_logger)}
+            await save_training_checkpoint(saver, checkpoint_dir, finished, run_state, keep_last_n=keep_last_n)
+        if stopping:
+            break
+    return history

@@ -1,0 +1,140 @@
+"""What both loops are made of: one optimizer step, a forward pass over a batch of any size, a checkpoint of the run.
+
+Everything is submitted before anything is awaited, so a pipelined backend goes from job to job without waiting for the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from rollouts.backends.protocol import CheckpointingBackend, Future, OutputFn, TrainingBackend
+from rollouts.batching import plan_microbatches, select_rows
+from rollouts.checkpoints import save_checkpoint
+from rollouts.errors import ConfigError
+from rollouts.losses import merge_metrics
+from rollouts.types import LossFn, TrainBatch
+
+Metrics: TypeAlias = dict[str, float]
+EvaluateFn: TypeAlias = Callable[[], Awaitable[Mapping[str, float]]]
+"""Measures the model as it is now, for example evaluate_prompts on held-out prompts; its keys are logged as they are."""
+
+
+@dataclass(frozen=True)
+class PendingOptimizerStep:
+    """The submitted jobs of one optimizer step."""
+
+    parts: tuple[Future[dict[str, float]], ...]
+    update: Future[dict[str, float]]
+
+    async def result(self) -> Metrics:
+        """Metrics of the whole step: loss (a sum over micro-batches), num_tokens, the loss's means, grad_norm and lr."""
+        return merge_step_metrics([await part.result() for part in self.parts]) | await self.update.result()
+
+
+def submit_optimizer_step(
+    backend: TrainingBackend,
+    batch: TrainBatch,
+    loss: LossFn,
+    *,
+    weigh: Callable[[TrainBatch], Tensor],
+    max_tokens_per_microbatch: int,
+    with_entropy: bool = False,
+) -> PendingOptimizerStep:
+    """Submit the forward_backward calls of a batch, split into micro-batches, and the update that follows them.
+
+    The loss weights are computed on the whole batch before it is split, so the gradient does not depend on the split.
+
+    Args:
+        batch: the rows of one optimizer step, advantages filled where the loss reads them.
+        loss: (TokenOutputs, TrainBatch) -> LossOutput.
+        weigh: TrainBatch -> loss_weights [B, T].
+        max_tokens_per_microbatch: most real tokens in one forward_backward; a longer row gets one of its own.
+    """
+    batch = replace(batch, loss_weights=weigh(batch))
+    plan = plan_microbatches(batch.lengths.tolist(), max_tokens=max_tokens_per_microbatch)
+    parts = tuple(backend.forward_backward(select_rows(batch, rows), loss, with_entropy=with_entropy) for rows in plan)
+    return PendingOptimizerStep(parts=parts, update=backend.optim_step())
+
+
+def merge_step_metrics(parts: Sequence[Mapping[str, float]]) -> Metrics:
+    """One step's metrics from those of its forward_backward calls: losses and token counts add, means are weighted by tokens."""
+    assert parts, "an optimizer step needs at least one forward_backward result"
+    means = [({k: v for k, v in part.items() if k not in ("loss", "num_tokens")}, int(part["num_tokens"])) for part in parts]
+    totals = {key: sum(part[key] for part in parts) for key in ("loss", "num_tokens")}
+    return totals | merge_metrics(means)
+
+
+def mean_step_metrics(steps: Sequence[Mapping[str, float]]) -> Metrics:
+    """Metrics of several optimizer steps as one line: token-weighted means; num_tokens adds; lr is the last one's."""
+    assert steps, "expected the metrics of at least one optimizer step"
+    skip = ("num_tokens", "lr")
+    # a skipped update still counts as one step; without a token its weight would vanish from every mean
+    means = [({k: v for k, v in step.items() if k not in skip}, max(1, int(step["num_tokens"]))) for step in steps]
+    return merge_metrics(means) | {"num_tokens": sum(s["num_tokens"] for s in steps)} | {k: v for k, v in steps[-1].items() if k == "lr"}
+
+
+async def forward_batch(
+    backend: TrainingBackend, batch: TrainBatch, output_fn: OutputFn, *, max_tokens_per_microbatch: int, with_entropy: bool = False
+) -> Tensor:
+    """backend.forward over a batch of any size, micro-batch by micro-batch.
+
+    Returns: [B, T] in the row order of `batch`, 0 on pads.
+    """
+    plan = plan_microbatches(batch.lengths.tolist(), max_tokens=max_tokens_per_microbatch)
+    futures = [backend.forward(select_rows(batch, rows), output_fn, with_entropy=with_entropy) for rows in plan]
+    out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
+    for rows, future in zip(plan, futures, strict=True):
+        part = await future.result()  # [rows, T of the micro-batch <= T]
+        out[torch.tensor(rows), : part.shape[1]] = part
+    return out
+
+
+def require_checkpointing(backend: TrainingBackend) -> CheckpointingBackend:
+    """The backend as one that saves and restores. Raises ConfigError if it cannot, before anything is trained."""
+    if not isinstance(backend, CheckpointingBackend):
+        raise ConfigError(
+            f"checkpoints were asked for, but {type(backend).__name__} has no save_checkpoint, load_checkpoint and export_weights. "
+            "Add them to the backend, or pass checkpoint_dir=None."
+        )
+    return backend
+
+
+async def save_training_checkpoint(
+    backend: CheckpointingBackend,
+    checkpoint_dir: Path,
+    step: int,
+    run_state: Mapping[str, Any],
+    *,
+    keep_last_n: int,
+    protected: Collection[Path] = (),
+    write_more: Callable[[Path], Awaitable[None]] | None = None,
+) -> Path:
+    """Write checkpoint_dir/step_NNNN with everything that is needed to go on exactly: backend state and run_state.
+
+    Args:
+        step: number of finished steps.
+        run_state: JSON values: data position, partial samples, byte offset of the metrics file, ...
+        write_more: writes further files into the (still temporary) directory.
+
+    Raises: CheckpointError; older checkpoints are untouched then.
+    """
+
+    async def write(directory: Path) -> None:
+        await backend.save_checkpoint(directory).result()
+        if write_more is not None:
+            await write_more(directory)
+
+    return await save_checkpoint(
+        checkpoint_dir, step, write=write, run_state={"step": step, **run_state}, keep_last_n=keep_last_n, protected=protected
+    )
+
+
+def is_due(step: int, every: int, num_steps: int) -> bool:
+    """Whether something that happens every `every` finished steps is due after `step` of them; 0 = only after the last."""
+    return step == num_steps or (every > 0 and step % every == 0)
