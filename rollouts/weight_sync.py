@@ -131,9 +131,9 @@ def _describe_failures(engines: Sequence[object], failures: Mapping[int, Excepti
     causes = [(position, failures[position]) for position in sorted(failures)]
     failed = "; ".join(f"{_describe(position, engines[position])}: {type(error).__name__}: {error}" for position, error in causes)
     updated = [_describe(position, engine) for position, engine in enumerate(engines) if position not in failures]
-    state = (
-        f"These engines already have the new weights: {', '.join(updated)}." if updated else "No engine has the new weights for certain."
-    )
+    state = "No engine is sure to have the new weights."
+    if updated:
+        state = f"These engines already have the new weights: {', '.join(updated)}."
     return (
         f"{len(failures)} of {len(engines)} engines did not take {what}. {failed}. {state} "
         "Do not generate until a sync of all engines succeeds: their samples would come from different policies."
