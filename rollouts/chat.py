@@ -122,7 +122,7 @@ def tokenize_conversation(
 
     tokens equal tokenizer.apply_chat_template(messages). The mask of an assistant message begins where the generation prompt ends, which
     is where generation begins, and includes its end-of-turn token, but not the whitespace that a template puts behind a special
-    end-of-turn token. A token that straddles the beginning is not trained on.
+    end-of-turn token. A token that joins whitespace of the prompt with the first characters of the message counts as the message's.
 
     Args:
         messages: at least one of them from the assistant. Without {% generation %} in the template, not the first one.
@@ -374,8 +374,18 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def _to_token_span(
     span: tuple[int, int], tokens: Sequence[int], offsets: Sequence[tuple[int, int]], text: str, special: frozenset[int]
 ) -> tuple[int, int]:
-    """Tokens whose text begins inside the characters [start, end), without whitespace behind a special token that ends them."""
-    inside = [k for k, (start, _) in enumerate(offsets) if span[0] <= start < span[1]]
+    """Tokens that begin inside the characters [start, end), without whitespace behind a special token that ends them.
+
+    A token begins where the one before it ends: byte-level tokenizers report offsets without a token's leading space.
+    """
+    inside: list[int] = []
+    begin = 0
+    for k, (start, end) in enumerate(offsets):
+        begin = min(start, begin)
+        straddles = begin < span[0] < end and not text[begin : span[0]].strip() and text[span[0] : end].strip()
+        if span[0] <= begin < span[1] or straddles:
+            inside.append(k)
+        begin = max(begin, end)
     if not inside:
         return 0, 0
     first, last = inside[0], inside[-1]
