@@ -1,0 +1,144 @@
+"""What a user's generate function is, and how one is called: sync or async, with or without continuation, its result checked.
+
+    generate_fn(prompt: Prompt, n: int) -> Group                    every call begins the group anew
+    generate_fn(prompt: Prompt, n: int, partial: Group) -> Group    partial = () or a group that was stopped before its end: its ABORTED
+                                                                    samples are to be continued, its PENDING ones to be begun
+
+It may be an `async def`, a plain function (which runs in a thread) or any object with __call__. It returns the n samples of the prompt's
+rollout; group_index and index are set by the caller. A group with an ABORTED or PENDING sample is unfinished.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import trio
+
+from rollouts.errors import GenerationError
+from rollouts.samples import create_pending_group
+from rollouts.types import Group, Prompt, Sample, Status
+
+GenerateFn: TypeAlias = Callable[..., Any]
+"""See the module's docstring; its optional third parameter cannot be written as one type."""
+
+UNFINISHED = frozenset({Status.PENDING, Status.ABORTED})
+
+
+@dataclass(frozen=True)
+class PendingGroup:
+    """A rollout that is still to be generated, or to be continued."""
+
+    prompt: Prompt
+    samples: Group = ()  # what there is of it; () = nothing yet
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"prompt": self.prompt.to_dict(), "samples": [sample.to_dict() for sample in self.samples]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PendingGroup:
+        """The inverse of to_dict."""
+        return cls(Prompt.from_dict(data["prompt"]), tuple(Sample.from_dict(sample) for sample in data["samples"]))
+
+
+def is_finished(group: Group) -> bool:
+    """Whether every sample of the group has come to its end."""
+    return all(sample.status not in UNFINISHED for sample in group)
+
+
+def is_async_function(function: Callable[..., Any]) -> bool:
+    """Whether a call gives a coroutine: an `async def`, a functools.partial of one, or an object with an async __call__."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def describe_function(function: Callable[..., Any]) -> str:
+    """The name by which messages call a function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def accepts_partial(generate_fn: GenerateFn) -> bool:
+    """Whether the function continues unfinished groups, that is, has a parameter named `partial`."""
+    return "partial" in inspect.signature(generate_fn).parameters
+
+
+def bind_generate_fn(
+    generate_fn: GenerateFn, num_samples: int, *, thread_limiter: trio.CapacityLimiter | None = None
+) -> Callable[[PendingGroup], Awaitable[Group]]:
+    """Turn a user's generate function into an async one from PendingGroup to a checked Group.
+
+    Args:
+        generate_fn: see the module's docstring. Without a `partial` parameter an unfinished group is generated anew from its prompt.
+        num_samples: n of each call.
+        thread_limiter: of the threads that sync functions run in; None = trio's default one. A function that blocks on something which
+            itself needs one of trio's threads must have its own.
+
+    Returns: a function that raises what generate_fn raises, and GenerationError for a result that is not num_samples Samples.
+    """
+    assert num_samples >= 1, f"num_samples is {num_samples}, expected at least 1"
+    continues, is_async = accepts_partial(generate_fn), is_async_function(generate_fn)
+
+    async def generate(pending: PendingGroup) -> Group:
+        call = functools.partial(generate_fn, pending.prompt, num_samples)
+        if continues:
+            call = functools.partial(call, partial=pending.samples)
+        result = call() if is_async else await trio.to_thread.run_sync(call, limiter=thread_limiter)
+        if inspect.isawaitable(result):
+            result = await result
+        return check_generated_group(result, pending.prompt, num_samples, describe_function(generate_fn))
+
+    return generate
+
+
+def check_generated_group(result: Iterable[Sample], prompt: Prompt, num_samples: int, function_name: str) -> Group:
+    """The result of a generate function as a Group with the indices that belong to the prompt.
+
+    Returns: sample k has group_index = prompt.index and index = prompt.index * num_samples + k.
+    Raises: GenerationError if it is not num_samples Samples.
+    """
+    samples = tuple(result) if isinstance(result, Sequence) else (result,)
+    wrong = sorted({type(sample).__name__ for sample in samples if not isinstance(sample, Sample)})
+    if wrong:
+        raise GenerationError(
+            f"{function_name} returned {', '.join(wrong)} for prompt {prompt.index}, expected a sequence of {num_samples} Samples"
+        )
+    if len(samples) != num_samples:
+        raise GenerationError(
+            f"{function_name} returned {len(samples)} samples for prompt {prompt.index}, expected n = {num_samples}: "
+            "a group is the n samples of one prompt; return FAILED samples for those that could not be generated"
+        )
+    for sample in samples:
+        if isinstance(sample, Sample) and sample.status is Status.PENDING and sample.tokens:
+            raise GenerationError(
+                f"{function_name} returned a sample of prompt {prompt.index} with {len(sample.tokens)} tokens and status pending: "
+                "set status to COMPLETED, TRUNCATED, or ABORTED if it is to be continued"
+            )
+    frame = create_pending_group(prompt, num_samples)
+    return tuple(
+        replace(sample, group_index=place.group_index, index=place.index)
+        for sample, place in zip(samples, frame, strict=True)
+        if isinstance(sample, Sample)
+    )
+
+
+class note_prompt:  # a context manager reads as a verb
+    """Add to any exception of the block which prompt it was about."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            text = repr(self._prompt.content)
+            error.add_note(f"while working on prompt {self._prompt.index}: {text if len(text) <= 200 else text[:200] + '...'}")
