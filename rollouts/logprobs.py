@@ -1,0 +1,208 @@
+"""From model outputs to log-probs of tokens, in nats and float32. THE one place where tokens are shifted.
+
+A causal model's output at position t predicts token t + 1. Everything this file returns is aligned with tokens instead:
+log_probs[:, t] = log p(tokens[:, t] | tokens[:, :t]), 0 where there is no such prediction (the first token of a row).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def gather_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """log softmax(logits)[target], without shifting.
+
+    Args:
+        logits: # [..., V] any float dtype; computed in float32 or better.
+        targets: # [...] int64 in [0, V).
+
+    Returns: # [...] float32 (float64 for float64 logits), at most 0.
+    """
+    assert logits.shape[:-1] == targets.shape, f"logits have shape {tuple(logits.shape)}, targets {tuple(targets.shape)}"
+    logits = _at_least_float32(logits)
+    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """H(softmax(logits)) = -sum_v p_v log p_v, in nats.
+
+    Args:
+        logits: # [..., V]; -inf marks tokens that cannot be drawn.
+
+    Returns: # [...] in [0, log V].
+    """
+    log_p = torch.log_softmax(_at_least_float32(logits), dim=-1)
+    p = log_p.exp()
+    return -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+
+
+def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """Log-prob of each token given those before it, under softmax(logits / temperature).
+
+    Args:
+        logits: # [B, T, V] of a causal model on `tokens`.
+        tokens: # [B, T] int64.
+        temperature: > 0; a number, or [B] for one per row.
+
+    Returns: # [B, T] float32; 0 at t = 0.
+    """
+    return _align(gather_log_probs(_tempered(logits, temperature)[:, :-1], tokens[:, 1:]))
+
+
+def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """Entropy of the distribution that each token was drawn from, in nats.
+
+    Args:
+        logits: # [B, T, V] of a causal model.
+        temperature: > 0; a number, or [B] for one per row.
+
+    Returns: # [B, T] float32; 0 at t = 0.
+    """
+    return _align(entropy_from_logits(_tempered(logits, temperature)[:, :-1]))
+
+
+class PackedShift(NamedTuple):
+    """Which positions of packed rows predict which tokens. M = N minus the number of rows that are not empty."""
+
+    predictors: Tensor  # [M] int64: position whose output makes the prediction
+    positions: Tensor  # [M] int64: position of the predicted token, predictors + 1
+    targets: Tensor  # [M] int64: the predicted token
+
+
+def shift_packed(tokens: Tensor, cu_seqlens: Tensor) -> PackedShift:
+    """The shift on packed rows: every token but the first of its row is predicted by the position before it.
+
+    Args:
+        tokens: # [N] int64, rows behind each other.
+        cu_seqlens: # [R + 1] int64: row r occupies [cu_seqlens[r], cu_seqlens[r + 1]).
+    """
+    assert int(cu_seqlens[-1]) == tokens.numel(), f"cu_seqlens ends at {int(cu_seqlens[-1])} for {tokens.numel()} packed tokens"
+    predicted = torch.ones(tokens.numel(), dtype=torch.bool, device=tokens.device)
+    starts = cu_seqlens[:-1]
+    predicted[starts[starts < tokens.numel()]] = False
+    positions = predicted.nonzero().squeeze(-1)
+    return PackedShift(predictors=positions - 1, positions=positions, targets=tokens[positions])
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperatures: Tensor | None = None,
+    chunk_size: int = 1024,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """gather_log_probs((hidden @ weight.T + bias) / temperature, targets) without ever holding [N, V] logits.
+
+    Logits exist for chunk_size positions at a time; the backward pass computes them again. Matrix products run in the dtype of the
+    inputs, softmax and gradients of the weight are accumulated in float32 (float64 for float64 inputs).
+
+    Args:
+        hidden: # [N, H] last hidden states.
+        weight: # [V, H] of the output layer.
+        targets: # [N] int64.
+        bias: # [V] or None.
+        temperatures: # [N] > 0, or None for 1.
+        chunk_size: positions per chunk; memory is chunk_size * V numbers.
+        with_entropy: also return the entropy of each distribution.
+
+    Returns: log_probs # [N], entropy # [N] or None; both differentiable with respect to hidden, weight and bias.
+    """
+    assert hidden.dim() == 2 and weight.dim() == 2, f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
+    assert hidden.shape[0] == targets.shape[0], f"{hidden.shape[0]} hidden states for {targets.shape[0]} targets"
+    assert chunk_size >= 1, f"chunk_size is {chunk_size}, expected at least 1"
+    log_probs, entropy = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperatures, chunk_size, with_entropy)
+    return log_probs, (entropy if with_entropy else None)
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperatures: Tensor | None,
+        chunk_size: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs = torch.empty(hidden.shape[0], dtype=precise, device=hidden.device)
+        entropy = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
+        for start in range(0, hidden.shape[0], chunk_size):
+            rows = slice(start, start + chunk_size)
+            logits = _chunk_logits(hidden[rows], weight, bias, temperatures, rows)  # [C, V]
+            log_z = logits.logsumexp(-1, keepdim=True)
+            log_probs[rows] = (logits.gather(1, targets[rows, None]) - log_z)[:, 0]
+            if with_entropy:
+                log_p = logits.sub_(log_z)
+                entropy[rows] = -(log_p.exp() * log_p).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, entropy)
+        ctx.chunk_size, ctx.with_entropy = chunk_size, with_entropy
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperatures, entropy = ctx.saved_tensors
+        grad_log_probs, grad_entropy = grads
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros(weight.shape, dtype=precise, device=weight.device) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros(weight.shape[0], dtype=precise, device=weight.device) if bias is not None else None
+        for start in range(0, hidden.shape[0], ctx.chunk_size):
+            rows = slice(start, start + ctx.chunk_size)
+            logits = _chunk_logits(hidden[rows], weight, bias, temperatures, rows)
+            log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+            p = log_p.exp()
+            grad = torch.zeros_like(p)  # dL/dlogits [C, V]
+            if grad_log_probs is not None:  # d log p(y) / d logit_v = 1[v = y] - p_v
+                upstream = grad_log_probs[rows, None].to(precise)
+                grad.sub_(p * upstream).scatter_add_(1, targets[rows, None], upstream)
+            if ctx.with_entropy and grad_entropy is not None:  # d H / d logit_v = -p_v (log p_v + H)
+                grad.sub_(p * (log_p + entropy[rows, None]) * grad_entropy[rows, None].to(precise))
+            if temperatures is not None:
+                grad.div_(temperatures[rows, None])
+            if grad_bias is not None:
+                grad_bias.add_(grad.sum(0))
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight.to(hidden.dtype), out=grad_hidden[rows])
+            if grad_weight is not None:
+                if hidden.dtype == precise:
+                    grad_weight.addmm_(grad.t(), hidden[rows])
+                else:
+                    grad_weight.add_(grad.t() @ hidden[rows])
+        out_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        out_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, out_weight, out_bias, None, None, None, None
+
+
+def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None, rows: slice) -> Tensor:
+    """Logits of one chunk, tempered, in float32 or better."""
+    logits = _at_least_float32(hidden @ weight.to(hidden.dtype).t())
+    if bias is not None:
+        logits = logits + bias.to(logits.dtype)
+    return logits if temperatures is None else logits / temperatures[rows, None].to(logits.dtype)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    if isinstance(temperature, Tensor):
+        assert temperature.shape == logits.shape[:1], f"temperature has shape {tuple(temperature.shape)} for {logits.shape[0]} rows"
+        return _at_least_float32(logits) / temperature[:, None, None]
+    assert temperature > 0, f"temperature is {temperature}, expected > 0"
+    return logits if temperature == 1.0 else _at_least_float32(logits) / temperature
+
+
+def _align(predictions: Tensor) -> Tensor:
+    """[B, T - 1] about tokens 1 .. T - 1 -> [B, T] aligned with tokens."""
+    return torch.nn.functional.pad(predictions, (1, 0))

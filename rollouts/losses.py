@@ -1,0 +1,361 @@
+"""Ratios, surrogates, KL estimators and the losses made of them.
+
+    policy_loss = sum(loss_weights * (importance_weights * surrogate + kl_coef * kl - entropy_coef * entropy))
+
+Each part is one plain function; a surrogate is a loss, so it is minimised. What stands at masked places (loss_mask = 0) is replaced by 0
+before anything is computed from it: a NaN or infinity there changes neither the loss nor a gradient. Masking after exp would leave NaN
+gradients (0 * inf).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from rollouts.advantages import masked_mean
+from rollouts.checks import check_shapes
+from rollouts.logprobs import token_log_probs
+from rollouts.types import LossOutput, TokenOutputs, TrainBatch
+
+Ratio: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""f(log_probs, old_log_probs, mask), each [B, T] -> log_ratio [B, T]."""
+
+Surrogate: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""f(log_ratio, log_probs, advantages), each [B, T] -> loss of each token [B, T]."""
+
+KLEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""f(log_probs, ref_log_probs), each [B, T] -> estimate of KL(policy || reference) at each token [B, T]."""
+
+
+# -- log-ratios
+
+
+def token_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """log r_t = log p(y_t) - log p_old(y_t). All # [B, T]; 0 where mask = 0."""
+    return torch.where(mask > 0, log_probs - old_log_probs, 0.0)
+
+
+def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """The mean of a row's token log-ratios at each of its tokens: log s_i, s_i = (p(y) / p_old(y))^(1 / |y|).
+
+    The gradient goes through each token's own log-prob (the token-level form), so advantages may differ along a row.
+
+    Source: Zheng et al. 2025 (GSPO), equations 7, 13 and 14.
+    """
+    on = (mask > 0).to(log_probs.dtype)
+    per_token = token_ratio(log_probs, old_log_probs, mask)
+    mean = (per_token * on).sum(1, keepdim=True) / on.sum(1, keepdim=True).clamp(min=1)
+    own = torch.where(mask > 0, log_probs - log_probs.detach(), 0.0)  # 0, with the gradient of log_probs
+    return (mean.detach() + own) * on
+
+
+# -- surrogates
+
+
+def reinforce(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """-A log p (Williams 1992). All # [B, T]."""
+    return -advantages * log_probs
+
+
+def importance_weighted(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """-A r, the unclipped surrogate (Schulman et al. 2017, equation 6). All # [B, T]."""
+    return -advantages * log_ratio.exp()
+
+
+def clipped(
+    log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float = 0.2, high: float = 0.2, dual: float | None = None
+) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A); with `dual`, bounded by -dual * A where A < 0.
+
+    Args:
+        log_ratio, log_probs, advantages: # [B, T].
+        low, high: widths of the clip range, in [0, 1] and >= 0 (DAPO's clip-higher: 0.2 and 0.28).
+        dual: > 1; a token with A < 0 and r > dual has loss -dual * A and no gradient. None = off.
+
+    Source: Schulman et al. 2017 (PPO), equation 7; Ye et al. 2020 (dual clip), equation 3.
+    """
+    ratio = log_ratio.exp()
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    if dual is None:
+        return loss
+    assert dual > 1, f"dual is {dual}, expected > 1"
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)
+
+
+def cispo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 0.28) -> Tensor:
+    """-sg(clip(r, 1 - low, 1 + high)) A log p: the ratio is a weight, every token keeps its gradient.
+
+    Source: MiniMax-M1 2025 (CISPO), equations 4 and 5.
+    """
+    return -log_ratio.exp().clamp(1 - low, 1 + high).detach() * advantages * log_probs
+
+
+def clip_fractions(log_ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
+    """At which tokens the clip is active, that is, where it removes the gradient: # [B, T] of 0 and 1 each."""
+    ratio = log_ratio.exp()
+    below = ((ratio < 1 - low) & (advantages < 0)).to(log_ratio.dtype)
+    above = ((ratio > 1 + high) & (advantages > 0)).to(log_ratio.dtype)
+    return {"clip_fraction": below + above, "clip_fraction_low": below, "clip_fraction_high": above}
+
+
+# -- KL(policy || reference) estimated at the sampled tokens (Schulman 2020, "Approximating KL divergence")
+
+
+def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """log p - log p_ref: unbiased, can be negative."""
+    return log_probs - ref_log_probs
+
+
+def abs_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """|log p - log p_ref|."""
+    return (log_probs - ref_log_probs).abs()
+
+
+def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """(log p - log p_ref)^2 / 2: biased, low variance; its gradient is that of the KL divergence."""
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """p_ref / p - 1 - log(p_ref / p): unbiased, never negative (GRPO, Shao et al. 2024, equation 4)."""
+    log_ratio = ref_log_probs - log_probs
+    return log_ratio.exp() - 1 - log_ratio
+
+
+# -- losses on TokenOutputs and TrainBatch
+
+
+def policy_loss(
+    outputs: TokenOutputs,
+    batch: TrainBatch,
+    *,
+    surrogate: Surrogate,
+    ratio: Ratio = token_ratio,
+    kl: KLEstimator | None = None,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    clip_metrics: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
+) -> LossOutput:
+    """sum(loss_weights * (importance_weights * surrogate + kl_coef * kl - entropy_coef * entropy)).
+
+    Args:
+        outputs: of the current policy; entropy is needed if entropy_coef is not 0.
+        batch: advantages and loss_weights filled; old_log_probs, else rollout_log_probs, anchor the ratio; ref_log_probs where kl is used.
+        surrogate, ratio, kl: parts from this file, or the caller's own.
+        clip_metrics: (log_ratio, advantages) -> further per-token metrics.
+
+    Returns: the loss (a sum, so micro-batches add up); metrics are means over tokens with loss_mask > 0.
+    Asserts: the columns named above are there.
+    """
+    weights, mask = _weights_and_mask(outputs, batch)
+    anchor = batch.old_log_probs if batch.old_log_probs is not None else batch.rollout_log_probs
+    assert anchor is not None, "policy_loss needs batch.old_log_probs or batch.rollout_log_probs"
+    assert batch.advantages is not None, "policy_loss needs batch.advantages: call algorithm.estimate first"
+    log_probs, anchor, advantages = _where(mask, outputs.log_probs), _where(mask, anchor), _where(mask, batch.advantages)
+    log_ratio = ratio(log_probs, anchor, batch.loss_mask)
+    per_token = surrogate(log_ratio, log_probs, advantages)
+    if batch.importance_weights is not None:
+        per_token = per_token * _where(mask, batch.importance_weights)
+    extra: dict[str, Tensor] = {}
+    if kl is not None:
+        assert batch.ref_log_probs is not None, "policy_loss with a KL term needs batch.ref_log_probs"
+        extra["ref_kl"] = kl(log_probs, _where(mask, batch.ref_log_probs))
+        per_token = per_token + kl_coef * extra["ref_kl"]
+    if outputs.entropy is not None:
+        extra["entropy"] = _where(mask, outputs.entropy)
+        per_token = per_token - entropy_coef * extra["entropy"]
+    else:
+        assert entropy_coef == 0.0, f"entropy_coef is {entropy_coef}, but outputs.entropy is None: add 'entropy' to Algorithm.requires"
+    if clip_metrics is not None:
+        extra.update(clip_metrics(log_ratio.detach(), advantages))
+    metrics = _ratio_metrics(log_ratio, log_probs, batch.loss_mask) | {name: _mean(x, batch.loss_mask) for name, x in extra.items()}
+    return LossOutput((weights * _where(mask, per_token)).sum(), metrics)
+
+
+def clipped_policy_loss(
+    outputs: TokenOutputs,
+    batch: TrainBatch,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    dual: float | None = None,
+    ratio: Ratio = token_ratio,
+    kl: KLEstimator | None = None,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+) -> LossOutput:
+    """policy_loss with the `clipped` surrogate and the fractions of tokens that it clips."""
+    return policy_loss(
+        outputs,
+        batch,
+        surrogate=partial(clipped, low=low, high=high, dual=dual),
+        ratio=ratio,
+        kl=kl,
+        kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
+        clip_metrics=partial(clip_fractions, low=low, high=high),
+    )
+
+
+def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> LossOutput:
+    """-sum(loss_weights * log_probs): the negative log-likelihood of the trained tokens.
+
+    Equals policy_loss with the `reinforce` surrogate and advantage 1. With token_mean weights: the cross entropy of the trained tokens.
+    """
+    weights, mask = _weights_and_mask(outputs, batch)
+    log_probs = _where(mask, outputs.log_probs)
+    metrics = {"log_prob_mean": _mean(log_probs, batch.loss_mask)}
+    if outputs.entropy is not None:
+        metrics["entropy"] = _mean(_where(mask, outputs.entropy), batch.loss_mask)
+    return LossOutput(-(weights * log_probs).sum(), metrics)
+
+
+def value_loss(outputs: TokenOutputs, batch: TrainBatch, *, clip: float | None = 0.2) -> LossOutput:
+    """sum(loss_weights * max((V - R)^2, (V_clip - R)^2) / 2), V_clip = V_old + clamp(V - V_old, -clip, clip).
+
+    Args:
+        outputs: values # [B, T] of the critic.
+        batch: values (of the critic at collection time), returns and loss_weights filled.
+        clip: width of the range round the old value; None = no clipping.
+
+    Source: Schulman et al. 2017, section 5, with the clipping of OpenAI's baselines.
+    """
+    weights, mask = _weights_and_mask(outputs, batch)
+    assert outputs.values is not None, "value_loss needs outputs.values: the model has no value head"
+    assert batch.returns is not None, "value_loss needs batch.returns: call algorithm.estimate first"
+    values, returns = _where(mask, outputs.values), _where(mask, batch.returns)
+    per_token = (values - returns).square()
+    metrics: dict[str, Tensor] = {"value_mean": _mean(values, batch.loss_mask)}
+    if clip is not None:
+        assert batch.values is not None, "value_loss with clip needs batch.values of collection time"
+        old = _where(mask, batch.values)
+        bounded = (old + (values - old).clamp(-clip, clip) - returns).square()
+        metrics["value_clip_fraction"] = _mean((bounded > per_token).to(values.dtype), batch.loss_mask)
+        per_token = torch.maximum(per_token, bounded)
+    return LossOutput(0.5 * (weights * per_token).sum(), metrics)
+
+
+def merge_metrics(parts: Sequence[tuple[Mapping[str, float | Tensor], int]]) -> dict[str, float]:
+    """Metrics of a union of micro-batches from the metrics of each.
+
+    Args:
+        parts: (metrics, number of tokens with loss_mask > 0) of each. A metric that a part lacks is averaged over the others.
+
+    Returns: token-weighted means; names that begin with `max_` or `min_` take the largest or smallest. Parts without tokens say nothing.
+    """
+    names = {name: None for metrics, _ in parts for name in metrics}  # in order of appearance
+    merged: dict[str, float] = {}
+    for name in names:
+        values = [(float(metrics[name]), count) for metrics, count in parts if name in metrics and count > 0]
+        if not values:
+            merged[name] = 0.0
+        elif name.startswith("max_"):
+            merged[name] = max(value for value, _ in values)
+        elif name.startswith("min_"):
+            merged[name] = min(value for value, _ in values)
+        else:
+            merged[name] = sum(value * count for value, count in values) / sum(count for _, count in values)
+    return merged
+
+
+# -- named losses on logits, for a first look and for comparing with other code
+
+
+def reinforce_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> LossOutput:
+    """-mean over trained tokens of A * log p(label).
+
+    Args:
+        logits: # [B, T, V] of a causal model on `labels`.
+        labels: # [B, T] int64, the tokens themselves, not shifted: the shift happens here, so position t is about labels[:, t].
+        loss_mask: # [B, T] aligned with labels; the first token of a row has no prediction and should be 0.
+        advantages: # [B] or [B, T].
+
+    Returns: loss 0 and gradient 0 for a batch that is masked out entirely.
+    """
+    batch = _batch_of(labels, loss_mask, advantages)
+    return policy_loss(TokenOutputs(log_probs=token_log_probs(logits, labels)), batch, surrogate=reinforce)
+
+
+def grpo_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> LossOutput:
+    """-mean over trained tokens of A * log p(label): GRPO's gradient on policy, where every ratio is 1. Arguments as reinforce_loss.
+
+    For GRPO off policy or with a KL term use ppo_loss, or algorithms.grpo in the loop.
+    """
+    return reinforce_loss(logits, labels, loss_mask, advantages)
+
+
+def ppo_loss(
+    logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor, old_log_probs: Tensor, clip_range: float = 0.2
+) -> LossOutput:
+    """-mean over trained tokens of min(r A, clip(r, 1 - clip_range, 1 + clip_range) A) (Schulman et al. 2017, equation 7).
+
+    Args:
+        logits, labels, loss_mask, advantages: as in reinforce_loss.
+        old_log_probs: # [B, T] aligned with labels.
+        clip_range: width on both sides.
+    """
+    batch = _batch_of(labels, loss_mask, advantages, old_log_probs)
+    return clipped_policy_loss(TokenOutputs(log_probs=token_log_probs(logits, labels)), batch, low=clip_range, high=clip_range)
+
+
+def compute_policy_loss(
+    old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, response_mask: Tensor, clip_ratio: float = 0.2
+) -> LossOutput:
+    """PPO's clipped loss, token mean, on log-probs: all arguments # [B, T] and aligned with each other."""
+    batch = _batch_of(torch.zeros_like(response_mask, dtype=torch.int64), response_mask, advantages, old_log_probs)
+    return clipped_policy_loss(TokenOutputs(log_probs=log_probs), batch, low=clip_ratio, high=clip_ratio)
+
+
+# -- parts
+
+
+def _batch_of(tokens: Tensor, loss_mask: Tensor, advantages: Tensor, old_log_probs: Tensor | None = None) -> TrainBatch:
+    """The columns that policy_loss reads, token-mean weights."""
+    rows, width = tokens.shape
+    check_shapes(loss_mask=(loss_mask, (rows, width)), old_log_probs=(old_log_probs, (rows, width)))
+    mask = loss_mask.to(torch.float32)
+    total = mask.sum()
+    return TrainBatch(
+        tokens=tokens,
+        lengths=torch.full((rows,), width, device=tokens.device),
+        loss_mask=mask,
+        rewards=torch.zeros(rows, device=tokens.device),
+        group_ids=torch.arange(rows, device=tokens.device),
+        trainable=torch.ones(rows, dtype=torch.bool, device=tokens.device),
+        old_log_probs=torch.zeros_like(mask) if old_log_probs is None else old_log_probs,
+        advantages=advantages[:, None].expand(rows, width) if advantages.dim() == 1 else advantages,
+        loss_weights=torch.where(total > 0, mask / total.clamp(min=1e-30), torch.zeros_like(mask)),
+    )
+
+
+def _weights_and_mask(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    shape = tuple(batch.tokens.shape)
+    check_shapes(log_probs=(outputs.log_probs, shape), entropy=(outputs.entropy, shape), values=(outputs.values, shape))
+    assert batch.loss_weights is not None, "the loss needs batch.loss_weights: call algorithm.weigh (or token_mean) on the whole step first"
+    return batch.loss_weights, batch.loss_mask > 0
+
+
+def _where(mask: Tensor, x: Tensor) -> Tensor:
+    """x where mask is True, else 0 with gradient 0."""
+    return torch.where(mask, x, torch.zeros_like(x))
+
+
+def _mean(x: Tensor, loss_mask: Tensor) -> Tensor:
+    return masked_mean(x.detach(), (loss_mask > 0).to(x.dtype))
+
+
+def _ratio_metrics(log_ratio: Tensor, log_probs: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+    """How far the policy is from the anchor. approx_kl is k3 of KL(old || new) at tokens drawn from old: r - 1 - log r."""
+    log_ratio = log_ratio.detach()
+    ratio, on = log_ratio.exp(), loss_mask > 0
+    return {
+        "approx_kl": _mean(ratio - 1 - log_ratio, loss_mask),
+        "ratio_mean": _mean(ratio, loss_mask),
+        "max_ratio": torch.where(on, ratio, torch.zeros_like(ratio)).max(),
+        "min_ratio": torch.where(on, ratio, torch.full_like(ratio, torch.inf)).min() if bool(on.any()) else ratio.new_zeros(()),
+        "log_prob_mean": _mean(log_probs, loss_mask),
+    }
