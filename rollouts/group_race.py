@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -77,8 +77,8 @@ async def collect_groups(
         await event.wait()
         await end_race()
 
-    with deadline:
-        async with open_flat_nursery() as nursery:
+    with raise_single_errors(), deadline:
+        async with trio.open_nursery() as nursery:
             for position in range(len(issued)):
                 nursery.start_soon(run_one, position)
             if abort is not None:
@@ -167,13 +167,12 @@ def _receive_waiting(receive: trio.MemoryReceiveChannel[_Arrival], arrivals: lis
     return count
 
 
-@asynccontextmanager
-async def open_flat_nursery() -> AsyncGenerator[trio.Nursery]:
-    """A nursery that raises a single failure as itself instead of as an ExceptionGroup of one."""
+@contextmanager
+def raise_single_errors() -> Generator[None]:
+    """Raise a failure that a nursery in the block wrapped into an ExceptionGroup of one as itself; stands outside of cancel scopes."""
     failure: BaseException | None = None
     try:
-        async with trio.open_nursery() as nursery:
-            yield nursery
+        yield
     except BaseExceptionGroup as group:
         failure = group
     while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
