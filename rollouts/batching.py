@@ -5,26 +5,29 @@ Every row ends up in exactly one part, and the loss is a weighted sum over token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from rollouts.checks import check_shapes
+from rollouts.checks import check_mask, check_shapes
 from rollouts.errors import DataError
-from rollouts.samples import check_reward, describe_sample
+from rollouts.samples import check_reward, check_training_sample, describe_sample
 from rollouts.types import Sample, TrainBatch, Turns
+
+PaddingSide: TypeAlias = Literal["right", "left"]
 
 
 def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewards: bool = False) -> TrainBatch:
     """Make a TrainBatch of B samples, padded on the right to the longest of them.
 
-    group_ids number the distinct group_index values from 0, in the order of their first appearance. A row is trainable if one of its
-    tokens has loss_mask > 0 and metadata["trainable"] is not False; the loss_mask of other rows becomes 0, their rewards still count in
-    group statistics. temperatures is None if all are 1. weight_versions and rollout_log_probs are columns if every sample has them.
+    group_ids number the distinct group_index values from 0, in the order of their first appearance. The first token of a row has
+    loss_mask 0, since nothing predicts it. A row is trainable if one of its other tokens has loss_mask > 0 and metadata["trainable"] is
+    not False; the loss_mask of other rows becomes 0, their rewards still count in group statistics. temperatures is None if all are 1.
+    weight_versions and rollout_log_probs are columns if every sample has them.
 
     Args:
         samples: tokens and loss_mask of each, at least one token in each.
@@ -45,9 +48,11 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
             raise DataError(f"{where} has no tokens (status {sample.status.value}): generate or tokenize it before it becomes a batch")
         assert len(sample.loss_mask) == len(sample.tokens), f"{where}: {len(sample.loss_mask)} mask entries for {len(sample.tokens)} tokens"
         check_reward(sample, required=scored)
-    masks = [s.loss_mask if s.metadata.get("trainable", True) else (0.0,) * len(s.tokens) for s in samples]
+    masks = [(0.0, *s.loss_mask[1:]) if s.metadata.get("trainable", True) else (0.0,) * len(s.tokens) for s in samples]
     if not any(value > 0 for mask in masks for value in mask):
-        raise DataError(f"none of the {len(samples)} samples, from {describe_sample(samples[0])} on, has a token with loss_mask > 0")
+        raise DataError(
+            f"none of the {len(samples)} samples, from {describe_sample(samples[0])} on, has a predicted token with loss_mask > 0"
+        )
     group_ids: dict[int, int] = {}
     for sample in samples:
         group_ids.setdefault(sample.group_index, len(group_ids))
@@ -308,3 +313,91 @@ def unpack_rows(values: Tensor, cu_seqlens: Tensor, *, width: int | None = None,
     out = values.new_full((lengths.shape[0], width, *values.shape[1:]), pad)
     out[torch.arange(width, device=values.device) < lengths[:, None]] = values
     return out
+
+
+def prepare_sft_batch(samples: Sequence[Sample], pad_id: int = 0, padding_side: PaddingSide = "right") -> dict[str, Tensor]:
+    """Supervised samples as the inputs of a model and of a loss on its logits.
+
+    All columns are aligned with input_ids, and labels ARE input_ids: token_log_probs, and with it every loss on logits in this library,
+    compares logits[:, t - 1] with labels[:, t]. Labels shifted here as well would train each token to predict the one after the next.
+
+    Args:
+        samples: each with at least one token with loss_mask > 0.
+        pad_id: fills input_ids and labels.
+        padding_side: "right", or "left" as for generation.
+
+    Returns: input_ids, labels, attention_mask, position_ids [B, T] int64; loss_mask [B, T] float32, 0 on the first token of a row, which
+        nothing predicts; position_ids count from 0 at the first real token.
+    Raises: DataError that names the sample.
+    """
+    for sample in samples:
+        check_training_sample(sample, require_reward=False)
+    return _to_model_inputs(collate_samples(samples, pad_id), {}, padding_side)
+
+
+def prepare_grpo_batch(
+    samples: Sequence[Sample], advantages: Sequence[float] | Tensor, pad_id: int = 0, padding_side: PaddingSide = "right"
+) -> dict[str, Tensor]:
+    """Scored samples and their advantages as the inputs of a model and of a loss on its logits.
+
+    Aligned as in prepare_sft_batch; then grpo_loss(logits, labels, loss_mask, advantages).
+
+    Args:
+        samples: each with a reward; for a RolloutBatch its .samples.
+        advantages: # [B], one of each sample; spread over its tokens with loss_mask > 0, 0 elsewhere.
+
+    Returns: what prepare_sft_batch returns; advantages [B, T] float32; if the samples have them, old_log_probs [B, T] float32 and versions
+        [B, T] int64 (0 and -1 on tokens that the policy did not sample).
+    Raises: DataError or RewardError that names the sample.
+    """
+    batch = collate_samples(samples, pad_id, require_rewards=True)
+    per_row = torch.as_tensor(advantages, dtype=torch.float32)
+    check_shapes(advantages=(per_row, (batch.num_rows,)))
+    columns = {"advantages": per_row[:, None] * (batch.loss_mask > 0)}
+    if batch.rollout_log_probs is not None:
+        columns["old_log_probs"] = batch.rollout_log_probs
+    if batch.weight_versions is not None:
+        columns["versions"] = batch.weight_versions
+    return _to_model_inputs(batch, columns, padding_side)
+
+
+def _to_model_inputs(batch: TrainBatch, extra: Mapping[str, Tensor], padding_side: PaddingSide) -> dict[str, Tensor]:
+    assert padding_side in ("right", "left"), f"padding_side is {padding_side!r}, expected 'right' or 'left'"
+    width = batch.tokens.shape[1]
+    positions = torch.arange(width)
+    real = positions < batch.lengths[:, None]
+    inputs = {
+        "input_ids": batch.tokens,
+        "labels": batch.tokens,
+        "attention_mask": real.long(),
+        "position_ids": positions * real,
+        "loss_mask": batch.loss_mask,
+        **extra,
+    }
+    if padding_side == "left":
+        source = (positions - (width - batch.lengths[:, None])) % width  # pads come round from the end of the row
+        inputs = {name: column.gather(1, source) for name, column in inputs.items()}
+    check_model_inputs(inputs)
+    return inputs
+
+
+def check_model_inputs(inputs: Mapping[str, Tensor]) -> None:
+    """Assert the contract of prepare_sft_batch and prepare_grpo_batch: one shape [B, T]; int64 for input_ids, labels, attention_mask,
+    position_ids, versions; float32 for loss_mask, advantages, old_log_probs; attention_mask 0 or 1; masks not negative, not NaN.
+
+    A message names the column and what was found.
+    """
+    integers = ("input_ids", "labels", "attention_mask", "position_ids", "versions")
+    floats = ("loss_mask", "advantages", "old_log_probs")
+    assert "input_ids" in inputs, f"input_ids is missing; found {sorted(inputs)}"
+    assert inputs["input_ids"].dim() == 2, f"input_ids has shape {tuple(inputs['input_ids'].shape)}, expected [B, T]"
+    check_shapes(**{name: (inputs.get(name), tuple(inputs["input_ids"].shape)) for name in integers + floats})
+    for name, column in inputs.items():
+        assert name in integers + floats, f"{name} is no model input; known are {sorted(integers + floats)}"
+        expected = torch.int64 if name in integers else torch.float32
+        assert column.dtype == expected, f"{name} has dtype {column.dtype}, expected {expected}"
+    if "attention_mask" in inputs:
+        attention_mask = inputs["attention_mask"]
+        assert bool(((attention_mask == 0) | (attention_mask == 1)).all()), "attention_mask holds entries besides 0 and 1"
+    if "loss_mask" in inputs:
+        check_mask("loss_mask", inputs["loss_mask"])

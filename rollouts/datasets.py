@@ -111,8 +111,8 @@ def load_rl_prompts(
     """Load prompts and what their reward needs to know.
 
     Each row has "prompt" (a str or messages), "messages" or "question", and "ground_truth" or "answer". All other keys, and "answer"
-    itself, go into the prompt's metadata. metadata["ground_truth"] is "ground_truth", else "answer"; of an answer in the format of GSM8K it is what
-    follows "####", without thousands separators.
+    itself, go into the prompt's metadata. metadata["ground_truth"] is "ground_truth", else "answer"; of an answer in the format of
+    GSM8K it is what follows "####", without thousands separators.
 
     Args:
         source: a file or folder, a DatasetSpec, or a list of them to mix.
@@ -305,7 +305,6 @@ def _load_hf(load: Callable[[Any], Any], name: str, parse: Callable[[Row, str], 
 def _import_datasets(name: str | Path) -> Any:
     try:
         import datasets  # pyright: ignore[reportMissingImports]
-        import datasets.exceptions  # pyright: ignore[reportMissingImports]  # noqa: F401
     except ImportError as error:
         raise DataError(f"{name} needs the package `datasets`: pip install 'rollouts[data]', or convert the data to JSONL") from error
     return datasets
