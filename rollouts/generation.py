@@ -1,0 +1,243 @@
+"""From prompts to groups: one group (and a race of many: group_race), batches without an event loop, and evaluation.
+
+Everything random is keyed by (seed, prompt.index, number of the sample in its group, tokens already there), and every result is in the
+order of the prompts: neither depends on what else runs nor on which answer arrives first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial as bind
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from rollouts.chat import Messages, tokenize_prompt
+from rollouts.config import RewardConfig, RolloutConfig
+from rollouts.data_buffer import DataBuffer, parse_prompt
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import ConfigError, GenerationError
+from rollouts.generate_fns import UNFINISHED, check_generated_group, describe_function, is_async_function, is_finished, note_prompt
+from rollouts.group_race import CollectedGroups as CollectedGroups
+from rollouts.group_race import collect_groups as collect_groups
+from rollouts.group_race import raise_single_errors
+from rollouts.rewards.evaluate import score_group
+from rollouts.samples import apply_sample_transforms, completion_to_sample, convert_to_batch, create_pending_group, derive_seed
+from rollouts.types import Group, Prompt, RolloutBatch, Sample, SamplingParams, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def make_request_id(group_index: int, sample_number: int) -> str:
+    """The id of one sample's request; ids sort as (group_index, sample_number) do."""
+    return f"{group_index:012d}-{sample_number:04d}"
+
+
+async def generate_group(
+    engine: InferenceEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt | str | Messages,
+    n: int,
+    params: SamplingParams,
+    *,
+    seed: int = 0,
+    partial: Group = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Group:
+    """Generate the n samples of one prompt at once.
+
+    Args:
+        tokenizer: the engine's; tokenizes the prompt (once for all samples) and decodes responses.
+        prompt: one that is not a Prompt gets index 0.
+        n: group size G.
+        params: of each sample. params.seed is replaced by derive_seed(seed, prompt.index, k, tokens already there) for sample k.
+        partial: the group as an earlier call returned it, some samples ABORTED or PENDING. ABORTED ones go on from the tokens they
+            have with the rest of params.max_tokens; finished ones are returned as they are.
+        template_kwargs: for the chat template, for example {"enable_thinking": False}.
+
+    Returns: n samples in the order of their index (prompt.index * n + k), group_index = prompt.index, metadata copied from the prompt.
+        Status is COMPLETED, TRUNCATED (max_tokens reached) or ABORTED (the engine was told to abort).
+    Raises: what the engine raises (the error itself, not an ExceptionGroup, where one request failed).
+    """
+    prompt = parse_prompt(prompt)
+    samples = list(partial or create_pending_group(prompt, n))
+    assert len(samples) == n, f"partial has {len(samples)} samples, expected n = {n}"
+    assert all(sample.group_index == prompt.index for sample in samples), f"partial is not of prompt {prompt.index}"
+    prompt_tokens = tokenize_prompt(tokenizer, prompt.content, **(template_kwargs or {}))
+
+    async def generate_sample(k: int) -> None:
+        pending = samples[k]
+        tokens = pending.tokens or prompt_tokens
+        num_done = len(tokens) - len(prompt_tokens)
+        if num_done >= params.max_tokens:
+            samples[k] = replace(pending, status=Status.TRUNCATED)
+            return
+        request = params.new(max_tokens=params.max_tokens - num_done, seed=derive_seed(seed, prompt.index, k, num_done))
+        completion = await engine.generate(tokens, request, request_id=make_request_id(prompt.index, k))
+        response_tokens = [*tokens[len(prompt_tokens) :], *completion.output_tokens]
+        text = str(tokenizer.decode(response_tokens, skip_special_tokens=True))
+        samples[k] = completion_to_sample(pending, prompt_tokens, completion, text)
+
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            for k, sample in enumerate(samples):
+                if sample.status in UNFINISHED:
+                    nursery.start_soon(generate_sample, k)
+    return tuple(samples)
+
+
+def create_generate_fn(
+    engines: Sequence[InferenceEngine],
+    tokenizer: PreTrainedTokenizerBase,
+    params: SamplingParams,
+    *,
+    seed: int = 0,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Callable[..., Awaitable[Group]]:
+    """The generate function of single-turn rollouts, for RolloutConfig.generate_fn.
+
+    Args:
+        engines: at least one. The prompt with index i goes to engine i % len(engines), so the same run asks the same engine again.
+        params, seed, template_kwargs: see generate_group.
+
+    Returns: async generate_fn(prompt, n, partial=()) -> Group, which continues unfinished groups.
+    """
+    if not engines:
+        raise ConfigError("there are no engines to generate with (found 0): pass at least one")
+    serving = tuple(engines)
+
+    async def generate_fn(prompt: Prompt, n: int, partial: Group = ()) -> Group:
+        engine = serving[prompt.index % len(serving)]
+        return await generate_group(engine, tokenizer, prompt, n, params, seed=seed, partial=partial, template_kwargs=template_kwargs)
+
+    return generate_fn
+
+
+async def evaluate_prompts(
+    engine: InferenceEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt | str | Messages],
+    reward_fn: Callable[[Sample], Any],
+    params: SamplingParams,
+    n: int = 1,
+    *,
+    seed: int = 0,
+    reward: RewardConfig | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, float], tuple[Sample, ...]]:
+    """Generate and score n samples for each prompt.
+
+    Args:
+        prompts: numbered by their place here, whatever their index: the same prompts and seed give the same samples.
+        reward_fn: Sample -> reward, sync or async.
+        params: params.new(greedy=True) for greedy accuracy.
+        reward: timeout and what to do about errors; samples of dropped groups count nowhere but in num_dropped.
+
+    Returns: metrics (accuracy = mean reward, num_samples, num_dropped, response_length_mean, response_length_max, truncated_fraction)
+        and the scored samples in the order of the prompts.
+    """
+    if not prompts:
+        raise ConfigError("there are no prompts to evaluate on (found 0): check the evaluation data")
+    groups: dict[int, Group | None] = {}
+
+    async def evaluate_one(prompt: Prompt) -> None:
+        with note_prompt(prompt):
+            group = await generate_group(engine, tokenizer, prompt, n, params, seed=seed, template_kwargs=template_kwargs)
+            groups[prompt.index] = await score_group(group, reward_fn, reward or RewardConfig())
+
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            for i, prompt in enumerate(prompts):
+                nursery.start_soon(evaluate_one, replace(parse_prompt(prompt), index=i))
+    scored = [group for group in (groups[i] for i in range(len(prompts))) if group is not None]
+    samples = tuple(sample for group in scored for sample in group)
+    if not samples:
+        raise GenerationError(f"all {len(prompts)} evaluation groups were dropped because their rewards failed: repair the reward function")
+    lengths = [sum(mask > 0 for mask in sample.loss_mask) for sample in samples]
+    metrics = {
+        "accuracy": sum(sample.reward or 0.0 for sample in samples) / len(samples),
+        "num_samples": float(len(samples)),
+        "num_dropped": float(n * (len(prompts) - len(scored))),
+        "response_length_mean": sum(lengths) / len(samples),
+        "response_length_max": float(max(lengths)),
+        "truncated_fraction": sum(sample.status is Status.TRUNCATED for sample in samples) / len(samples),
+    }
+    return metrics, samples
+
+
+def generate_rollout_batches(data_buffer: DataBuffer, config: RolloutConfig, **generate_kwargs: Any) -> Iterator[RolloutBatch]:
+    """Batches without end and without an event loop, for a sync generate_fn. Same buffer position and config: same batches.
+
+    Prompts are taken and generated one after another until config.batch_size groups have passed the filter, so there is nothing to
+    over-sample. Rewards are called directly: the first failure is raised, and there is no timeout.
+
+    Args:
+        config: generate_fn and reward_fn must be sync.
+        generate_kwargs: passed on to generate_fn.
+
+    Returns: an infinite iterator; each batch has exactly config.batch_size groups.
+    Raises: ConfigError at once if a function is missing or async; GenerationError if the filter passes too little.
+    """
+    if config.generate_fn is None:
+        raise ConfigError("RolloutConfig.generate_fn is None: set the function that generates a group, generate_fn(prompt, n)")
+    for name, function in (("generate_fn", config.generate_fn), ("reward_fn", config.reward_fn)):
+        if function is not None and is_async_function(function):
+            raise ConfigError(f"{name} {describe_function(function)} is async: use AsyncRolloutManager, or pass a plain function")
+    return _iterate_batches(data_buffer, config, bind(config.generate_fn, **generate_kwargs))
+
+
+def _iterate_batches(data_buffer: DataBuffer, config: RolloutConfig, generate: Callable[..., Any]) -> Iterator[RolloutBatch]:
+    n, name = config.n_samples_per_prompt, describe_function(generate)
+    while True:
+        kept: list[Group] = []
+        rejected: list[Group] = []
+        num_dropped = num_rounds = 0
+        while len(kept) < config.batch_size:
+            if num_rounds == config.max_filter_attempts:
+                raise create_starvation_error(config, len(kept), rejected, num_dropped=num_dropped, num_rounds=num_rounds)
+            num_rounds += 1
+            for prompt in data_buffer.get_prompts(config.batch_size - len(kept)):
+                with note_prompt(prompt):
+                    group = check_generated_group(generate(prompt, n), prompt, n, name)
+                    if not is_finished(group):
+                        raise GenerationError(
+                            f"{name} returned an unfinished group, although nothing stopped it: see the status of its samples"
+                        )
+                    if any(sample.status is Status.FAILED for sample in group):
+                        num_dropped += 1
+                        continue
+                    scored = apply_sample_transforms(group, config.reward_fn)
+                    passes = config.filter_fn is None or config.filter_fn(scored)
+                (kept if passes else rejected).append(scored)
+        counts = {"num_groups_generated": len(kept) + len(rejected) + num_dropped, "num_groups_filtered": len(rejected)}
+        yield convert_to_batch((sample for group in kept for sample in group), {**counts, "num_groups_dropped": num_dropped})
+
+
+def create_starvation_error(
+    config: RolloutConfig, num_passed: int, rejected: Sequence[Group], *, num_dropped: int, num_rounds: int
+) -> GenerationError:
+    """The error for a batch that does not fill up, with what its user needs to see why."""
+    num_finished = num_passed + len(rejected)
+    parts = [f"only {num_passed} of the {config.batch_size} groups of a batch were found in {num_rounds} rounds of generation"]
+    if config.filter_fn is not None and num_finished:
+        rate = num_passed / num_finished
+        parts.append(f"filter_fn {describe_function(config.filter_fn)} passed {num_passed} of {num_finished} groups (pass rate {rate:.3g})")
+    if num_dropped:
+        parts.append(f"{num_dropped} groups were dropped because their generation or reward failed")
+    rewards = [sample.reward for group in rejected for sample in group if sample.reward is not None]
+    if rewards:
+        mean = sum(rewards) / len(rewards)
+        parts.append(f"rewards of the refused groups: min {min(rewards):.4g}, mean {mean:.4g}, max {max(rewards):.4g}")
+    elif rejected:
+        parts.append("the refused groups have no rewards: was reward_fn set?")
+    return GenerationError(
+        ". ".join(parts) + ". Look at the rewards of a few samples, ease the filter, raise n_samples_per_prompt or over_sampling_factor, "
+        f"or raise max_filter_attempts ({config.max_filter_attempts})."
+    )
+
+
+def generate_rollout_batch(data_buffer: DataBuffer, config: RolloutConfig, **generate_kwargs: Any) -> RolloutBatch:
+    """The next batch of generate_rollout_batches."""
+    return next(generate_rollout_batches(data_buffer, config, **generate_kwargs))

@@ -1,0 +1,226 @@
+"""AsyncRolloutManager: batches of exactly batch_size whole groups, and what is carried over from one batch to the next."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import trio
+
+from rollouts.config import RolloutConfig
+from rollouts.data_buffer import DataBuffer
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import CheckpointError, ConfigError, GenerationError
+from rollouts.generate_fns import PendingGroup, bind_generate_fn, is_finished
+from rollouts.generation import create_starvation_error
+from rollouts.group_race import CollectedGroups, collect_groups
+from rollouts.rewards.evaluate import score_group
+from rollouts.samples import convert_to_batch, group_samples
+from rollouts.types import Group, Prompt, RolloutBatch, Sample, Status
+
+RewardFn = Callable[[Sample], Any]
+
+
+class AsyncRolloutManager:
+    """Turns prompts into batches: over-sampling, filtering, carrying over, abort and resume.
+
+    A batch is produced in rounds. A round races ceil(batch_size * over_sampling_factor) groups, less those that are already there; when
+    batch_size groups have passed the filter, the engines are told to stop. What is left over is not lost:
+
+    - groups that finished too late (overflow) are used first in the next batch,
+    - groups that did not finish are continued in the next batch from the tokens they have, under the weights of that time (their
+      weight_versions tell), or begun anew if generate_fn has no parameter `partial`.
+
+    A group is never split over two batches. No task outlives generate_batch, and the manager's state is consistent whenever
+    generate_batch is not running, also after it raised or was cancelled: groups that were in flight are then issued again, and because
+    randomness is keyed by prompt.index they come out as they would have.
+
+    With over_sampling_factor 1 a stream of batches depends on seeds alone. With more, the groups that make it into a batch depend on which
+    finish first, as is the point of it; same timing, same batches.
+    """
+
+    def __init__(
+        self,
+        data_buffer: DataBuffer,
+        config: RolloutConfig,
+        partial_samples: Iterable[Sample] = (),
+        engines: Sequence[InferenceEngine] = (),
+    ) -> None:
+        """
+        Args:
+            data_buffer: where prompts come from; its position is part of the manager's state.
+            config: with generate_fn set.
+            partial_samples: left over from an earlier manager, whole groups in any order; finished ones count as having passed.
+            engines: that generate_fn uses; all of their requests are aborted when a batch is full. Without any, groups that are in
+                flight then have grace_s to end by themselves.
+
+        Raises: ConfigError if generate_fn is missing; GenerationError for partial samples that are not whole groups.
+        """
+        if config.generate_fn is None:
+            raise ConfigError("RolloutConfig.generate_fn is None: set it, for example to create_generate_fn(engines, tokenizer, params)")
+        self._data_buffer = data_buffer
+        self._config = config
+        self._generate_fn = config.generate_fn
+        self._engines = tuple(engines)
+        groups = group_samples(partial_samples, config.n_samples_per_prompt)
+        self._complete = [group for group in groups if is_finished(group)]  # passed the filter, in the order of use
+        self._pending = [_to_pending(group) for group in groups if not is_finished(group)]  # in the order of their prompts
+        self._num_batches = 0
+        self._running = False
+        self._abort = trio.Event()
+
+    async def __aenter__(self) -> AsyncRolloutManager:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._running:
+            self.request_abort()
+
+    @property
+    def partial_samples(self) -> tuple[Sample, ...]:
+        """Everything that is carried over, finished groups and unfinished ones that have samples, in the order of index."""
+        groups = [*self._complete, *(pending.samples for pending in self._pending)]
+        return tuple(sorted((sample for group in groups for sample in group), key=lambda sample: sample.index))
+
+    async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
+        """The next batch: exactly config.batch_size whole groups, rewarded, filtered, in the order of their prompts.
+
+        Args:
+            reward_fn: Sample -> reward, sync (runs in a thread) or async; default config.reward_fn. None at both: the rewards that
+                generate_fn set stay. Carried-over finished groups keep the rewards they have.
+
+        Returns: a batch whose metadata counts num_rounds, num_groups_generated, num_groups_filtered, num_groups_dropped (generation or
+            reward failed), num_groups_carried_in (used from earlier), num_groups_carried_over (finished, for the next batch),
+            num_groups_partial (unfinished, for the next batch) and filter_pass_rate.
+        Raises: GenerationError if max_filter_attempts rounds do not fill the batch, or request_abort() ended it first; the groups that
+            were found are kept for the next call. What generate_fn, reward_fn or filter_fn raises is raised as it is.
+        """
+        assert not self._running, "generate_batch is already running; await it before the next call"
+        self._running = True
+        try:
+            return await self._generate_batch(reward_fn or self._config.reward_fn)
+        finally:
+            self._running = False
+            self._abort = trio.Event()
+
+    def request_abort(self) -> None:
+        """Stop the running generate_batch, or else the next one, without losing anything.
+
+        Engines are told to stop; groups get grace_s to return what they have. generate_batch returns normally if the batch is full by then
+        and raises GenerationError otherwise; state_dict() holds the tokens so far, and the next generate_batch goes on from them.
+        """
+        self._abort.set()
+
+    async def _generate_batch(self, reward_fn: RewardFn | None) -> RolloutBatch:
+        size = self._config.batch_size
+        num_carried_in = min(len(self._complete), size)
+        counts: Counter[str] = Counter()
+        rejected: list[Group] = []
+        while len(self._complete) < size:
+            if self._abort.is_set():
+                raise GenerationError(
+                    f"generation was stopped by request_abort() with {len(self._complete)} of {size} groups finished and "
+                    f"{len(self._pending)} unfinished; they are kept, and the next generate_batch() goes on from there"
+                )
+            if counts["num_rounds"] == self._config.max_filter_attempts:
+                num_passed = len(self._complete) - num_carried_in
+                dropped, rounds = counts["num_groups_dropped"], counts["num_rounds"]
+                raise create_starvation_error(self._config, num_passed, rejected, num_dropped=dropped, num_rounds=rounds)
+            collected = await self._run_round(reward_fn)
+            rejected.extend(collected.rejected)
+            num_passed = len(collected.kept) + len(collected.overflow)
+            counts["num_rounds"] += 1
+            counts["num_groups_generated"] += num_passed + len(collected.rejected) + len(collected.dropped)
+            counts["num_groups_passed"] += num_passed
+            counts["num_groups_dropped"] += len(collected.dropped)
+        groups, self._complete = self._complete[:size], self._complete[size:]
+        self._num_batches += 1
+        num_finished = counts["num_groups_passed"] + len(rejected)
+        metadata = {
+            **{name: counts[name] for name in ("num_rounds", "num_groups_generated", "num_groups_dropped")},
+            "num_groups_filtered": len(rejected),
+            "num_groups_carried_in": num_carried_in,
+            "num_groups_carried_over": len(self._complete),
+            "num_groups_partial": len(self._pending),
+            "filter_pass_rate": counts["num_groups_passed"] / num_finished if num_finished else 1.0,
+        }
+        return convert_to_batch((sample for group in groups for sample in group), metadata)
+
+    async def _run_round(self, reward_fn: RewardFn | None) -> CollectedGroups:
+        """Race the groups that are missing, carried-over ones first. State changes before and after, never in between."""
+        config = self._config
+        num_wanted = config.batch_size - len(self._complete)
+        # 10 * 1.1 is a hair above 11 in floating point, and that is not a reason for a twelfth group
+        num_issued = max(num_wanted, math.ceil(config.batch_size * config.over_sampling_factor - 1e-9) - len(self._complete))
+        carried, waiting = self._pending[:num_issued], self._pending[num_issued:]
+        issued = [*carried, *(PendingGroup(prompt) for prompt in self._data_buffer.get_prompts(num_issued - len(carried)))]
+        self._pending = [*issued, *waiting]
+        generate = bind_generate_fn(self._generate_fn, config.n_samples_per_prompt, thread_limiter=trio.CapacityLimiter(num_issued))
+
+        async def generate_and_score(pending: PendingGroup) -> Group | None:
+            group = await generate(pending)
+            if any(sample.status is Status.FAILED for sample in group):
+                return None
+            return group if reward_fn is None or not is_finished(group) else await score_group(group, reward_fn, config.reward)
+
+        collected = await collect_groups(
+            issued,
+            generate_and_score,
+            num_wanted=num_wanted,
+            keep=config.filter_fn,
+            stop=self._abort_engines,
+            grace_s=config.grace_s,
+            abort=self._abort,
+        )
+        self._pending = [*collected.partial, *waiting]
+        self._complete = [*self._complete, *collected.kept, *collected.overflow]
+        return collected
+
+    async def _abort_engines(self) -> None:
+        async with trio.open_nursery() as nursery:
+            for engine in self._engines:
+                nursery.start_soon(engine.abort)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data, carried-over groups and counters as plain JSON values.
+
+        After load_state_dict the stream of batches goes on as it would have. While generate_batch runs, its groups count as not begun.
+        """
+        return {
+            "buffer": self._data_buffer.save_state(),
+            "num_batches": self._num_batches,
+            "n_samples_per_prompt": self._config.n_samples_per_prompt,
+            "complete": [[sample.to_dict() for sample in group] for group in self._complete],
+            "pending": [pending.to_dict() for pending in self._pending],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of state_dict; moves the data buffer, too.
+
+        Raises: CheckpointError if the state is not one, or is of another n_samples_per_prompt; DataError if the data differ.
+        """
+        assert not self._running, "load_state_dict was called while generate_batch is running"
+        missing = sorted({"buffer", "num_batches", "n_samples_per_prompt", "complete", "pending"} - set(state))
+        if missing:
+            raise CheckpointError(f"the saved state of the rollout manager lacks {missing}; it has {sorted(map(str, state))}")
+        n = self._config.n_samples_per_prompt
+        if state["n_samples_per_prompt"] != n:
+            raise CheckpointError(
+                f"the saved rollouts have n_samples_per_prompt {state['n_samples_per_prompt']}, but the config has {n}: "
+                "groups that were carried over would not fit. Resume with the saved value."
+            )
+        self._data_buffer.load_state(state["buffer"])
+        self._num_batches = int(state["num_batches"])
+        self._complete = [tuple(Sample.from_dict(sample) for sample in group) for group in state["complete"]]
+        self._pending = [PendingGroup.from_dict(pending) for pending in state["pending"]]
+
+
+def _to_pending(group: Group) -> PendingGroup:
+    """An unfinished group that comes without its Prompt, which is read off a sample."""
+    first = group[0]
+    generated = ("truncated_sampling", "untempered_log_probs")  # what completion_to_sample adds
+    metadata = {key: value for key, value in first.metadata.items() if key not in generated}
+    return PendingGroup(Prompt(content=first.prompt, index=first.group_index, metadata=metadata), group)
