@@ -90,7 +90,10 @@ def bind_generate_fn(
         call = functools.partial(generate_fn, pending.prompt, num_samples)
         if continues:
             call = functools.partial(call, partial=pending.samples)
-        result = call() if is_async else await trio.to_thread.run_sync(call, limiter=thread_limiter)
+        if is_async:
+            result = call()
+        else:  # boxed, because trio refuses a plain function that returns a coroutine, as a lambda around an async one does
+            (result,) = await trio.to_thread.run_sync(lambda: (call(),), limiter=thread_limiter)
         if inspect.isawaitable(result):
             result = await result
         return check_generated_group(result, pending.prompt, num_samples, describe_function(generate_fn))
