@@ -153,7 +153,7 @@ class AsyncRolloutManager:
         """Race the groups that are missing, carried-over ones first. State changes before and after, never in between."""
         config = self._config
         num_wanted = config.batch_size - len(self._complete)
-        # 10 * 1.1 is a hair above 11 in floating point, and that is not a reason for a twelfth group
+        # 50 * 1.1 is a hair above 55 in floating point, which is no reason for one more group
         num_issued = max(num_wanted, math.ceil(config.batch_size * config.over_sampling_factor - 1e-9) - len(self._complete))
         carried, waiting = self._pending[:num_issued], self._pending[num_issued:]
         issued = [*carried, *(PendingGroup(prompt) for prompt in self._data_buffer.get_prompts(num_issued - len(carried)))]

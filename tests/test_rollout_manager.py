@@ -119,13 +119,13 @@ async def test_a_missing_generate_function_is_refused() -> None:
 # over-sampling and carry-over
 
 
-@pytest.mark.parametrize(("factor", "num_requested"), [(1.0, 10), (1.1, 11), (1.25, 13), (2.0, 20)])
+@pytest.mark.parametrize(("batch_size", "factor", "num_requested"), [(10, 1.0, 10), (10, 1.25, 13), (10, 2.0, 20), (50, 1.1, 55)])
 async def test_the_number_of_groups_in_flight_is_the_batch_times_the_factor(
-    tokenizer: Any, autojump_clock: trio.testing.MockClock, factor: float, num_requested: int
+    tokenizer: Any, autojump_clock: trio.testing.MockClock, batch_size: int, factor: float, num_requested: int
 ) -> None:
     engine = FakeEngine(seconds_per_token=ragged_delay)
-    manager = make_manager(tokenizer, engine, batch_size=10, over_sampling_factor=factor)
-    check_batch(await manager.generate_batch(), 10, 2)
+    manager = make_manager(tokenizer, engine, batch_size=batch_size, over_sampling_factor=factor)
+    check_batch(await manager.generate_batch(), batch_size, 2)
     assert len({call.arguments["request_id"] for call in engine.calls if call.method == "generate"}) == 2 * num_requested
 
 
