@@ -81,6 +81,8 @@ def bind_generate_fn(
         thread_limiter: of the threads that sync functions run in; None = trio's default one. A function that blocks on something which
             itself needs one of trio's threads must have its own.
 
+    A thread cannot be stopped: cancelling the call of a sync function waits for its end.
+
     Returns: a function that raises what generate_fn raises, and GenerationError for a result that is not num_samples Samples.
     """
     assert num_samples >= 1, f"num_samples is {num_samples}, expected at least 1"
