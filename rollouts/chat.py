@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 Messages: TypeAlias = "Sequence[Message | Mapping[str, Any]]"
 OnOverflow: TypeAlias = Literal["error", "truncate"]
 
-# Unicode noncharacters: they mark the edges of {% generation %} blocks in a rendered text and occur in no data
-_GENERATION_START, _GENERATION_END = "\ufdd0", "\ufdd1"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizedConversation:
@@ -315,22 +312,23 @@ def _find_marked_spans(
     opening, closing = r"\{%(-?)\s*generation\s*(-?)%\}", r"\{%(-?)\s*endgeneration\s*(-?)%\}"
     if not re.search(opening, template):
         return None
-    marked = re.sub(opening, rf"{{%\1 if true %}}{{{{ '{_GENERATION_START}' }}}}{{% if true \2%}}", template)
-    marked = re.sub(closing, rf"{{%\1 endif %}}{{{{ '{_GENERATION_END}' }}}}{{% endif \2%}}", marked)
+    start_mark, end_mark = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text][:2]  # noncharacters of Unicode
+    marked = re.sub(opening, rf"{{%\1 if true %}}{{{{ '{start_mark}' }}}}{{% if true \2%}}", template)
+    marked = re.sub(closing, rf"{{%\1 endif %}}{{{{ '{end_mark}' }}}}{{% endif \2%}}", marked)
     rendered = _render(tokenizer, messages, template_kwargs={**options, "chat_template": marked})
-    spans: list[tuple[int, int]] = []
-    position = start = 0
-    for part in re.split(f"([{_GENERATION_START}{_GENERATION_END}])", rendered):
-        if part == _GENERATION_START:
-            start = position
-        elif part == _GENERATION_END:
-            spans.append((start, position))
-        else:
-            position += len(part)
-    if re.sub(f"[{_GENERATION_START}{_GENERATION_END}]", "", rendered) != text:
+    if rendered.replace(start_mark, "").replace(end_mark, "") != text:
         raise DataError(
             "the {% generation %} blocks of the chat template cannot be located in its output: simplify the template around them"
         )
+    spans: list[tuple[int, int]] = []
+    position = start = 0
+    for part in re.split(f"([{start_mark}{end_mark}])", rendered):
+        if part == start_mark:
+            start = position
+        elif part == end_mark:
+            spans.append((start, position))
+        else:
+            position += len(part)
     return spans
 
 

@@ -279,7 +279,15 @@ def _load_spec(spec: DatasetSpec, parse: Callable[[Row, str], T], skip_bad_rows:
 
 
 def _load_parquet(path: Path, parse: Callable[[Row, str], T], skip_bad_rows: bool) -> LoadedRows[T]:
-    return _load_hf(lambda hf: hf.Dataset.from_parquet(str(path)), str(path), parse, skip_bad_rows)
+    try:
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise _missing_package(path) from error
+    try:
+        rows = parquet.read_table(str(path)).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+    return _collect(((f"{path}, row {i}", row) for i, row in enumerate(rows)), parse, skip_bad_rows, what=str(path))
 
 
 def _choose_split(dataset: Any, spec: DatasetSpec, folder: Path) -> Any:
@@ -306,8 +314,14 @@ def _import_datasets(name: str | Path) -> Any:
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise DataError(f"{name} needs the package `datasets`: pip install 'rollouts[data]', or convert the data to JSONL") from error
+        raise _missing_package(name) from error
     return datasets
+
+
+def _missing_package(name: str | Path) -> DataError:
+    return DataError(
+        f"{name} needs the package `datasets` (and pyarrow with it): pip install 'rollouts[data]', or convert the data to JSONL"
+    )
 
 
 def _load_file(path: Path, parse: Callable[[Row, str], T], skip_bad_rows: bool) -> LoadedRows[T]:

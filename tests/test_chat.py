@@ -259,6 +259,11 @@ def test_prompt_that_ends_with_a_space_is_not_trained_on():
         assert text.strip() == content + "<|im_end|>"
 
 
+def test_noncharacters_in_a_message_do_no_harm(tokenizer):
+    conversation = tokenize_conversation(tokenizer, chat("user: hi", "assistant: \ufdd0\ufdd1"), chat_template=GENERATION)
+    assert trained_texts(tokenizer, conversation) == [tokenizer.decode(tokenizer.encode("\ufdd0\ufdd1<|im_end|>"))]
+
+
 def test_generation_blocks_that_mark_nothing_are_refused(tokenizer):
     template = "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}"
     with pytest.raises(DataError, match="no token"):
