@@ -25,7 +25,7 @@ from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
 from rollouts.samples import derive_seed
-from rollouts.served_weights import ServedWeights, publish_weights, restore_served_weights, write_served_weights
+from rollouts.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.training_steps import (
     EvaluateFn,
     Metrics,
@@ -232,7 +232,13 @@ async def run_rl_training(
     if config.weight_sync == "checkpoint" and checkpoint_dir is None:
         raise ConfigError('weight_sync="checkpoint" writes weights to the disk: pass checkpoint_dir, or set weight_sync="memory"')
     first = 0 if resume is None else resume.step
-    served = ServedWeights(version=first // config.sync_every) if resume is None or resume.served is None else resume.served
+    sync_dir = None if config.weight_sync == "memory" else checkpoint_dir
+    if resume is not None and resume.served is not None:
+        served = resume.served
+    elif saver is not None and config.sync_every > 1:
+        served = await hold_weights(backend, version=first // config.sync_every, directory=sync_dir)
+    else:
+        served = ServedWeights(version=first // config.sync_every)
     history: list[Metrics] = []
 
     async def finish_step(finished: int, metrics: Metrics, stopping: bool) -> None:
@@ -265,6 +271,7 @@ async def run_rl_training(
         trained = clock()
         finished = step + 1
         metrics |= summarize_rollouts(rollouts, weight_version=served.version) | {"epoch": float(data_buffer.state.epoch_id)}
+        metrics |= {"generate_s": generated - started, "train_s": trained - generated}
         stopping = should_stop()
         sync_due = finished % config.sync_every == 0
         checkpoint: Path | None = None
@@ -290,12 +297,11 @@ async def run_rl_training(
                 backend,
                 inference_engines,
                 version=finished // config.sync_every,
-                directory=None if config.weight_sync == "memory" else checkpoint_dir,
+                directory=sync_dir,
                 checkpoint=checkpoint,
                 keep_snapshot=config.sync_every > 1,
             )
-        metrics |= {"generate_s": generated - started, "train_s": trained - generated, "checkpoint_s": saved - trained}
-        metrics |= {"sync_s": clock() - saved, "step_s": clock() - started}
+        metrics |= {"checkpoint_s": saved - trained, "sync_s": clock() - saved, "step_s": clock() - started}
         await finish_step(finished, metrics, stopping)
         history.append(metrics)
         if stopping:

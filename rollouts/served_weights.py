@@ -58,16 +58,26 @@ async def publish_weights(
         weights = await backend.get_weights().result()
         await sync_weights_in_memory(_in_memory_engines(engines), weights, version)
         return ServedWeights(version=version, snapshot=weights if keep_snapshot else None)
-    source = checkpoint
-    if source is None:
-        assert isinstance(backend, CheckpointingBackend), f"{type(backend).__name__} cannot export weights"
-        source = directory / f"{EXPORT_PREFIX}{version:06d}"
-        await trio.to_thread.run_sync(partial(_make_empty, source))
-        await backend.export_weights(source).result()
-        write_weight_version(source, version)
+    source = await _export(backend, directory, version) if checkpoint is None else checkpoint
     await sync_weights_to_engines(engines, source)
     await trio.to_thread.run_sync(partial(_remove_exports, directory, keep=source))
     return ServedWeights(version=version, directory=source if keep_snapshot else None)
+
+
+async def hold_weights(backend: TrainingBackend, *, version: int, directory: Path | None) -> ServedWeights:
+    """The backend's weights of this moment as what the engines sample with, kept for checkpoints before the first sync."""
+    if directory is None:
+        return ServedWeights(version=version, snapshot=await backend.get_weights().result())
+    return ServedWeights(version=version, directory=await _export(backend, directory, version))
+
+
+async def _export(backend: TrainingBackend, directory: Path, version: int) -> Path:
+    assert isinstance(backend, CheckpointingBackend), f"{type(backend).__name__} cannot export weights"
+    target = directory / f"{EXPORT_PREFIX}{version:06d}"
+    await trio.to_thread.run_sync(partial(_make_empty, target))
+    await backend.export_weights(target).result()
+    write_weight_version(target, version)
+    return target
 
 
 async def write_served_weights(checkpoint: Path, *, served: ServedWeights | None, version: int) -> None:

@@ -1,0 +1,246 @@
+"""From paths and numbers to a backend: tier-1 parts that stand alone, and one-liners made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+
+from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.errors import ConfigError, DataError
+from rollouts.losses import sft_loss
+from rollouts.types import LossFn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """A dtype from its name: float32 (fp32), bfloat16 (bf16), float16 (fp16), with or without "torch."."""
+    if isinstance(name, torch.dtype):
+        return name
+    known = {
+        "float32": torch.float32,
+        "fp32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "bf16": torch.bfloat16,
+        "float16": torch.float16,
+        "fp16": torch.float16,
+    }
+    dtype = known.get(name.lower().removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f"unknown dtype {name!r}: known are {', '.join(known)}")
+    return dtype
+
+
+def parse_device(name: str) -> torch.device:
+    """A device from its name: cpu, cuda, cuda:N, mps, or auto (the first of cuda, mps, cpu that is there)."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {name!r}: use cpu, cuda, cuda:N, mps or auto") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but torch sees no CUDA GPU: use cpu, or install a CUDA build of torch")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError(f"device is {name!r}, but torch sees no Apple GPU: use cpu")
+    return device
+
+
+def check_model_directory(path: str | Path) -> Path:
+    """The path, if it is a Hugging Face model directory. Raises ConfigError saying what is missing."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{directory} is not a directory: pass the path of a Hugging Face model (a directory with config.json and weights)"
+        )
+    if not (directory / "config.json").is_file():
+        inside = sorted(p.name for p in directory.iterdir())[:8]
+        raise ConfigError(f"{directory} is not a model directory: it has no config.json (it holds {inside})")
+    if not list(directory.glob("*.safetensors")) and not list(directory.glob("*.bin")):
+        raise ConfigError(f"{directory} has no weights: expected model.safetensors, or shards with an index")
+    return directory
+
+
+def load_hf_model(
+    path: str | Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a causal language model from a directory. Nothing is downloaded.
+
+    Args:
+        dtype: of the parameters; training keeps float32 masters, so leave it for a model that is trained.
+        trust_remote_code: run the Python files in the directory; only for a directory you trust.
+
+    Raises: ConfigError if the directory is not a complete model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    directory = check_model_directory(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=parse_dtype(dtype), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"{directory} cannot be loaded as a causal language model: {error}") from error
+    except Exception as error:  # safetensors raises its own type, which derives from Exception only
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise ConfigError(f"the weights in {directory} are damaged: {error}") from error
+    return cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model directory. Nothing is downloaded. Raises DataError if there is none."""
+    from transformers import AutoTokenizer
+
+    directory = check_model_directory(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{directory} has no tokenizer that can be loaded: {error}") from error
+    return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def create_adamw_optimizer(
+    model: torch.nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only (not on norms and biases), fused."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0) -> float:
+    """Factor of the learning rate: (step + 1) / warmup_steps while step < warmup_steps, then half a cosine from 1 to min_lr_ratio.
+
+    Args:
+        step: 0-based optimizer step; from total_steps on the factor is min_lr_ratio.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def warmup_linear(step: int, *, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0) -> float:
+    """As warmup_cosine, with a straight line down to min_lr_ratio."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return 1 - (1 - min_lr_ratio) * progress
+
+
+def warmup_constant(step: int, *, warmup_steps: int) -> float:
+    """(step + 1) / warmup_steps while step < warmup_steps, then 1."""
+    return (step + 1) / warmup_steps if step < warmup_steps else 1.0
+
+
+def create_warmup_cosine_scheduler(
+    optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The schedule of warmup_cosine for an optimizer."""
+    return create_scheduler(optimizer, "cosine", warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
+
+
+def create_scheduler(
+    optimizer: torch.optim.Optimizer, schedule: Schedule, *, warmup_steps: int = 0, total_steps: int = 1, min_lr_ratio: float = 0.0
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A schedule by name; total_steps counts optimizer steps, warm-up included."""
+    decay = partial(warmup_cosine if schedule == "cosine" else warmup_linear, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
+    factor: Callable[[int], float] = partial(warmup_constant if schedule == "constant" else decay, warmup_steps=warmup_steps)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def create_cross_entropy_loss() -> LossFn:
+    """The SFT loss: cross entropy of the tokens with loss_weights > 0."""
+    return sft_loss
+
+
+def create_pytorch_backend(
+    model: str | Path | PreTrainedModel,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    device: str | torch.device = "cpu",
+    compute_dtype: str | torch.dtype = "float32",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> PyTorchTrainingBackend:
+    """A backend with AdamW at a constant learning rate.
+
+    Args:
+        model: a model, or the path of a Hugging Face directory (its tokenizer is loaded, too, unless one is given).
+    """
+    return _create_backend(
+        model, None, lr=lr, betas=betas, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
+        device=device, compute_dtype=compute_dtype, tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def create_backend_with_scheduler(
+    model: str | Path | PreTrainedModel,
+    *,
+    lr: float,
+    total_steps: int,
+    warmup_steps: int = 0,
+    min_lr_ratio: float = 0.0,
+    schedule: Schedule = "cosine",
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    device: str | torch.device = "cpu",
+    compute_dtype: str | torch.dtype = "float32",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> PyTorchTrainingBackend:
+    """create_pytorch_backend with a learning-rate schedule over total_steps optimizer steps."""
+    create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
+    return _create_backend(
+        model, create, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
+        device=device, compute_dtype=compute_dtype, tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def _create_backend(
+    model: str | Path | PreTrainedModel,
+    create_schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR] | None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    max_grad_norm: float,
+    device: str | torch.device,
+    compute_dtype: str | torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None,
+    eps: float = 1e-8,
+) -> PyTorchTrainingBackend:
+    if isinstance(model, str | Path):
+        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        model = load_hf_model(model)
+    model = cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))  # before the optimizer takes its parameters
+    optimizer = create_adamw_optimizer(cast("torch.nn.Module", model), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return PyTorchTrainingBackend(
+        model,
+        optimizer,
+        scheduler=None if create_schedule is None else create_schedule(optimizer),
+        device=device,
+        compute_dtype=parse_dtype(compute_dtype),
+        max_grad_norm=max_grad_norm,
+        tokenizer=tokenizer,
+    )

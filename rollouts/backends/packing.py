@@ -1,0 +1,168 @@
+"""Rows packed behind each other: a model computes no pad token.
+
+The rows of a micro-batch become one sequence [1, N] whose position ids restart at each row, and attention stays inside a row. Attention is
+the only part of a transformer that mixes positions, so everything else needs no change. Rows of the same length are attended to
+together in one batched call, without any pad: a micro-batch with few distinct lengths makes few calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollouts.batching import cumulative_lengths
+from rollouts.errors import ConfigError
+from rollouts.types import TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTENTION_NAME = "rollouts_packed"
+"""Name under which attend_packed is known to transformers."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """The real tokens of a batch behind each other."""
+
+    tokens: Tensor  # [N] int64
+    position_ids: Tensor  # [N] int64, restarting at each row
+    cu_seqlens: Tensor  # [B + 1] int64
+    flat_index: Tensor  # [N] int64: where each packed token is in the flattened [B * T] batch
+    shape: tuple[int, int]  # (B, T)
+    same_length: tuple[Tensor, ...]  # for each distinct length L: [R, L] packed positions of its R rows
+    order: Tensor  # [N] position in the concatenation of same_length's entries, for each packed token
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """[N] -> [B, T], 0 on pads; keeps the gradient."""
+        flat = torch.zeros(self.shape[0] * self.shape[1], dtype=values.dtype, device=values.device)
+        return flat.index_copy(0, self.flat_index, values).view(self.shape)
+
+
+def pack_batch(batch: TrainBatch) -> PackedRows:
+    """Plan the packing of a batch: TrainBatch [B, T] -> PackedRows with N = sum of lengths."""
+    rows, width = batch.tokens.shape
+    lengths = batch.lengths
+    assert bool((lengths >= 1).all()), f"every row needs at least one token, found lengths {lengths.tolist()}"
+    real = torch.arange(width, device=batch.tokens.device) < lengths[:, None]  # [B, T]
+    flat_index = real.flatten().nonzero().squeeze(-1)
+    cu_seqlens = cumulative_lengths(lengths)
+    same_length = tuple(
+        cu_seqlens[:-1][lengths == length][:, None] + torch.arange(length, device=lengths.device)
+        for length in sorted(set(cast("list[int]", lengths.tolist())))
+    )
+    gathered = torch.cat([positions.flatten() for positions in same_length])
+    return PackedRows(
+        tokens=batch.tokens.flatten()[flat_index],
+        position_ids=flat_index % width,
+        cu_seqlens=cu_seqlens,
+        flat_index=flat_index,
+        shape=(rows, width),
+        same_length=same_length,
+        order=torch.argsort(gathered),
+    )
+
+
+def attend_packed(
+    module: Any,
+    query: Tensor,  # [1, Hq, N, D]
+    key: Tensor,  # [1, Hk, N, D]
+    value: Tensor,  # [1, Hk, N, D]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_rows: PackedRows | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each row, in the signature of transformers' attention functions. Returns # [1, N, Hq, D]."""
+    assert packed_rows is not None, f"the attention implementation {ATTENTION_NAME} needs packed_rows=..., see run_packed"
+    grouped = query.shape[1] != key.shape[1]
+    outputs: list[Tensor] = []
+    for positions in packed_rows.same_length:  # [R, L]
+        q, k, v = (x[0][:, positions].transpose(0, 1) for x in (query, key, value))  # [R, H, L, D]
+        out = scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [R * L, Hq, D]
+    return torch.cat(outputs)[packed_rows.order].unsqueeze(0), None
+
+
+def run_packed(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+    """Last hidden states of packed rows, after the final norm and before the output layer. Returns # [N, H].
+
+    The model must have been prepared by use_packed_attention.
+    """
+    output = cast("Any", get_decoder(model))(
+        input_ids=packed.tokens[None], position_ids=packed.position_ids[None], use_cache=False, packed_rows=packed
+    )
+    return output.last_hidden_state[0]
+
+
+def get_decoder(model: PreTrainedModel) -> torch.nn.Module:
+    """The transformer below the output layer. Raises ConfigError for a model that has none."""
+    decoder = getattr(model, model.base_model_prefix, None)
+    if not isinstance(decoder, torch.nn.Module):
+        raise ConfigError(f"{type(model).__name__} has no decoder below its output layer, so log-probs cannot be computed in chunks")
+    return decoder
+
+
+def get_output_layer(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Weight [V, H] and bias [V] of the output layer. Raises ConfigError where logits are more than one linear layer."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise ConfigError(f"{type(model).__name__} has no linear output layer (found {type(head).__name__})")
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(model.config, name, None) not in (None, 0, 1, 1.0):
+            raise ConfigError(f"{type(model).__name__} changes its logits by {name}, which chunked log-probs do not do: use another model")
+    return head.weight, head.bias
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Make a model attend inside packed rows, and prove on random tokens that it does.
+
+    Raises: ConfigError if packed rows give other hidden states than the same rows one by one, as with layers that mix positions in
+        another way than full causal attention.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, cast("Callable[..., Any]", attend_packed))
+    original = cast("str", model.config._attn_implementation)  # pyright: ignore[reportPrivateUsage]  # no public reader
+    device = next(model.parameters()).device
+    tokens = torch.randint(0, int(cast("int", model.config.vocab_size)), (3, 9), generator=torch.Generator().manual_seed(0)).to(device)
+    lengths = torch.tensor([9, 4, 9], device=device)
+    batch = TrainBatch(
+        tokens=tokens,
+        lengths=lengths,
+        loss_mask=torch.ones(3, 9, device=device),
+        rewards=torch.zeros(3, device=device),
+        group_ids=torch.arange(3, device=device),
+        trainable=torch.ones(3, dtype=torch.bool, device=device),
+    )
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            rows = [
+                cast("Any", get_decoder(model))(input_ids=tokens[i : i + 1, : int(n)]).last_hidden_state[0] for i, n in enumerate(lengths)
+            ]
+            model.set_attn_implementation(ATTENTION_NAME)
+            try:
+                packed = run_packed(model, pack_batch(batch))
+            except (TypeError, AssertionError, RuntimeError) as error:
+                raise ConfigError(f"{type(model).__name__} cannot run packed rows: {error}") from error
+    except ConfigError:
+        model.set_attn_implementation(original)
+        raise
+    finally:
+        model.train(was_training)
+    expected = torch.cat(rows)
+    difference = float((packed - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if difference > (1e-3 if packed.dtype == torch.float32 else 5e-2):
+        model.set_attn_implementation(original)
+        raise ConfigError(
+            f"{type(model).__name__} gives other hidden states for packed than for single rows (relative difference {difference:.2g}): "
+            "its layers mix positions in another way than full causal attention, which this backend cannot train"
+        )

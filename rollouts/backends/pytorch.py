@@ -1,0 +1,296 @@
+"""The PyTorch backend: one process, one device, packed rows, chunked log-probs, float32 master weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rollouts.backends.futures import ImmediateTrainFuture
+from rollouts.backends.packing import get_output_layer, pack_batch, run_packed, use_packed_attention
+from rollouts.backends.protocol import OutputFn
+from rollouts.errors import BackendError, CheckpointError
+from rollouts.logprobs import chunked_log_probs, shift_packed
+from rollouts.types import LossFn, TokenOutputs, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+WEIGHTS_FILE = "model.safetensors"
+TRAINER_FILE = "trainer_state.pt"
+
+
+class Scheduler(Protocol):
+    """A learning-rate schedule as in torch.optim.lr_scheduler."""
+
+    def step(self) -> None:
+        """Advance by one optimizer step."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go there."""
+        ...
+
+
+class PyTorchTrainingBackend:
+    """A TrainingBackend and CheckpointingBackend over a Hugging Face causal language model and a torch optimizer.
+
+    Every method runs at once and returns an ImmediateTrainFuture; open_pipeline moves the same methods into a worker thread. Given the
+    same weights, batches and number of threads, results are the same bit for bit on a CPU.
+
+    Parameters are float32 and are what the optimizer updates. With compute_dtype=bfloat16 matrix products run in bfloat16 (autocast);
+    log-probs, softmax and the loss stay float32. Dropout is active in forward_backward and off in forward.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Scheduler | None = None,
+        device: str | torch.device = "cpu",
+        compute_dtype: torch.dtype = torch.float32,
+        max_grad_norm: float = 1.0,
+        chunk_size: int = 1024,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        weight_version: int = 0,
+        max_skipped_updates: int = 10,
+    ) -> None:
+        """
+        Args:
+            model: moved to the device; its attention is replaced by one that stays inside packed rows.
+            optimizer: over the parameters of this model.
+            compute_dtype: float32 or bfloat16.
+            max_grad_norm: the gradient is scaled down to this norm; inf = no clipping.
+            chunk_size: tokens whose logits exist at the same time.
+            tokenizer: saved beside the weights, so that a checkpoint is a complete model directory.
+            weight_version: restored from checkpoints; who syncs weights to engines counts it.
+            max_skipped_updates: updates in a row with a non-finite gradient before BackendError.
+
+        Raises: ConfigError for a model that cannot be trained on packed rows.
+        """
+        assert compute_dtype in (torch.float32, torch.bfloat16), f"compute_dtype is {compute_dtype}, expected float32 or bfloat16"
+        assert max_grad_norm > 0, f"max_grad_norm is {max_grad_norm}, expected > 0"
+        self.device = torch.device(device)
+        self.model: Any = model.to(self.device)  # pyright: ignore[reportArgumentType]  # transformers' stubs are incomplete
+        for name, parameter in self.model.named_parameters():
+            assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
+        get_output_layer(model)
+        use_packed_attention(model)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.weight_version = weight_version
+        self.num_updates = 0  # optimizer steps, skipped ones included
+        self._compute_dtype = compute_dtype
+        self._max_grad_norm = max_grad_norm
+        self._chunk_size = chunk_size
+        self._max_skipped_updates = max_skipped_updates
+        self._num_skipped_in_a_row = 0
+        self._has_gradient = False
+
+    # -- TrainingBackend
+
+    def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
+        """output_fn of the model's outputs, without gradient, on the CPU."""
+        self.model.eval()
+        with torch.no_grad():
+            outputs = self._run(_to_device(batch, self.device), with_entropy)
+        return ImmediateTrainFuture(output_fn(outputs).cpu(), "forward")
+
+    def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
+        """Add the gradient of loss_fn on this batch."""
+        self.model.train()
+        batch = _to_device(batch, self.device)
+        loss, metrics = loss_fn(self._run(batch, with_entropy), batch)
+        loss.backward()
+        self._has_gradient = True
+        values = {"loss": float(loss.detach()), "num_tokens": float((batch.loss_mask > 0).sum())}
+        return ImmediateTrainFuture(values | {name: float(value) for name, value in metrics.items()}, "forward_backward")
+
+    def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
+        """Clip, update, advance the schedule, clear the gradient.
+
+        A non-finite gradient is not applied: parameters and optimizer state stay as they are, metrics say update_skipped = 1.
+
+        Returns: grad_norm (before clipping), lr (of this update), update_skipped.
+        Raises: BackendError after max_skipped_updates of them in a row.
+        """
+        assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm))
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+            self._num_skipped_in_a_row = 0
+        else:
+            self._num_skipped_in_a_row += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self._has_gradient = False
+        self.num_updates += 1
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self._num_skipped_in_a_row >= self._max_skipped_updates:
+            raise BackendError(
+                f"the gradient was not finite in {self._num_skipped_in_a_row} updates in a row (norm {norm}): "
+                "look for infinite log-probs or rewards, lower the learning rate, or use float32"
+            )
+        return ImmediateTrainFuture({"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)}, "optim_step")
+
+    def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """A copy of the weights on the CPU, tied ones under each of their names."""
+        weights = {name: value.detach().to("cpu", copy=True) for name, value in self.model.state_dict().items()}
+        return ImmediateTrainFuture(cast("Mapping[str, Tensor]", weights), "get_weights")
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
+        """Replace the weights. Raises CheckpointError if a name or shape does not fit."""
+        self._load_weights(weights, "the given weights")
+        return ImmediateTrainFuture(None, "load_weights")
+
+    # -- CheckpointingBackend
+
+    def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Write the model directory, and optimizer, schedule, random state and counters beside it."""
+        self.export_weights(directory)
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "num_updates": self.num_updates,
+            "num_skipped_in_a_row": self._num_skipped_in_a_row,
+            "weight_version": self.weight_version,
+        }
+        torch.save(state, directory / TRAINER_FILE)
+        return ImmediateTrainFuture(None, "save_checkpoint")
+
+    def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Restore what save_checkpoint wrote. Raises CheckpointError saying what does not fit."""
+        self._check_architecture(directory)
+        self._load_weights(read_weights(directory), str(directory))
+        path = directory / TRAINER_FILE
+        if not path.is_file():
+            raise CheckpointError(
+                f"{directory} has no {TRAINER_FILE}: it is a model, not a checkpoint of this backend; load it as --model.path"
+            )
+        try:
+            state = cast("dict[str, Any]", torch.load(path, weights_only=True, map_location="cpu"))
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.scheduler is not None and state["scheduler"] is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+        except (RuntimeError, ValueError, KeyError, EOFError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be restored into this optimizer: {error}") from error
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        self.num_updates = int(state["num_updates"])
+        self._num_skipped_in_a_row = int(state["num_skipped_in_a_row"])
+        self.weight_version = int(state["weight_version"])
+        self.optimizer.zero_grad(set_to_none=True)
+        self._has_gradient = False
+        return ImmediateTrainFuture(None, "load_checkpoint")
+
+    def export_weights(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
+        self.model.save_pretrained(directory)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)
+        for path in directory.glob("*.safetensors"):
+            os.chmod(path, 0o644)  # written 0600; a server may run as another user
+        return ImmediateTrainFuture(None, "export_weights")
+
+    # -- parts
+
+    def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
+        """Packed forward pass, log-probs in chunks, results at their places in [B, T]."""
+        packed = pack_batch(batch)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16):
+            hidden = run_packed(self.model, packed)  # [N, H]
+        weight, bias = get_output_layer(self.model)
+        shift = shift_packed(packed.tokens, packed.cu_seqlens)
+        temperatures = None
+        if batch.temperatures is not None:
+            row_of_token = packed.flat_index // packed.shape[1]
+            temperatures = batch.temperatures[row_of_token[shift.positions]]
+        log_probs, entropy = chunked_log_probs(
+            hidden[shift.predictors].to(self._compute_dtype),
+            weight,
+            shift.targets,
+            bias=bias,
+            temperatures=temperatures,
+            chunk_size=self._chunk_size,
+            with_entropy=with_entropy,
+        )
+
+        def place(values: Tensor) -> Tensor:
+            return packed.unpack(torch.zeros_like(hidden[:, 0], dtype=values.dtype).index_copy(0, shift.positions, values))
+
+        return TokenOutputs(log_probs=place(log_probs), entropy=None if entropy is None else place(entropy))
+
+    def _load_weights(self, weights: Mapping[str, Tensor], source: str) -> None:
+        own = cast("dict[str, Tensor]", self.model.state_dict())
+        tied = set(cast("Any", getattr(self.model, "_tied_weights_keys", None)) or ()) if self.model.config.tie_word_embeddings else set()
+        missing, unknown = sorted(set(own) - set(weights) - tied), sorted(set(weights) - set(own))
+        wrong = [
+            f"{n} is {tuple(weights[n].shape)}, expected {tuple(own[n].shape)}"
+            for n in own
+            if n in weights and weights[n].shape != own[n].shape
+        ]
+        if missing or unknown or wrong:
+            raise CheckpointError(
+                f"{source} does not fit this {type(self.model).__name__}: missing {missing[:5]}, unknown {unknown[:5]}, "
+                f"wrong shapes {wrong[:5]}. Use a checkpoint of the same architecture."
+            )
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+
+    def _check_architecture(self, directory: Path) -> None:
+        try:
+            found = cast("dict[str, Any]", json.loads((directory / "config.json").read_text()))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{directory} has no readable config.json: it is not a model directory ({error})") from error
+        expected = self.model.config.to_dict()
+        names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        differing = [f"{n} is {found[n]!r}, expected {expected[n]!r}" for n in names if n in found and found[n] != expected.get(n)]
+        if differing:
+            raise CheckpointError(f"{directory} is a checkpoint of another architecture: {'; '.join(differing)}")
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of the safetensors files in a model directory. Raises CheckpointError if there are none or one is damaged."""
+    paths = sorted(directory.glob("*.safetensors"))
+    paths = [path for path in paths if path.name.startswith("model")]
+    if not paths:
+        raise CheckpointError(
+            f"{directory} has no {WEIGHTS_FILE}: it is not a model directory, or its weights are not in safetensors format"
+        )
+    weights: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            weights.update(load_file(path))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+    return weights
+
+
+def _to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
+    if batch.tokens.device == device:
+        return batch
+    from dataclasses import fields, replace
+
+    moved = {f.name: getattr(batch, f.name).to(device) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
+    return replace(batch, **moved)

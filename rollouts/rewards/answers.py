@@ -1,0 +1,121 @@
+"""Rewards that compare answers, and how a reward function is found by name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollouts.errors import ConfigError, RewardError
+from rollouts.types import Sample, Status
+
+_NUMBER = re.compile(r"-?\$?\s?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\$?\s?\.\d+")
+
+
+def ground_truth(sample: Sample) -> Any:
+    """metadata["ground_truth"] of a sample. Raises RewardError if there is none."""
+    if "ground_truth" not in sample.metadata:
+        raise RewardError(
+            f"sample {sample.index} has no metadata['ground_truth'] (keys: {sorted(sample.metadata)}): "
+            "give each prompt an answer, or use a reward that needs none"
+        )
+    return sample.metadata["ground_truth"]
+
+
+def exact_match(sample: Sample) -> float:
+    """1 if the response, without white space at its ends, is the ground truth and ended by itself; else 0.
+
+    A response that was cut off does not count, even if what is there is right: the model has not learned where to end.
+    """
+    right = sample.response.strip() == str(ground_truth(sample)).strip()
+    return float(right and sample.status is Status.COMPLETED)
+
+
+def normalize_number(text: str) -> str | None:
+    """A number as written by people in one form: "$1,234.50" -> "1234.5", "-7." -> "-7"; None if it is not a number."""
+    cleaned = text.strip().replace(",", "").replace("$", "").replace(" ", "").rstrip(".").rstrip("%")
+    if not re.fullmatch(r"[-+]?(?:\d+\.?\d*|\.\d+)", cleaned):
+        return None
+    sign = "-" if cleaned.startswith("-") else ""
+    whole, _, fraction = cleaned.lstrip("+-").partition(".")
+    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    if whole == "0" and not fraction:
+        sign = ""
+    return sign + whole + (f".{fraction}" if fraction else "")
+
+
+def extract_gsm8k_answer(text: str, *, strict: bool = False) -> str | None:
+    """The final answer of a GSM8K solution, normalised.
+
+    The number behind the last "####"; without one, unless strict, the last number in the text.
+
+    Returns: for example "1234.5", or None if there is no number.
+    """
+    marked = text.rpartition("####")
+    if marked[1]:
+        found = _NUMBER.search(marked[2])
+        return None if found is None else normalize_number(found.group())
+    if strict:
+        return None
+    numbers = _NUMBER.findall(text)
+    return normalize_number(numbers[-1]) if numbers else None
+
+
+def gsm8k_reward(sample: Sample) -> float:
+    """1 if the final answer of the response equals that of the ground truth (a number, or a whole GSM8K solution); else 0.
+
+    Source: Cobbe et al. 2021, with the last number as fallback as in common evaluation harnesses.
+    """
+    truth = extract_gsm8k_answer(str(ground_truth(sample)))
+    if truth is None:
+        raise RewardError(f"the ground truth of sample {sample.index} has no number: {ground_truth(sample)!r}")
+    return float(extract_gsm8k_answer(sample.response) == truth)
+
+
+def adapt_completion_reward(reward_fn: Callable[..., Any], decode: Callable[[Sequence[int]], str]) -> Callable[[Sample], Any]:
+    """A reward of the signature (prompt, completions, prompt_ids, completion_ids, **data) as a function of a Sample.
+
+    Args:
+        reward_fn: gets the texts and token ids of prompt and completion, and the sample's metadata as keywords.
+        decode: token ids -> text, for example tokenizer.decode.
+    """
+
+    def reward(sample: Sample) -> Any:
+        start = next((t for t, mask in enumerate(sample.loss_mask) if mask > 0), len(sample.tokens))
+        prompt_ids, completion_ids = list(sample.tokens[:start]), list(sample.tokens[start:])
+        return reward_fn(decode(prompt_ids), sample.response, prompt_ids, completion_ids, **sample.metadata)
+
+    return reward
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function named by "package.module:name" or "path/to/file.py:name".
+
+    The module is imported, so its code runs: name only code you trust.
+
+    Raises: ConfigError saying which part was not found.
+    """
+    location, separator, name = reference.rpartition(":")
+    if not separator or not location or not name:
+        raise ConfigError(f"{reference!r} does not name a function: write 'package.module:name' or 'path/to/file.py:name'")
+    if location.endswith(".py"):
+        path = Path(location)
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path} (from {reference!r})")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None, f"{path} has no import loader"
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(location)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"cannot import {location!r} (from {reference!r}): {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        available = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+        raise ConfigError(f"{location} has no function {name!r}; it has {', '.join(available) or 'none'}")
+    return function

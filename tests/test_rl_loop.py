@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import trio
+
+from rollouts.algorithms import grpo
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.checkpoints import load_run_state
+from rollouts.config import RLTrainingConfig, RolloutConfig
+from rollouts.data_buffer import DataBuffer
+from rollouts.errors import CheckpointError, ConfigError
+from rollouts.generation import create_generate_fn
+from rollouts.metrics import JSONLLogger, read_metrics
+from rollouts.rl_loop import restore_rl_run, run_rl_training, train_on_rollouts
+from rollouts.rollout_manager import AsyncRolloutManager
+from rollouts.samples import derive_seed
+from rollouts.testing import Call, FakeBackend, FakeEngine
+from rollouts.types import Sample, SamplingParams
+
+
+def random_reward(sample: Sample) -> float:
+    """A reward that depends on the sampled tokens alone."""
+    return float(derive_seed(*sample.tokens) % 2)
+
+
+def make_run(calls: list[Call] | None = None, *, batch_size: int = 4, seed: int = 0, sync_seconds: float = 0.0):
+    """Backend, buffer, manager and engine over fakes that write into one list."""
+    calls = [] if calls is None else calls
+    backend, engine = FakeBackend(calls=calls), FakeEngine(calls=calls, seconds_per_update=sync_seconds)
+    buffer = DataBuffer([f"s{i}=" for i in range(10)], seed=seed)
+    generate = create_generate_fn([engine], create_char_tokenizer(), SamplingParams(max_tokens=6), seed=seed)
+    config = RolloutConfig(batch_size=batch_size, n_samples_per_prompt=4, generate_fn=generate, reward_fn=random_reward)
+    return backend, buffer, AsyncRolloutManager(buffer, config, engines=[engine]), engine
+
+
+async def run(parts, config: RLTrainingConfig, logger=None, **options):
+    backend, buffer, manager, engine = parts
+    async with manager:
+        return await run_rl_training(backend, buffer, manager, [engine], config, logger, clock=lambda: 0.0, **options)
+
+
+def read_without_timings(path: Path) -> list[dict[str, object]]:
+    return [{key: value for key, value in line.items() if not key.endswith("_s")} for line in read_metrics(path)]
+
+
+IN_MEMORY = RLTrainingConfig(num_steps=3, weight_sync="memory")
+
+
+async def test_a_step_generates_then_trains_then_syncs():
+    calls: list[Call] = []
+    await run(make_run(calls), replace(IN_MEMORY, num_steps=2, num_minibatches=2))
+    names = [call.method for call in calls]
+    one_step = ["generate"] * 16 + ["forward_backward", "optim_step"] * 2 + ["get_weights", "update_weights"]
+    assert names == one_step * 2
+
+
+@pytest.mark.parametrize(("num_steps", "sync_every"), [(5, 1), (5, 2), (7, 3), (2, 3)])
+async def test_syncs_are_counted_exactly_and_number_the_weights(num_steps: int, sync_every: int):
+    parts = make_run()
+    history = await run(parts, replace(IN_MEMORY, num_steps=num_steps, sync_every=sync_every))
+    versions = [call.arguments["weight_version"] for call in parts[3].calls if call.method == "update_weights"]
+    assert versions == list(range(1, num_steps // sync_every + 1))
+    assert [m["weight_version"] for m in history] == [step // sync_every for step in range(num_steps)]
+
+
+async def test_sync_from_the_disk_reuses_the_checkpoint_of_the_same_step(tmp_path: Path):
+    parts = make_run()
+    config = RLTrainingConfig(num_steps=4, sync_every=1, checkpoint_every=2, weight_sync="checkpoint")
+    await run(parts, config, checkpoint_dir=tmp_path, keep_last_n=4)
+    names = [call.method for call in parts[0].calls if call.method in ("save_checkpoint", "export_weights")]
+    assert names == ["export_weights", "save_checkpoint"] * 2
+    loaded = [call.arguments["checkpoint_path"].name for call in parts[3].calls if call.method == "update_weights_from_checkpoint"]
+    assert loaded == ["weights_v000001", "step_0002", "weights_v000003", "step_0004"]
+    assert await parts[3].get_weight_version() == 4
+
+
+async def test_metrics_carry_rewards_loss_gradient_norm_rate_and_timings():
+    history = await run(make_run(), IN_MEMORY)
+    assert {"reward_mean", "reward_max", "reward_min", "loss", "grad_norm", "lr", "num_tokens", "num_updates"} <= set(history[0])
+    assert {"generate_s", "train_s", "sync_s", "step_s"} <= set(history[0])
+    assert [m["max_staleness"] for m in history] == [0.0, 0.0, 0.0]
+
+
+async def test_epochs_and_minibatches_give_that_many_optimizer_steps():
+    parts = make_run()
+    history = await run(parts, replace(IN_MEMORY, num_steps=2, num_epochs=2, num_minibatches=4))
+    assert sum(call.method == "optim_step" for call in parts[0].calls) == 2 * 2 * 4
+    assert history[0]["num_updates"] == 8
+
+
+async def test_requirements_are_checked_before_the_first_rollout():
+    parts = make_run()
+    needs_reference = replace(grpo(), requires=frozenset({"ref_log_probs"}))
+    with pytest.raises(ConfigError, match="reference"):
+        await run(parts, replace(IN_MEMORY, algorithm=needs_reference))
+    with pytest.raises(ConfigError, match="values"):
+        await run(parts, replace(IN_MEMORY, algorithm=replace(grpo(), requires=frozenset({"values"}))))
+    with pytest.raises(ConfigError, match="checkpoint_dir"):
+        await run(parts, RLTrainingConfig(num_steps=1, weight_sync="checkpoint"))
+    assert parts[3].calls == []
+
+
+async def test_required_columns_are_filled_by_one_forward_pass_each():
+    backend, reference = FakeBackend(), FakeBackend(name="reference")
+    seen: dict[str, bool] = {}
+
+    def estimate(batch):
+        seen.update({name: getattr(batch, name) is not None for name in ("old_log_probs", "prox_log_probs", "ref_log_probs")})
+        return grpo().estimate(batch)
+
+    algorithm = replace(grpo(), estimate=estimate, requires=frozenset({"old_log_probs", "prox_log_probs", "ref_log_probs"}))
+    parts = make_run()
+    async with parts[2] as manager:
+        rollouts = await manager.generate_batch()
+    from rollouts.batching import collate_samples
+
+    await train_on_rollouts(backend, collate_samples(rollouts.samples), algorithm, reference=reference)
+    assert seen == dict.fromkeys(seen, True)
+    assert [call.method for call in backend.calls] == ["forward", "forward_backward", "optim_step"]
+    assert [call.method for call in reference.calls] == ["forward"]
+
+
+async def test_a_scalar_baseline_replaces_the_groups():
+    advantages: list[torch.Tensor] = []
+    algorithm = grpo()
+
+    def loss(outputs, batch):
+        advantages.append(batch.advantages[batch.loss_mask > 0])
+        return algorithm.loss(outputs, batch)
+
+    await run(make_run(), replace(IN_MEMORY, num_steps=1, baseline=0.25, algorithm=replace(algorithm, loss=loss)))
+    assert set(torch.cat(advantages).tolist()) <= {-0.25, 0.75}
+
+
+@pytest.mark.parametrize(
+    ("mode", "sync_every", "stop_after"), [("memory", 1, 2), ("memory", 3, 2), ("checkpoint", 1, 3), ("checkpoint", 3, 4)]
+)
+async def test_a_resumed_run_writes_the_metrics_file_of_the_uninterrupted_one(tmp_path: Path, mode, sync_every: int, stop_after: int):
+    config = RLTrainingConfig(num_steps=6, sync_every=sync_every, weight_sync=mode, eval_every=2)
+
+    async def evaluate(engine) -> dict[str, float]:
+        return {"eval_version": float(await engine.get_weight_version())}
+
+    def options(parts, name: str):
+        return {"checkpoint_dir": tmp_path / name, "evaluate": partial(evaluate, parts[3])}
+
+    straight_log = tmp_path / "straight.jsonl"
+    parts = make_run()
+    await run(parts, config, JSONLLogger(straight_log), **options(parts, "straight"))
+
+    log, asked = tmp_path / "resumed.jsonl", iter([False] * (stop_after - 1) + [True])
+    parts = make_run()
+    await run(parts, config, JSONLLogger(log), should_stop=lambda: next(asked), **options(parts, "resumed"))
+    checkpoint = tmp_path / "resumed" / f"step_{stop_after:04d}"
+    with log.open("r+b") as file:
+        file.truncate(load_run_state(checkpoint)["metrics_bytes"])
+    parts = make_run()
+    backend, _, manager, engine = parts
+    point = await restore_rl_run(checkpoint, backend, manager, [engine], config)
+    assert point.step == stop_after
+    assert await engine.get_weight_version() == stop_after // sync_every
+    if mode == "memory":  # the engine samples with the weights of the last sync, not with the newest
+        assert float(engine.weights["num_updates"]) == stop_after // sync_every * sync_every
+    await run(parts, config, JSONLLogger(log), resume=point, **options(parts, "resumed"))
+    assert read_without_timings(log) == read_without_timings(straight_log)
+
+
+async def test_a_checkpoint_of_the_other_stage_is_refused(tmp_path: Path):
+    parts = make_run()
+    await run(parts, replace(IN_MEMORY, num_steps=1), checkpoint_dir=tmp_path)
+    state = tmp_path / "step_0001" / "run_state.json"
+    state.write_text(state.read_text().replace('"rl"', '"sft"'))
+    with pytest.raises(CheckpointError):
+        await restore_rl_run(tmp_path / "step_0001", parts[0], parts[2], [parts[3]], IN_MEMORY)
+
+
+async def test_two_loops_in_one_program_do_not_disturb_each_other():
+    alone = [await run(make_run(seed=seed), IN_MEMORY) for seed in (1, 2)]
+    together: dict[int, object] = {}
+
+    async def one(seed: int) -> None:
+        together[seed] = await run(make_run(seed=seed), IN_MEMORY)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one, 1)
+        nursery.start_soon(one, 2)
+    assert [together[1], together[2]] == alone
