@@ -204,6 +204,7 @@ def test_microbatch_plan_keeps_limits_and_every_row(lengths, max_tokens, max_row
 def test_microbatches_are_balanced():
     plan = plan_microbatches([10, 9, 8, 3, 2, 1, 1], max_tokens=20)
     assert sorted(sum([10, 9, 8, 3, 2, 1, 1][row] for row in rows) for rows in plan) == [17, 17]
+    assert plan_microbatches([3, 3, 7, 7], max_tokens=10) == [[0, 2], [1, 3]], "longest first needs fewer micro-batches"
     assert plan_microbatches([50, 3, 3], max_tokens=10) == [[0], [1, 2]]
     assert plan_microbatches([5, 5, 5], max_rows=2) == [[0, 2], [1]]
     assert plan_microbatches([], max_tokens=3) == []

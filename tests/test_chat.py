@@ -257,6 +257,8 @@ def test_prompt_that_ends_with_a_space_is_not_trained_on():
         conversation = tokenize_conversation(tokenizer, [*TWO_TURNS[:1], {"role": "assistant", "content": content}], chat_template=template)
         (text,) = trained_texts(tokenizer, conversation)
         assert text.strip() == content + "<|im_end|>"
+        first = tokenizer.decode(conversation.tokens[conversation.spans[0][0]])
+        assert first.strip(), "a token that is only the prompt's space belongs to the prompt"
 
 
 def test_noncharacters_in_a_message_do_no_harm(tokenizer):
