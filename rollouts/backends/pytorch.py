@@ -6,25 +6,24 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from rollouts.backends.futures import ImmediateTrainFuture
-from rollouts.backends.packing import get_output_layer, pack_batch, run_packed, use_packed_attention
 from rollouts.backends.protocol import OutputFn
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.logprobs import chunked_log_probs, shift_packed
+from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
+from rollouts.packing import get_output_layer, pack_padded, run_packed, use_packed_attention
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-WEIGHTS_FILE = "model.safetensors"
 TRAINER_FILE = "trainer_state.pt"
 
 
@@ -157,7 +156,8 @@ class PyTorchTrainingBackend:
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
         """Replace the weights. Raises CheckpointError if a name or shape does not fit."""
-        self._load_weights(weights, "the given weights")
+        check_weights_fit(self.model, weights, "the given weights")
+        copy_weights(self.model, weights)
         return ImmediateTrainFuture(None, "load_weights")
 
     # -- CheckpointingBackend
@@ -180,7 +180,9 @@ class PyTorchTrainingBackend:
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore what save_checkpoint wrote. Raises CheckpointError saying what does not fit."""
         self._check_architecture(directory)
-        self._load_weights(read_weights(directory), str(directory))
+        weights = read_weights(directory)
+        check_weights_fit(self.model, weights, str(directory))
+        copy_weights(self.model, weights)
         path = directory / TRAINER_FILE
         if not path.is_file():
             raise CheckpointError(
@@ -216,7 +218,7 @@ class PyTorchTrainingBackend:
 
     def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
         """Packed forward pass, log-probs in chunks, results at their places in [B, T]."""
-        packed = pack_batch(batch)
+        packed = pack_padded(batch.tokens, batch.lengths)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16):
             hidden = run_packed(self.model, packed)  # [N, H]
         weight, bias = get_output_layer(self.model)
@@ -240,24 +242,6 @@ class PyTorchTrainingBackend:
 
         return TokenOutputs(log_probs=place(log_probs), entropy=None if entropy is None else place(entropy))
 
-    def _load_weights(self, weights: Mapping[str, Tensor], source: str) -> None:
-        own = cast("dict[str, Tensor]", self.model.state_dict())
-        tied = set(cast("Any", getattr(self.model, "_tied_weights_keys", None)) or ()) if self.model.config.tie_word_embeddings else set()
-        missing, unknown = sorted(set(own) - set(weights) - tied), sorted(set(weights) - set(own))
-        wrong = [
-            f"{n} is {tuple(weights[n].shape)}, expected {tuple(own[n].shape)}"
-            for n in own
-            if n in weights and weights[n].shape != own[n].shape
-        ]
-        if missing or unknown or wrong:
-            raise CheckpointError(
-                f"{source} does not fit this {type(self.model).__name__}: missing {missing[:5]}, unknown {unknown[:5]}, "
-                f"wrong shapes {wrong[:5]}. Use a checkpoint of the same architecture."
-            )
-        with torch.no_grad():
-            for name, value in weights.items():
-                own[name].copy_(value)
-
     def _check_architecture(self, directory: Path) -> None:
         try:
             found = cast("dict[str, Any]", json.loads((directory / "config.json").read_text()))
@@ -270,27 +254,8 @@ class PyTorchTrainingBackend:
             raise CheckpointError(f"{directory} is a checkpoint of another architecture: {'; '.join(differing)}")
 
 
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """All tensors of the safetensors files in a model directory. Raises CheckpointError if there are none or one is damaged."""
-    paths = sorted(directory.glob("*.safetensors"))
-    paths = [path for path in paths if path.name.startswith("model")]
-    if not paths:
-        raise CheckpointError(
-            f"{directory} has no {WEIGHTS_FILE}: it is not a model directory, or its weights are not in safetensors format"
-        )
-    weights: dict[str, Tensor] = {}
-    for path in paths:
-        try:
-            weights.update(load_file(path))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
-    return weights
-
-
 def _to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
     if batch.tokens.device == device:
         return batch
-    from dataclasses import fields, replace
-
     moved = {f.name: getattr(batch, f.name).to(device) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
     return replace(batch, **moved)

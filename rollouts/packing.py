@@ -17,7 +17,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollouts.batching import cumulative_lengths
 from rollouts.errors import ConfigError
-from rollouts.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,12 +43,18 @@ class PackedRows:
         return flat.index_copy(0, self.flat_index, values).view(self.shape)
 
 
-def pack_batch(batch: TrainBatch) -> PackedRows:
-    """Plan the packing of a batch: TrainBatch [B, T] -> PackedRows with N = sum of lengths."""
-    rows, width = batch.tokens.shape
-    lengths = batch.lengths
+def pack_padded(tokens: Tensor, lengths: Tensor) -> PackedRows:
+    """Plan the packing of padded rows.
+
+    Args:
+        tokens: # [B, T] int64, padded on the right.
+        lengths: # [B] int64, at least 1.
+
+    Returns: PackedRows with N = sum of lengths.
+    """
+    rows, width = tokens.shape
     assert bool((lengths >= 1).all()), f"every row needs at least one token, found lengths {lengths.tolist()}"
-    real = torch.arange(width, device=batch.tokens.device) < lengths[:, None]  # [B, T]
+    real = torch.arange(width, device=tokens.device) < lengths[:, None]  # [B, T]
     flat_index = real.flatten().nonzero().squeeze(-1)
     cu_seqlens = cumulative_lengths(lengths)
     same_length = tuple(
@@ -58,7 +63,7 @@ def pack_batch(batch: TrainBatch) -> PackedRows:
     )
     gathered = torch.cat([positions.flatten() for positions in same_length])
     return PackedRows(
-        tokens=batch.tokens.flatten()[flat_index],
+        tokens=tokens.flatten()[flat_index],
         position_ids=flat_index % width,
         cu_seqlens=cu_seqlens,
         flat_index=flat_index,
@@ -90,13 +95,13 @@ def attend_packed(
     return torch.cat(outputs)[packed_rows.order].unsqueeze(0), None
 
 
-def run_packed(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+def run_packed(model: PreTrainedModel, packed: PackedRows, **attention_kwargs: Any) -> Tensor:
     """Last hidden states of packed rows, after the final norm and before the output layer. Returns # [N, H].
 
-    The model must have been prepared by use_packed_attention.
+    The model's attention must be attend_packed (see use_packed_attention) or a function that calls it; it gets attention_kwargs, too.
     """
     output = cast("Any", get_decoder(model))(
-        input_ids=packed.tokens[None], position_ids=packed.position_ids[None], use_cache=False, packed_rows=packed
+        input_ids=packed.tokens[None], position_ids=packed.position_ids[None], use_cache=False, packed_rows=packed, **attention_kwargs
     )
     return output.last_hidden_state[0]
 
@@ -133,14 +138,6 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     device = next(model.parameters()).device
     tokens = torch.randint(0, int(cast("int", model.config.vocab_size)), (3, 9), generator=torch.Generator().manual_seed(0)).to(device)
     lengths = torch.tensor([9, 4, 9], device=device)
-    batch = TrainBatch(
-        tokens=tokens,
-        lengths=lengths,
-        loss_mask=torch.ones(3, 9, device=device),
-        rewards=torch.zeros(3, device=device),
-        group_ids=torch.arange(3, device=device),
-        trainable=torch.ones(3, dtype=torch.bool, device=device),
-    )
     was_training = model.training
     model.eval()
     try:
@@ -150,7 +147,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
             ]
             model.set_attn_implementation(ATTENTION_NAME)
             try:
-                packed = run_packed(model, pack_batch(batch))
+                packed = run_packed(model, pack_padded(tokens, lengths))
             except (TypeError, AssertionError, RuntimeError) as error:
                 raise ConfigError(f"{type(model).__name__} cannot run packed rows: {error}") from error
     except ConfigError:

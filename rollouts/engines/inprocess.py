@@ -1,0 +1,437 @@
+"""InProcessEngine: generation for a Hugging Face model in the same process, on CPU or GPU, with continuous batching.
+
+The engine has no task of its own. Whoever waits in generate() may become the driver: it runs one step after another in a worker
+thread until its own request is done and then hands over to another waiting caller. So every task has a parent, nothing runs when nobody
+waits, and the event loop is never blocked by computation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import trio
+import trio.testing
+from torch import Tensor
+
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE
+from rollouts.engines.sampling import SamplingRows, UniformStream, sample_tokens
+from rollouts.engines.slots import Prefix, SlotModel
+from rollouts.errors import CheckpointError, EngineError
+from rollouts.logprobs import gather_log_probs
+from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
+from rollouts.samples import derive_seed
+from rollouts.types import Completion, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_PREFILL_TOKENS = 8192  # prompt tokens that go through the model at once
+_SETTLE_S = 0.02  # longest wait for other tasks to submit their requests
+
+
+@dataclass(eq=False)
+class _Request:
+    """One generate() call: its input, what it has so far, and its place."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    uniforms: UniformStream
+    tokens: list[int] = field(default_factory=list[int])
+    log_probs: list[float] = field(default_factory=list[float])
+    untempered: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    finish_reason: FinishReason | None = None
+    turn: trio.Event = field(default_factory=trio.Event)  # set when the request is finished, or to make its caller the driver
+
+    @property
+    def position(self) -> int:
+        """Where the newest token stands in the sequence."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+
+class InProcessEngine:
+    """An InferenceEngine (and InMemoryWeightUpdates) in this process.
+
+    - A finished sequence frees its slot at once, and a waiting request takes it. Requests with the same prompt share one prefill.
+    - The result of a request depends on its prompt, parameters, seed and the weights, not on what else is in the batch (to float
+      tolerance). The same requests give the same bits: waiting requests are admitted in the order of their ids, after every task that
+      can run has run, so trio's random scheduling has no influence.
+    - Log-probs are those of the distribution really sampled from: after temperature and truncation. Greedy requests report temperature 1.
+    - Weights are replaced between two steps. Running sequences go on, each token is stamped with the version that sampled it, and their
+      keys and values are computed again under the new weights, or kept, as configured.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        eos_token_ids: Iterable[int] | None = None,
+        max_slots: int = 256,
+        max_length: int | None = None,
+        seed: int = 0,
+        weight_version: int = 0,
+        kv_cache_on_update: Literal["recompute", "keep"] = "recompute",
+        prefix_cache_tokens: int = 16384,
+        name: str = "in-process engine",
+    ) -> None:
+        """
+        Args:
+            model: used by the engine alone from now on (pass copy.deepcopy(model) of one that is trained); stays on its device.
+            tokenizer: needed for stop strings, and for its end of text.
+            eos_token_ids: end of text; default: those of the model's generation config, and the tokenizer's.
+            max_slots: most sequences at the same time.
+            max_length: most tokens of prompt and response; default: the model's context.
+            seed: of requests that bring none, numbered as they come.
+            kv_cache_on_update: what happens to keys and values of running sequences when weights change.
+            prefix_cache_tokens: prompt tokens kept for requests with the same prompt that are admitted later.
+            name: in messages.
+
+        Raises: ConfigError for a model that cannot decode over slots.
+        """
+        assert max_slots >= 1, f"max_slots is {max_slots}, expected at least 1"
+        self.name = name
+        self._slots = SlotModel(model, max_slots=max_slots, name=name)
+        self._model: torch.nn.Module = model
+        self._tokenizer = tokenizer
+        self._eos = frozenset(_default_eos(model, tokenizer) if eos_token_ids is None else eos_token_ids)
+        self._vocab_size = int(model.config.vocab_size)
+        self._max_slots = max_slots
+        self._max_length = max_length or int(getattr(model.config, "max_position_embeddings", 1 << 30))
+        self._seed = seed
+        self._num_requests = 0
+        self._weight_version = weight_version
+        self._kv_cache_on_update = kv_cache_on_update
+        self._prefix_cache_tokens = prefix_cache_tokens
+        self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._waiting: list[_Request] = []
+        self._running: list[_Request] = []  # the request at index i occupies slot i
+        self._model_lock = trio.Lock()  # held for a step or a weight update; fair, so an update gets in between two steps
+        self._driver: _Request | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> InProcessEngine:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._closed = True
+        self._abort_now(None)
+        self._prefixes.clear()
+
+    # -- InferenceEngine
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
+        """Sample one completion.
+
+        Args:
+            request_id: unique among pending requests; requests that wait are admitted in the order of their ids.
+
+        Raises: EngineError for an empty prompt, a token outside the vocabulary, or more tokens than the context holds.
+        """
+        request = self._create_request(tuple(prompt_tokens), params, request_id)
+        self._waiting.append(request)
+        try:
+            while request.finish_reason is None:
+                if self._driver is None:
+                    self._driver = request
+                    try:
+                        await self._drive(request)
+                    finally:
+                        self._driver = None
+                        self._hand_over()
+                else:
+                    await request.turn.wait()
+                    request.turn = trio.Event()
+        finally:
+            if request.finish_reason is None:  # cancelled, or the step raised: its slot is freed before the next step
+                request.finish_reason = "abort"
+                self._waiting = [r for r in self._waiting if r is not request]
+                if self._driver is None:
+                    self._hand_over()
+        await trio.lowlevel.checkpoint()
+        return self._to_completion(request)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Make pending generate() calls return with the tokens they have; None = all."""
+        self._abort_now(None if request_ids is None else frozenset(request_ids))
+        await trio.lowlevel.checkpoint()
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+        """Load a Hugging Face directory. Raises EngineError, the old weights untouched, if it does not fit."""
+        path = Path(checkpoint_path)
+        try:
+            weights = await trio.to_thread.run_sync(read_weights, path)
+            version_file = path / WEIGHT_VERSION_FILE
+            version = int(json.loads(version_file.read_text())["weight_version"]) if version_file.exists() else self._weight_version + 1
+        except (CheckpointError, OSError, ValueError, KeyError) as error:
+            raise EngineError(f"{self.name} cannot load weights from {path}: {error}") from error
+        return await self._replace_weights(weights, version, str(path))
+
+    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
+        """Replace the weights between two steps. Raises EngineError, the old weights untouched, if they do not fit."""
+        return await self._replace_weights(weights, weight_version, "the given weights")
+
+    async def get_weight_version(self) -> int:
+        """Version of the weights that the next token will be sampled with."""
+        await trio.lowlevel.checkpoint()
+        return self._weight_version
+
+    async def recompute_output_log_probs(
+        self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
+    ) -> tuple[float, ...]:
+        """Log-probs of input_tokens[start_index:] under the weights of this moment, full distribution.
+
+        Args:
+            input_tokens: prompt and response.
+            start_index: at least 1; the first token of a sequence has no prediction.
+            temperature: > 0.
+        """
+        self._check_tokens(tuple(input_tokens), 0, "recompute_output_log_probs")
+        if not 1 <= start_index <= len(input_tokens):
+            raise EngineError(f"{self.name}: start_index is {start_index}, expected between 1 and the {len(input_tokens)} tokens")
+        assert temperature > 0, f"temperature is {temperature}, expected > 0"
+
+        def compute() -> list[float]:
+            hidden = self._slots.hidden_states(input_tokens)[start_index - 1 : -1]
+            targets = torch.tensor(list(input_tokens[start_index:]), device=hidden.device, dtype=torch.int64)
+            return gather_log_probs(self._slots.compute_logits(hidden) / temperature, targets).tolist()
+
+        async with self._model_lock:
+            return tuple(await trio.to_thread.run_sync(compute))
+
+    # -- driving
+
+    async def _drive(self, request: _Request) -> None:
+        """Run steps until the request is finished. Only one caller is here at a time."""
+        settle = True
+        while request.finish_reason is None:
+            if settle or self._waiting:
+                # Who is about to submit a request must have done so before requests are admitted, or the make-up of a batch (and with
+                # it the last bits of its numbers) would depend on trio's random order of tasks. The bound keeps a task that never
+                # rests from stopping the engine.
+                with trio.move_on_after(_SETTLE_S):
+                    await trio.testing.wait_all_tasks_blocked()
+            async with self._model_lock:
+                finished = await trio.to_thread.run_sync(self._step)
+            settle = bool(finished)
+            for done in finished:
+                done.turn.set()
+
+    def _hand_over(self) -> None:
+        """Wake one waiting caller to become the driver."""
+        successor = next((r for r in [*self._running, *self._waiting] if r.finish_reason is None), None)
+        if successor is not None:
+            successor.turn.set()
+
+    def _step(self) -> list[_Request]:
+        """Admit what fits, then sample one token for every running sequence. Returns the requests that finished. In a worker thread."""
+        self._free_slots()
+        admitted = self._take_waiting()
+        finished: list[_Request] = []
+        if self._running:
+            tokens = torch.tensor([r.tokens[-1] for r in self._running], device=self._slots.device)
+            positions = torch.tensor([r.position for r in self._running], device=self._slots.device)
+            finished += self._sample(self._running, self._slots.decode(tokens, positions))
+        if admitted:
+            prefixes = self._find_prefixes([r.prompt for r in admitted])
+            finished += self._sample(admitted, torch.stack([prefixes[r.prompt].logits for r in admitted]))
+        self._free_slots()
+        self._occupy_slots([r for r in admitted if r.finish_reason is None], lambda r: prefixes[r.prompt])
+        return finished
+
+    def _take_waiting(self) -> list[_Request]:
+        """The next requests that fit, in the order of their ids."""
+        self._waiting.sort(key=lambda r: r.request_id)
+        free = self._max_slots - len(self._running)
+        admitted, self._waiting = self._waiting[:free], self._waiting[free:]
+        return admitted
+
+    def _find_prefixes(self, prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Prefix]:
+        """Prefixes of the prompts, computed where they are not kept from before; each distinct prompt once."""
+        wanted = dict.fromkeys(prompts)
+        found = {prompt: self._prefixes[prompt] for prompt in wanted if prompt in self._prefixes}
+        for batch in _split_by_tokens([prompt for prompt in wanted if prompt not in found], _PREFILL_TOKENS):
+            found.update(zip(batch, self._slots.prefill(batch), strict=True))
+        for prompt in wanted:
+            self._prefixes[prompt] = found[prompt]
+            self._prefixes.move_to_end(prompt)
+        total = sum(len(prompt) for prompt in self._prefixes)
+        while total > self._prefix_cache_tokens:
+            total -= len(self._prefixes.popitem(last=False)[0])
+        return found
+
+    def _occupy_slots(self, requests: Sequence[_Request], prefix_of: Any) -> None:
+        """Give each request the next free slot, filled with its prefix; requests of one prompt are filled together."""
+        first = len(self._running)
+        self._running.extend(requests)
+        slots: dict[int, tuple[Prefix, list[int]]] = {}
+        for slot, request in enumerate(requests, start=first):
+            prefix = prefix_of(request)
+            slots.setdefault(id(prefix), (prefix, []))[1].append(slot)
+        for prefix, group in slots.values():
+            self._slots.fill(group, prefix)
+
+    def _free_slots(self) -> None:
+        """Move running sequences into the slots of finished ones, so that slots 0 .. A - 1 are all in use."""
+        alive = [i for i, r in enumerate(self._running) if r.finish_reason is None]
+        num_alive = len(alive)
+        if num_alive == len(self._running):
+            return
+        holes = sorted(set(range(num_alive)) - set(alive))
+        movers = [i for i in alive if i >= num_alive]
+        longest = max((self._running[i].position + 1 for i in movers), default=0)
+        self._slots.move(movers, holes, longest)
+        for source, target in zip(movers, holes, strict=True):
+            self._running[target] = self._running[source]
+        del self._running[num_alive:]
+
+    def _sample(self, requests: Sequence[_Request], logits: Tensor) -> list[_Request]:
+        """Append one token to each request. logits: # [len(requests), V]. Returns those that finished."""
+        params = [r.params for r in requests]
+        device = logits.device
+        rows = SamplingRows(
+            temperatures=torch.tensor([p.temperature for p in params], device=device),
+            top_p=torch.tensor([p.top_p for p in params], device=device),
+            top_k=torch.tensor([p.top_k for p in params], device=device),
+            truncates=any(p.top_p < 1 or p.top_k > 0 for p in params),
+        )
+        uniforms = torch.tensor([r.uniforms[len(r.tokens)] for r in requests], dtype=torch.float64)
+        with torch.inference_mode():
+            tokens, log_probs = sample_tokens(logits, rows, uniforms)
+            untempered = gather_log_probs(logits, tokens).tolist() if any(p.untempered_log_probs for p in params) else None
+        finished: list[_Request] = []
+        for i, (request, token, log_prob) in enumerate(zip(requests, tokens.tolist(), log_probs.tolist(), strict=True)):
+            if request.finish_reason is not None:  # aborted while this step was running
+                continue
+            request.tokens.append(token)
+            request.log_probs.append(log_prob)
+            request.versions.append(self._weight_version)
+            if untempered is not None and request.params.untempered_log_probs:
+                request.untempered.append(untempered[i])
+            request.finish_reason = self._find_end(request, token)
+            if request.finish_reason is not None:
+                finished.append(request)
+        return finished
+
+    def _find_end(self, request: _Request, token: int) -> FinishReason | None:
+        if token in request.stop_ids:
+            return "stop"
+        if request.params.stop and self._tokenizer is not None:
+            # a stop string of n characters cannot reach further back than n tokens, with some room for bytes of split characters
+            tail = request.tokens[-max(map(len, request.params.stop)) - 8 :]
+            text = str(self._tokenizer.decode(tail))
+            if any(stop in text for stop in request.params.stop):
+                return "stop"
+        return "length" if len(request.tokens) >= request.params.max_tokens else None
+
+    # -- requests and weights
+
+    def _create_request(self, prompt: tuple[int, ...], params: SamplingParams, request_id: str | None) -> _Request:
+        if self._closed:
+            raise EngineError(f"{self.name} is closed: generate inside its `async with` block")
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        name = f"request-{number:012d}" if request_id is None else request_id
+        pending = [*self._waiting, *self._running]
+        assert all(r.request_id != name or r.finish_reason is not None for r in pending), f"request id {name!r} is already pending"
+        self._check_tokens(prompt, params.max_tokens, name)
+        if params.stop and self._tokenizer is None:
+            raise EngineError(
+                f"{self.name}: {name} has stop strings {params.stop}, which need the tokenizer that the engine was made without"
+            )
+        seed = derive_seed(self._seed, number) if params.seed is None else params.seed
+        stop_ids = self._eos | frozenset(params.stop_token_ids)
+        return _Request(request_id=name, prompt=prompt, params=params, stop_ids=stop_ids, uniforms=UniformStream(seed))
+
+    def _check_tokens(self, prompt: tuple[int, ...], max_tokens: int, name: str) -> None:
+        if not prompt:
+            raise EngineError(f"{self.name}: {name} has an empty prompt; give it at least one token")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise EngineError(
+                f"{self.name}: {name} has token {wrong}, outside the vocabulary of {self._vocab_size}: is it another tokenizer's?"
+            )
+        if len(prompt) + max_tokens > self._max_length:
+            raise EngineError(
+                f"{self.name}: {name} has {len(prompt)} prompt tokens and max_tokens = {max_tokens}, more than the context of "
+                f"{self._max_length}: shorten the prompt or lower max_tokens"
+            )
+        if max_tokens < 0:
+            raise EngineError(f"{self.name}: {name} has max_tokens = {max_tokens}, expected at least 1")
+
+    def _abort_now(self, request_ids: frozenset[str] | None) -> None:
+        for request in [*self._waiting, *self._running]:
+            if request.finish_reason is None and (request_ids is None or request.request_id in request_ids):
+                request.finish_reason = "abort"
+                request.turn.set()
+        self._waiting = [r for r in self._waiting if r.finish_reason is None]
+
+    async def _replace_weights(self, weights: Mapping[str, Tensor], version: int, source: str) -> Mapping[str, Any]:
+        try:
+            check_weights_fit(self._model, weights, source)
+        except CheckpointError as error:
+            raise EngineError(f"{self.name} cannot take new weights: {error}") from error
+
+        def replace() -> None:
+            copy_weights(self._model, weights)
+            self._prefixes.clear()
+            self._weight_version = version
+            self._free_slots()
+            if self._kv_cache_on_update == "recompute" and self._running:
+                sequences = [(*r.prompt, *r.tokens[:-1]) for r in self._running]
+                slot = 0
+                for batch in _split_by_tokens(sequences, _PREFILL_TOKENS):
+                    for prefix in self._slots.prefill(batch):
+                        self._slots.fill([slot], prefix)
+                        slot += 1
+
+        async with self._model_lock:
+            await trio.to_thread.run_sync(replace)
+        return {"success": True, "weight_version": version}
+
+    def _to_completion(self, request: _Request) -> Completion:
+        assert request.finish_reason is not None, f"{request.request_id} is not finished"
+        params = request.params
+        return Completion(
+            request_id=request.request_id,
+            input_tokens=request.prompt,
+            output_tokens=tuple(request.tokens),
+            output_log_probs=tuple(request.log_probs),
+            output_versions=tuple(request.versions),
+            finish_reason=request.finish_reason,
+            temperature=1.0 if params.greedy else params.temperature,
+            truncated_sampling=not params.greedy and (params.top_p < 1 or params.top_k > 0),
+            untempered_log_probs=tuple(request.untempered) if params.untempered_log_probs else None,
+        )
+
+
+def _default_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
+    """End-of-text ids of the generation config, the model config and the tokenizer."""
+    found: set[int] = set()
+    sources: list[Any] = [getattr(model, "generation_config", None), model.config, tokenizer]
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return found
+
+
+def _split_by_tokens(rows: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[tuple[int, ...]]]:
+    """Consecutive rows in batches of at most max_tokens (a longer row alone)."""
+    batches: list[list[tuple[int, ...]]] = []
+    total = 0
+    for row in rows:
+        if not batches or total + len(row) > max_tokens:
+            batches.append([])
+            total = 0
+        batches[-1].append(row)
+        total += len(row)
+    return batches

@@ -1,0 +1,59 @@
+"""Weights of a Hugging Face model as a mapping of tensors: read from a directory, checked against a model, copied into it.
+
+Shared by training backends and the embedded engine. A bad set of weights is refused before anything is overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rollouts.errors import CheckpointError
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of the model*.safetensors files in a directory. Raises CheckpointError if there are none or one is damaged."""
+    paths = sorted(directory.glob("model*.safetensors"))
+    if not paths:
+        raise CheckpointError(f"{directory} has no model.safetensors: it is not a model directory, or its weights are in another format")
+    weights: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            weights.update(load_file(path))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+    return weights
+
+
+def check_weights_fit(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Raise CheckpointError unless the weights have the names and shapes of the model's; tied weights may appear once."""
+    own = model.state_dict()
+    first_name: dict[int, str] = {}
+    tied = {name: first_name.setdefault(value.data_ptr(), name) for name, value in own.items()}
+    given = {tied[name] for name in weights if name in tied}
+    missing = sorted(name for name in own if name not in weights and tied[name] not in given)
+    unknown = sorted(set(weights) - set(own))
+    wrong = [
+        f"{name} is {tuple(weights[name].shape)}, expected {tuple(value.shape)}"
+        for name, value in own.items()
+        if name in weights and weights[name].shape != value.shape
+    ]
+    if missing or unknown or wrong:
+        raise CheckpointError(
+            f"{source} does not fit this {type(model).__name__}: missing {missing[:5]}, unknown {unknown[:5]}, wrong shapes {wrong[:5]}. "
+            "Use weights of the same architecture."
+        )
+
+
+def copy_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Overwrite the model's weights with those given, which check_weights_fit has accepted."""
+    own = cast("Any", model.state_dict())
+    with torch.no_grad():
+        for name, value in weights.items():
+            own[name].copy_(value)
