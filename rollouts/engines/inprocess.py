@@ -237,6 +237,7 @@ class InProcessEngine:
         self._free_slots()
         admitted = self._take_waiting()
         finished: list[_Request] = []
+        prefixes: dict[tuple[int, ...], Prefix] = {}
         if self._running:
             tokens = torch.tensor([r.tokens[-1] for r in self._running], device=self._slots.device)
             positions = torch.tensor([r.position for r in self._running], device=self._slots.device)
@@ -245,7 +246,7 @@ class InProcessEngine:
             prefixes = self._find_prefixes([r.prompt for r in admitted])
             finished += self._sample(admitted, torch.stack([prefixes[r.prompt].logits for r in admitted]))
         self._free_slots()
-        self._occupy_slots([r for r in admitted if r.finish_reason is None], lambda r: prefixes[r.prompt])
+        self._occupy_slots([r for r in admitted if r.finish_reason is None], prefixes)
         return finished
 
     def _take_waiting(self) -> list[_Request]:
@@ -269,16 +270,15 @@ class InProcessEngine:
             total -= len(self._prefixes.popitem(last=False)[0])
         return found
 
-    def _occupy_slots(self, requests: Sequence[_Request], prefix_of: Any) -> None:
+    def _occupy_slots(self, requests: Sequence[_Request], prefixes: Mapping[tuple[int, ...], Prefix]) -> None:
         """Give each request the next free slot, filled with its prefix; requests of one prompt are filled together."""
         first = len(self._running)
         self._running.extend(requests)
-        slots: dict[int, tuple[Prefix, list[int]]] = {}
+        slots: dict[tuple[int, ...], list[int]] = {}
         for slot, request in enumerate(requests, start=first):
-            prefix = prefix_of(request)
-            slots.setdefault(id(prefix), (prefix, []))[1].append(slot)
-        for prefix, group in slots.values():
-            self._slots.fill(group, prefix)
+            slots.setdefault(request.prompt, []).append(slot)
+        for prompt, group in slots.items():
+            self._slots.fill(group, prefixes[prompt])
 
     def _free_slots(self) -> None:
         """Move running sequences into the slots of finished ones, so that slots 0 .. A - 1 are all in use."""
@@ -342,6 +342,8 @@ class InProcessEngine:
         name = f"request-{number:012d}" if request_id is None else request_id
         pending = [*self._waiting, *self._running]
         assert all(r.request_id != name or r.finish_reason is not None for r in pending), f"request id {name!r} is already pending"
+        if params.max_tokens < 1:
+            raise EngineError(f"{self.name}: {name} has max_tokens = {params.max_tokens}, expected at least 1")
         self._check_tokens(prompt, params.max_tokens, name)
         if params.stop and self._tokenizer is None:
             raise EngineError(
@@ -365,8 +367,6 @@ class InProcessEngine:
                 f"{self.name}: {name} has {len(prompt)} prompt tokens and max_tokens = {max_tokens}, more than the context of "
                 f"{self._max_length}: shorten the prompt or lower max_tokens"
             )
-        if max_tokens < 0:
-            raise EngineError(f"{self.name}: {name} has max_tokens = {max_tokens}, expected at least 1")
 
     def _abort_now(self, request_ids: frozenset[str] | None) -> None:
         for request in [*self._waiting, *self._running]:
