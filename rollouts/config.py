@@ -1,8 +1,8 @@
 """Frozen configurations, validated when made, and their way to and from JSON.
 
 to_dict and from_dict work on any tree of frozen dataclasses, so an application's own configuration uses them, too. Functions in a
-configuration (a generate_fn, a reward_fn, an Algorithm) are not data: to_dict leaves them out and from_dict asks for those that are
-needed.
+configuration (a generate_fn, a reward_fn, an Algorithm) are not data: to_dict leaves them out, lists the names of those that were set, and
+from_dict demands these again, so that none is lost unnoticed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import dataclasses
 import difflib
 import json
 import math
+import numbers
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -28,6 +30,11 @@ Schedule = Literal["constant", "linear", "cosine"]
 OnRewardError = Literal["raise", "retry", "drop"]
 WeightSync = Literal["checkpoint", "memory"]
 
+FUNCTIONS_KEY = "functions"
+"""Where to_dict lists the fields that held functions."""
+
+_NON_FINITE = ("NaN", "Infinity", "-Infinity")
+
 
 def check_setting(condition: bool, name: str, value: object, expected: str) -> None:
     """Raise ConfigError unless the condition holds: what was wrong, the value found, what to do."""
@@ -36,16 +43,40 @@ def check_setting(condition: bool, name: str, value: object, expected: str) -> N
 
 
 def check_positive(config: object, *names: str) -> None:
-    """Raise ConfigError unless each named integer field is at least 1."""
+    """Raise ConfigError unless each named field is a whole number of at least 1."""
     for name in names:
-        check_setting(getattr(config, name) >= 1, f"{type(config).__name__}.{name}", getattr(config, name), "at least 1")
+        value = getattr(config, name)
+        check_setting(_is_whole(value) and value >= 1, f"{type(config).__name__}.{name}", value, "a whole number, at least 1")
+
+
+def check_count(config: object, *names: str) -> None:
+    """Raise ConfigError unless each named field is a whole number of at least 0."""
+    for name in names:
+        value = getattr(config, name)
+        check_setting(_is_whole(value) and value >= 0, f"{type(config).__name__}.{name}", value, "a whole number, at least 0")
 
 
 def check_not_negative(config: object, *names: str) -> None:
-    """Raise ConfigError unless each named field is a finite number >= 0."""
+    """Raise ConfigError unless each named field is a finite number of at least 0."""
     for name in names:
         value = getattr(config, name)
-        check_setting(math.isfinite(value) and value >= 0, f"{type(config).__name__}.{name}", value, "a finite number, at least 0")
+        good = _is_number(value) and math.isfinite(value) and value >= 0
+        check_setting(good, f"{type(config).__name__}.{name}", value, "a finite number, at least 0")
+
+
+def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError, with a suggestion, unless the named field is one of the choices."""
+    value = getattr(config, name)
+    if value not in choices:
+        raise ConfigError(f"{type(config).__name__}.{name} is {value!r}: {suggest(str(value), choices)}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +93,7 @@ class SFTTrainingConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "batch_size", "log_every", "max_tokens_per_microbatch")
-        check_not_negative(self, "checkpoint_every", "eval_every")
+        check_count(self, "checkpoint_every", "eval_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +115,10 @@ class RLTrainingConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "sync_every", "num_epochs", "num_minibatches", "log_every", "max_tokens_per_microbatch")
-        check_not_negative(self, "checkpoint_every", "eval_every")
-        check_setting(self.weight_sync in get_args(WeightSync), "weight_sync", self.weight_sync, f"one of {get_args(WeightSync)}")
-        check_setting(self.baseline is None or math.isfinite(self.baseline), "baseline", self.baseline, "a finite number or None")
+        check_count(self, "checkpoint_every", "eval_every")
+        check_choice(self, "weight_sync", get_args(WeightSync))
+        finite = self.baseline is None or (_is_number(self.baseline) and math.isfinite(self.baseline))
+        check_setting(finite, "RLTrainingConfig.baseline", self.baseline, "a finite number or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +131,10 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         timeout = self.timeout_s
-        check_setting(timeout is None or timeout > 0, "RewardConfig.timeout_s", timeout, "more than 0 seconds, or None")
-        check_setting(self.on_error in get_args(OnRewardError), "on_error", self.on_error, f"one of {get_args(OnRewardError)}")
-        check_not_negative(self, "max_retries")
+        positive = timeout is None or (_is_number(timeout) and timeout > 0)
+        check_setting(positive, "RewardConfig.timeout_s", timeout, "more than 0 seconds, or None")
+        check_choice(self, "on_error", get_args(OnRewardError))
+        check_count(self, "max_retries")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +154,12 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "n_samples_per_prompt", "max_filter_attempts")
         factor = self.over_sampling_factor
-        check_setting(math.isfinite(factor) and factor >= 1.0, "RolloutConfig.over_sampling_factor", factor, "at least 1.0")
+        enough = _is_number(factor) and math.isfinite(factor) and factor >= 1.0
+        check_setting(enough, "RolloutConfig.over_sampling_factor", factor, "a finite number, at least 1.0")
         check_not_negative(self, "grace_s")
+        for name in ("generate_fn", "reward_fn", "filter_fn"):
+            function = getattr(self, name)
+            check_setting(function is None or callable(function), f"RolloutConfig.{name}", function, "a function or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +178,9 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "n_samples", "max_tokens")
-        check_not_negative(self, "temperature", "top_k")
-        check_setting(0 < self.top_p <= 1, "GenerationConfig.top_p", self.top_p, "more than 0, at most 1")
+        check_not_negative(self, "temperature")
+        check_count(self, "top_k")
+        check_setting(_is_number(self.top_p) and 0 < self.top_p <= 1, "GenerationConfig.top_p", self.top_p, "more than 0, at most 1")
 
     def new(self, **changes: Any) -> GenerationConfig:
         """A copy with some fields changed."""
@@ -180,11 +218,14 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.0  # lr at the end of a linear or cosine schedule, relative to the peak
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "lr", "eps", "weight_decay", "warmup_steps")
-        check_setting(self.max_grad_norm > 0, "OptimizerConfig.max_grad_norm", self.max_grad_norm, "more than 0 (inf = no clipping)")
-        check_setting(all(0 <= b < 1 for b in self.betas), "OptimizerConfig.betas", self.betas, "two numbers in [0, 1)")
-        check_setting(self.schedule in get_args(Schedule), "OptimizerConfig.schedule", self.schedule, f"one of {get_args(Schedule)}")
-        check_setting(0 <= self.min_lr_ratio <= 1, "OptimizerConfig.min_lr_ratio", self.min_lr_ratio, "a number in [0, 1]")
+        check_not_negative(self, "lr", "eps", "weight_decay", "min_lr_ratio")
+        check_count(self, "warmup_steps")
+        norm = self.max_grad_norm
+        check_setting(_is_number(norm) and norm > 0, "OptimizerConfig.max_grad_norm", norm, "more than 0 (inf = no clipping)")
+        good = len(self.betas) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        check_setting(good, "OptimizerConfig.betas", self.betas, "two numbers in [0, 1)")
+        check_choice(self, "schedule", get_args(Schedule))
+        check_setting(self.min_lr_ratio <= 1, "OptimizerConfig.min_lr_ratio", self.min_lr_ratio, "a number in [0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +237,7 @@ class CheckpointConfig:
     keep_last_n: int = 2  # older ones are deleted once a new one is complete
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "sft_every", "rl_every")
+        check_count(self, "sft_every", "rl_every")
         check_positive(self, "keep_last_n")
 
 
@@ -214,13 +255,14 @@ def check_rl_batch_sizes(rollout: RolloutConfig, training: RLTrainingConfig) -> 
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A tree of dataclasses as JSON values; fields that hold functions are left out.
+    """A tree of dataclasses as JSON values.
+
+    Fields that hold functions are left out; the names of those that are not None stand in a list under FUNCTIONS_KEY. Infinities and NaN,
+    which JSON does not have, become strings.
 
     Raises: ConfigError for a value that JSON cannot hold.
     """
-    assert is_dataclass(config) and not isinstance(config, type), f"expected a dataclass instance, found {config!r}"
-    hints = typing.get_type_hints(type(config))
-    return {f.name: _to_plain(getattr(config, f.name), f.name) for f in fields(config) if not _is_function_type(hints[f.name])}
+    return _section_to_plain(config, "")
 
 
 def from_dict(cls: type[C], data: Mapping[str, Any], **functions: Any) -> C:
@@ -229,22 +271,26 @@ def from_dict(cls: type[C], data: Mapping[str, Any], **functions: Any) -> C:
     Args:
         cls: a dataclass.
         data: nested mappings; missing keys take their defaults.
-        functions: the fields that to_dict left out, by name, for the outermost dataclass.
+        functions: the fields that hold functions, by name; those of an inner section by dotted name, as in **{"rl.algorithm": grpo()}.
 
-    Raises: ConfigError naming the dotted path of an unknown key (with a suggestion), a missing field, or a value of the wrong type.
+    Raises: ConfigError naming the dotted path of an unknown key (with a suggestion), of a missing field or function, or of a value of
+        the wrong type.
     """
     return _build(cls, data, "", functions)
 
 
 def save_config(config: Any, path: Path) -> None:
-    """Write a configuration as indented JSON."""
-    path.write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    """Write a configuration as indented JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp_{path.name}")
+    temporary.write_text(json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def load_config(cls: type[C], path: Path, **functions: Any) -> C:
     """Read what save_config wrote. Raises ConfigError naming the file."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from error
     if not isinstance(data, dict):
@@ -253,7 +299,7 @@ def load_config(cls: type[C], path: Path, **functions: Any) -> C:
 
 
 def suggest(name: str, known: collections.abc.Iterable[str]) -> str:
-    """ " Did you mean ...?" for a misspelt name, else the names there are."""
+    """A question after the most similar known name, else all known names, for a message about an unknown one."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}"
@@ -262,21 +308,32 @@ def suggest(name: str, known: collections.abc.Iterable[str]) -> str:
 def _build(cls: type[C], data: object, where: str, functions: Mapping[str, Any]) -> C:
     assert is_dataclass(cls), f"{cls} is not a dataclass"
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where or cls.__name__} is {data!r}, expected a section with the fields of {cls.__name__}")
-    data = typing.cast("Mapping[str, Any]", data)
+        raise ConfigError(f"{where.rstrip('.') or cls.__name__} is {data!r}, expected a section with the fields of {cls.__name__}")
+    section = dict(typing.cast("Mapping[str, Any]", data))
+    demanded = section.pop(FUNCTIONS_KEY, ())
     hints = typing.get_type_hints(cls)
-    by_name = {f.name: f for f in fields(cls)}
-    plain = [name for name in by_name if not _is_function_type(hints[name])]
-    for key in data:
+    names = [f.name for f in fields(cls) if f.init]
+    plain = [name for name in names if not _is_function_type(hints[name])]
+    for key in section:
+        if key in names and key not in plain:
+            raise ConfigError(f"{where + key} is a function, which a file cannot hold: pass it as an argument")
         if key not in plain:
             raise ConfigError(f"unknown setting {where + str(key)!r}: {suggest(str(key), plain)}")
-    values: dict[str, Any] = {name: _convert(hints[name], value, where + name) for name, value in data.items()}
-    for name, f in by_name.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if name in functions:
-            values[name] = functions[name]
-        elif name not in values and required:
-            raise ConfigError(f"{where + name} is missing: {cls.__name__} has no default for it")
+    inner = [name for name in plain if is_dataclass(hints[name])]
+    for name in functions:
+        if name not in names and name.partition(".")[0] not in inner:
+            raise ConfigError(f"unknown function {where + name!r}: {suggest(name, [n for n in names if n not in plain])}")
+    values: dict[str, Any] = {name: value for name, value in functions.items() if name in names}
+    for name, value in section.items():
+        passed = {key.removeprefix(name + "."): function for key, function in functions.items() if key.startswith(name + ".")}
+        values[name] = _build(hints[name], value, f"{where}{name}.", passed) if passed else _convert(hints[name], value, where + name)
+    for f in fields(cls):
+        if f.name in values or not f.init:
+            continue
+        if f.name in demanded:
+            raise ConfigError(f"{where + f.name} was set when this was saved, but is a function, which is not saved: pass it again")
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{where + f.name} is missing: {cls.__name__} has no default for it")
     return cls(**values)
 
 
@@ -296,14 +353,15 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return _convert_tuple(args, value, where)
     if origin in (collections.abc.Mapping, dict):
         if isinstance(value, Mapping):
-            return dict(typing.cast("Mapping[str, Any]", value))
+            items = typing.cast("Mapping[str, Any]", value).items()
+            return {str(key): _convert(args[1], item, f"{where}.{key}") for key, item in items}
     elif hint is Path and isinstance(value, str | Path):
         return Path(value)
-    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+    elif hint is float and (_is_number(value) or value in _NON_FINITE):
         return float(value)
     elif hint is Any or (isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool))):
         return value
-    raise ConfigError(f"{where} is {value!r}, expected {getattr(hint, '__name__', str(hint))}")
+    raise ConfigError(f"{where} is {value!r}, expected {getattr(hint, '__name__', str(hint)) if origin is None else hint}")
 
 
 def _convert_union(options: list[Any], value: Any, where: str) -> Any:
@@ -333,15 +391,27 @@ def _is_function_type(hint: Any) -> bool:
     return hint is Algorithm or get_origin(hint) is collections.abc.Callable
 
 
+def _section_to_plain(config: Any, where: str) -> dict[str, Any]:
+    assert is_dataclass(config) and not isinstance(config, type), f"expected a dataclass instance, found {config!r}"
+    hints = typing.get_type_hints(type(config))
+    names = [f.name for f in fields(config) if f.init]
+    assert FUNCTIONS_KEY not in names, f"{type(config).__name__} has a field {FUNCTIONS_KEY!r}, a name that is reserved"
+    plain = {name: _to_plain(getattr(config, name), where + name) for name in names if not _is_function_type(hints[name])}
+    set_functions = [name for name in names if name not in plain and getattr(config, name) is not None]
+    return plain | ({FUNCTIONS_KEY: set_functions} if set_functions else {})
+
+
 def _to_plain(value: Any, where: str) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return to_dict(value)
+        return _section_to_plain(value, where + ".")
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, tuple | list):
-        return [_to_plain(item, where) for item in typing.cast("list[Any]", value)]
+        return [_to_plain(item, f"{where}[{i}]") for i, item in enumerate(typing.cast("list[Any]", value))]
     if isinstance(value, Mapping):
-        return {str(k): _to_plain(v, where) for k, v in typing.cast("Mapping[Any, Any]", value).items()}
+        return {str(k): _to_plain(v, f"{where}.{k}") for k, v in typing.cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise ConfigError(f"{where} is a {type(value).__name__}, which a configuration file cannot hold")

@@ -7,9 +7,11 @@ together in one batched call, without any pad: a micro-batch with few distinct l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +23,12 @@ from rollouts.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ATTENTION_NAME = "rollouts_packed"
-"""Name under which attend_packed is known to transformers."""
+ATTENTION_NAME = "rollouts"
+"""Name under which attend is known to transformers."""
+
+
+AttendFn: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor, "float | None", float], Tensor]
+"""f(module, query [B, Hq, N, D], key [B, Hk, N, D], value, scaling, dropout) -> [B, N, Hq, D]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +79,7 @@ def pack_padded(tokens: Tensor, lengths: Tensor) -> PackedRows:
     )
 
 
-def attend_packed(
+def attend(
     module: Any,
     query: Tensor,  # [1, Hq, N, D]
     key: Tensor,  # [1, Hk, N, D]
@@ -81,27 +87,61 @@ def attend_packed(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_rows: PackedRows | None = None,
+    attend_fn: AttendFn | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each row, in the signature of transformers' attention functions. Returns # [1, N, Hq, D]."""
-    assert packed_rows is not None, f"the attention implementation {ATTENTION_NAME} needs packed_rows=..., see run_packed"
+    """What transformers calls in every layer: hands over to the function that the caller of the model passed as attend_fn.
+
+    One entry for training and for decoding, because two models made from one config object share its attention setting.
+    """
+    assert attend_fn is not None, (
+        f"a model with attention {ATTENTION_NAME!r} was called without attend_fn: it belongs to a backend or engine now. "
+        'Use their methods, or model.set_attn_implementation("sdpa") first'
+    )
+    return attend_fn(module, query, key, value, scaling, dropout), None
+
+
+def attend_packed(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, *, packed: PackedRows
+) -> Tensor:
+    """Causal attention inside each row. query: # [1, Hq, N, D]; key, value: # [1, Hk, N, D]. Returns # [1, N, Hq, D]."""
     grouped = query.shape[1] != key.shape[1]
     outputs: list[Tensor] = []
-    for positions in packed_rows.same_length:  # [R, L]
+    for positions in packed.same_length:  # [R, L]
         q, k, v = (x[0][:, positions].transpose(0, 1) for x in (query, key, value))  # [R, H, L, D]
         out = scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [R * L, Hq, D]
-    return torch.cat(outputs)[packed_rows.order].unsqueeze(0), None
+    return torch.cat(outputs)[packed.order].unsqueeze(0)
 
 
-def run_packed(model: PreTrainedModel, packed: PackedRows, **attention_kwargs: Any) -> Tensor:
+@contextmanager
+def native_attention(model: PreTrainedModel) -> Generator[None]:
+    """Run the block with an attention of transformers' own, for comparison; afterwards the model has ours.
+
+    Raises: ConfigError if the model cannot run with another attention function; then it has its own again.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, cast("Callable[..., Any]", attend))
+    config = cast("Any", model.config)
+    if config._attn_implementation == ATTENTION_NAME:  # made from a config that another model of ours uses
+        model.set_attn_implementation("sdpa")
+    yield
+    model.set_attn_implementation(ATTENTION_NAME)
+
+
+def run_packed(model: PreTrainedModel, packed: PackedRows, attend_fn: AttendFn | None = None) -> Tensor:
     """Last hidden states of packed rows, after the final norm and before the output layer. Returns # [N, H].
 
-    The model's attention must be attend_packed (see use_packed_attention) or a function that calls it; it gets attention_kwargs, too.
+    Args:
+        model: prepared by use_packed_attention.
+        attend_fn: another function for the layers, in the signature of attend_packed without `packed`.
     """
     output = cast("Any", get_decoder(model))(
-        input_ids=packed.tokens[None], position_ids=packed.position_ids[None], use_cache=False, packed_rows=packed, **attention_kwargs
+        input_ids=packed.tokens[None],
+        position_ids=packed.position_ids[None],
+        use_cache=False,
+        attend_fn=attend_fn or partial(attend_packed, packed=packed),
     )
     return output.last_hidden_state[0]
 
@@ -131,35 +171,30 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     Raises: ConfigError if packed rows give other hidden states than the same rows one by one, as with layers that mix positions in
         another way than full causal attention.
     """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, cast("Callable[..., Any]", attend_packed))
-    original = cast("str", model.config._attn_implementation)  # pyright: ignore[reportPrivateUsage]  # no public reader
     device = next(model.parameters()).device
-    tokens = torch.randint(0, int(cast("int", model.config.vocab_size)), (3, 9), generator=torch.Generator().manual_seed(0)).to(device)
+    vocab_size = int(cast("int", model.config.vocab_size))
+    tokens = torch.randint(0, vocab_size, (3, 9), generator=torch.Generator().manual_seed(0)).to(device)
     lengths = torch.tensor([9, 4, 9], device=device)
+    decoder = cast("Any", get_decoder(model))
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            rows = [
-                cast("Any", get_decoder(model))(input_ids=tokens[i : i + 1, : int(n)]).last_hidden_state[0] for i, n in enumerate(lengths)
-            ]
-            model.set_attn_implementation(ATTENTION_NAME)
-            try:
-                packed = run_packed(model, pack_padded(tokens, lengths))
-            except (TypeError, AssertionError, RuntimeError) as error:
-                raise ConfigError(f"{type(model).__name__} cannot run packed rows: {error}") from error
-    except ConfigError:
-        model.set_attn_implementation(original)
-        raise
+            with native_attention(model):
+                rows = [decoder(input_ids=tokens[i : i + 1, : int(n)]).last_hidden_state[0] for i, n in enumerate(lengths)]
+            packed = run_packed(model, pack_padded(tokens, lengths))
+    except (TypeError, AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{type(model).__name__} cannot run packed rows: {error}") from error
     finally:
         model.train(was_training)
-    expected = torch.cat(rows)
-    difference = float((packed - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-    if difference > (1e-3 if packed.dtype == torch.float32 else 5e-2):
-        model.set_attn_implementation(original)
+    check_same(packed, torch.cat(rows), f"{type(model).__name__} gives other hidden states for packed than for single rows")
+
+
+def check_same(found: Tensor, expected: Tensor, what: str) -> None:
+    """Raise ConfigError if two results of a model differ by more than rounding."""
+    difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if not difference <= (1e-3 if found.dtype == torch.float32 else 5e-2):
         raise ConfigError(
-            f"{type(model).__name__} gives other hidden states for packed than for single rows (relative difference {difference:.2g}): "
-            "its layers mix positions in another way than full causal attention, which this backend cannot train"
+            f"{what} (relative difference {difference:.2g}): its layers mix positions in another way than full causal attention, "
+            "which this code cannot run"
         )
