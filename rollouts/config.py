@@ -72,11 +72,11 @@ def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return not isinstance(value, bool) and isinstance(value, numbers.Real)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,14 +319,17 @@ def _build(cls: type[C], data: object, where: str, functions: Mapping[str, Any])
             raise ConfigError(f"{where + key} is a function, which a file cannot hold: pass it as an argument")
         if key not in plain:
             raise ConfigError(f"unknown setting {where + str(key)!r}: {suggest(str(key), plain)}")
-    inner = [name for name in plain if is_dataclass(hints[name])]
+    inner = tuple(f"{name}." for name in plain if is_dataclass(hints[name]))
     for name in functions:
-        if name not in names and name.partition(".")[0] not in inner:
+        if name not in names and not name.startswith(inner):
             raise ConfigError(f"unknown function {where + name!r}: {suggest(name, [n for n in names if n not in plain])}")
     values: dict[str, Any] = {name: value for name, value in functions.items() if name in names}
-    for name, value in section.items():
+    for name in plain:
         passed = {key.removeprefix(name + "."): function for key, function in functions.items() if key.startswith(name + ".")}
-        values[name] = _build(hints[name], value, f"{where}{name}.", passed) if passed else _convert(hints[name], value, where + name)
+        if passed:
+            values[name] = _build(hints[name], section.get(name, {}), f"{where}{name}.", passed)
+        elif name in section:
+            values[name] = _convert(hints[name], section[name], where + name)
     for f in fields(cls):
         if f.name in values or not f.init:
             continue
