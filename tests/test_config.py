@@ -154,7 +154,7 @@ def test_generation_config_derives_and_gives_sampling_params():
 
 @pytest.mark.parametrize(
     ("changes", "truncates"),
-    [({}, False), ({"top_p": 0.9}, True), ({"top_k": 3}, True), ({"top_k": 3, "greedy": True}, False), ({"top_p": 0.5, "temperature": 0}, 0)],
+    [({}, 0), ({"top_p": 0.9}, 1), ({"top_k": 3}, 1), ({"top_k": 3, "greedy": True}, 0), ({"top_p": 0.5, "temperature": 0}, 0)],
 )  # fmt: skip
 def test_generation_config_says_whether_it_truncates(changes, truncates):
     assert GenerationConfig(**changes).truncates == truncates
