@@ -17,6 +17,9 @@ Each message says what was wrong, the value found and what to do. Errors of the 
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 
 class RolloutsError(Exception):
     """Root of every exception that this library raises on purpose."""
@@ -69,3 +72,17 @@ class EngineStatusError(EngineError):
 
 class EngineProtocolError(EngineError):
     """An engine's answer does not have the shape or the meaning that its protocol promises."""
+
+
+@contextmanager
+def raise_single_errors() -> Generator[None]:
+    """Raise a failure that a nursery in the block wrapped into an ExceptionGroup of one as itself; stands outside of cancel scopes."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        failure = group
+    while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
+        failure = failure.exceptions[0]
+    if failure is not None:
+        raise failure

@@ -17,11 +17,10 @@ from rollouts.chat import Messages, tokenize_prompt
 from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer, parse_prompt
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import ConfigError, GenerationError
+from rollouts.errors import ConfigError, GenerationError, raise_single_errors
 from rollouts.generate_fns import UNFINISHED, check_generated_group, describe_function, is_async_function, is_finished, note_prompt
 from rollouts.group_race import CollectedGroups as CollectedGroups
 from rollouts.group_race import collect_groups as collect_groups
-from rollouts.group_race import raise_single_errors
 from rollouts.rewards.evaluate import score_group
 from rollouts.samples import apply_sample_transforms, completion_to_sample, convert_to_batch, create_pending_group, derive_seed
 from rollouts.types import Group, Prompt, RolloutBatch, Sample, SamplingParams, Status

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import trio
 
+from rollouts.errors import raise_single_errors
 from rollouts.generate_fns import PendingGroup, is_finished, note_prompt
 from rollouts.types import Group, Prompt
 
@@ -165,17 +165,3 @@ def _receive_waiting(receive: trio.MemoryReceiveChannel[_Arrival], arrivals: lis
     count = receive.statistics().current_buffer_used
     arrivals.extend(receive.receive_nowait() for _ in range(count))
     return count
-
-
-@contextmanager
-def raise_single_errors() -> Generator[None]:
-    """Raise a failure that a nursery in the block wrapped into an ExceptionGroup of one as itself; stands outside of cancel scopes."""
-    failure: BaseException | None = None
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        failure = group
-    while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
-        failure = failure.exceptions[0]
-    if failure is not None:
-        raise failure

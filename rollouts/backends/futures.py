@@ -19,7 +19,7 @@ import trio
 from torch import Tensor
 
 from rollouts.backends.protocol import CheckpointingBackend, Future, OutputFn, TrainingBackend
-from rollouts.errors import BackendError
+from rollouts.errors import BackendError, raise_single_errors
 from rollouts.types import LossFn, TrainBatch
 
 T = TypeVar("T")
@@ -184,15 +184,16 @@ async def open_pipeline(backend: TrainingBackend) -> AsyncGenerator[Pipeline]:
     """
     pipeline = CheckpointingPipeline(backend, backend) if isinstance(backend, CheckpointingBackend) else Pipeline(backend)
     try:
-        async with trio.open_nursery(strict_exception_groups=False) as nursery:
-            nursery.start_soon(pipeline.run_jobs)
-            try:
-                yield pipeline
-            except BaseException:
-                nursery.cancel_scope.cancel()
-                raise
-            finally:
-                pipeline.close()
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(pipeline.run_jobs)
+                try:
+                    yield pipeline
+                except BaseException:
+                    nursery.cancel_scope.cancel()
+                    raise
+                finally:
+                    pipeline.close()
     except BaseException:
         pipeline.drop_jobs()
         raise

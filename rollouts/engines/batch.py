@@ -11,6 +11,7 @@ import trio
 
 from rollouts.chat import Messages, tokenize_prompt
 from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import raise_single_errors
 from rollouts.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -50,9 +51,10 @@ async def generate_texts(
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=None if seed is None else seed + i)
         completions[i] = await engine.generate(tokenize_prompt(tokenizer, prompts[i]), params, request_id=f"text-{i:012d}")
 
-    async with trio.open_nursery(strict_exception_groups=False) as nursery:
-        for i in range(len(prompts)):
-            nursery.start_soon(generate_one, i)
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            for i in range(len(prompts)):
+                nursery.start_soon(generate_one, i)
     finished = tuple(c for c in completions if c is not None)
     lengths = tuple(c.output_len for c in finished)
     tokens = np.full((len(finished), max(lengths, default=0)), pad_id, dtype=np.int64)

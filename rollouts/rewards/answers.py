@@ -7,6 +7,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rollouts.errors import ConfigError, RewardError
@@ -91,6 +92,20 @@ def adapt_completion_reward(reward_fn: Callable[..., Any], decode: Callable[[Seq
     return reward
 
 
+def load_module(path: Path) -> ModuleType:
+    """Run a Python file as a module. Raises ConfigError if it is not there or cannot be imported."""
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, f"{path} has no import loader"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError, NameError) as error:
+        raise ConfigError(f"{path} cannot be imported: {error}") from error
+    return module
+
+
 def load_function(reference: str) -> Callable[..., Any]:
     """The function named by "package.module:name" or "path/to/file.py:name".
 
@@ -102,13 +117,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     if not separator or not location or not name:
         raise ConfigError(f"{reference!r} does not name a function: write 'package.module:name' or 'path/to/file.py:name'")
     if location.endswith(".py"):
-        path = Path(location)
-        if not path.is_file():
-            raise ConfigError(f"there is no file {path} (from {reference!r})")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None, f"{path} has no import loader"
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = load_module(Path(location))
     else:
         try:
             module = importlib.import_module(location)

@@ -1,0 +1,127 @@
+"""From arguments to a mode, a configuration and a few switches.
+
+    python -m integration.train [--mode sft|rl|sft+rl] [--config FILE.py|.toml|.json] [--output-dir DIR] [--resume] [--dry-run] [--quiet]
+                                [--task NAME] [--seed N] [--skip-bad-rows] [--section.field VALUE ...]
+
+Values come from the defaults, then from --config (or, with --resume, from the run's own config.json), then from flags.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import tyro
+
+from integration.config import Config
+from rollouts.config import from_dict, load_config, suggest
+from rollouts.errors import ConfigError
+from rollouts.rewards.answers import load_module
+
+Mode = Literal["sft", "rl", "sft+rl"]
+MODES: tuple[Mode, ...] = ("sft", "rl", "sft+rl")
+CONFIG_FILE = "config.json"
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """What the user asked for."""
+
+    mode: Mode
+    config: Config
+    resume: bool
+    dry_run: bool
+    quiet: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """Train a language model: supervised fine-tuning, reinforcement learning, or one after the other."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    mode: str | None = None
+    """sft, rl, or sft+rl (the default); a resumed run keeps its own"""
+    resume: bool = False
+    """go on with the interrupted run in --output-dir"""
+    dry_run: bool = False
+    """print the resolved configuration and what follows from it, and end"""
+    quiet: bool = False
+    """print the summary only"""
+    skip_bad_rows: bool = False
+    """short for --data.skip-bad-rows"""
+    config_file: Annotated[str | None, tyro.conf.arg(name="config")] = None
+    """settings from FILE.py (which defines `config`), FILE.toml or FILE.json"""
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Parse arguments.
+
+    Raises: ConfigError with one message; SystemExit(2) by tyro for flags it does not know (it suggests the right one), 0 for --help.
+    """
+    base = _read_base(argv)
+    arguments = tyro.cli(
+        _Arguments,
+        prog="python -m integration.train",
+        args=list(argv),
+        default=_Arguments(config=base),
+    )
+    mode = arguments.mode or (read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl")
+    if mode not in MODES:
+        raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)}")
+    config = arguments.config
+    if arguments.skip_bad_rows:
+        config = replace(config, data=replace(config.data, skip_bad_rows=True))
+    return CommandLine(mode=cast("Mode", mode), config=config, resume=arguments.resume, dry_run=arguments.dry_run, quiet=arguments.quiet)
+
+
+def read_config_file(path: Path) -> Config:
+    """A configuration from a .py, .toml or .json file. Raises ConfigError naming the file."""
+    if not path.is_file():
+        raise ConfigError(f"there is no configuration file {path}")
+    if path.suffix == ".py":
+        config = getattr(load_module(path), "config", None)
+        if not isinstance(config, Config):
+            raise ConfigError(f"{path} must define `config = Config(...)` (integration.config.Config), found {type(config).__name__}")
+        return config
+    if path.suffix == ".json":
+        return load_config(Config, path)
+    if path.suffix == ".toml":
+        try:
+            data: dict[str, Any] = tomllib.loads(path.read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not TOML: {error}") from error
+        return from_dict(Config, data)
+    raise ConfigError(f"{path} is not a configuration file: use .py, .toml or .json")
+
+
+def read_saved_mode(output_dir: Path) -> str:
+    """The mode that a run was started with."""
+    return str(json.loads((output_dir / RUN_FILE).read_text())["mode"])
+
+
+def _read_base(argv: Sequence[str]) -> Config:
+    """The configuration below the flags."""
+    path = _value_of(argv, "--config")
+    if "--resume" in argv:
+        directory = _value_of(argv, "--output-dir")
+        if directory is None:
+            raise ConfigError("--resume needs --output-dir DIR, the directory of the interrupted run")
+        saved = Path(directory) / CONFIG_FILE
+        if not saved.is_file():
+            raise ConfigError(f"{directory} has no {CONFIG_FILE}: it is not the directory of a run, so there is nothing to resume")
+        return load_config(Config, saved) if path is None else read_config_file(Path(path))
+    return Config() if path is None else read_config_file(Path(path))
+
+
+def _value_of(argv: Sequence[str], flag: str) -> str | None:
+    for i, argument in enumerate(argv):
+        if argument == flag and i + 1 < len(argv):
+            return argv[i + 1]
+        if argument.startswith(flag + "="):
+            return argument.partition("=")[2]
+    return None

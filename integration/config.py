@@ -1,0 +1,324 @@
+"""One frozen tree of settings for a run, and what the library's parts get of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rollouts.algorithms import dapo, dr_grpo, grpo, reinforce, rloo
+from rollouts.config import (
+    CheckpointConfig,
+    GenerationConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RLTrainingConfig,
+    SFTTrainingConfig,
+    check_not_negative,
+    check_positive,
+    check_setting,
+    suggest,
+)
+from rollouts.errors import ConfigError
+from rollouts.filters import check_any_success, check_response_diversity, check_reward_nonzero_std
+from rollouts.rewards.answers import load_function
+from rollouts.types import Algorithm, Group
+
+TASKS = ("sort", "sort-long", "gsm8k", "jsonl")
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce")
+FILTERS = ("none", "nonzero_std", "any_success", "diversity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The model: a directory, or the small built-in one from random weights."""
+
+    path: str | None = None  # Hugging Face model directory; None = the built-in model
+    device: str = "cpu"  # cpu, cuda, cuda:N, mps, auto
+    trust_remote_code: bool = False  # run Python files of the model directory; only for one you trust
+    vocab_size: int = 64  # of the built-in model, a Qwen3 architecture
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    max_length: int = 128  # context of the built-in model, in tokens
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "max_length")
+        check_positive(self, *sizes)
+        check_setting(
+            self.hidden_size % self.num_heads == 0, "model.hidden_size", self.hidden_size, f"a multiple of {self.num_heads} heads"
+        )
+        check_setting(
+            self.num_heads % self.num_kv_heads == 0, "model.num_heads", self.num_heads, f"a multiple of {self.num_kv_heads} kv heads"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """The user's own data; the built-in tasks need none."""
+
+    path: str | None = None  # JSONL
+    eval_path: str | None = None  # held-out JSONL; None = the last rows of path
+    max_length: int | None = None  # most tokens of an SFT row; None = no limit
+    truncate: bool = False  # cut longer rows off instead of refusing them
+    skip_bad_rows: bool = False  # count rows that cannot be read and go on
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTSection:
+    """Supervised fine-tuning."""
+
+    num_steps: int = 180
+    batch_size: int = 64  # rows per optimizer step
+    log_every: int = 1
+    eval_every: int = 30  # steps between two evaluations; 0 = only at the end
+    max_tokens_per_microbatch: int = 16384
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.05, weight_decay=0.01)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLSection:
+    """Reinforcement learning."""
+
+    num_steps: int = 10  # rollout batches
+    prompts_per_step: int = 64
+    samples_per_prompt: int = 8
+    num_epochs: int = 1  # passes over each rollout batch
+    num_minibatches: int = 2  # optimizer steps in each pass
+    algorithm: str = "grpo"  # grpo, dr_grpo, dapo, rloo, reinforce, or module:function that returns an Algorithm
+    filter: str = "none"  # groups to train on: none, nonzero_std, any_success, diversity, or module:function
+    over_sampling_factor: float = 1.0  # groups in flight per group wanted
+    max_filter_attempts: int = 10  # rounds of generation for one batch
+    sync_every: int = 1  # steps between two weight syncs
+    log_every: int = 1
+    eval_every: int = 1
+    max_tokens_per_microbatch: int = 16384
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))
+
+    def __post_init__(self) -> None:
+        check_positive(self, "prompts_per_step", "samples_per_prompt", "num_minibatches", "max_filter_attempts")
+        check_setting(self.over_sampling_factor >= 1, "rl.over_sampling_factor", self.over_sampling_factor, "at least 1.0")
+        rows = self.prompts_per_step * self.samples_per_prompt
+        if rows % self.num_minibatches:
+            raise ConfigError(
+                f"rl.prompts_per_step x rl.samples_per_prompt = {self.prompts_per_step} x {self.samples_per_prompt} = {rows} rows do not "
+                f"divide into rl.num_minibatches = {self.num_minibatches}: choose a divisor of {rows}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSection:
+    """How responses are sampled in RL and in sampled evaluation."""
+
+    max_tokens: int | None = None  # of a response; None = the task's own
+    temperature: float = 1.0
+    enable_thinking: bool | None = None  # for the chat template; None = the template's default
+    stop: tuple[str, ...] = ()  # strings that end a response
+    top_p: float = 1.0  # for training only 1: log-probs of a cut distribution are not those that the trainer computes
+    top_k: int = 0  # for training only 0
+
+    def __post_init__(self) -> None:
+        check_setting(
+            self.temperature > 0, "generation.temperature", self.temperature, "more than 0: greedy samples of a group are all equal"
+        )
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise ConfigError(
+                f"generation.top_p is {self.top_p} and generation.top_k is {self.top_k}, but training needs rollouts from the whole "
+                "distribution: log-probs of a truncated one are not those the trainer computes. Use 1.0 and 0; lower the temperature"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSection:
+    """The reward function and what happens when it fails."""
+
+    function: str | None = None  # "file.py:name" or "module:name"; None = the task's own
+    timeout_s: float | None = 30.0
+    on_error: Literal["raise", "retry", "drop"] = "raise"
+    max_retries: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSection:
+    """The training backend."""
+
+    kind: str = "pytorch"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; weights and log-probs are float32
+
+    def __post_init__(self) -> None:
+        if self.kind != "pytorch":
+            raise ConfigError(f"backend.kind is {self.kind!r}: only 'pytorch' (one process, one device) is available in this version")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSection:
+    """The inference engine."""
+
+    kind: str = "inprocess"
+    max_slots: int = 512  # sequences at the same time
+
+    def __post_init__(self) -> None:
+        check_positive(self, "max_slots")
+        if self.kind != "inprocess":
+            raise ConfigError(f"engine.kind is {self.kind!r}: only 'inprocess' (the embedded engine) is available in this version")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """Accuracy on held-out problems."""
+
+    num_prompts: int = 256
+    sampled: bool = True  # also at generation.temperature, beside greedy
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_prompts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectorySection:
+    """Rollouts written to trajectories.jsonl, for people to read."""
+
+    every: int = 64  # every n-th sample, by index; 0 = none
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run."""
+
+    task: str = "sort"  # sort, sort-long, gsm8k, jsonl
+    seed: int = 0  # of the built-in model's weights, the order of data and every sampled token
+    output_dir: str | None = None  # None = runs/<time>-<task>, new for every run
+    num_threads: int | None = None  # CPU threads of torch; None = as torch chooses
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    sft: SFTSection = field(default_factory=SFTSection)
+    rl: RLSection = field(default_factory=RLSection)
+    generation: GenerationSection = field(default_factory=GenerationSection)
+    reward: RewardSection = field(default_factory=RewardSection)
+    backend: BackendSection = field(default_factory=BackendSection)
+    engine: EngineSection = field(default_factory=EngineSection)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    trajectories: TrajectorySection = field(default_factory=TrajectorySection)
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ConfigError(f"unknown task {self.task!r}: {suggest(self.task, TASKS)}")
+        if self.task in ("gsm8k", "jsonl") and self.data.path is None:
+            raise ConfigError(f"the task {self.task!r} reads the user's data: give --data.path FILE.jsonl")
+        if self.task in ("gsm8k", "jsonl") and self.model.path is None:
+            raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")
+        check_setting(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1, or None")
+        check_not_negative(self, "seed")
+        sft_training_config(self)
+        rl_training_config(self, grpo())
+        reward_config(self)
+
+
+def sft_training_config(config: Config) -> SFTTrainingConfig:
+    """What run_sft_training gets."""
+    return SFTTrainingConfig(
+        num_steps=config.sft.num_steps,
+        batch_size=config.sft.batch_size,
+        log_every=config.sft.log_every,
+        checkpoint_every=config.checkpoint.sft_every,
+        eval_every=config.sft.eval_every,
+        max_tokens_per_microbatch=config.sft.max_tokens_per_microbatch,
+        seed=config.seed,
+    )
+
+
+def rl_training_config(config: Config, algorithm: Algorithm) -> RLTrainingConfig:
+    """What run_rl_training gets. The embedded engine takes its weights in memory."""
+    return RLTrainingConfig(
+        num_steps=config.rl.num_steps,
+        sync_every=config.rl.sync_every,
+        num_epochs=config.rl.num_epochs,
+        num_minibatches=config.rl.num_minibatches,
+        algorithm=algorithm,
+        log_every=config.rl.log_every,
+        checkpoint_every=config.checkpoint.rl_every,
+        eval_every=config.rl.eval_every,
+        max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,
+        weight_sync="memory",
+        seed=config.seed,
+    )
+
+
+def reward_config(config: Config) -> RewardConfig:
+    """Deadline and error policy of rewards."""
+    reward = config.reward
+    return RewardConfig(timeout_s=reward.timeout_s, on_error=reward.on_error, max_retries=reward.max_retries)
+
+
+def generation_config(config: Config, max_tokens: int) -> GenerationConfig:
+    """How responses are sampled, with the task's budget where the user gave none."""
+    generation = config.generation
+    return GenerationConfig(
+        n_samples=config.rl.samples_per_prompt,
+        max_tokens=generation.max_tokens or max_tokens,
+        temperature=generation.temperature,
+        enable_thinking=generation.enable_thinking,
+        stop=generation.stop,
+    )
+
+
+def resolve_algorithm(name: str, max_tokens: int) -> Algorithm:
+    """The algorithm of a name, or of "module:function" (called without arguments)."""
+    presets: dict[str, Callable[[], Algorithm]] = {
+        "grpo": grpo,
+        "dr_grpo": lambda: dr_grpo(max_tokens=max_tokens),
+        "dapo": dapo,
+        "rloo": rloo,
+        "reinforce": reinforce,
+    }
+    if name in presets:
+        return presets[name]()
+    if ":" not in name:
+        raise ConfigError(f"unknown algorithm {name!r}: {suggest(name, ALGORITHMS)}; or write module:function")
+    algorithm = load_function(name)()
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(f"{name} returned a {type(algorithm).__name__}, expected an Algorithm")
+    return algorithm
+
+
+def resolve_filter(name: str) -> Callable[[Group], bool] | None:
+    """The filter of a name, or of "module:function"; None for "none"."""
+    filters: dict[str, Callable[[Group], bool] | None] = {
+        "none": None,
+        "nonzero_std": check_reward_nonzero_std,
+        "any_success": check_any_success,
+        "diversity": check_response_diversity,
+    }
+    if name in filters:
+        return filters[name]
+    if ":" not in name:
+        raise ConfigError(f"unknown filter {name!r}: {suggest(name, FILTERS)}; or write module:function")
+    return load_function(name)
+
+
+def create_output_dir(config: Config, timestamp: str) -> Path:
+    """The run directory: as configured, or runs/<timestamp>-<task>, numbered where another run was as quick."""
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    for number in range(1, 1 << 16):
+        path = Path("runs") / (f"{timestamp}-{config.task}" + ("" if number == 1 else f"-{number}"))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise ConfigError("cannot find a free name under runs/: give --output-dir")
+
+
+def count_rl_updates(config: Config) -> int:
+    """Optimizer steps of the RL stage."""
+    return config.rl.num_steps * config.rl.num_epochs * config.rl.num_minibatches

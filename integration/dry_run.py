@@ -1,0 +1,111 @@
+"""What a run would do, without doing it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from integration.command_line import Mode
+from integration.config import Config, count_rl_updates
+from rollouts.backends.factory import check_model_directory
+from rollouts.config import to_dict
+from rollouts.errors import ConfigError
+
+SORT_ROW_TOKENS = {"sort": 12, "sort-long": 16}  # prompt and answer of an average problem, rounded up
+
+
+def describe_run(config: Config, mode: Mode) -> str:
+    """The resolved configuration and what follows from it, as text."""
+    facts = derive_numbers(config, mode)
+    width = max(map(len, facts))
+    lines = [f"  {name:<{width}}  {value}" for name, value in facts.items()]
+    return json.dumps(to_dict(config), indent=2) + f"\n\nmode {mode}: nothing was run; it would be\n" + "\n".join(lines)
+
+
+def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
+    """Counts and a memory estimate."""
+    model = read_model_config(config)
+    num_parameters = count_parameters(model)
+    facts: dict[str, str] = {"parameters": f"{num_parameters:,}"}
+    if "sft" in mode:
+        rows = config.sft.num_steps * config.sft.batch_size
+        facts["SFT optimizer steps"] = f"{config.sft.num_steps:,}"
+        facts["SFT rows"] = f"{rows:,}"
+        if config.task in SORT_ROW_TOKENS:
+            facts["SFT tokens"] = f"about {rows * SORT_ROW_TOKENS[config.task]:,}"
+    if "rl" in mode:
+        per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
+        facts["RL samples per step"] = f"{per_step:,} ({config.rl.prompts_per_step} prompts x {config.rl.samples_per_prompt})"
+        facts["RL optimizer steps per step"] = (
+            f"{config.rl.num_epochs * config.rl.num_minibatches} of {per_step // config.rl.num_minibatches} rows"
+        )
+        facts["RL optimizer steps"] = f"{count_rl_updates(config):,}"
+        facts["RL samples"] = f"{config.rl.num_steps * per_step:,}"
+        facts["RL weight syncs"] = f"{config.rl.num_steps // config.rl.sync_every:,}"
+    facts |= estimate_memory(config, model, num_parameters)
+    return facts
+
+
+def estimate_memory(config: Config, model: Any, num_parameters: int) -> dict[str, str]:
+    """Weights, gradients, Adam's two moments and the engine's copy, all float32; keys and values at full slots; logits of one chunk."""
+    training = 4 * 4 * num_parameters
+    engine = 4 * num_parameters
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    kv_heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    tokens = (config.generation.max_tokens or 8) + 64
+    slots = min(config.engine.max_slots, config.rl.prompts_per_step * config.rl.samples_per_prompt)
+    cache = 2 * 4 * model.num_hidden_layers * kv_heads * head_dim * tokens * slots
+    logits = 3 * 4 * 1024 * model.vocab_size
+    parts = {
+        "memory: training state": training,
+        "memory: engine weights": engine,
+        "memory: keys and values": cache,
+        "memory: logits": logits,
+    }
+    return {name: format_bytes(size) for name, size in parts.items()} | {
+        "memory: sum, activations not counted": format_bytes(sum(parts.values()))
+    }
+
+
+def format_bytes(size: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def read_model_config(config: Config) -> Any:
+    """The Hugging Face configuration of the model, without its weights."""
+    from transformers import AutoConfig, Qwen3Config
+
+    section = config.model
+    if section.path is not None:
+        path = check_model_directory(Path(section.path))
+        try:
+            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=section.trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"{path} has no model configuration that can be read: {error}") from error
+    return Qwen3Config(
+        vocab_size=section.vocab_size,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_hidden_layers=section.num_layers,
+        num_attention_heads=section.num_heads,
+        num_key_value_heads=section.num_kv_heads,
+        head_dim=section.hidden_size // section.num_heads,
+        tie_word_embeddings=True,
+    )
+
+
+def count_parameters(model_config: Any) -> int:
+    """Parameters of the model that a configuration describes, tied ones once. No memory is taken for them."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,336 @@
+"""The two stages of a run: run_sft(config, output_dir) and run_rl(config, output_dir, source_checkpoint).
+
+Each builds its parts from the configuration, goes on from its newest intact checkpoint if the run directory has one, and leaves
+output_dir/checkpoints/step_NNNN. Metrics of both go to one file, so a stage can be given a logger that another stage used before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from integration.config import (
+    Config,
+    count_rl_updates,
+    generation_config,
+    resolve_algorithm,
+    resolve_filter,
+    reward_config,
+    rl_training_config,
+    sft_training_config,
+)
+from integration.tasks import Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
+from rollouts.backends.factory import create_backend_with_scheduler, load_hf_model, load_tokenizer, parse_device
+from rollouts.backends.futures import open_pipeline
+from rollouts.backends.protocol import TrainingBackend
+from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.chat import ensure_pad_token
+from rollouts.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state
+from rollouts.config import OptimizerConfig, RolloutConfig, check_rl_batch_sizes
+from rollouts.data_buffer import DataBuffer
+from rollouts.engines.inprocess import InProcessEngine
+from rollouts.errors import CheckpointError, ConfigError
+from rollouts.generation import create_generate_fn, evaluate_prompts
+from rollouts.metrics import MetricsLogger, StageLogger
+from rollouts.rewards.answers import load_function
+from rollouts.rl_loop import restore_rl_run, run_rl_training
+from rollouts.rollout_manager import AsyncRolloutManager
+from rollouts.sft_loop import run_sft_training
+from rollouts.trajectories import select_samples, write_samples
+from rollouts.types import RolloutBatch, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CHECKPOINTS = "checkpoints"
+NUM_EXAMPLES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunControl:
+    """What a stage gets from the program around it. The defaults make a stage run by itself."""
+
+    logger: MetricsLogger | None = None
+    should_stop: Callable[[], bool] = lambda: False
+    say: Callable[[str], None] = lambda text: None  # for people
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy on held-out problems, measured by an engine that is given the backend's weights first."""
+
+    engine: InProcessEngine
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    config: Config
+    examples_path: Path  # gets the greedy answers to the first problems
+
+    async def measure(self, backend: TrainingBackend | None = None) -> dict[str, float]:
+        """Greedy and, if configured, sampled accuracy. backend: whose weights the engine takes; None = those it has."""
+        if backend is not None:
+            await self.engine.update_weights(await backend.get_weights().result(), await self.engine.get_weight_version())
+        params = generation_config(self.config, self.task.max_tokens).sampling_params()
+        greedy, samples = await self._run(params.new(greedy=True))
+        write_samples(self.examples_path, samples[:NUM_EXAMPLES])
+        metrics = {"eval_accuracy": greedy["accuracy"], "eval_response_length_mean": greedy["response_length_mean"]}
+        if self.config.evaluation.sampled:
+            sampled, _ = await self._run(params)
+            metrics["eval_accuracy_sampled"] = sampled["accuracy"]
+        return metrics
+
+    async def _run(self, params: SamplingParams) -> tuple[dict[str, float], tuple[Sample, ...]]:
+        return await evaluate_prompts(
+            self.engine,
+            self.tokenizer,
+            self.task.heldout_prompts,
+            self.task.reward_fn,
+            params,
+            seed=self.config.seed,
+            reward=reward_config(self.config),
+            template_kwargs=template_kwargs(self.config),
+        )
+
+
+async def run_sft(config: Config, output_dir: Path, control: RunControl | None = None, *, task: Task | None = None) -> Path | None:
+    """Supervised fine-tuning.
+
+    Returns: the last checkpoint; None if control.should_stop ended the stage before its last step.
+    """
+    control = control or RunControl()
+    model, tokenizer = create_model(config)
+    task = create_task(config, tokenizer) if task is None else task
+    logger = None if control.logger is None else StageLogger(control.logger, "sft")
+    backend = create_backend(config, model, tokenizer, config.sft.optimizer, config.sft.num_steps)
+    evaluation = Evaluation(create_engine(config, model, tokenizer), tokenizer, task, config, output_dir / "examples.jsonl")
+    checkpoint_dir = output_dir / CHECKPOINTS
+    source = find_checkpoint(checkpoint_dir, control)
+    start_step = 0
+    async with open_pipeline(backend) as pipeline:
+        if source is not None:
+            start_step = read_step(source, "sft")
+            await pipeline.load_checkpoint(source).result()
+            control.say(f"SFT goes on after step {start_step} of {config.sft.num_steps}")
+        elif task.heldout_prompts:
+            before = await evaluation.measure(pipeline)
+            if logger is not None:
+                logger.log(before, 0)
+            control.say(f"accuracy before SFT: {before['eval_accuracy']:.3f}")
+        if start_step < config.sft.num_steps:
+            await run_sft_training(
+                pipeline,
+                task.sft_samples,
+                sft_training_config(config),
+                logger,
+                pad_id=ensure_pad_token(tokenizer),
+                start_step=start_step,
+                evaluate=partial(evaluation.measure, pipeline) if task.heldout_prompts else None,
+                checkpoint_dir=checkpoint_dir,
+                keep_last_n=config.checkpoint.keep_last_n,
+                should_stop=control.should_stop,
+                clock=control.clock,
+            )
+    return finished_checkpoint(checkpoint_dir, config.sft.num_steps)
+
+
+async def run_rl(
+    config: Config,
+    output_dir: Path,
+    source_checkpoint: Path | None = None,
+    control: RunControl | None = None,
+    *,
+    task: Task | None = None,
+) -> Path | None:
+    """Reinforcement learning.
+
+    Args:
+        source_checkpoint: a model directory to start from, for example the last checkpoint of run_sft; its architecture and its
+            tokenizer are used. None = config.model.
+
+    Returns: the last checkpoint; None if control.should_stop ended the stage before its last step.
+    """
+    control = control or RunControl()
+    model, tokenizer = create_model(config, source_checkpoint)
+    task = create_task(config, tokenizer) if task is None else task
+    logger = None if control.logger is None else StageLogger(control.logger, "rl")
+    algorithm = resolve_algorithm(config.rl.algorithm, generation_config(config, task.max_tokens).max_tokens)
+    training = rl_training_config(config, algorithm)
+    backend = create_backend(config, model, tokenizer, config.rl.optimizer, count_rl_updates(config))
+    checkpoint_dir = output_dir / CHECKPOINTS
+    source = find_checkpoint(checkpoint_dir, control)
+    buffer = DataBuffer(task.train_prompts, seed=config.seed)
+    async with open_pipeline(backend) as pipeline, create_engine(config, model, tokenizer) as engine:
+        evaluation = Evaluation(engine, tokenizer, task, config, output_dir / "examples.jsonl")
+        rollout = create_rollout_config(config, task, engine, tokenizer)
+        check_rl_batch_sizes(rollout, training)
+        async with AsyncRolloutManager(buffer, rollout, engines=[engine]) as manager:
+            resume = None
+            if source is not None:
+                resume = await restore_rl_run(source, pipeline, manager, [engine], training)
+                control.say(f"RL goes on after step {resume.step} of {config.rl.num_steps}")
+            elif source_checkpoint is None and task.heldout_prompts and logger is not None:
+                logger.log(await evaluation.measure(), 0)
+            if resume is None or resume.step < config.rl.num_steps:
+                await run_rl_training(
+                    pipeline,
+                    buffer,
+                    manager,
+                    [engine],
+                    training,
+                    logger,
+                    pad_id=ensure_pad_token(tokenizer),
+                    evaluate=evaluation.measure,
+                    checkpoint_dir=checkpoint_dir,
+                    keep_last_n=config.checkpoint.keep_last_n,
+                    resume=resume,
+                    should_stop=control.should_stop,
+                    on_rollouts=partial(write_trajectories, output_dir / "trajectories", config.trajectories.every),
+                    clock=control.clock,
+                )
+            elif logger is not None:  # killed between the last checkpoint and its line
+                logger.log(dict(resume.metrics) | await evaluation.measure(), resume.step)
+    return finished_checkpoint(checkpoint_dir, config.rl.num_steps)
+
+
+def create_model(config: Config, source: Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of a directory with its tokenizer, or the built-in one from random weights (a function of the seed)."""
+    section = config.model
+    path = source or (None if section.path is None else Path(section.path))
+    if path is not None:
+        model = load_hf_model(path, device=parse_device(section.device), trust_remote_code=section.trust_remote_code)
+        return model, load_tokenizer(path, trust_remote_code=section.trust_remote_code)
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model_config = Qwen3Config(
+        vocab_size=section.vocab_size,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_hidden_layers=section.num_layers,
+        num_attention_heads=section.num_heads,
+        num_key_value_heads=section.num_kv_heads,
+        head_dim=section.hidden_size // section.num_heads,
+        max_position_embeddings=section.max_length,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = Qwen3ForCausalLM(model_config)
+    return model.to(parse_device(section.device)), create_char_tokenizer(section.vocab_size)  # type: ignore[arg-type]
+
+
+def create_task(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task of a name. The one place where the string becomes an object."""
+    num_heldout, data = config.evaluation.num_prompts, config.data
+    if config.task == "sort":
+        task = create_sort_task(tokenizer, num_heldout=num_heldout)
+    elif config.task == "sort-long":
+        task = create_sort_long_task(tokenizer, num_heldout=num_heldout)
+    else:
+        assert data.path is not None, "Config checks that a task on the user's data has data.path"
+        create = create_gsm8k_task if config.task == "gsm8k" else create_jsonl_task
+        task = create(
+            tokenizer,
+            Path(data.path),
+            None if data.eval_path is None else Path(data.eval_path),
+            num_heldout=num_heldout,
+            max_tokens=config.generation.max_tokens or 512,
+            max_length=data.max_length,
+            truncate=data.truncate,
+            skip_bad_rows=data.skip_bad_rows,
+        )
+    if config.reward.function is None:
+        return task
+    return Task(**{**vars(task), "reward_fn": load_function(config.reward.function)})
+
+
+def create_backend(
+    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: OptimizerConfig, total_steps: int
+) -> PyTorchTrainingBackend:
+    """The backend of config.backend.kind; "pytorch" is the only one."""
+    return create_backend_with_scheduler(
+        model,
+        lr=optimizer.lr,
+        total_steps=total_steps,
+        warmup_steps=optimizer.warmup_steps,
+        min_lr_ratio=optimizer.min_lr_ratio,
+        schedule=optimizer.schedule,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        device=parse_device(config.model.device),
+        compute_dtype=config.backend.compute_dtype,
+        tokenizer=tokenizer,
+    )
+
+
+def create_engine(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> InProcessEngine:
+    """The embedded engine over a copy of the model's weights."""
+    return InProcessEngine(copy.deepcopy(model), tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
+
+
+def create_rollout_config(config: Config, task: Task, engine: InProcessEngine, tokenizer: PreTrainedTokenizerBase) -> RolloutConfig:
+    """How rollouts of the task are produced."""
+    params = generation_config(config, task.max_tokens).sampling_params()
+    return RolloutConfig(
+        batch_size=config.rl.prompts_per_step,
+        n_samples_per_prompt=config.rl.samples_per_prompt,
+        over_sampling_factor=config.rl.over_sampling_factor,
+        generate_fn=create_generate_fn([engine], tokenizer, params, seed=config.seed, template_kwargs=template_kwargs(config)),
+        reward_fn=task.reward_fn,
+        filter_fn=resolve_filter(config.rl.filter),
+        max_filter_attempts=config.rl.max_filter_attempts,
+        reward=reward_config(config),
+    )
+
+
+def template_kwargs(config: Config) -> Mapping[str, Any]:
+    """What the chat template gets besides the messages."""
+    thinking = config.generation.enable_thinking
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
+def find_checkpoint(checkpoint_dir: Path, control: RunControl) -> Path | None:
+    """The newest intact checkpoint; says which newer ones are damaged. Raises CheckpointError if there are some and all are damaged."""
+    for problem in find_damaged(checkpoint_dir):
+        control.say(f"skipping a damaged checkpoint: {problem}")
+    return latest_checkpoint(checkpoint_dir)
+
+
+def finished_checkpoint(checkpoint_dir: Path, num_steps: int) -> Path | None:
+    """The checkpoint after the last step, if the stage has got there."""
+    checkpoints = list_checkpoints(checkpoint_dir)
+    return checkpoints[-1] if checkpoints and int(checkpoints[-1].name.removeprefix("step_")) >= num_steps else None
+
+
+def read_step(checkpoint: Path, stage: str) -> int:
+    """Finished steps of a checkpoint of this stage."""
+    state = load_run_state(checkpoint)
+    if state.get("stage") != stage:
+        raise CheckpointError(f"{checkpoint} is a checkpoint of stage {state.get('stage')!r}, expected {stage!r}")
+    return int(state["step"])
+
+
+def write_trajectories(directory: Path, every: int, step: int, rollouts: RolloutBatch) -> None:
+    """Write each `every`-th sample of a step to directory/step_NNNN.jsonl, one file a step, so that a resumed run replaces its own."""
+    if every > 0:
+        write_samples(directory / f"step_{step:04d}.jsonl", select_samples(rollouts.samples, every=every))
+
+
+def check_data_given(config: Config) -> None:
+    """Raise ConfigError if data were given to a task that makes its own."""
+    if config.data.path is not None and config.task not in ("gsm8k", "jsonl"):
+        raise ConfigError(
+            f"the task {config.task!r} makes its own data, but --data.path is {config.data.path}: add --task jsonl (or gsm8k)"
+        )

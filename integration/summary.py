@@ -1,0 +1,176 @@
+"""What came of a run: numbers for programs, a picture and a few sentences for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from integration.config import Config
+from rollouts.trajectories import read_samples
+from rollouts.types import Sample
+
+NUM_SHOWN = 6
+
+
+def summarize_run(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """summary.json from the lines of metrics.jsonl and the facts of run.json; None for what did not happen."""
+    first = next((line for line in lines if line["step"] == 0), {})
+    sft = [line for line in lines if line["stage"] == "sft" and line["step"] > 0]
+    rl = [line for line in lines if line["stage"] == "rl" and line["step"] > 0]
+    per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
+    return {
+        "accuracy_before": first.get("eval_accuracy"),
+        "accuracy_after_sft": _last(sft, "eval_accuracy"),
+        "accuracy_after_rl": _last(rl, "eval_accuracy"),
+        "seconds_sft": facts.get("seconds_sft"),
+        "seconds_rl": facts.get("seconds_rl"),
+        "samples": rl[-1]["step"] * per_step if rl else 0,
+        "seed": config.seed,
+        "task": config.task,
+        "mode": facts.get("mode"),
+        "accuracy_sampled_after_sft": _last(sft, "eval_accuracy_sampled"),
+        "accuracy_sampled_after_rl": _last(rl, "eval_accuracy_sampled"),
+    }
+
+
+def _last(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return next((line[key] for line in reversed(lines) if key in line), None)
+
+
+def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> str:
+    """The printed end of a run: accuracies, example answers, what SFT learned and what RL changed."""
+    before, after_sft, after_rl = (summary[f"accuracy_{name}"] for name in ("before", "after_sft", "after_rl"))
+    lines = ["", f"task {summary['task']}, seed {summary['seed']}: greedy accuracy on held-out problems"]
+    for name, value, seconds in (
+        ("before training", before, None),
+        ("after SFT", after_sft, summary["seconds_sft"]),
+        ("after RL", after_rl, summary["seconds_rl"]),
+    ):
+        if value is not None:
+            took = "" if seconds is None else f"   ({seconds:.0f} s)"
+            lines.append(f"  {name:<16} {value:6.3f}  {'#' * round(40 * value):<40}{took}")
+    lines += ["", *_show_examples(output_dir)]
+    if after_sft is not None:
+        lines.append(f"SFT: {_describe_sft(before, after_sft, config)}")
+    if after_rl is not None:
+        lines.append(f"RL:  {_describe_rl(before if after_sft is None else after_sft, after_rl, summary['samples'])}")
+    return "\n".join(lines)
+
+
+def _describe_sft(before: float | None, after: float, config: Config) -> str:
+    gain = f"from {before:.2f} to {after:.2f}" if before is not None else f"to {after:.2f}"
+    if config.task == "sort":
+        return (
+            f"the model learned to imitate its teachers, {gain}. Half of the demonstrations sort the wrong way round, so it sorts well, "
+            "but tosses a coin for the direction."
+        )
+    return f"the model learned to imitate the demonstrations; accuracy went {gain}."
+
+
+def _describe_rl(before: float | None, after: float, samples: int) -> str:
+    start = "" if before is None else f"from {before:.2f} "
+    if before is not None and after <= before:
+        hint = "look at reward_mean and approx_kl in metrics.jsonl"
+        return f"{samples:,} rewarded answers did not raise accuracy ({start}to {after:.2f}); {hint}."
+    return f"{samples:,} rewarded answers told it which of its answers are wanted; accuracy went {start}to {after:.2f}."
+
+
+def _show_examples(output_dir: Path) -> list[str]:
+    """A small table: problem, answer after each stage, the right one."""
+    stages = {name: _read_examples(output_dir / stage / "examples.jsonl") for name, stage in (("after SFT", "sft"), ("after RL", "rl"))}
+    stages = {name: samples for name, samples in stages.items() if samples}
+    if not stages:
+        return []
+    first = next(iter(stages.values()))
+    rows = [["problem", *stages, "right"]]
+    for i, sample in enumerate(first[:NUM_SHOWN]):
+        answers = [_mark(samples[i]) if i < len(samples) else "" for samples in stages.values()]
+        rows.append([_shorten(_last_text(sample)), *answers, _shorten(str(sample.metadata.get("ground_truth", "")))])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows] + [""]
+
+
+def _read_examples(path: Path) -> list[Sample]:
+    return read_samples(path) if path.exists() else []
+
+
+def _last_text(sample: Sample) -> str:
+    return sample.prompt if isinstance(sample.prompt, str) else (sample.prompt[-1].content or "")
+
+
+def _mark(sample: Sample) -> str:
+    return f"{_shorten(sample.response)} {'+' if sample.reward else '-'}"
+
+
+def _shorten(text: str, width: int = 28) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> bool:
+    """Draw SFT loss, held-out accuracy over both stages and mean reward. Returns False if matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return False
+    sft = [line for line in lines if line["stage"] == "sft"]
+    rl = [line for line in lines if line["stage"] == "rl"]
+    end_of_sft = max((line["step"] for line in sft), default=0)
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, accuracy, reward = figure.subplots(1, 3)
+    _plot(loss, sft, "loss", color="tab:blue")
+    _dress(loss, "SFT loss", "SFT step", "nats per token")
+    # SFT takes many small steps and RL few large ones: each stage gets half of the width
+    scale = end_of_sft / max((line["step"] for line in rl), default=1) if sft and rl else 1.0
+    for key, label, style in (("eval_accuracy", "greedy", "-"), ("eval_accuracy_sampled", "sampled", "--")):
+        points = [(line["step"], line[key]) for line in sft if key in line]
+        tail = [(end_of_sft + line["step"] * scale, line[key]) for line in rl if key in line]
+        if points and tail:
+            tail = [points[-1], *tail]
+        if points:
+            accuracy.plot(*zip(*points, strict=True), style, color="tab:blue", marker="o", markersize=3, label=f"SFT, {label}")
+        if tail:
+            accuracy.plot(*zip(*tail, strict=True), style, color="tab:orange", marker="o", markersize=3, label=f"RL, {label}")
+    _dress(accuracy, "accuracy on held-out problems", "", "fraction right")
+    accuracy.set_ylim(-0.02, 1.02)
+    _label_stages(accuracy, end_of_sft, max((line["step"] for line in rl), default=0), scale)
+    if accuracy.get_legend_handles_labels()[0]:
+        accuracy.legend(loc="lower right", fontsize=8, frameon=False)
+    _plot(reward, rl, "reward_mean", color="tab:orange", marker="o")
+    _dress(reward, "mean reward of rollouts", "RL step", "reward")
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def _label_stages(axis: Any, sft_steps: int, rl_steps: int, scale: float) -> None:
+    """Ticks that count each stage's own steps."""
+    ticks: list[tuple[float, str]] = []
+    if sft_steps:
+        ticks += [(0, "0"), (sft_steps / 2, str(sft_steps // 2)), (sft_steps, f"SFT {sft_steps}")]
+    if rl_steps:
+        if sft_steps:
+            axis.axvline(sft_steps, color="0.6", linewidth=1)
+        middle = rl_steps // 2
+        ticks += [(sft_steps + middle * scale, str(middle))] if middle else []
+        ticks.append((sft_steps + rl_steps * scale, f"RL {rl_steps}"))
+    axis.set_xticks([position for position, _ in ticks], [label for _, label in ticks])
+    axis.set_xlabel("step")
+
+
+def _plot(axis: Any, lines: Sequence[Mapping[str, Any]], key: str, **style: Any) -> None:
+    points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
+    if points:
+        axis.plot(*zip(*points, strict=True), linewidth=1.5, markersize=3, **style)
+    else:
+        axis.text(0.5, 0.5, "this stage was not run", ha="center", va="center", transform=axis.transAxes, color="0.5")
+
+
+def _dress(axis: Any, title: str, x: str, y: str) -> None:
+    axis.set_title(title, fontsize=11)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.grid(True, color="0.9")
+    axis.spines[["top", "right"]].set_visible(False)
