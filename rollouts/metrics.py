@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
-from rollouts.advantages import group_std
-from rollouts.errors import CheckpointError, ConfigError
+from rollouts.errors import CheckpointError, ConfigError, DataError
 from rollouts.types import Sample, Status
 
 Value: TypeAlias = "float | str"
@@ -38,13 +40,20 @@ class JSONLLogger:
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Appends to the file, which is made with its directory if it is not there; a directory gets a metrics.jsonl."""
-        self.path = Path(path) / "metrics.jsonl" if Path(path).suffix == "" else Path(path)
+        """
+        Args:
+            path: appended to; made, with its directory, if it is not there. A directory, or a name without a suffix, gets a
+                metrics.jsonl. A last line that a kill cut off is removed, so that the next line stands alone.
+        """
+        path = Path(path)
+        self.path = path / "metrics.jsonl" if path.is_dir() or path.suffix == "" else path
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
+        _cut_torn_line(self.path)
 
     def log(self, metrics: Mapping[str, Value], step: int) -> None:
         """Append one line."""
+        assert "step" not in metrics, f"the key 'step' is taken by the step itself ({step}); found the metric step = {metrics['step']!r}"
         line = json.dumps({"step": step, **{key: _json_value(value) for key, value in metrics.items()}}, allow_nan=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -91,9 +100,10 @@ class CompositeLogger:
         return next((offset for offset in map(log_offset, self._loggers) if offset is not None), None)
 
     def finish(self) -> None:
-        """Finish each."""
-        for logger in self._loggers:
-            logger.finish()
+        """Finish each, also if one of them raises."""
+        with ExitStack() as stack:
+            for logger in reversed(self._loggers):
+                stack.callback(logger.finish)
 
 
 class WandbLogger:
@@ -133,7 +143,7 @@ def log_offset(logger: MetricsLogger | None) -> int | None:
 def truncate_log(path: Path, offset: int) -> None:
     """Cut a metrics file back to the length it had when a checkpoint was written.
 
-    Raises: CheckpointError if it is shorter than that: it is not the file of that run.
+    Raises: CheckpointError if it is shorter than that, or has no end of a line there: it is not the file of that run.
     """
     size = path.stat().st_size if path.exists() else 0
     if size < offset:
@@ -141,37 +151,93 @@ def truncate_log(path: Path, offset: int) -> None:
             f"{path} has {size} bytes, but the checkpoint was written when it had {offset}: it is not the metrics file of this run, "
             "or lines were deleted. Restore it, or start a new run directory."
         )
-    if path.exists():
-        with path.open("r+b") as file:
-            file.truncate(offset)
+    if size == 0:
+        return
+    with path.open("r+b") as file:
+        file.seek(max(0, offset - 1))
+        if offset > 0 and file.read(1) != b"\n":
+            raise CheckpointError(
+                f"{path} has no end of a line at byte {offset}, where it ended when the checkpoint was written: it is not the metrics file "
+                "of this run, or was edited. Restore it, or start a new run directory."
+            )
+        file.truncate(offset)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line that was cut off by a kill is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    """The lines of a metrics file; a last line that was cut off by a kill is left out.
+
+    Raises: DataError naming the file, or file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read metrics from {path}: {error}") from error
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:{number} is a JSON {type(row).__name__}, expected an object of metrics")
+        rows.append(cast("dict[str, Any]", row))
+    return rows
+
+
+def add_prefix(metrics: Mapping[str, Value], prefix: str) -> dict[str, Value]:
+    """The same metrics under prefix/name, for parts of a run that measure the same things."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+@contextmanager
+def measure(durations: dict[str, float], name: str, clock: Callable[[], float] = time.monotonic) -> Generator[None]:
+    """Add the seconds that the block takes, also if it raises, to durations[f"{name}_s"].
+
+    Example: `with measure(metrics, "generate"): batch = await manager.generate_batch()`
+    """
+    started = clock()
+    try:
+        yield
+    finally:
+        durations[f"{name}_s"] = durations.get(f"{name}_s", 0.0) + clock() - started
 
 
 def summarize_samples(samples: Sequence[Sample]) -> dict[str, float]:
-    """Statistics of one batch of rollouts: rewards, response lengths, how they ended, groups whose rewards are all equal."""
-    import torch
+    """Statistics of one batch of rollouts.
 
+    Args:
+        samples: at least one; of any number of groups, in any order.
+
+    Returns: reward_mean, _std (population), _min, _max (all NaN if a sample has no reward); zero_std_fraction, of groups whose rewards are
+        all equal and so teach a group-relative algorithm nothing; response_length_mean, _min, _max in trained tokens;
+        truncated_fraction; num_samples.
+    """
     assert samples, "expected at least one sample"
-    rewards = torch.tensor([math.nan if s.reward is None else s.reward for s in samples], dtype=torch.float64)
-    lengths = [sum(m > 0 for m in s.loss_mask) for s in samples]
-    groups = torch.tensor([s.group_index for s in samples])
-    per_group = {int(g): float(std) for g, std in zip(groups, group_std(rewards, groups), strict=True)}
+    n = len(samples)
+    rewards = [math.nan if sample.reward is None else sample.reward for sample in samples]
+    mean = math.fsum(rewards) / n
+    by_group: defaultdict[int, list[float]] = defaultdict(list)
+    for sample, reward in zip(samples, rewards, strict=True):
+        by_group[sample.group_index].append(reward)
+    lengths = [sum(mask > 0 for mask in sample.loss_mask) for sample in samples]
     return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std(correction=0)),
-        "reward_min": float(rewards.min()),
-        "reward_max": float(rewards.max()),
-        "zero_std_fraction": sum(std == 0 for std in per_group.values()) / len(per_group),
-        "response_length_mean": sum(lengths) / len(lengths),
+        "reward_mean": mean,
+        "reward_std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / n),
+        "reward_min": math.nan if math.isnan(mean) else min(rewards),
+        "reward_max": math.nan if math.isnan(mean) else max(rewards),
+        "zero_std_fraction": sum(all(reward == group[0] for reward in group) for group in by_group.values()) / len(by_group),
+        "response_length_mean": sum(lengths) / n,
+        "response_length_min": float(min(lengths)),
         "response_length_max": float(max(lengths)),
-        "truncated_fraction": sum(s.status is Status.TRUNCATED for s in samples) / len(samples),
-        "num_samples": float(len(samples)),
+        "truncated_fraction": sum(sample.status is Status.TRUNCATED for sample in samples) / n,
+        "num_samples": float(n),
     }
+
+
+def _cut_torn_line(path: Path) -> None:
+    with path.open("r+b") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
 
 
 def _json_value(value: Any) -> Any:
