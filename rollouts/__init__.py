@@ -1,0 +1,64 @@
+"""rollouts: post-training for language models, as pure functions over frozen values, with trio.
+
+Every public name can be imported from here; its module is loaded when the name is first used, so `import rollouts` is quick and loads
+neither torch nor transformers. The modules themselves are public, too: rollouts.losses, rollouts.advantages, ...
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Final
+
+__version__ = "0.1.0"
+
+_NAMES_OF_MODULES: Final = (
+    ("types", "Algorithm Completion Group LossOutput Message Prompt RolloutBatch Sample SamplingParams Status TokenOutputs TrainBatch Turns"),
+    ("errors", "BackendError CheckpointError ConfigError DataError EngineError EngineProtocolError EngineStatusError EngineTimeout "
+               "GenerationError RewardError RolloutsError"),
+    ("chat", "compute_loss_mask prepare_sft_sample tokenize_conversation tokenize_prompt"),
+    ("samples", "apply_sample_transforms convert_to_batch derive_seed with_reward"),
+    ("filters", "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length check_response_diversity "
+                "check_reward_nonzero_std make_length_filter make_threshold_filter"),
+    ("batching", "collate_samples prepare_grpo_batch prepare_sft_batch select_rows shard_rows split_microbatches split_minibatches"),
+    ("logprobs", "chunked_log_probs token_entropy token_log_probs"),
+    ("advantages", "compute_advantages discounted_returns gae group_mean group_std leave_one_out_mean normalize_by_group whiten"),
+    ("loss_weights", "fixed_length_mean group_token_mean sample_mean sample_sum token_mean"),
+    ("losses", "cispo clipped grpo_loss importance_weighted k1 k2 k3 policy_loss ppo_loss sequence_ratio sft_loss token_ratio value_loss"),
+    ("algorithms", "chain dapo dr_grpo grpo reinforce rloo"),
+    ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig from_dict to_dict"),
+    ("char_tokenizer", "create_char_tokenizer"),
+    ("data_buffer", "DataBuffer"),
+    ("datasets", "load_jsonl load_rl_prompts load_sft_conversations"),
+    ("checkpoints", "latest_checkpoint load_run_state save_checkpoint verify_checkpoint"),
+    ("metrics", "CompositeLogger JSONLLogger MetricsLogger StageLogger WandbLogger"),
+    ("trajectories", "read_samples write_samples"),
+    ("rewards.evaluate", "compute_reward score_group"),
+    ("rewards.answers", "exact_match gsm8k_reward"),
+    ("engines.protocol", "InferenceEngine InMemoryWeightUpdates"),
+    ("engines.inprocess", "InProcessEngine"),
+    ("engines.batch", "generate_texts"),
+    ("backends.protocol", "CheckpointingBackend TrainingBackend"),
+    ("backends.futures", "ImmediateTrainFuture TrainFuture open_pipeline"),
+    ("backends.pytorch", "PyTorchTrainingBackend"),
+    ("backends.factory", "create_adamw_optimizer create_backend_with_scheduler create_cross_entropy_loss create_pytorch_backend "
+                         "create_warmup_cosine_scheduler load_hf_model parse_dtype"),
+    ("generation", "create_generate_fn evaluate_prompts generate_group generate_rollout_batch generate_rollout_batches"),
+    ("rollout_manager", "AsyncRolloutManager"),
+    ("weight_sync", "sync_weights_in_memory sync_weights_to_engines"),
+    ("sft_loop", "run_sft_training"),
+    ("rl_loop", "restore_rl_run run_rl_training train_on_rollouts"),
+)  # fmt: skip
+
+__all__ = [*sorted(name for _, names in _NAMES_OF_MODULES for name in names.split()), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the module of a public name (PEP 562)."""
+    for module, names in _NAMES_OF_MODULES:
+        if name in names.split():
+            return getattr(importlib.import_module(f"rollouts.{module}"), name)
+    raise AttributeError(f"module 'rollouts' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

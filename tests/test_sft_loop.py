@@ -4,6 +4,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+
 from rollouts.config import SFTTrainingConfig
 from rollouts.errors import ConfigError, DataError
 from rollouts.metrics import JSONLLogger

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import re
+import sys
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +16,8 @@ from typing import Any
 from rollouts.errors import ConfigError, RewardError
 from rollouts.types import Sample, Status
 
-_NUMBER = re.compile(r"-?\$?\s?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\$?\s?\.\d+")
+# a minus is a sign only where no number or word stands before it: "9-4" ends with 4
+_NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?\$?\s?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)\]])-)?\$?\.\d+", re.ASCII)
 
 
 def ground_truth(sample: Sample) -> Any:
@@ -37,8 +41,9 @@ def exact_match(sample: Sample) -> float:
 
 def normalize_number(text: str) -> str | None:
     """A number as written by people in one form: "$1,234.50" -> "1234.5", "-7." -> "-7"; None if it is not a number."""
-    cleaned = text.strip().replace(",", "").replace("$", "").replace(" ", "").rstrip(".").rstrip("%")
-    if not re.fullmatch(r"[-+]?(?:\d+\.?\d*|\.\d+)", cleaned):
+    cleaned = text.replace("\N{MINUS SIGN}", "-").replace(",", "").replace("$", "").strip().rstrip(".").rstrip("%")
+    cleaned = re.sub(r"\s", "", cleaned)
+    if not re.fullmatch(r"[-+]?(?:\d+\.?\d*|\.\d+)", cleaned, re.ASCII):
         return None
     sign = "-" if cleaned.startswith("-") else ""
     whole, _, fraction = cleaned.lstrip("+-").partition(".")
@@ -51,10 +56,11 @@ def normalize_number(text: str) -> str | None:
 def extract_gsm8k_answer(text: str, *, strict: bool = False) -> str | None:
     """The final answer of a GSM8K solution, normalised.
 
-    The number behind the last "####"; without one, unless strict, the last number in the text.
+    The first number behind the last "####"; without such a mark, unless strict, the last number in the text.
 
     Returns: for example "1234.5", or None if there is no number.
     """
+    text = text.replace("\N{MINUS SIGN}", "-")
     marked = text.rpartition("####")
     if marked[1]:
         found = _NUMBER.search(marked[2])
@@ -93,16 +99,20 @@ def adapt_completion_reward(reward_fn: Callable[..., Any], decode: Callable[[Seq
 
 
 def load_module(path: Path) -> ModuleType:
-    """Run a Python file as a module. Raises ConfigError if it is not there or cannot be imported."""
+    """Run a Python file as a new module. Raises ConfigError if it is not there or cannot be imported."""
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # a name of its own, under which dataclasses and pickle can find the module
+    name = f"{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, f"{path} has no import loader"
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (SyntaxError, ImportError, NameError) as error:
-        raise ConfigError(f"{path} cannot be imported: {error}") from error
+    except Exception as error:  # the file is the user's: whatever is wrong in it, say where it comes from
+        del sys.modules[name]
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -121,10 +131,12 @@ def load_function(reference: str) -> Callable[..., Any]:
     else:
         try:
             module = importlib.import_module(location)
-        except ModuleNotFoundError as error:
+        except (ImportError, TypeError, ValueError) as error:  # relative and empty names are the latter two
             raise ConfigError(f"cannot import {location!r} (from {reference!r}): {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         available = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
-        raise ConfigError(f"{location} has no function {name!r}; it has {', '.join(available) or 'none'}")
+        close = difflib.get_close_matches(name, available, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(available) or 'none'}"
+        raise ConfigError(f"{location} has no function {name!r}: {hint}")
     return function

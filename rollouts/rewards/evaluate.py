@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
+import logging
 import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsFloat, TypeAlias, TypeVar
 
 import trio
 
 from rollouts.config import RewardConfig
 from rollouts.errors import RewardError
 from rollouts.samples import describe_sample, with_reward
-from rollouts.types import Group, Sample
+from rollouts.types import Group, Sample, Status
+
+T = TypeVar("T")
 
 RewardFn: TypeAlias = Callable[[Sample], Any]
 """Sample -> a finite number (float, int, bool, 0-d array or tensor), or an awaitable of one."""
+
+Outcome: TypeAlias = "tuple[Any] | RewardError"
+"""What a call gave: its value, in a box because it may be an awaitable, or why there is none."""
+
+UNSCORED = frozenset({Status.FAILED, Status.ABORTED})
+"""Samples that have no response to judge."""
+
+QUICK_S = 0.01  # how long one thread goes from sample to sample before the rest of a group gets threads of their own
 
 
 def compute_reward(sample: Sample) -> float:
@@ -26,11 +40,12 @@ def compute_reward(sample: Sample) -> float:
 def parse_reward(value: Any, sample: Sample, name: str) -> float:
     """What a reward function returned, as a float. Raises RewardError if it is not a finite number."""
     try:
-        reward = float(value)
-    except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"reward function {name} returned {value!r} ({type(value).__name__}) for {describe_sample(sample)}, expected a number"
-        ) from error
+        reward = float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays and tensors of several elements; integers beyond a float
+        reward = None
+    if reward is None:
+        found = f"{value!r:.200} ({type(value).__name__})"
+        raise RewardError(f"reward function {name} returned {found} for {describe_sample(sample)}, expected a number")
     if not math.isfinite(reward):
         raise RewardError(
             f"reward function {name} returned {reward} for {describe_sample(sample)}, expected a finite number: "
@@ -43,71 +58,136 @@ async def call_reward(reward_fn: RewardFn, sample: Sample, config: RewardConfig 
     """One reward, tried once.
 
     An async function is awaited here; a sync one runs in a thread, so that it blocks nothing. A sync function that exceeds its
-    deadline is left behind in its (daemon) thread; the error comes at the deadline all the same.
+    deadline is left behind in its (daemon) thread; the error comes at the deadline all the same. Virtual time does not wait for threads:
+    in a test with an autojump clock use an async function, or timeout_s=None.
 
     Raises: RewardError naming the function, the sample, and what happened.
     """
-    config = config or RewardConfig()
-    name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
-    timeout = math.inf if config.timeout_s is None else config.timeout_s
-    try:
-        with trio.fail_after(timeout):
-            if inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(getattr(reward_fn, "__call__", None)):  # noqa: B004
-                value = await reward_fn(sample)
-            else:
-                value = await _call_in_thread(reward_fn, sample)
-    except trio.TooSlowError as error:
-        raise RewardError(
-            f"reward function {name} did not return within {timeout:g} s for {describe_sample(sample)}: make it faster, or raise timeout_s"
-        ) from error
-    except Exception as error:
-        raise RewardError(f"reward function {name} raised {type(error).__name__} for {describe_sample(sample)}: {error}") from error
-    return parse_reward(value, sample, name)
-
-
-async def _call_in_thread(reward_fn: RewardFn, sample: Sample) -> Any:
-    """Call a sync function in a thread of its own: waiting for a free one would count against the deadline."""
-    boxed = await trio.to_thread.run_sync(lambda: (reward_fn(sample),), abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
-    # a partial, or a plain function that returns a coroutine; boxed, because trio refuses a thread that returns one
-    return await boxed[0] if inspect.isawaitable(boxed[0]) else boxed[0]
-
-
-async def call_reward_with_retries(reward_fn: RewardFn, sample: Sample, config: RewardConfig) -> float:
-    """call_reward, tried again config.max_retries times if config.on_error is "retry"."""
-    attempts = 1 + (config.max_retries if config.on_error == "retry" else 0)
-    for _ in range(attempts - 1):
-        try:
-            return await call_reward(reward_fn, sample, config)
-        except RewardError:
-            continue
-    return await call_reward(reward_fn, sample, config)
+    return await _complete(reward_fn, sample, config or RewardConfig(), None)
 
 
 async def score_group(group: Group, reward_fn: RewardFn, config: RewardConfig | None = None) -> Group | None:
     """The group with a reward on every sample, or None if one failed and config.on_error is "drop".
 
-    The whole group is dropped, because a group without one of its samples has another baseline. Samples are scored concurrently.
+    The whole group is dropped, and the reason logged as a warning, because a group without one of its samples has another baseline.
+    Samples with status FAILED or ABORTED stay as they are. The others are scored concurrently; a sync function is called from several
+    threads, except that the samples for which it needs less than QUICK_S in all are scored one after another in one thread.
 
-    Raises: RewardError of the first sample (in the order of the group) that failed, if the policy is to raise.
+    Raises: RewardError of the first sample (in the order of the group) that failed, if the policy is to raise or retries are used up.
     """
     config = config or RewardConfig()
-    outcomes: list[float | RewardError | None] = [None] * len(group)
+    positions = [k for k, sample in enumerate(group) if sample.status not in UNSCORED]
+    begun = [] if _is_async(reward_fn) else await _call_in_turn(reward_fn, [group[k] for k in positions], config)
+    results: dict[int, float | RewardError] = {}
 
-    async def score(k: int) -> None:
-        try:
-            outcomes[k] = await call_reward_with_retries(reward_fn, group[k], config)
-        except RewardError as error:
-            outcomes[k] = error
+    async def score(k: int, outcome: Outcome | None) -> None:
+        results[k] = await _score_sample(reward_fn, group[k], config, outcome)
 
     async with trio.open_nursery() as nursery:
-        for k in range(len(group)):
-            nursery.start_soon(score, k)
-    scored: list[Sample] = []
-    for sample, outcome in zip(group, outcomes, strict=True):
-        if isinstance(outcome, RewardError):
+        for k, outcome in itertools.zip_longest(positions, begun):
+            nursery.start_soon(score, k, outcome)
+    for k in positions:
+        result = results[k]
+        if isinstance(result, RewardError):
             if config.on_error == "drop":
+                logging.getLogger(__name__).warning("group %d is dropped: %s", group[k].group_index, result)
                 return None
+            raise result
+    return tuple(with_reward(sample, results[k]) if k in results else sample for k, sample in enumerate(group))
+
+
+async def _score_sample(reward_fn: RewardFn, sample: Sample, config: RewardConfig, outcome: Outcome | None) -> float | RewardError:
+    """A reward, or the error of the last try; outcome: of a first call that has been made already."""
+    num_retries = config.max_retries if config.on_error == "retry" else 0
+    for attempt in itertools.count():
+        try:
+            return await _complete(reward_fn, sample, config, outcome)
+        except RewardError as error:
+            if attempt == num_retries:
+                return error
+        outcome = None
+    raise AssertionError("unreachable: the loop has no end")
+
+
+async def _complete(reward_fn: RewardFn, sample: Sample, config: RewardConfig, outcome: Outcome | None) -> float:
+    """The reward of one call, which is made here unless there is an outcome already."""
+    with trio.move_on_after(_timeout(config)):
+        if outcome is None:
+            attempt = functools.partial(_attempt, reward_fn, sample)
+            outcome = attempt() if _is_async(reward_fn) else await _run_in_thread(attempt)
+        if isinstance(outcome, tuple) and inspect.isawaitable(outcome[0]):
+            try:
+                outcome = (await outcome[0],)
+            except Exception as error:  # see _attempt
+                raise _create_call_error(reward_fn, sample, error) from error
+        if isinstance(outcome, RewardError):
             raise outcome
-        assert outcome is not None, f"{describe_sample(sample)} was not scored"
-        scored.append(with_reward(sample, outcome))
-    return tuple(scored)
+        return parse_reward(outcome[0], sample, _describe(reward_fn))
+    raise _create_timeout_error(reward_fn, sample, config)
+
+
+async def _call_in_turn(reward_fn: RewardFn, samples: Sequence[Sample], config: RewardConfig) -> list[Outcome]:
+    """Outcomes for the first of the samples: for as many as one thread gets through in QUICK_S, and at least for one.
+
+    A thread for each sample costs more than most rewards do. No sample waits for a slow one: the caller gives the others their threads.
+    Each sample has its deadline, give or take QUICK_S.
+    """
+    begun: list[Sample] = []
+    outcomes: list[Outcome] = []
+    quick = min(QUICK_S, _timeout(config) / 10)
+
+    def work() -> None:
+        started = time.monotonic()
+        for sample in samples:
+            begun.append(sample)
+            outcomes.append(_attempt(reward_fn, sample))
+            if time.monotonic() - started > quick:
+                return
+
+    with trio.move_on_after(_timeout(config) + quick) as scope:
+        await _run_in_thread(work)
+    finished = outcomes[:]  # the abandoned thread may add to it at any moment
+    if scope.cancelled_caught and len(begun) > len(finished):
+        finished.append(_create_timeout_error(reward_fn, begun[len(finished)], config))
+    return finished
+
+
+async def _run_in_thread(function: Callable[[], T]) -> T:
+    """Run in a thread that starts at once: waiting for one of trio's limited number would count against the deadline."""
+    return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
+
+
+def _attempt(reward_fn: RewardFn, sample: Sample) -> Outcome:
+    try:
+        return (reward_fn(sample),)
+    except Exception as error:  # the function is the user's: whatever it raises, the policy that the user chose decides
+        return _create_call_error(reward_fn, sample, error)
+
+
+def _create_call_error(reward_fn: RewardFn, sample: Sample, error: Exception) -> RewardError:
+    name = _describe(reward_fn)
+    failure = RewardError(f"reward function {name} raised {type(error).__name__} for {describe_sample(sample)}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _create_timeout_error(reward_fn: RewardFn, sample: Sample, config: RewardConfig) -> RewardError:
+    return RewardError(
+        f"reward function {_describe(reward_fn)} did not return within {config.timeout_s:g} s for {describe_sample(sample)}: "
+        "make it faster, or raise timeout_s"
+    )
+
+
+def _timeout(config: RewardConfig) -> float:
+    return math.inf if config.timeout_s is None else config.timeout_s
+
+
+def _is_async(function: RewardFn) -> bool:
+    """Whether a call is sure to give a coroutine: an `async def`, a partial of one, or an object with an async __call__."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _describe(function: RewardFn) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__name__)

@@ -1,0 +1,153 @@
+"""The rules of docs/architecture.md, held by reading the code."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAYERS = (
+    ("errors", "checks", "types"),
+    ("chat", "samples", "filters", "batching", "logprobs", "advantages", "loss_weights", "losses", "algorithms", "config"),
+    (
+        "char_tokenizer", "data_buffer", "datasets", "packing", "model_weights", "checkpoints", "metrics", "trajectories",
+        "rewards", "engines", "backends",
+    ),
+    (
+        "generate_fns", "group_race", "generation", "rollout_manager", "weight_sync", "served_weights", "training_steps",
+        "sft_loop", "rl_loop", "testing",
+    ),
+)  # fmt: skip
+PROTOCOLS = {"rollouts.backends.protocol", "rollouts.backends.futures", "rollouts.engines.protocol"}
+ORCHESTRATION_MAY_USE = {"data_buffer", "metrics", "checkpoints", "trajectories", "rewards"}
+FILES = sorted((ROOT / "rollouts").rglob("*.py"))
+ALL_FILES = [*FILES, *sorted((ROOT / "integration").rglob("*.py"))]
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT / "rollouts").parts[0].removesuffix(".py")
+
+
+def layer_of(name: str) -> int:
+    found = [i for i, names in enumerate(LAYERS) if name in names]
+    assert found, f"rollouts/{name} is in no layer: add it to LAYERS here and to docs/architecture.md"
+    return found[0]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of this library that a file imports, whole names."""
+    found: set[str] = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rollouts"):
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names if alias.name.startswith("rollouts"))
+    return found
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name != "__init__.py"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_layers(path: Path):
+    own = name_of(path)
+    layer = layer_of(own)
+    for module in imports_of(path):
+        other = module.split(".")[1]
+        assert layer_of(other) <= layer, f"{path} (layer {layer}) imports {module} of a higher layer"
+        if layer == layer_of(other) <= 1 and own != other:
+            assert LAYERS[layer].index(other) < LAYERS[layer].index(own), f"{path} imports {module}, a later file of its layer"
+        assert not (own == "engines" and other == "backends"), f"{path} imports {module}"
+        assert not (own == "backends" and other == "engines"), f"{path} imports {module}"
+        if layer == 3 and layer_of(other) == 2:
+            assert module in PROTOCOLS or other in ORCHESTRATION_MAY_USE, f"{path} imports {module}: orchestration sees protocols only"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_hidden_globals_prints_or_environment(path: Path):
+    tree = parse(path)
+    for node in tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        targets = {t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)}
+        assert targets == {"__all__"} or not isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp), (
+            f"{path}:{node.lineno} is a mutable object at module level"
+        )
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), f"{path}:{node.lineno} uses global"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in {"print", "eval", "exec"}, f"{path}:{node.lineno} calls {node.func.id}"
+        assert not (isinstance(node, ast.Attribute) and node.attr == "environ"), f"{path}:{node.lineno} reads the environment"
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_unsafe_is_loaded(path: Path):
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {getattr(node, "module", None), *(alias.name for alias in node.names)}
+            assert not names & {"pickle", "marshal", "shelve", "asyncio"}, f"{path}:{node.lineno} imports {names}"
+        if isinstance(node, ast.Call):
+            keywords = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+            assert keywords.get("trust_remote_code") is not True, f"{path}:{node.lineno} trusts remote code"
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "load" and getattr(node.func.value, "id", "") == "torch":
+                assert keywords.get("weights_only") is True, f"{path}:{node.lineno} unpickles"
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_broad_except_reports_or_raises_again(path: Path):
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ExceptHandler) and (node.type is None or getattr(node.type, "id", "") in {"Exception", "BaseException"}):
+            ends = [n for n in ast.walk(node) if isinstance(n, ast.Raise)]
+            kept = [n for n in ast.walk(node) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "set_error"]
+            assert ends or kept, f"{path}:{node.lineno} swallows every exception"
+
+
+@pytest.mark.parametrize("path", [p for p in ALL_FILES if p.name != "__init__.py"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_public_things_have_docstrings(path: Path):
+    tree = parse(path)
+    assert ast.get_docstring(tree), f"{path} has no docstring"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_is_left_for_later(path: Path):
+    text = path.read_text()
+    for word in ("TODO", "FIXME", "XXX", "NotImplementedError"):
+        assert word not in text, f"{path} contains {word}"
+
+
+def test_importing_the_library_is_light():
+    code = "import sys, rollouts; print('transformers' in sys.modules, 'torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["False", "False"]
+
+
+def test_no_module_imports_transformers_when_it_is_imported():
+    modules = [str(p.relative_to(ROOT)).removesuffix(".py").replace("/", ".") for p in FILES if p.name != "__init__.py"]
+    code = f"import sys, importlib\nfor m in {modules}: importlib.import_module(m)\nprint('transformers' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "False"
+
+
+def test_every_public_name_is_there():
+    import rollouts
+
+    for name in rollouts.__all__:
+        assert getattr(rollouts, name) is not None
+    assert len(set(rollouts.__all__)) == len(rollouts.__all__)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        rollouts.no_such_name  # noqa: B018
+
+
+def test_ci_runs_the_two_commands_of_the_readme():
+    commands = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("python3 -m venv")]
+    script = (ROOT / ".ci" / "run").read_text()
+    assert len(commands) == 2
+    for command in commands:
+        assert command in script.replace(" \\\n", " \n"), f".ci/run does not run {command!r}"
