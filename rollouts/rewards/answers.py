@@ -17,7 +17,7 @@ from rollouts.errors import ConfigError, RewardError
 from rollouts.types import Sample, Status
 
 # a minus is a sign only where no number or word stands before it: "9-4" ends with 4
-_NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?\$?\s?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)\]])-)?\$?\.\d+", re.ASCII)
+_NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?(?:\$\s?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)\]])-)?\$?\.\d+", re.ASCII)
 
 
 def ground_truth(sample: Sample) -> Any:
