@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollouts.char_tokenizer import create_char_tokenizer
-from rollouts.datasets import load_rl_prompts, load_sft_conversations, prepare_sft_samples
-from rollouts.errors import DataError
+from rollouts.chat import tokenize_prompt
+from rollouts.datasets import LoadedRows, load_rl_prompts, load_sft_conversations, prepare_sft_samples
+from rollouts.errors import ConfigError, DataError
 from rollouts.rewards.answers import exact_match, gsm8k_reward
 from rollouts.types import Prompt, Sample
 
@@ -52,6 +53,12 @@ def create_sort_task(
         wrong_fraction: demonstrations that are sorted the wrong way round, on purpose; the others are right.
     """
     tokenizer = create_char_tokenizer() if tokenizer is None else tokenizer
+    num_problems = sum(10**digits for digits in range(min_digits, max_digits + 1))
+    if num_heldout > num_problems // 10:
+        raise ConfigError(
+            f"{num_heldout} held-out problems asked for, but there are {num_problems} of {min_digits} to {max_digits} digits, and at most "
+            f"a tenth may be held out: set --evaluation.num-prompts to at most {num_problems // 10}"
+        )
     generator = random.Random(seed)
     problems = partial(_draw_problem, generator, min_digits, max_digits)
     heldout: dict[str, None] = {}
@@ -73,9 +80,7 @@ def create_sort_task(
         description=f"sort {min_digits} to {max_digits} digits ({quality})",
         train_prompts=tuple(_sort_prompt(digits) for digits in train),
         heldout_prompts=tuple(_sort_prompt(digits) for digits in heldout),
-        sft_samples=tuple(
-            _demonstration(tokenizer, i, digits, answer) for i, (digits, answer) in enumerate(zip(train, answers, strict=True))
-        ),
+        sft_samples=_demonstrations(tokenizer, train, answers),
         reward_fn=exact_match,
         max_tokens=max_digits + 2,
     )
@@ -96,25 +101,45 @@ def _sort_prompt(digits: str) -> Prompt:
     return Prompt(content=f"s{digits}=", metadata={"ground_truth": "".join(sorted(digits))})
 
 
-def _demonstration(tokenizer: PreTrainedTokenizerBase, index: int, digits: str, answer: str) -> Sample:
-    prompt, response = f"s{digits}=", answer
-    # one token a character: looking characters up is many times faster than the general tokenizer call, and the same
-    ids = _character_ids(tokenizer)
-    prompt_tokens, response_tokens = [ids[c] for c in prompt], [ids[c] for c in response]
+def _demonstrations(tokenizer: PreTrainedTokenizerBase, problems: Sequence[str], answers: Sequence[str]) -> tuple[Sample, ...]:
+    """One Sample for each problem: the prompt as RL gives it to the model, then answer and end of text, which are trained on."""
     eos = tokenizer.eos_token_id
     assert isinstance(eos, int), f"the tokenizer's eos_token_id is {eos!r}, expected one id"
-    return Sample(
-        prompt=prompt,
-        tokens=(*prompt_tokens, *response_tokens, eos),
-        loss_mask=(*(0.0 for _ in prompt_tokens), *(1.0 for _ in response_tokens), 1.0),
-        response=response,
-        index=index,
-        group_index=index,
-    )
+    ids = _read_character_ids(tokenizer)
+    samples: list[Sample] = []
+    for index, (digits, answer) in enumerate(zip(problems, answers, strict=True)):
+        prompt = f"s{digits}="
+        if ids is None:
+            prompt_tokens = tokenize_prompt(tokenizer, prompt)
+            response_tokens: Sequence[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
+        else:
+            prompt_tokens, response_tokens = tuple(ids[c] for c in prompt), [ids[c] for c in answer]
+        samples.append(
+            Sample(
+                prompt=prompt,
+                tokens=(*prompt_tokens, *response_tokens, eos),
+                loss_mask=(0.0,) * len(prompt_tokens) + (1.0,) * (len(response_tokens) + 1),
+                response=answer,
+                index=index,
+                group_index=index,
+            )
+        )
+    return tuple(samples)
 
 
-def _character_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    return {character: tokenizer.convert_tokens_to_ids(character) for character in "0123456789s="}  # type: ignore[misc]
+def _read_character_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int] | None:
+    """The id of each character, for a tokenizer that makes one token of each; None for others.
+
+    Looking characters up is many times faster than asking the tokenizer for 20000 texts.
+    """
+    characters = "s0123456789="
+    ids = tokenize_prompt(tokenizer, characters)
+    if len(ids) != len(characters) or tokenizer.unk_token_id in ids:
+        return None
+    table = dict(zip(characters, ids, strict=True))
+    pairs = [first + second for first in "0123456789" for second in "0123456789"]
+    split = all(tokenize_prompt(tokenizer, pair) == (table[pair[0]], table[pair[1]]) for pair in pairs)
+    return table if split else None
 
 
 def create_gsm8k_task(
@@ -160,15 +185,18 @@ def create_jsonl_task(
     Raises: DataError naming file and line.
     """
     as_messages = bool(getattr(tokenizer, "chat_template", None))
-    train_prompts: list[Prompt] = []
-    heldout: list[Prompt] = []
-    skipped = 0
+    train_prompts: tuple[Prompt, ...] = ()
+    heldout: tuple[Prompt, ...] = ()
+    heldout_sources: frozenset[str] = frozenset()
+    bad_sources: set[str] = set()  # a row can be bad for SFT and for RL, and is one bad row
     if with_rl:
         loaded = load_rl_prompts(path, as_messages=as_messages, skip_bad_rows=skip_bad_rows)
-        skipped += len(loaded.bad_rows)
-        train_prompts = list(loaded)
+        bad_sources.update(row.source for row in loaded.bad_rows)
+        train_prompts = loaded.rows
         if eval_path is not None:
-            heldout = list(load_rl_prompts(eval_path, as_messages=as_messages, skip_bad_rows=skip_bad_rows))[:num_heldout]
+            held = load_rl_prompts(eval_path, as_messages=as_messages, skip_bad_rows=skip_bad_rows)
+            bad_sources.update(row.source for row in held.bad_rows)
+            heldout = held.rows[:num_heldout]
         else:
             count = min(num_heldout, len(train_prompts) // 10)
             if count == 0:
@@ -176,24 +204,27 @@ def create_jsonl_task(
                     f"{path} has {len(train_prompts)} rows, too few to hold some out: give --data.eval-path, or at least 10 rows"
                 )
             train_prompts, heldout = train_prompts[:-count], train_prompts[-count:]
-    samples: Sequence[Sample] = ()
+            heldout_sources = frozenset(loaded.sources[-count:])
+    samples: tuple[Sample, ...] = ()
     if with_sft:
         rows = load_sft_conversations(path, skip_bad_rows=skip_bad_rows)
-        skipped = max(skipped, len(rows.bad_rows))
+        kept = [i for i, source in enumerate(rows.sources) if source not in heldout_sources]
         prepared = prepare_sft_samples(
-            tokenizer, rows, max_length=max_length, on_overflow="truncate" if truncate else "error", skip_bad_rows=skip_bad_rows
+            tokenizer,
+            LoadedRows(rows=tuple(rows[i] for i in kept), sources=tuple(rows.sources[i] for i in kept), bad_rows=rows.bad_rows),
+            max_length=max_length,
+            on_overflow="truncate" if truncate else "error",
+            skip_bad_rows=skip_bad_rows,
         )
-        skipped = max(skipped, len(prepared.bad_rows))
-        samples = list(prepared)
-        if with_rl and eval_path is None:
-            samples = samples[: max(1, len(samples) - len(heldout))]
+        bad_sources.update(row.source for row in prepared.bad_rows)
+        samples = prepared.rows
     return Task(
         name=name,
         description=f"answer the questions in {path.name}",
-        train_prompts=tuple(train_prompts),
+        train_prompts=train_prompts,
         heldout_prompts=tuple(replace(prompt, index=i) for i, prompt in enumerate(heldout)),
-        sft_samples=tuple(samples),
+        sft_samples=samples,
         reward_fn=reward_fn,
         max_tokens=max_tokens,
-        num_skipped_rows=skipped,
+        num_skipped_rows=len(bad_sources),
     )
