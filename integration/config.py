@@ -66,6 +66,9 @@ class DataSection:
     truncate: bool = False  # cut longer rows off instead of refusing them
     skip_bad_rows: bool = False  # count rows that cannot be read and go on
 
+    def __post_init__(self) -> None:
+        check_setting(self.max_length is None or self.max_length >= 1, "data.max_length", self.max_length, "at least 1, or None")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTSection:
@@ -109,6 +112,8 @@ class RLSection:
                 f"rl.prompts_per_step x rl.samples_per_prompt = {self.prompts_per_step} x {self.samples_per_prompt} = {rows} rows do not "
                 f"divide into rl.num_minibatches = {self.num_minibatches}: choose a divisor of {rows}"
             )
+        resolve_algorithm(self.algorithm, max_tokens=1)  # a name that does not exist must not be found out after the SFT stage
+        resolve_filter(self.filter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +128,9 @@ class GenerationSection:
     top_k: int = 0  # for training only 0
 
     def __post_init__(self) -> None:
+        check_setting(
+            self.max_tokens is None or self.max_tokens >= 1, "generation.max_tokens", self.max_tokens, "at least 1, or None for the task's"
+        )
         check_setting(
             self.temperature > 0, "generation.temperature", self.temperature, "more than 0: greedy samples of a group are all equal"
         )

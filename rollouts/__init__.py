@@ -12,7 +12,8 @@ from typing import Any, Final
 __version__ = "0.1.0"
 
 _NAMES_OF_MODULES: Final = (
-    ("types", "Algorithm Completion Group LossOutput Message Prompt RolloutBatch Sample SamplingParams Status TokenOutputs TrainBatch Turns"),
+    ("types", "Algorithm Completion Group LossOutput Message Prompt RolloutBatch Sample SamplingParams Status TokenOutputs TrainBatch "
+              "Turns"),
     ("errors", "BackendError CheckpointError ConfigError DataError EngineError EngineProtocolError EngineStatusError EngineTimeout "
                "GenerationError RewardError RolloutsError"),
     ("chat", "compute_loss_mask prepare_sft_sample tokenize_conversation tokenize_prompt"),
@@ -23,9 +24,11 @@ _NAMES_OF_MODULES: Final = (
     ("logprobs", "chunked_log_probs token_entropy token_log_probs"),
     ("advantages", "compute_advantages discounted_returns gae group_mean group_std leave_one_out_mean normalize_by_group whiten"),
     ("loss_weights", "fixed_length_mean group_token_mean sample_mean sample_sum token_mean"),
-    ("losses", "cispo clipped grpo_loss importance_weighted k1 k2 k3 policy_loss ppo_loss sequence_ratio sft_loss token_ratio value_loss"),
+    ("losses", "cispo clipped grpo_loss importance_weighted k1 k2 k3 policy_loss ppo_loss sequence_ratio sft_loss token_ratio "
+               "value_loss"),
     ("algorithms", "chain dapo dr_grpo grpo reinforce rloo"),
-    ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig from_dict to_dict"),
+    ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig "
+               "from_dict to_dict"),
     ("char_tokenizer", "create_char_tokenizer"),
     ("data_buffer", "DataBuffer"),
     ("datasets", "load_jsonl load_rl_prompts load_sft_conversations"),

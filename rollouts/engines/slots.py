@@ -141,7 +141,8 @@ class SlotModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., H] -> logits [..., V] in float32."""
-        return torch.nn.functional.linear(hidden, self._head, self._bias).float()
+        with torch.inference_mode():
+            return torch.nn.functional.linear(hidden, self._head, self._bias).float()
 
     def fill(self, slots: Sequence[int], prefix: Prefix) -> None:
         """Put a prefix into several slots."""

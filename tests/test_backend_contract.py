@@ -1,0 +1,239 @@
+"""What every training backend promises. A backend joins by one line in BACKENDS: (model) -> context manager that gives the backend."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import trio
+
+from rollouts.algorithms import dapo
+from rollouts.backends.factory import create_backend_with_scheduler
+from rollouts.backends.futures import open_pipeline
+from rollouts.backends.protocol import CheckpointingBackend
+from rollouts.batching import collate_samples, select_rows
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.errors import CheckpointError
+from rollouts.logprobs import token_entropy, token_log_probs
+from rollouts.loss_weights import token_mean
+from rollouts.losses import sft_loss
+from rollouts.testing import create_tiny_model
+from rollouts.types import Sample
+
+
+def create_direct(model):
+    return create_backend_with_scheduler(model, lr=1e-2, total_steps=20, warmup_steps=3, tokenizer=create_char_tokenizer())
+
+
+@asynccontextmanager
+async def direct_backend(model):
+    yield create_direct(model)
+
+
+@asynccontextmanager
+async def pipelined_backend(model):
+    async with open_pipeline(create_direct(model)) as pipeline:
+        yield pipeline
+
+
+BACKENDS = [direct_backend, pipelined_backend]
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda b: b.__name__)
+def open_backend(request):
+    return request.param
+
+
+def make_batch(seed: int = 0, temperature: float = 1.0, rows: int = 7):
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(rows):
+        n = int(torch.randint(2, 12, (1,), generator=generator))
+        tokens = tuple(torch.randint(3, 64, (n,), generator=generator).tolist())
+        samples.append(Sample(tokens=tokens, loss_mask=(0.0, *(1.0,) * (n - 1)), index=i, group_index=i // 2, temperature=temperature))
+    batch = collate_samples(samples)
+    return replace(batch, loss_weights=token_mean(batch))
+
+
+async def gradients(open_backend, batches, loss_fn=sft_loss):
+    model = create_tiny_model()
+    async with open_backend(model) as backend:
+        results = [await backend.forward_backward(batch, loss_fn).result() for batch in batches]
+        return [p.grad.clone() for p in model.parameters()], results
+
+
+def assert_close(left, right):
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def reference_outputs(model, batch):
+    """Plain padded forward pass and log-softmax."""
+    logits = model(input_ids=batch.tokens).logits
+    real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+    temperature = 1.0 if batch.temperatures is None else batch.temperatures
+    return token_log_probs(logits, batch.tokens, temperature) * real, token_entropy(logits, temperature) * real
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_log_probs_and_gradients_are_those_of_a_padded_forward_pass(open_backend, temperature):
+    batch = make_batch(temperature=temperature)
+    model = create_tiny_model()
+    log_probs, entropy = reference_outputs(model, batch)
+    (-(batch.loss_weights * log_probs).sum()).backward()
+    found, results = await gradients(open_backend, [batch])
+    assert_close(found, [p.grad for p in model.parameters()])
+    assert results[0]["loss"] == pytest.approx(float(-(batch.loss_weights * log_probs).sum().detach()), abs=1e-5)
+    async with open_backend(create_tiny_model()) as backend:
+        torch.testing.assert_close(await backend.forward(batch, lambda o: o.log_probs).result(), log_probs.detach(), atol=1e-5, rtol=1e-4)
+        out = await backend.forward(batch, lambda o: o.entropy, with_entropy=True).result()
+        torch.testing.assert_close(out, entropy.detach(), atol=1e-5, rtol=1e-4)
+
+
+async def test_micro_batches_row_order_and_padding_do_not_change_the_gradient(open_backend):
+    batch = make_batch()
+    whole, _ = await gradients(open_backend, [batch])
+    split, parts = await gradients(open_backend, [select_rows(batch, rows) for rows in ([4, 0], [2], [6, 5, 3], [1])])
+    assert_close(split, whole)
+    assert sum(p["num_tokens"] for p in parts) == float((batch.loss_mask > 0).sum())
+    shuffled, _ = await gradients(open_backend, [select_rows(batch, [6, 2, 0, 1, 5, 4, 3])])
+    assert_close(shuffled, whole)
+
+    def widen(x):
+        return None if x is None else torch.nn.functional.pad(x, (0, 5)) if x.dim() == 2 else x
+
+    wide = replace(batch, **{k: widen(getattr(batch, k)) for k in ("tokens", "loss_mask", "loss_weights")})
+    padded, _ = await gradients(open_backend, [wide])
+    assert_close(padded, whole)
+
+
+async def test_a_policy_gradient_step_runs_and_reports(open_backend):
+    batch = make_batch(rows=8)
+    batch = replace(batch, rewards=torch.arange(8.0) % 2)
+    algorithm = dapo()
+    async with open_backend(create_tiny_model()) as backend:
+        old = await backend.forward(batch, lambda o: o.log_probs).result()
+        batch = algorithm.estimate(replace(batch, rollout_log_probs=old))
+        metrics = await backend.forward_backward(replace(batch, loss_weights=algorithm.weigh(batch)), algorithm.loss).result()
+        assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+        update = await backend.optim_step().result()
+        assert update["grad_norm"] > 0
+        assert update["lr"] == pytest.approx(1e-2 / 3)
+        after = await backend.forward(batch, lambda o: o.log_probs).result()
+        assert not torch.equal(after, old)
+
+
+async def test_the_learning_rate_follows_the_schedule(open_backend):
+    batch, rates = make_batch(), []
+    async with open_backend(create_tiny_model()) as backend:
+        for _ in range(4):
+            backend.forward_backward(batch, sft_loss)
+            rates.append((await backend.optim_step().result())["lr"])
+    assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2])
+
+
+async def test_it_overfits_one_batch(open_backend):
+    batch = make_batch()
+    async with open_backend(create_tiny_model()) as backend:
+        losses = []
+        for _ in range(20):
+            losses.append(backend.forward_backward(batch, sft_loss))
+            await backend.optim_step().result()
+        assert (await losses[-1].result())["loss"] < 0.6 * (await losses[0].result())["loss"]
+
+
+async def test_weights_are_a_snapshot_and_come_back(open_backend):
+    batch = make_batch()
+    async with open_backend(create_tiny_model()) as backend:
+        weights = await backend.get_weights().result()
+        kept = {name: value.clone() for name, value in weights.items()}
+        before = await backend.forward(batch, lambda o: o.log_probs).result()
+        backend.forward_backward(batch, sft_loss)
+        await backend.optim_step().result()
+        assert all(torch.equal(weights[name], kept[name]) for name in kept)
+        assert await backend.load_weights(weights).result() is None
+        assert torch.equal(await backend.forward(batch, lambda o: o.log_probs).result(), before)
+        with pytest.raises(CheckpointError, match="does not fit"):
+            await backend.load_weights({"nonsense": torch.zeros(1)}).result()
+
+
+async def test_five_steps_a_checkpoint_and_five_steps_are_ten_steps_bit_for_bit(open_backend, tmp_path: Path):
+    async def train(backend, steps):
+        out = []
+        for step in steps:
+            loss = backend.forward_backward(make_batch(step), sft_loss)
+            update = backend.optim_step()
+            out.append((await loss.result(), await update.result()))
+        return out
+
+    async with open_backend(create_tiny_model()) as backend:
+        assert isinstance(backend, CheckpointingBackend)
+        straight = await train(backend, range(10))
+        final = await backend.get_weights().result()
+    async with open_backend(create_tiny_model()) as backend:
+        first = await train(backend, range(5))
+        await backend.save_checkpoint(tmp_path).result()
+    async with open_backend(create_tiny_model(seed=9)) as backend:
+        await backend.load_checkpoint(tmp_path).result()
+        rest = await train(backend, range(5, 10))
+        resumed = await backend.get_weights().result()
+    assert first + rest == straight
+    assert all(torch.equal(final[name], resumed[name]) for name in final)
+
+
+async def test_the_checkpoint_opens_as_a_hugging_face_model(open_backend, tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = create_tiny_model(seed=4)
+    batch = make_batch()
+    async with open_backend(copy.deepcopy(model)) as backend:
+        await backend.save_checkpoint(tmp_path).result()
+        expected = await backend.forward(batch, lambda o: o.log_probs).result()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(reference_outputs(loaded, batch)[0].detach(), expected, atol=1e-5, rtol=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("s1=") == create_char_tokenizer().encode("s1=")
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("damage", ["truncate", "other architecture", "no trainer state", "not a model"])
+async def test_a_checkpoint_that_does_not_fit_is_refused_with_a_reason(open_backend, tmp_path: Path, damage: str):
+    size = 64 if damage == "other architecture" else 32
+    async with open_backend(create_tiny_model(hidden_size=size)) as backend:
+        await backend.save_checkpoint(tmp_path).result()
+    expected = {"truncate": "complete safetensors", "other architecture": "another architecture", "no trainer state": "trainer_state"}
+    if damage == "truncate":
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "no trainer state":
+        (tmp_path / "trainer_state.pt").unlink()
+    elif damage == "not a model":
+        (tmp_path / "config.json").unlink()
+    async with open_backend(create_tiny_model()) as backend:
+        with pytest.raises(CheckpointError, match=expected.get(damage, r"config\.json")):
+            await backend.load_checkpoint(tmp_path).result()
+
+
+async def test_a_non_finite_gradient_is_skipped_and_counted(open_backend):
+    batch = make_batch()
+    bad = replace(batch, loss_weights=batch.loss_weights * float("inf"))
+    async with open_backend(create_tiny_model()) as backend:
+        backend.forward_backward(batch, sft_loss)
+        await backend.optim_step().result()
+        before = await backend.get_weights().result()
+        backend.forward_backward(bad, sft_loss)
+        assert (await backend.optim_step().result())["update_skipped"] == 1.0
+        after = await backend.get_weights().result()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        backend.forward_backward(batch, sft_loss)
+        assert (await backend.optim_step().result())["update_skipped"] == 0.0
+
+
+async def test_an_update_without_a_gradient_is_an_assertion(open_backend):
+    async with open_backend(create_tiny_model()) as backend:
+        with pytest.raises(AssertionError, match="without a forward_backward"):
+            await backend.optim_step().result()
+        await trio.lowlevel.checkpoint()

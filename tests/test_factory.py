@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollouts.backends.factory import (
+    check_model_directory,
+    create_adamw_optimizer,
+    create_cross_entropy_loss,
+    create_pytorch_backend,
+    create_scheduler,
+    create_warmup_cosine_scheduler,
+    load_hf_model,
+    load_tokenizer,
+    parse_device,
+    parse_dtype,
+    warmup_cosine,
+)
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.errors import ConfigError, DataError
+from rollouts.losses import sft_loss
+from rollouts.testing import create_tiny_model
+
+
+def test_dtypes_and_devices_have_names():
+    assert [parse_dtype(n) for n in ("float32", "bf16", "torch.float16", torch.float64)] == [
+        torch.float32, torch.bfloat16, torch.float16, torch.float64,
+    ]  # fmt: skip
+    assert parse_device("cpu").type == "cpu"
+    with pytest.raises(ConfigError, match="float33"):
+        parse_dtype("float33")
+    with pytest.raises(ConfigError, match="gpu"):
+        parse_device("gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA"):
+            parse_device("cuda")
+
+
+def test_warmup_cosine_matches_its_closed_form():
+    factor = [warmup_cosine(s, warmup_steps=4, total_steps=12, min_lr_ratio=0.1) for s in range(14)]
+    assert factor[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert factor[8] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 2)))
+    assert factor[12:] == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize(("schedule", "end"), [("constant", 1.0), ("linear", 0.2), ("cosine", 0.2)])
+def test_schedules_end_where_they_should(schedule, end):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = create_scheduler(optimizer, schedule, warmup_steps=2, total_steps=6, min_lr_ratio=0.2)
+    rates = []
+    for _ in range(7):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:2] == pytest.approx([1.0, 2.0])
+    assert rates[6] == pytest.approx(2.0 * end)
+    assert create_warmup_cosine_scheduler(optimizer, 2, 6).base_lrs == [2.0]
+
+
+def test_weight_decay_is_for_matrices_only():
+    model = create_tiny_model()
+    groups = create_adamw_optimizer(model, lr=1e-3, weight_decay=0.1).param_groups
+    assert all((p.dim() >= 2) == (g["weight_decay"] > 0) for g in groups for p in g["params"])
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+
+
+def test_the_cross_entropy_loss_is_the_sft_loss():
+    assert create_cross_entropy_loss() is sft_loss
+
+
+def test_a_backend_comes_from_a_directory_in_one_line(tmp_path: Path):
+    create_tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="no tokenizer"):
+        load_tokenizer(tmp_path)
+    create_char_tokenizer().save_pretrained(tmp_path)
+    backend = create_pytorch_backend(tmp_path, lr=1e-3)
+    assert backend.tokenizer is not None
+    assert load_hf_model(tmp_path).config.vocab_size == 64
+
+
+def test_a_directory_that_is_not_a_model_is_refused_with_what_is_missing(tmp_path: Path):
+    with pytest.raises(ConfigError, match="not a directory"):
+        load_hf_model(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        check_model_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no weights"):
+        check_model_directory(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"123")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_hf_model(tmp_path)

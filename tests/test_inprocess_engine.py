@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import trio
+
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.engines.batch import generate_texts
+from rollouts.engines.inprocess import InProcessEngine
+from rollouts.engines.slots import SlotModel
+from rollouts.errors import ConfigError, EngineError
+from rollouts.logprobs import gather_log_probs
+from rollouts.testing import create_tiny_model
+from rollouts.types import Completion, SamplingParams
+
+PROMPT = (31, 5, 8, 3)
+
+
+async def test_the_prompt_of_a_group_is_prefilled_once(monkeypatch):
+    calls: list[int] = []
+    original = SlotModel.prefill
+
+    def counting(self, prompts):
+        calls.append(len(prompts))
+        return original(self, prompts)
+
+    engine = InProcessEngine(create_tiny_model(), create_char_tokenizer(), max_slots=4)
+    monkeypatch.setattr(SlotModel, "prefill", counting)
+    async with trio.open_nursery() as nursery:
+        for k in range(10):
+            nursery.start_soon(engine.generate, PROMPT, SamplingParams(max_tokens=6, seed=k))
+    assert sum(calls) == 1
+
+
+async def test_the_event_loop_runs_beside_decoding():
+    engine = InProcessEngine(create_tiny_model(hidden_size=64, num_layers=4), create_char_tokenizer())
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await trio.sleep(0.001)
+            ticks += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(tick)
+        await engine.generate(PROMPT, SamplingParams(max_tokens=300, seed=1, temperature=1.5))
+        nursery.cancel_scope.cancel()
+    assert ticks > 3
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+async def test_weights_change_between_two_steps_and_each_token_is_stamped(on_update):
+    old, new = create_tiny_model(), create_tiny_model(seed=5)
+    engine = InProcessEngine(copy.deepcopy(old), kv_cache_on_update=on_update, eos_token_ids=())
+    found: list[Completion] = []
+
+    async def one() -> None:
+        found.append(await engine.generate(PROMPT, SamplingParams(max_tokens=200, seed=2)))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one)
+        await trio.sleep(0.03)
+        await engine.update_weights(new.state_dict(), weight_version=3)
+    versions = found[0].output_versions
+    assert set(versions) == {0, 3}
+    assert list(versions) == sorted(versions)
+    full = torch.tensor([PROMPT + found[0].output_tokens])
+    by_version = {}
+    for version, model in ((0, old), (3, new)):
+        with torch.no_grad():
+            by_version[version] = gather_log_probs(model(full).logits[:, :-1], full[:, 1:])[0, len(PROMPT) - 1 :]
+    found_log_probs = torch.tensor(found[0].output_log_probs)
+    of_old, of_new = (torch.tensor(versions) == v for v in (0, 3))
+    torch.testing.assert_close(found_log_probs[of_old], by_version[0][of_old], atol=1e-4, rtol=0)
+    same = torch.allclose(found_log_probs[of_new], by_version[3][of_new], atol=1e-4)
+    assert same == (on_update == "recompute")  # kept keys and values are those of the old weights
+
+
+async def test_untempered_log_probs_come_when_asked_for():
+    engine = InProcessEngine(create_tiny_model())
+    params = SamplingParams(max_tokens=10, temperature=0.5, top_k=5, seed=1, untempered_log_probs=True)
+    with_them, without = await engine.generate(PROMPT, params), await engine.generate(PROMPT, params.new(untempered_log_probs=False))
+    assert without.untempered_log_probs is None
+    assert with_them.truncated_sampling
+    full = torch.tensor([PROMPT + with_them.output_tokens])
+    with torch.no_grad():
+        expected = gather_log_probs(create_tiny_model()(full).logits[:, :-1], full[:, 1:])[0, len(PROMPT) - 1 :]
+    torch.testing.assert_close(torch.tensor(with_them.untempered_log_probs), expected, atol=1e-4, rtol=0)
+    assert with_them.output_log_probs != pytest.approx(with_them.untempered_log_probs)
+
+
+async def test_recomputed_log_probs_are_those_of_sampling():
+    engine = InProcessEngine(create_tiny_model())
+    completion = await engine.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0.7, seed=1))
+    again = await engine.recompute_output_log_probs(PROMPT + completion.output_tokens, len(PROMPT), temperature=0.7)
+    assert again == pytest.approx(completion.output_log_probs, abs=1e-4)
+    with pytest.raises(EngineError, match="start_index"):
+        await engine.recompute_output_log_probs(PROMPT, 0)
+
+
+async def test_a_waiting_request_takes_a_freed_slot_at_once(monkeypatch):
+    widths: list[int] = []
+    original = SlotModel.decode
+    monkeypatch.setattr(SlotModel, "decode", lambda self, t, p: (widths.append(t.numel()), original(self, t, p))[1])
+    engine = InProcessEngine(create_tiny_model(), eos_token_ids=(), max_slots=2)
+    widths.clear()
+    async with trio.open_nursery() as nursery:
+        for k, length in enumerate((3, 12, 9)):
+            nursery.start_soon(lambda k=k, n=length: engine.generate(PROMPT, SamplingParams(max_tokens=n, seed=k), request_id=f"{k}"))
+    assert len(widths) <= 12  # the third runs in the first one's slot, beside the second
+    assert sum(widths) == 2 + 11 + 8
+
+
+async def test_stop_strings_without_a_tokenizer_are_refused():
+    engine = InProcessEngine(create_tiny_model())
+    with pytest.raises(EngineError, match="tokenizer"):
+        await engine.generate(PROMPT, SamplingParams(stop=("x",)))
+
+
+def test_an_architecture_that_cannot_decode_over_slots_is_refused():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+                           num_key_value_heads=2, sliding_window=2)  # fmt: skip
+    with pytest.raises(ConfigError, match="slots"):
+        InProcessEngine(MistralForCausalLM(config))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+async def test_architectures(architecture):
+    model = create_tiny_model(architecture=architecture)
+    engine = InProcessEngine(copy.deepcopy(model))
+    completion = await engine.generate(PROMPT, SamplingParams(max_tokens=9, temperature=0.0))
+    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=9, do_sample=False, eos_token_id=1, pad_token_id=0)
+    assert list(completion.output_tokens) == expected[0, len(PROMPT) :].tolist()
+
+
+async def test_texts_come_back_in_the_order_of_the_prompts():
+    tokenizer = create_char_tokenizer()
+    engine = InProcessEngine(create_tiny_model(), tokenizer, max_slots=2)
+    texts = await generate_texts(engine, tokenizer, ["s12=", "s9=", "s456="], max_tokens=6, seed=1)
+    alone = await generate_texts(engine, tokenizer, ["s9="], max_tokens=6, seed=2)
+    assert texts.sequences[1] == alone.sequences[0]
+    assert texts.tokens.shape == (3, max(texts.lengths))
+    assert [c.input_tokens for c in texts.completions] == [tuple(tokenizer.encode(p)) for p in ("s12=", "s9=", "s456=")]

@@ -1,0 +1,141 @@
+"""The configuration tree of a run, and what the library's parts get of it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.config import (
+    ALGORITHMS,
+    FILTERS,
+    BackendSection,
+    Config,
+    DataSection,
+    EngineSection,
+    GenerationSection,
+    ModelSection,
+    RewardSection,
+    RLSection,
+    SFTSection,
+    count_rl_updates,
+    create_output_dir,
+    generation_config,
+    resolve_algorithm,
+    resolve_filter,
+    reward_config,
+    rl_training_config,
+    sft_training_config,
+)
+from rollouts.algorithms import grpo
+from rollouts.config import CheckpointConfig, OptimizerConfig, from_dict, to_dict
+from rollouts.errors import ConfigError
+from rollouts.filters import check_any_success
+from rollouts.types import Algorithm
+
+
+def test_the_tree_goes_to_plain_values_and_back():
+    config = Config(
+        seed=7,
+        sft=SFTSection(optimizer=OptimizerConfig(lr=3e-4, schedule="cosine")),
+        generation=GenerationSection(stop=("a", "b")),
+        model=ModelSection(num_layers=2),
+    )
+    assert from_dict(Config, to_dict(config)) == config
+
+
+def test_every_section_and_field_has_a_default():
+    def check(section: Any) -> None:
+        assert is_dataclass(section) and type(section).__dataclass_params__.frozen, type(section)  # type: ignore[attr-defined]
+        for field in fields(section):
+            if is_dataclass(getattr(section, field.name)):
+                check(getattr(section, field.name))
+
+    check(Config())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Config(task="srt"), "unknown task 'srt': did you mean 'sort'"),
+        (lambda: Config(task="jsonl"), "give --data.path"),
+        (lambda: Config(task="gsm8k", data=DataSection(path="x.jsonl")), "give --model.path"),
+        (lambda: Config(seed=-1), "seed is -1"),
+        (lambda: Config(num_threads=0), "num_threads is 0"),
+        (lambda: Config(sft=SFTSection(num_steps=0)), "num_steps is 0"),
+        (lambda: Config(sft=SFTSection(batch_size=-2)), "batch_size is -2"),
+        (lambda: Config(rl=RLSection(eval_every=-1)), "eval_every is -1"),
+        (lambda: Config(reward=RewardSection(timeout_s=0.0)), "timeout_s is 0.0"),
+        (lambda: RLSection(num_minibatches=7), "64 x 8 = 512 rows do not divide into rl.num_minibatches = 7"),
+        (lambda: RLSection(algorithm="grp"), "unknown algorithm 'grp': did you mean 'grpo'"),
+        (lambda: RLSection(algorithm="rollouts.algorithms:nothing"), "no function 'nothing'"),
+        (lambda: RLSection(filter="any_sucess"), "unknown filter 'any_sucess': did you mean 'any_success'"),
+        (lambda: RLSection(over_sampling_factor=0.5), "over_sampling_factor is 0.5"),
+        (lambda: GenerationSection(temperature=0.0), "temperature is 0.0"),
+        (lambda: GenerationSection(top_p=0.9), "top_p is 0.9 .* whole distribution"),
+        (lambda: GenerationSection(top_k=5), "top_k is 5 .* whole distribution"),
+        (lambda: GenerationSection(max_tokens=0), "max_tokens is 0"),
+        (lambda: DataSection(max_length=-3), "max_length is -3"),
+        (lambda: ModelSection(hidden_size=100, num_heads=3), "hidden_size is 100, expected a multiple of 3"),
+        (lambda: ModelSection(num_heads=4, num_kv_heads=3), "num_heads is 4, expected a multiple of 3"),
+        (lambda: BackendSection(kind="fsdp"), "'fsdp': only 'pytorch'"),
+        (lambda: EngineSection(kind="vllm"), "'vllm': only 'inprocess'"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_with_its_name_and_value(make: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_the_loops_get_every_setting_of_their_sections():
+    config = Config(
+        seed=11,
+        sft=SFTSection(num_steps=5, batch_size=3, log_every=2, eval_every=4, max_tokens_per_microbatch=77),
+        rl=RLSection(
+            num_steps=6, prompts_per_step=9, samples_per_prompt=2, num_epochs=3, num_minibatches=6, sync_every=2, log_every=5, eval_every=7
+        ),
+        checkpoint=CheckpointConfig(sft_every=8, rl_every=9),
+        reward=RewardSection(timeout_s=1.5, on_error="drop", max_retries=4),
+    )
+    sft, rl, reward = sft_training_config(config), rl_training_config(config, grpo()), reward_config(config)
+    assert (sft.num_steps, sft.batch_size, sft.log_every, sft.eval_every, sft.checkpoint_every, sft.seed) == (5, 3, 2, 4, 8, 11)
+    assert sft.max_tokens_per_microbatch == 77
+    assert (rl.num_steps, rl.num_epochs, rl.num_minibatches, rl.sync_every, rl.checkpoint_every, rl.seed) == (6, 3, 6, 2, 9, 11)
+    assert (rl.log_every, rl.eval_every) == (5, 7)
+    assert (reward.timeout_s, reward.on_error, reward.max_retries) == (1.5, "drop", 4)
+    assert count_rl_updates(config) == 6 * 3 * 6
+
+
+def test_the_response_budget_is_the_tasks_unless_the_user_sets_one():
+    assert generation_config(Config(), max_tokens=8).max_tokens == 8
+    config = Config(generation=GenerationSection(max_tokens=5, temperature=0.7, stop=("x",)))
+    generation = generation_config(config, max_tokens=8)
+    assert (generation.max_tokens, generation.temperature, generation.stop, generation.n_samples) == (5, 0.7, ("x",), 8)
+    assert not generation.truncates
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, "rollouts.algorithms:rloo"])
+def test_each_algorithm_has_a_name(name: str):
+    assert isinstance(resolve_algorithm(name, max_tokens=8), Algorithm)
+
+
+def test_a_function_that_makes_no_algorithm_is_refused():
+    with pytest.raises(ConfigError, match=r"time:time returned a float, expected an Algorithm"):
+        resolve_algorithm("time:time", max_tokens=8)
+
+
+def test_each_filter_has_a_name():
+    found = {name: resolve_filter(name) for name in FILTERS}
+    assert found.pop("none") is None
+    assert all(callable(function) for function in found.values())
+    assert resolve_filter("rollouts.filters:check_any_success") is check_any_success
+
+
+def test_run_directories_are_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = (create_output_dir(Config(), "20250102-030405") for _ in range(2))
+    assert (str(first), str(second)) == ("runs/20250102-030405-sort", "runs/20250102-030405-sort-2")
+    assert first.is_dir() and second.is_dir()
+    assert create_output_dir(Config(output_dir="mine"), "20250102-030405") == Path("mine")
