@@ -118,8 +118,8 @@ async def _complete(reward_fn: RewardFn, sample: Sample, config: RewardConfig, o
         if isinstance(outcome, tuple) and inspect.isawaitable(outcome[0]):
             try:
                 outcome = (await outcome[0],)
-            except Exception as error:  # see _attempt
-                raise _create_call_error(reward_fn, sample, error) from error
+            except Exception as error:  # see _call
+                raise RewardError(_describe_failure(reward_fn, sample, error)) from error
         if isinstance(outcome, RewardError):
             raise outcome
         return parse_reward(outcome[0], sample, _describe(reward_fn))
@@ -159,16 +159,20 @@ async def _run_in_thread(function: Callable[[], T]) -> T:
 
 def _attempt(reward_fn: RewardFn, sample: Sample) -> Outcome:
     try:
-        return (reward_fn(sample),)
+        return (_call(reward_fn, sample),)
+    except RewardError as error:
+        return error
+
+
+def _call(reward_fn: RewardFn, sample: Sample) -> Any:
+    try:
+        return reward_fn(sample)
     except Exception as error:  # the function is the user's: whatever it raises, the policy that the user chose decides
-        return _create_call_error(reward_fn, sample, error)
+        raise RewardError(_describe_failure(reward_fn, sample, error)) from error
 
 
-def _create_call_error(reward_fn: RewardFn, sample: Sample, error: Exception) -> RewardError:
-    name = _describe(reward_fn)
-    failure = RewardError(f"reward function {name} raised {type(error).__name__} for {describe_sample(sample)}: {error}")
-    failure.__cause__ = error
-    return failure
+def _describe_failure(reward_fn: RewardFn, sample: Sample, error: Exception) -> str:
+    return f"reward function {_describe(reward_fn)} raised {type(error).__name__} for {describe_sample(sample)}: {error}"
 
 
 def _create_timeout_error(reward_fn: RewardFn, sample: Sample, config: RewardConfig) -> RewardError:
