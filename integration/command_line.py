@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, cast
 
 import tyro
 
-from integration.config import Config
+from integration.config import SELF_MADE_TASKS, Config
 from rollouts.config import from_dict, load_config, suggest
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_module
@@ -74,6 +74,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     if mode not in MODES:
         raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)}")
     config = arguments.config
+    if config.data.path is not None and config.task in SELF_MADE_TASKS and _value_of(argv, "--task") is None:
+        config = replace(config, task="jsonl")  # a user who brings data means them to be used
     if arguments.skip_bad_rows:
         config = replace(config, data=replace(config.data, skip_bad_rows=True))
     return CommandLine(mode=cast("Mode", mode), config=config, resume=arguments.resume, dry_run=arguments.dry_run, quiet=arguments.quiet)
@@ -100,8 +102,12 @@ def read_config_file(path: Path) -> Config:
 
 
 def read_saved_mode(output_dir: Path) -> str:
-    """The mode that a run was started with."""
-    return str(json.loads((output_dir / RUN_FILE).read_text())["mode"])
+    """The mode that a run was started with. Raises ConfigError naming the file."""
+    path = output_dir / RUN_FILE
+    try:
+        return str(json.loads(path.read_text())["mode"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} does not say how the run was started ({error!r}): add --mode, one of {', '.join(MODES)}") from error
 
 
 def _read_base(argv: Sequence[str]) -> Config:
@@ -119,9 +125,14 @@ def _read_base(argv: Sequence[str]) -> Config:
 
 
 def _value_of(argv: Sequence[str], flag: str) -> str | None:
+    """The value of the last such flag: --name VALUE or --name=VALUE, underscores for hyphens allowed, as tyro takes them."""
+    found: str | None = None
     for i, argument in enumerate(argv):
-        if argument == flag and i + 1 < len(argv):
-            return argv[i + 1]
-        if argument.startswith(flag + "="):
-            return argument.partition("=")[2]
-    return None
+        name, separator, value = argument.partition("=")
+        if name.replace("_", "-") != flag:
+            continue
+        if separator:
+            found = value
+        elif i + 1 < len(argv):
+            found = argv[i + 1]
+    return found

@@ -25,7 +25,8 @@ from rollouts.filters import check_any_success, check_response_diversity, check_
 from rollouts.rewards.answers import load_function
 from rollouts.types import Algorithm, Group
 
-TASKS = ("sort", "sort-long", "gsm8k", "jsonl")
+SELF_MADE_TASKS = ("sort", "sort-long")  # these need no data
+TASKS = (*SELF_MADE_TASKS, "gsm8k", "jsonl")
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce")
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
 
@@ -220,9 +221,9 @@ class Config:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ConfigError(f"unknown task {self.task!r}: {suggest(self.task, TASKS)}")
-        if self.task in ("gsm8k", "jsonl") and self.data.path is None:
+        if self.task not in SELF_MADE_TASKS and self.data.path is None:
             raise ConfigError(f"the task {self.task!r} reads the user's data: give --data.path FILE.jsonl")
-        if self.task in ("gsm8k", "jsonl") and self.model.path is None:
+        if self.task not in SELF_MADE_TASKS and self.model.path is None:
             raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")
         check_setting(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1, or None")
         check_not_negative(self, "seed")

@@ -1,0 +1,149 @@
+"""From arguments to a mode and a configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from integration.command_line import CONFIG_FILE, RUN_FILE, parse_command_line
+from integration.config import Config, RLSection, SFTSection
+from rollouts.config import OptimizerConfig, save_config
+from rollouts.errors import ConfigError
+
+
+def exit_message(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is printed by a command line that ends with status 2, without the frame around it."""
+    with pytest.raises(SystemExit) as ended:
+        parse_command_line(argv)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    return " ".join((printed.out + printed.err).replace("│", " ").split())
+
+
+def test_no_arguments_mean_the_default_job():
+    command = parse_command_line([])
+    assert command.mode == "sft+rl"
+    assert command.config == Config()
+    assert (command.resume, command.dry_run, command.quiet) == (False, False, False)
+
+
+def test_each_setting_has_a_flag():
+    argv = ["--mode", "rl", "--seed", "3", "--rl.num-steps", "4", "--sft.optimizer.lr", "0.5", "--generation.stop", "a", "b", "--quiet"]
+    command = parse_command_line([*argv, "--dry-run", "--output-dir=out", "--rl.algorithm", "rloo", "--evaluation.no-sampled"])
+    config = command.config
+    assert (command.mode, command.quiet, command.dry_run) == ("rl", True, True)
+    assert (config.seed, config.output_dir, config.rl.num_steps, config.rl.algorithm) == (3, "out", 4, "rloo")
+    assert (config.sft.optimizer.lr, config.generation.stop, config.evaluation.sampled) == (0.5, ("a", "b"), False)
+    assert config.sft.optimizer.schedule == Config().sft.optimizer.schedule, "other settings of the section keep their defaults"
+
+
+@pytest.mark.parametrize("flags", [["--skip-bad-rows"], ["--data.skip-bad-rows"]])
+def test_skip_bad_rows_has_a_short_form(flags: list[str]):
+    assert parse_command_line(flags).config.data.skip_bad_rows
+
+
+def test_bringing_data_chooses_the_task_for_them():
+    assert parse_command_line(["--data.path", "my.jsonl", "--model.path", "dir"]).config.task == "jsonl"
+    assert parse_command_line(["--data.path", "my.jsonl", "--model.path", "dir", "--task", "gsm8k"]).config.task == "gsm8k"
+    assert parse_command_line(["--data.path", "my.jsonl", "--task", "sort"]).config.task == "sort"
+    with pytest.raises(ConfigError, match=r"give --model\.path DIR"):
+        parse_command_line(["--data.path", "my.jsonl"])
+
+
+def test_a_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]):
+    assert "Perhaps you meant: --rl.num-steps" in exit_message(["--rl.num-step", "3"], capsys)
+
+
+def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert "Unrecognized options: --rk.num-steps" in exit_message(["--rk.num-steps", "3"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rl.num-minibatches", "7"], "512 rows do not divide into rl.num_minibatches = 7"),
+        (["--backend.kind", "fsdp"], "only 'pytorch'"),
+        (["--rl.algorithm", "grp"], "did you mean 'grpo'?"),
+        (["--sft.num-steps", "many"], "many"),
+        (["--sft.optimizer.schedule", "lin"], "'linear'"),
+    ],
+)
+def test_a_value_that_cannot_work_ends_with_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert message in exit_message(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mode", "sfft"], "unknown mode 'sfft': did you mean 'sft'"),
+        (["--task", "srt"], "unknown task 'srt': did you mean 'sort'"),
+        (["--resume"], "--resume needs --output-dir"),
+        (["--resume", "--output-dir", "nowhere"], "nowhere has no config.json"),
+        (["--config", "nothing.toml"], "there is no configuration file nothing.toml"),
+    ],
+)
+def test_other_mistakes_raise_one_message(argv: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse_command_line(argv)
+
+
+PYTHON = "from integration.config import Config, RLSection\nconfig = Config(seed=5, rl=RLSection(num_steps=2, prompts_per_step=4))\n"
+TOML = "seed = 5\n[rl]\nnum_steps = 2\nprompts_per_step = 4\n"
+JSON = json.dumps({"seed": 5, "rl": {"num_steps": 2, "prompts_per_step": 4}})
+
+
+@pytest.mark.parametrize(("name", "text"), [("c.py", PYTHON), ("c.toml", TOML), ("c.json", JSON)])
+def test_settings_come_from_a_file_and_flags_override_them(name: str, text: str, tmp_path: Path):
+    path = tmp_path / name
+    path.write_text(text)
+    config = parse_command_line(["--config", str(path), "--rl.num-steps", "9"]).config
+    assert (config.seed, config.rl.num_steps, config.rl.prompts_per_step) == (5, 9, 4)
+    assert parse_command_line([f"--config={path}"]).config.rl.num_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("c.toml", "[rl]\nnum_step = 2\n", r"rl\.num_step.*did you mean 'num_steps'"),
+        ("c.json", '{"rll": {}}', r"rll.*did you mean 'rl'"),
+        ("c.json", '{"seed": "five"}', "seed"),
+        ("c.json", "{", "cannot read the configuration"),
+        ("c.toml", "seed = ", "is not TOML"),
+        ("c.py", "settings = 1\n", "must define `config = Config"),
+        ("c.py", "config = (\n", "cannot be imported"),
+        ("c.yaml", "seed: 1\n", "use .py, .toml or .json"),
+    ],
+)
+def test_a_file_with_a_mistake_is_named_with_it(name: str, text: str, message: str, tmp_path: Path):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse_command_line(["--config", str(path)])
+
+
+@pytest.mark.parametrize("flag", ["--output-dir", "--output_dir"])
+def test_a_resumed_run_keeps_its_settings_and_its_mode(flag: str, tmp_path: Path):
+    started = Config(seed=9, output_dir=str(tmp_path), rl=RLSection(num_steps=3), sft=SFTSection(optimizer=OptimizerConfig(lr=1e-3)))
+    save_config(started, tmp_path / CONFIG_FILE)
+    (tmp_path / RUN_FILE).write_text(json.dumps({"mode": "rl"}))
+    command = parse_command_line(["--resume", flag, str(tmp_path)])
+    assert command.resume and command.mode == "rl"
+    assert command.config == started
+    assert parse_command_line(["--resume", flag, str(tmp_path), "--rl.num-steps", "5"]).config.rl.num_steps == 5
+
+
+def test_a_run_killed_while_it_was_made_asks_for_its_mode(tmp_path: Path):
+    save_config(Config(output_dir=str(tmp_path)), tmp_path / CONFIG_FILE)
+    with pytest.raises(ConfigError, match=r"run\.json does not say how the run was started .* add --mode"):
+        parse_command_line(["--resume", "--output-dir", str(tmp_path)])
+    assert parse_command_line(["--resume", "--output-dir", str(tmp_path), "--mode", "sft"]).mode == "sft"
+
+
+def test_help_explains_the_flags(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        parse_command_line(["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--rl.num-steps" in printed and "go on with the interrupted run" in printed and "rollout batches" in printed
