@@ -314,16 +314,17 @@ def _build(cls: type[C], data: object, where: str, functions: Mapping[str, Any])
     hints = typing.get_type_hints(cls)
     names = [f.name for f in fields(cls) if f.init]
     plain = [name for name in names if not _is_function_type(hints[name])]
+    fields_of_functions = [name for name in names if name not in plain]
     for key in section:
-        if key in names and key not in plain:
+        if key in fields_of_functions:
             raise ConfigError(f"{where + key} is a function, which a file cannot hold: pass it as an argument")
         if key not in plain:
             raise ConfigError(f"unknown setting {where + str(key)!r}: {suggest(str(key), plain)}")
     inner = tuple(f"{name}." for name in plain if is_dataclass(hints[name]))
     for name in functions:
-        if name not in names and not name.startswith(inner):
-            raise ConfigError(f"unknown function {where + name!r}: {suggest(name, [n for n in names if n not in plain])}")
-    values: dict[str, Any] = {name: value for name, value in functions.items() if name in names}
+        if name not in fields_of_functions and not name.startswith(inner):
+            raise ConfigError(f"unknown function {where + name!r}: {suggest(name, fields_of_functions)}")
+    values: dict[str, Any] = {name: value for name, value in functions.items() if name in fields_of_functions}
     for name in plain:
         passed = {key.removeprefix(name + "."): function for key, function in functions.items() if key.startswith(name + ".")}
         if passed:
