@@ -60,10 +60,12 @@ def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> 
 
 def _describe_sft(before: float | None, after: float, config: Config) -> str:
     gain = f"from {before:.2f} to {after:.2f}" if before is not None else f"to {after:.2f}"
-    if config.task == "sort":
+    if before is not None and after <= before:
+        return f"{config.sft.num_steps} steps did not raise accuracy ({gain}); look at loss in metrics.jsonl, and at sft.optimizer.lr."
+    if config.task == "sort" and after < 0.75:
         return (
-            f"the model learned to imitate its teachers, {gain}. Half of the demonstrations sort the wrong way round, so it sorts well, "
-            "but tosses a coin for the direction."
+            f"the model learned to imitate its teachers, and accuracy went {gain}. Half of the demonstrations sort the wrong way round, "
+            "on purpose, so it has learned both directions and does not know which one is wanted."
         )
     return f"the model learned to imitate the demonstrations; accuracy went {gain}."
 
@@ -164,8 +166,11 @@ def _plot(axis: Any, lines: Sequence[Mapping[str, Any]], key: str, **style: Any)
     points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
     if points:
         axis.plot(*zip(*points, strict=True), linewidth=1.5, markersize=3, **style)
+        axis.xaxis.get_major_locator().set_params(integer=True)  # there is no half a step
     else:
         axis.text(0.5, 0.5, "this stage was not run", ha="center", va="center", transform=axis.transAxes, color="0.5")
+        axis.set_xticks([])
+        axis.set_yticks([])
 
 
 def _dress(axis: Any, title: str, x: str, y: str) -> None:

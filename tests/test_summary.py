@@ -1,0 +1,123 @@
+"""What is told of a run."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.config import Config, RLSection
+from integration.summary import draw_curves, summarize_run, tell_story
+from rollouts.trajectories import write_samples
+from rollouts.types import Sample
+
+
+def sft_line(step: int, **metrics: float) -> dict[str, Any]:
+    return {"stage": "sft", "step": step, **metrics}
+
+
+def rl_line(step: int, **metrics: float) -> dict[str, Any]:
+    return {"stage": "rl", "step": step, **metrics}
+
+
+LINES = [
+    sft_line(0, eval_accuracy=0.01, eval_accuracy_sampled=0.0),
+    sft_line(1, loss=4.0),
+    sft_line(2, loss=3.0, eval_accuracy=0.3),
+    sft_line(3, loss=2.0, eval_accuracy=0.45, eval_accuracy_sampled=0.4),
+    rl_line(1, loss=0.1, reward_mean=0.4, eval_accuracy=0.8),
+    rl_line(2, loss=0.1, reward_mean=0.8, eval_accuracy=0.97, eval_accuracy_sampled=0.9),
+    rl_line(3, loss=0.1, reward_mean=0.9),
+]
+
+
+def write_examples(output_dir: Path, stage: str, responses: list[tuple[str, float]]) -> None:
+    samples = [
+        Sample(prompt="s21=", tokens=(1,), loss_mask=(1.0,), response=text, reward=reward, metadata={"ground_truth": "12"})
+        for text, reward in responses
+    ]
+    (output_dir / stage).mkdir()
+    write_samples(output_dir / stage / "examples.jsonl", samples)
+
+
+def test_the_numbers_are_those_of_the_last_evaluation_of_each_stage():
+    config = Config(seed=4, rl=RLSection(prompts_per_step=6, samples_per_prompt=2))
+    summary = summarize_run(LINES, {"mode": "sft+rl", "seconds_sft": 20.0, "seconds_rl": 5.0}, config)
+    assert summary["accuracy_before"] == 0.01
+    assert summary["accuracy_after_sft"] == 0.45
+    assert summary["accuracy_after_rl"] == 0.97
+    assert (summary["seconds_sft"], summary["seconds_rl"], summary["seed"]) == (20.0, 5.0, 4)
+    assert summary["samples"] == 3 * 6 * 2
+
+
+def test_a_stage_that_did_not_run_is_none():
+    summary = summarize_run([line for line in LINES if line["stage"] == "sft"], {"mode": "sft", "seconds_sft": 1.0}, Config())
+    assert (summary["accuracy_after_rl"], summary["seconds_rl"], summary["samples"]) == (None, None, 0)
+    alone = [rl_line(0, eval_accuracy=0.2), *[line for line in LINES if line["stage"] == "rl"]]
+    summary = summarize_run(alone, {"mode": "rl"}, Config())
+    assert (summary["accuracy_before"], summary["accuracy_after_sft"], summary["accuracy_after_rl"]) == (0.2, None, 0.97)
+    empty = summarize_run([], {}, Config())
+    assert empty["accuracy_before"] is None and empty["accuracy_after_rl"] is None
+
+
+def story_of(before: float | None, after_sft: float | None, after_rl: float | None, tmp_path: Path, task: str = "sort") -> str:
+    summary = {
+        "task": task, "seed": 0, "accuracy_before": before, "accuracy_after_sft": after_sft, "accuracy_after_rl": after_rl,
+        "seconds_sft": 20.0, "seconds_rl": 5.0, "samples": 5120,
+    }  # fmt: skip
+    return tell_story(summary, tmp_path, Config(task=task))
+
+
+def test_the_story_shows_accuracies_and_the_same_problem_after_each_stage(tmp_path: Path):
+    write_examples(tmp_path, "sft", [("21", 0.0), ("12", 1.0)])
+    write_examples(tmp_path, "rl", [("12", 1.0), ("12", 1.0)])
+    text = story_of(0.01, 0.45, 0.97, tmp_path)
+    assert all(number in text for number in ("0.010", "0.450", "0.970", "20 s", "5 s"))
+    rows = [line.split() for line in text.splitlines()]
+    header = next(row for row in rows if row[:1] == ["problem"])
+    first = next(row for row in rows if row[:1] == ["s21="])
+    assert header == ["problem", "after", "SFT", "after", "RL", "right"]
+    assert first == ["s21=", "21", "-", "12", "+", "12"]
+    assert "wrong way round" in text and "5,120 rewarded answers told it" in text
+
+
+def test_the_sentences_are_true_of_the_numbers(tmp_path: Path):
+    assert "did not raise accuracy" in story_of(0.01, 0.6, 0.5, tmp_path).split("RL:")[1]
+    assert "told it which" in story_of(0.01, 0.6, 0.9, tmp_path).split("RL:")[1]
+    assert "180 steps did not raise accuracy (from 0.20 to 0.10)" in story_of(0.2, 0.1, None, tmp_path)
+    assert "wrong way round" not in story_of(0.0, 0.9, None, tmp_path), "a model at 0.9 has not learned both directions"
+    assert "wrong way round" not in story_of(0.0, 0.5, 0.9, tmp_path, task="sort-long"), "all its demonstrations are right"
+
+
+def test_a_story_of_one_stage_leaves_the_other_out(tmp_path: Path):
+    text = story_of(0.2, None, 0.9, tmp_path)
+    assert "SFT" not in text and "from 0.20 to 0.90" in text
+    assert "RL" not in story_of(0.2, 0.4, None, tmp_path)
+
+
+@pytest.mark.parametrize("stages", [("sft", "rl"), ("sft",), ("rl",), ()])
+def test_curves_are_drawn_whichever_stages_ran(stages: tuple[str, ...], tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "curves.png"
+    assert draw_curves([line for line in LINES if line["stage"] in stages], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_loss_that_is_not_a_number_does_not_spoil_the_picture(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    assert draw_curves([*LINES, {"stage": "sft", "step": 4, "loss": "NaN"}], tmp_path / "curves.png")
+
+
+def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real_import = builtins.__import__
+
+    def without_matplotlib(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(name=name)
+        return real_import(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    assert not draw_curves(LINES, tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()
