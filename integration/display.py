@@ -44,7 +44,8 @@ class Progress:
         self._totals = dict(total_steps)
         self._clock = clock
         self._quiet = quiet
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        # what the stream is decides, not variables such as FORCE_COLOR: a log file never gets control codes
+        self._console = Console(file=stream, highlight=False, soft_wrap=True, force_terminal=stream.isatty())
         self._live: RichProgress | None = None
         self._tasks: dict[str, int] = {}
         self._last_line = -PLAIN_EVERY_S
@@ -79,7 +80,7 @@ class Progress:
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[text]}"),
             )
-            self._live = RichProgress(*columns, console=self._console, transient=True)
+            self._live = RichProgress(*columns, console=self._console, transient=True, get_time=self._clock)
             self._live.start()
         if stage not in self._tasks:
             self._tasks[stage] = self._live.add_task(NAMES.get(stage, stage), total=total, text="")
