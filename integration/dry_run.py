@@ -14,6 +14,9 @@ from rollouts.backends.factory import check_model_directory
 from rollouts.config import to_dict
 from rollouts.errors import ConfigError
 
+RESPONSE_TOKENS = {"sort": 8, "sort-long": 10}  # most tokens of a response, unless the user sets it
+OWN_DATA_RESPONSE_TOKENS = 512
+PROMPT_TOKENS = 64  # assumed
 SORT_ROW_TOKENS = {"sort": 12, "sort-long": 16}  # prompt and answer of an average problem, rounded up
 
 
@@ -28,7 +31,7 @@ def describe_run(config: Config, mode: Mode) -> str:
 def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     """Counts and a memory estimate."""
     model = read_model_config(config)
-    num_parameters = count_parameters(model)
+    num_parameters = count_parameters(model, trust_remote_code=config.model.trust_remote_code)
     facts: dict[str, str] = {"parameters": f"{num_parameters:,}"}
     if "sft" in mode:
         rows = config.sft.num_steps * config.sft.batch_size
@@ -51,11 +54,12 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
 
 def estimate_memory(config: Config, model: Any, num_parameters: int) -> dict[str, str]:
     """Weights, gradients, Adam's two moments and the engine's copy, all float32; keys and values at full slots; logits of one chunk."""
+    model = model.get_text_config()  # the language model, where there are others beside it
     training = 4 * 4 * num_parameters
     engine = 4 * num_parameters
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     kv_heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    tokens = (config.generation.max_tokens or 8) + 64
+    tokens = PROMPT_TOKENS + (config.generation.max_tokens or RESPONSE_TOKENS.get(config.task, OWN_DATA_RESPONSE_TOKENS))
     slots = min(config.engine.max_slots, config.rl.prompts_per_step * config.rl.samples_per_prompt)
     cache = 2 * 4 * model.num_hidden_layers * kv_heads * head_dim * tokens * slots
     logits = 3 * 4 * 1024 * model.vocab_size
@@ -102,10 +106,16 @@ def read_model_config(config: Config) -> Any:
     )
 
 
-def count_parameters(model_config: Any) -> int:
-    """Parameters of the model that a configuration describes, tied ones once. No memory is taken for them."""
+def count_parameters(model_config: Any, *, trust_remote_code: bool = False) -> int:
+    """Parameters of the model that a configuration describes, tied ones once. No memory is taken for them.
+
+    Raises: ConfigError if it does not describe a causal language model.
+    """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+    except (ValueError, ImportError, OSError) as error:
+        raise ConfigError(f"the model configuration ({type(model_config).__name__}) is not of a causal language model: {error}") from error
     return sum(p.numel() for p in model.parameters())

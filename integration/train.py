@@ -191,15 +191,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_error(error, EXIT_USAGE)
     except RolloutsError as error:
         return report_error(error, EXIT_FAILURE)
+    except BaseExceptionGroup as group:  # several tasks failed at once, for example the rewards of several samples
+        errors, others = group.split(RolloutsError)
+        if errors is None or others is not None:
+            raise
+        first, count = first_error(errors)
+        return report_error(first, EXIT_FAILURE, f"\n  ({count - 1} more failed at the same time)")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_STOPPED
 
 
-def report_error(error: Exception, status: int) -> int:
+def first_error(group: BaseExceptionGroup[Any]) -> tuple[BaseException, int]:
+    """The first error of a tree of groups, and how many there are."""
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            first, count = first_error(error)
+            leaves += [first] * count
+        else:
+            leaves.append(error)
+    return leaves[0], len(leaves)
+
+
+def report_error(error: BaseException, status: int, more: str = "") -> int:
     """One message for people: what was wrong, and the notes that say where."""
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    print(f"error: {error}{notes}", file=sys.stderr, flush=True)
+    print(f"error: {error}{notes}{more}", file=sys.stderr, flush=True)
     return status
 
 

@@ -22,7 +22,11 @@ from rollouts.metrics import read_metrics
 from rollouts.testing import create_tiny_model
 from rollouts.trajectories import read_samples
 
-SMALL = ["--sft.num-steps", "6", "--sft.batch-size", "16", "--sft.eval-every", "3", "--rl.num-steps", "3", "--rl.prompts-per-step", "4", "--rl.samples-per-prompt", "4", "--evaluation.num-prompts", "16", "--checkpoint.sft-every", "2", "--model.hidden-size", "32", "--model.num-layers", "1", "--model.intermediate-size", "32", "--num-threads", "1"]
+SMALL = (
+    "--sft.num-steps 6 --sft.batch-size 16 --sft.eval-every 3 --rl.num-steps 3 --rl.prompts-per-step 4 --rl.samples-per-prompt 4 "
+    "--evaluation.num-prompts 16 --checkpoint.sft-every 2 --model.hidden-size 32 --model.num-layers 1 --model.intermediate-size 32 "
+    "--num-threads 1"
+).split()  # fmt: skip
 
 
 def start(*arguments: object, **options) -> subprocess.Popen[str]:
@@ -101,7 +105,7 @@ def test_rl_starts_from_the_weights_that_sft_ended_with(finished, tmp_path: Path
     assert lines[1:] == [line for line in values(directory / "metrics.jsonl") if line["stage"] == "rl"]
 
 
-@pytest.mark.parametrize("lines_before_kill", [2, 6, 9])
+@pytest.mark.parametrize("lines_before_kill", [3, 8])
 def test_a_killed_run_resumes_to_the_same_metrics(finished, tmp_path: Path, lines_before_kill: int):
     directory, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     process = start("--output-dir", directory, *SMALL)
@@ -187,7 +191,8 @@ def test_dry_run_prints_settings_and_counts_and_leaves_nothing(capsys, tmp_path:
         (["--backend.kind", "fsdp"], "only 'pytorch'"),
         (["--model.path", "/nowhere/model"], "is not a directory"),
         (["--task", "gsm8k"], "--data.path"),
-        (["--data.path", "x.jsonl"], "--task jsonl"),
+        (["--data.path", "x.jsonl"], "--model.path"),
+        (["--data.path", "x.jsonl", "--task", "sort"], "--task jsonl"),
         (["--config", "nowhere.toml"], "no configuration file"),
         (["--resume"], "--output-dir"),
         (["--resume", "--output-dir", "/nowhere"], "nothing to resume"),
@@ -241,7 +246,10 @@ def good_rows(n: int) -> list[object]:
     return [{"question": f"what is {i} + 1?", "answer": f"it is\n#### {i + 1}"} for i in range(n)]
 
 
-OWN = ["--sft.num-steps", "1", "--sft.batch-size", "4", "--rl.num-steps", "1", "--rl.prompts-per-step", "2", "--rl.samples-per-prompt", "2", "--rl.num-minibatches", "1", "--generation.max-tokens", "6", "--evaluation.num-prompts", "4", "--num-threads", "1"]
+OWN = (
+    "--sft.num-steps 1 --sft.batch-size 4 --rl.num-steps 1 --rl.prompts-per-step 2 --rl.samples-per-prompt 2 --rl.num-minibatches 1 "
+    "--generation.max-tokens 6 --evaluation.num-prompts 4 --num-threads 1"
+).split()  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -315,7 +323,7 @@ def test_damaged_checkpoints_fall_back_or_end_in_one_message(capsys, finished, t
         (checkpoint / "manifest.json").unlink()
     status, error = one_message(capsys, "--output-dir", directory, "--resume")
     assert status == 1
-    assert "no checkpoint is intact" in error
+    assert "no checkpoint in" in error
     assert older.name in error
 
 

@@ -1,0 +1,90 @@
+"""Measuring side by side: contenders take turns in one process, medians of repeats, CPU seconds beside wall seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+MODEL_SIZES: dict[str, dict[str, int]] = {
+    "S": {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "head_dim": 32},
+    "M": {"vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6,
+          "num_key_value_heads": 2, "head_dim": 64},
+}  # fmt: skip
+
+
+def create_model(size: str, seed: int = 0) -> Any:
+    """A Qwen3 model of a size, random weights, float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(**MODEL_SIZES[size], max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0)
+    return Qwen3ForCausalLM(config)
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def compare(contenders: Mapping[str, Callable[[], int]], repeats: int) -> dict[str, dict[str, float]]:
+    """Run contenders in turn, `repeats` times after one warm-up.
+
+    Args:
+        contenders: each does its work and returns how many units it did.
+
+    Returns: medians of units_per_s and units_per_cpu_s of each, and both relative to the first one.
+    """
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for repeat in range(-1, repeats):
+        for name, work in contenders.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            units = work()
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            if repeat >= 0:
+                rates[name].append((units / wall, units / cpu))
+    table: dict[str, dict[str, float]] = {}
+    for name, pairs in rates.items():
+        table[name] = {"units_per_s": statistics.median(w for w, _ in pairs), "units_per_cpu_s": statistics.median(c for _, c in pairs)}
+    base = table[next(iter(table))]
+    for row in table.values():
+        row["ratio"] = row["units_per_s"] / base["units_per_s"]
+        row["ratio_cpu"] = row["units_per_cpu_s"] / base["units_per_cpu_s"]
+    return table
+
+
+def peak_memory_mb() -> float:
+    """Largest resident size of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def print_table(title: str, table: Mapping[str, Mapping[str, float]]) -> None:
+    """A table with a row for each contender."""
+    columns = list(next(iter(table.values())))
+    print(title)
+    print(f"  {'':<28}" + "".join(f"{column:>18}" for column in columns))
+    for name, row in table.items():
+        print(f"  {name:<28}" + "".join(f"{row[column]:>18,.2f}" for column in columns))
+
+
+def write_json(path: str | None, result: Mapping[str, Any]) -> None:
+    """Write a result with the machine it was measured on, if a path is given."""
+    if path is not None:
+        Path(path).write_text(json.dumps({"machine": describe_machine(), **result}, indent=2) + "\n")

@@ -1,0 +1,131 @@
+"""Training: tokens a second and peak memory against a plain padded Hugging Face loop on the same model and ragged rows.
+
+    python -m benchmarks.train_throughput [--size S|M] [--repeats 5] [--threads 1] [--output FILE.json]
+
+Tokens are real ones; pads do not count. Memory is measured in a process of its own for each contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from benchmarks.measure import MODEL_SIZES, compare, create_model, peak_memory_mb, print_table, write_json
+from rollouts.backends.factory import create_pytorch_backend
+from rollouts.batching import collate_samples
+from rollouts.logprobs import chunked_log_probs
+from rollouts.loss_weights import token_mean
+from rollouts.losses import sft_loss
+from rollouts.types import Sample, TrainBatch
+
+
+def create_rows(size: str, rows: int = 64) -> TrainBatch:
+    """Log-normal lengths, as responses have: mean about 90 tokens, at most 400."""
+    generator = np.random.default_rng(0)
+    lengths = np.clip(generator.lognormal(4.2, 0.8, rows).astype(int), 4, 400)
+    vocabulary = MODEL_SIZES[size]["vocab_size"]
+    samples = [
+        Sample(tokens=tuple(generator.integers(3, vocabulary, n).tolist()), loss_mask=(0.0, *(1.0,) * (int(n) - 1)), index=i)
+        for i, n in enumerate(lengths)
+    ]
+    batch = collate_samples(samples)
+    return replace(batch, loss_weights=token_mean(batch))
+
+
+def padded_loop(size: str, batch: TrainBatch) -> Callable[[], int]:
+    """A step as in a plain loop: padded batch, attention mask, full logits, cross entropy."""
+    model = create_model(size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    real = (torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]).long()
+    labels = torch.where(batch.loss_mask > 0, batch.tokens, -100)
+
+    def step() -> int:
+        loss = model(input_ids=batch.tokens, attention_mask=real, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return int(real.sum())
+
+    return step
+
+
+def packed_backend(size: str, batch: TrainBatch) -> Callable[[], int]:
+    """The same step with the PyTorch backend."""
+    backend = create_pytorch_backend(create_model(size), lr=1e-4)
+
+    def step() -> int:
+        backend.forward_backward(batch, sft_loss)
+        backend.optim_step()
+        return int(batch.lengths.sum())
+
+    return step
+
+
+def log_prob_memory(name: str) -> float:
+    """Extra megabytes of log-probs of 4,096 tokens over 32,000 words, forward and backward."""
+    torch.manual_seed(0)
+    hidden = torch.randn(4096, 768, requires_grad=True)
+    weight = (torch.randn(32000, 768) * 0.02).requires_grad_()
+    targets = torch.randint(0, 32000, (4096,))
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    before = peak_memory_mb()
+    if name == "full logits":
+        log_probs = torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None])[:, 0]
+    else:
+        log_probs, _ = chunked_log_probs(hidden, weight, targets, chunk_size=512)
+    log_probs.sum().backward()
+    return peak_memory_mb() - before
+
+
+CONTENDERS = {"padded Hugging Face loop": padded_loop, "rollouts": packed_backend}
+
+
+def measure_in_process_of_its_own(*arguments: str) -> float:
+    """Run one measurement of this file alone and read the number it prints."""
+    command = [sys.executable, "-m", "benchmarks.train_throughput", *arguments]
+    return float(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Parse arguments, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=sorted(MODEL_SIZES), default="S")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.memory_of in ("full logits", "chunks of 512"):
+        print(log_prob_memory(arguments.memory_of))
+        return
+    batch = create_rows(arguments.size)
+    if arguments.memory_of:
+        before = peak_memory_mb()
+        step = CONTENDERS[arguments.memory_of](arguments.size, batch)
+        for _ in range(2):
+            step()
+        print(peak_memory_mb() - before)
+        return
+    pads = 1 - float(batch.lengths.sum()) / batch.tokens.numel()
+    print(f"size {arguments.size}: {batch.num_rows} rows, {int(batch.lengths.sum())} tokens, {pads:.0%} of a padded batch is pads")
+    speed = compare({name: create(arguments.size, batch) for name, create in CONTENDERS.items()}, arguments.repeats)
+    print_table("tokens per second", speed)
+    names = ["--size", arguments.size, "--threads", str(arguments.threads), "--memory-of"]
+    memory = {name: {"peak_extra_mb": measure_in_process_of_its_own(*names, name)} for name in CONTENDERS}
+    print_table("memory of two steps", memory)
+    log_probs = {name: {"peak_extra_mb": measure_in_process_of_its_own(*names, name)} for name in ("full logits", "chunks of 512")}
+    print_table("memory of log-probs, 4,096 tokens x 32,000 words", log_probs)
+    write_json(arguments.output, {"size": arguments.size, "speed": speed, "memory": memory, "log_prob_memory": log_probs})
+
+
+if __name__ == "__main__":
+    main()

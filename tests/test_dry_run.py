@@ -1,0 +1,76 @@
+"""What a run would do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from integration.config import Config, DataSection, EngineSection, GenerationSection, ModelSection, RLSection, SFTSection
+from integration.dry_run import count_parameters, derive_numbers, describe_run, format_bytes, read_model_config
+from integration.stages import create_model
+from rollouts.config import from_dict
+from rollouts.errors import ConfigError
+
+
+def test_the_text_holds_the_whole_configuration_and_the_numbers_behind_it():
+    config = Config(seed=3, rl=RLSection(num_steps=5))
+    text = describe_run(config, "sft+rl")
+    settings, _, facts = text.partition("\n\nmode sft+rl: nothing was run")
+    assert from_dict(Config, json.loads(settings)) == config
+    assert "RL samples" in facts and "2,560" in facts
+
+
+def test_counts_follow_from_the_settings():
+    rl = RLSection(num_steps=6, prompts_per_step=10, samples_per_prompt=4, num_epochs=3, num_minibatches=5, sync_every=2)
+    facts = derive_numbers(Config(sft=SFTSection(num_steps=7, batch_size=11), rl=rl), "sft+rl")
+    assert facts["SFT optimizer steps"] == "7"
+    assert facts["SFT rows"] == "77"
+    assert facts["SFT tokens"] == "about 924"
+    assert facts["RL samples per step"] == "40 (10 prompts x 4)"
+    assert facts["RL optimizer steps per step"] == "15 of 8 rows"
+    assert facts["RL optimizer steps"] == "90"
+    assert facts["RL samples"] == "240"
+    assert facts["RL weight syncs"] == "3"
+
+
+def test_a_mode_shows_its_own_stages():
+    assert not any(name.startswith("RL") for name in derive_numbers(Config(), "sft"))
+    assert not any(name.startswith("SFT") for name in derive_numbers(Config(), "rl"))
+
+
+def test_parameters_are_counted_as_the_built_model_has_them():
+    config = Config(model=ModelSection(hidden_size=32, intermediate_size=64, num_layers=2))
+    model, _ = create_model(config)
+    assert count_parameters(read_model_config(config)) == sum(p.numel() for p in model.parameters())
+
+
+def test_memory_is_that_of_weights_gradients_moments_engine_and_cache():
+    model = ModelSection(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2)
+    config = Config(model=model, engine=EngineSection(max_slots=16), generation=GenerationSection(max_tokens=36))
+    facts = derive_numbers(config, "rl")
+    num_parameters = int(facts["parameters"].replace(",", ""))
+    assert facts["memory: training state"] == format_bytes(16 * num_parameters)
+    assert facts["memory: engine weights"] == format_bytes(4 * num_parameters)
+    keys_and_values = 2 * 4 * 2 * 2 * 8 * (64 + 36) * 16  # both, float32, layers, heads, width, tokens, slots
+    assert facts["memory: keys and values"] == format_bytes(keys_and_values)
+
+
+def test_bytes_have_a_unit_that_people_read():
+    assert [format_bytes(size) for size in (0, 1023, 1536, 5 * 2**20, 3 * 2**30, 2**41)] == [
+        "0 B", "1023 B", "1.5 KiB", "5 MiB", "3 GiB", "2 TiB",
+    ]  # fmt: skip
+
+
+def test_a_directory_that_is_no_model_is_refused(tmp_path: Path):
+    config = Config(task="jsonl", model=ModelSection(path=str(tmp_path)), data=DataSection(path="own.jsonl"))
+    with pytest.raises(ConfigError, match=r"is not a model directory: it has no config\.json"):
+        describe_run(config, "sft")
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ConfigError, match="is not of a causal language model"):
+        describe_run(config, "sft")
+    (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
+    with pytest.raises(ConfigError, match="has no model configuration that can be read"):
+        describe_run(config, "sft")
