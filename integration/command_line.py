@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -78,7 +78,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         config = replace(config, task="jsonl")  # a user who brings data means them to be used
     if arguments.skip_bad_rows:
         config = replace(config, data=replace(config.data, skip_bad_rows=True))
-    return CommandLine(mode=cast("Mode", mode), config=config, resume=arguments.resume, dry_run=arguments.dry_run, quiet=arguments.quiet)
+    return CommandLine(mode=mode, config=config, resume=arguments.resume, dry_run=arguments.dry_run, quiet=arguments.quiet)
 
 
 def read_config_file(path: Path) -> Config:

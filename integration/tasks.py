@@ -180,7 +180,8 @@ def create_jsonl_task(
     Args:
         eval_path: held-out problems; without it the last rows of `path` are held out (at most num_heldout, at most a tenth).
         max_length: most tokens of an SFT row; a longer one is an error, or cut off with `truncate`.
-        with_sft, with_rl: which of the two views of the rows is needed; the other is left empty.
+        with_sft, with_rl: which of the two views of the rows is needed; the other is left empty. Without RL there are held-out
+            problems only from eval_path: rows for SFT need not have an answer that a reward can compare with.
 
     Raises: DataError naming file and line.
     """
@@ -189,15 +190,15 @@ def create_jsonl_task(
     heldout: tuple[Prompt, ...] = ()
     heldout_sources: frozenset[str] = frozenset()
     bad_sources: set[str] = set()  # a row can be bad for SFT and for RL, and is one bad row
+    if eval_path is not None:
+        held = load_rl_prompts(eval_path, as_messages=as_messages, skip_bad_rows=skip_bad_rows)
+        bad_sources.update(row.source for row in held.bad_rows)
+        heldout = held.rows[:num_heldout]
     if with_rl:
         loaded = load_rl_prompts(path, as_messages=as_messages, skip_bad_rows=skip_bad_rows)
         bad_sources.update(row.source for row in loaded.bad_rows)
         train_prompts = loaded.rows
-        if eval_path is not None:
-            held = load_rl_prompts(eval_path, as_messages=as_messages, skip_bad_rows=skip_bad_rows)
-            bad_sources.update(row.source for row in held.bad_rows)
-            heldout = held.rows[:num_heldout]
-        else:
+        if eval_path is None:
             count = min(num_heldout, len(train_prompts) // 10)
             if count == 0:
                 raise DataError(

@@ -71,10 +71,11 @@ def test_a_tokenizer_that_merges_digits_gets_the_same_prompt_in_sft_and_rl():
 
     characters = "s0123456789="
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {c: 3 + i for i, c in enumerate(characters)}
-    vocabulary |= {"##" + c: 20 + i for i, c in enumerate(characters)} | {f"##{n:02}": 40 + n for n in range(100)}
+    vocabulary |= {"##" + c: 20 + i for i, c in enumerate(characters)} | {f"##{n:02}": 40 + n for n in range(100) if n % 10 != n // 10 + 1}
     model = Tokenizer(WordPiece(vocabulary, unk_token="<unk>"))  # type: ignore[call-arg]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
     assert len(tokenize_prompt(tokenizer, "s7304=")) == 4, "the tokenizer of this test merges pairs of digits"
+    assert len(tokenize_prompt(tokenizer, "s0123456789=")) == 12, "but none of these, so that one look does not show it"
     for sample in create_sort_task(tokenizer, num_train=20, num_heldout=5).sft_samples:
         assert isinstance(sample.prompt, str)
         prompt = tokenize_prompt(tokenizer, sample.prompt)
@@ -151,6 +152,8 @@ def test_only_the_view_that_is_asked_for_is_read(tmp_path: Path):
     path = write_rows(tmp_path / "chat.jsonl", [{"messages": messages}] * 12)
     task = create_jsonl_task(create_char_tokenizer(), path, with_rl=False)
     assert len(task.sft_samples) == 12 and not task.train_prompts
+    heldout = write_rows(tmp_path / "eval.jsonl", [{"prompt": "3", "answer": "4"}] * 2)
+    assert len(create_jsonl_task(create_char_tokenizer(), path, heldout, with_rl=False).heldout_prompts) == 2
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1", "answer": "2"}] * 12)
     task = create_jsonl_task(create_char_tokenizer(), prompts, with_sft=False)
     assert len(task.train_prompts) == 11 and not task.sft_samples
