@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -70,9 +69,13 @@ def compare(contenders: Mapping[str, Callable[[], int]], repeats: int) -> dict[s
     return table
 
 
-def peak_memory_mb() -> float:
-    """Largest resident size of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def memory_mb(name: str) -> float:
+    """Resident memory of this process: "VmRSS" now, "VmHWM" its largest so far. Linux only.
+
+    getrusage will not do: its maximum includes what the parent had before exec.
+    """
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) / 1024
 
 
 def print_table(title: str, table: Mapping[str, Mapping[str, float]]) -> None:

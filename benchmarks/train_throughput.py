@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from benchmarks.measure import MODEL_SIZES, compare, create_model, peak_memory_mb, print_table, write_json
+from benchmarks.measure import MODEL_SIZES, compare, create_model, memory_mb, print_table, write_json
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples
 from rollouts.logprobs import chunked_log_probs
@@ -76,13 +76,13 @@ def log_prob_memory(name: str) -> float:
     weight = (torch.randn(32000, 768) * 0.02).requires_grad_()
     targets = torch.randint(0, 32000, (4096,))
     torch.randn(512, 512) @ torch.randn(512, 512)
-    before = peak_memory_mb()
+    before = memory_mb("VmRSS")
     if name == "full logits":
         log_probs = torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None])[:, 0]
     else:
         log_probs, _ = chunked_log_probs(hidden, weight, targets, chunk_size=512)
     log_probs.sum().backward()
-    return peak_memory_mb() - before
+    return memory_mb("VmHWM") - before
 
 
 CONTENDERS = {"padded Hugging Face loop": padded_loop, "rollouts": packed_backend}
@@ -109,11 +109,11 @@ def main() -> None:
         return
     batch = create_rows(arguments.size)
     if arguments.memory_of:
-        before = peak_memory_mb()
+        before = memory_mb("VmRSS")
         step = CONTENDERS[arguments.memory_of](arguments.size, batch)
         for _ in range(2):
             step()
-        print(peak_memory_mb() - before)
+        print(memory_mb("VmHWM") - before)
         return
     pads = 1 - float(batch.lengths.sum()) / batch.tokens.numel()
     print(f"size {arguments.size}: {batch.num_rows} rows, {int(batch.lengths.sum())} tokens, {pads:.0%} of a padded batch is pads")

@@ -289,6 +289,7 @@ async def run_rl_training(
                 finished,
                 run_state,
                 keep_last_n=keep_last_n,
+                protected=() if served.directory is None else (served.directory,),
                 write_more=partial(write_served_weights, served=None if sync_due else served, version=finished // config.sync_every),
             )
         saved = clock()

@@ -170,6 +170,12 @@ async def test_a_resumed_run_writes_the_metrics_file_of_the_uninterrupted_one(tm
     assert read_without_timings(log) == read_without_timings(straight_log)
 
 
+async def test_the_checkpoint_that_engines_were_served_from_outlives_its_turn(tmp_path: Path):
+    config = RLTrainingConfig(num_steps=6, sync_every=3, checkpoint_every=1, weight_sync="checkpoint")
+    await run(make_run(), config, checkpoint_dir=tmp_path, keep_last_n=1)
+    assert "step_0006" in {path.name for path in tmp_path.iterdir()}
+
+
 async def test_a_checkpoint_of_the_other_stage_is_refused(tmp_path: Path):
     parts = make_run()
     await run(parts, replace(IN_MEMORY, num_steps=1), checkpoint_dir=tmp_path)

@@ -255,8 +255,8 @@ OWN = (
 @pytest.mark.parametrize(
     ("rows", "more", "expected"),
     [
-        (["{not json"], [], "data.jsonl:1"),
-        ([*good_rows(12), {"question": "no answer"}], [], "data.jsonl:13"),
+        (["{not json"], [], "data.jsonl, line 1"),
+        ([*good_rows(12), {"question": "no answer"}], [], "data.jsonl, line 13"),
         ([], [], "empty"),
         ([{"question": "x" * 300, "answer": "#### 1"}] * 12, ["--data.max-length", "64"], "64"),
     ],

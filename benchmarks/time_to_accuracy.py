@@ -1,0 +1,72 @@
+"""Seconds from start to 90 % held-out accuracy of the default job, for several seeds.
+
+    python -m benchmarks.time_to_accuracy [--seeds 0 1 2] [--threshold 0.9] [--output FILE.json]
+
+Each run is the README's command in a process of its own; imports, evaluation and checkpoints count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.measure import print_table, write_json
+
+
+def run_default_job(seed: int, threshold: float, directory: Path) -> dict[str, float]:
+    """Run the job; watch its metrics file for the first RL evaluation at or above the threshold."""
+    start = time.perf_counter()
+    command = [
+        sys.executable,
+        "-m",
+        "integration.train",
+        "--mode",
+        "sft+rl",
+        "--seed",
+        str(seed),
+        "--output-dir",
+        str(directory),
+        "--quiet",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    metrics, reached = directory / "metrics.jsonl", float("nan")
+    while process.poll() is None:
+        if reached != reached and metrics.exists():
+            lines = [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
+            if any(line["stage"] == "rl" and line.get("eval_accuracy", 0.0) >= threshold for line in lines):
+                reached = time.perf_counter() - start
+        time.sleep(0.05)
+    total = time.perf_counter() - start
+    summary = json.loads((directory / "summary.json").read_text())
+    return {
+        "after_sft": summary["accuracy_after_sft"],
+        "after_rl": summary["accuracy_after_rl"],
+        "seconds_to_threshold": reached,
+        "seconds_sft": summary["seconds_sft"],
+        "seconds_rl": summary["seconds_rl"],
+        "seconds_in_all": total,
+    }
+
+
+def main() -> None:
+    """Parse arguments, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--threshold", type=float, default=0.9)
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    table: dict[str, dict[str, float]] = {}
+    for seed in arguments.seeds:
+        with tempfile.TemporaryDirectory() as directory:
+            table[f"seed {seed}"] = run_default_job(seed, arguments.threshold, Path(directory) / "run")
+        print_table(f"default job, threshold {arguments.threshold}", table)
+    write_json(arguments.output, {"threshold": arguments.threshold, "table": table})
+
+
+if __name__ == "__main__":
+    main()
