@@ -107,7 +107,7 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     """
     control = control or RunControl()
     model, tokenizer = create_model(config)
-    task = create_task(config, tokenizer) if task is None else task
+    task = create_task(config, tokenizer, "sft") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "sft")
     backend = create_backend(config, model, tokenizer, config.sft.optimizer, config.sft.num_steps)
     evaluation = Evaluation(create_engine(config, model, tokenizer), tokenizer, task, config, output_dir / "examples.jsonl")
@@ -159,7 +159,7 @@ async def run_rl(
     """
     control = control or RunControl()
     model, tokenizer = create_model(config, source_checkpoint)
-    task = create_task(config, tokenizer) if task is None else task
+    task = create_task(config, tokenizer, "rl") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "rl")
     algorithm = resolve_algorithm(config.rl.algorithm, generation_config(config, task.max_tokens).max_tokens)
     training = rl_training_config(config, algorithm)
@@ -229,8 +229,12 @@ def create_model(config: Config, source: Path | None = None) -> tuple[PreTrained
     return model.to(parse_device(section.device)), create_char_tokenizer(section.vocab_size)  # type: ignore[arg-type]
 
 
-def create_task(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task of a name. The one place where the string becomes an object."""
+def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = "sft+rl") -> Task:
+    """The task of a name. The one place where the string becomes an object.
+
+    Args:
+        mode: sft, rl or sft+rl: the user's rows must have what these stages need, and nothing else.
+    """
     num_heldout, data = config.evaluation.num_prompts, config.data
     if config.task == "sort":
         task = create_sort_task(tokenizer, num_heldout=num_heldout)
@@ -238,17 +242,18 @@ def create_task(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task:
         task = create_sort_long_task(tokenizer, num_heldout=num_heldout)
     else:
         assert data.path is not None, "Config checks that a task on the user's data has data.path"
-        create = create_gsm8k_task if config.task == "gsm8k" else create_jsonl_task
-        task = create(
-            tokenizer,
-            Path(data.path),
-            None if data.eval_path is None else Path(data.eval_path),
-            num_heldout=num_heldout,
-            max_tokens=config.generation.max_tokens or 512,
-            max_length=data.max_length,
-            truncate=data.truncate,
-            skip_bad_rows=data.skip_bad_rows,
-        )
+        own_data: dict[str, Any] = {
+            "num_heldout": num_heldout,
+            "max_tokens": config.generation.max_tokens or 512,
+            "max_length": data.max_length,
+            "truncate": data.truncate,
+            "skip_bad_rows": data.skip_bad_rows,
+        }
+        path, eval_path = Path(data.path), None if data.eval_path is None else Path(data.eval_path)
+        if config.task == "gsm8k":  # its rows always serve both stages
+            task = create_gsm8k_task(tokenizer, path, eval_path, **own_data)
+        else:
+            task = create_jsonl_task(tokenizer, path, eval_path, with_sft="sft" in mode, with_rl="rl" in mode, **own_data)
     if config.reward.function is None:
         return task
     return Task(**{**vars(task), "reward_fn": load_function(config.reward.function)})

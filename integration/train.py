@@ -59,7 +59,7 @@ async def watch_signals(stop: StopRequest, say: Callable[[str], None], cancel: C
 async def train(mode: Mode, config: Config, output_dir: Path, control: RunControl) -> bool:
     """Run the stages of a mode, each from where it is. Returns whether all of them reached their end."""
     _, tokenizer = create_model(config)
-    task = create_task(config, tokenizer)
+    task = create_task(config, tokenizer, mode)
     if task.num_skipped_rows:
         control.say(f"{task.num_skipped_rows} bad rows were skipped")
     source: Path | None = None
