@@ -49,7 +49,9 @@ def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> 
     ):
         if value is not None:
             took = "" if seconds is None else f"   ({seconds:.0f} s)"
-            lines.append(f"  {name:<16} {value:6.3f}  {'#' * round(40 * value):<40}{took}")
+            lines.append(f"  {name:<16} {value:6.3f}  {'#' * round(40 * value):<40}{took}".rstrip())
+    if before is None and after_sft is None and after_rl is None:
+        lines.append("  not measured: there were no held-out problems (--data.eval-path FILE.jsonl gives some)")
     lines += ["", *_show_examples(output_dir)]
     if after_sft is not None:
         lines.append(f"SFT: {_describe_sft(before, after_sft, config)}")

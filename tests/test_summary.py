@@ -97,6 +97,12 @@ def test_a_story_of_one_stage_leaves_the_other_out(tmp_path: Path):
     assert "RL" not in story_of(0.2, 0.4, None, tmp_path)
 
 
+def test_a_run_without_held_out_problems_says_so(tmp_path: Path):
+    text = story_of(None, None, None, tmp_path)
+    assert "not measured: there were no held-out problems" in text
+    assert "SFT:" not in text and "RL:" not in text
+
+
 @pytest.mark.parametrize("stages", [("sft", "rl"), ("sft",), ("rl",), ()])
 def test_curves_are_drawn_whichever_stages_ran(stages: tuple[str, ...], tmp_path: Path):
     pytest.importorskip("matplotlib")
