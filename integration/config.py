@@ -89,7 +89,7 @@ class SFTSection:
 class RLSection:
     """Reinforcement learning."""
 
-    num_steps: int = 10  # rollout batches
+    num_steps: int = 12  # rollout batches
     prompts_per_step: int = 64
     samples_per_prompt: int = 8
     num_epochs: int = 1  # passes over each rollout batch

@@ -146,3 +146,53 @@ async def test_texts_come_back_in_the_order_of_the_prompts():
     assert texts.sequences[1] == alone.sequences[0]
     assert texts.tokens.shape == (3, max(texts.lengths))
     assert [c.input_tokens for c in texts.completions] == [tuple(tokenizer.encode(p)) for p in ("s12=", "s9=", "s456=")]
+
+
+async def test_no_request_is_lost_when_many_come_go_and_are_aborted_while_steps_run():
+    """Requests that arrive, are cancelled and are aborted in the middle of steps, over and over: every call returns."""
+    engine = InProcessEngine(create_tiny_model(), create_char_tokenizer(), max_slots=3)
+    returned = 0
+
+    async def one(i: int) -> None:
+        nonlocal returned
+        await trio.sleep(0.0007 * i)
+        with trio.move_on_after(0.004 if i % 5 == 0 else 60):
+            completion = await engine.generate(PROMPT, SamplingParams(max_tokens=4 + i % 9, seed=i), request_id=f"{i:04d}")
+            assert completion.output_len <= 4 + i % 9
+        returned += 1
+
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            for i in range(150):
+                nursery.start_soon(one, i)
+            for _ in range(20):
+                await trio.sleep(0.005)
+                await engine.abort([f"{i:04d}" for i in range(0, 150, 7)])
+    assert returned == 150
+
+
+async def test_a_step_that_fails_raises_in_its_caller_and_loses_nobody_else(monkeypatch):
+    engine = InProcessEngine(create_tiny_model(), create_char_tokenizer(), max_slots=8)
+    original, failures = SlotModel.prefill, [1]
+
+    def fail_once(self, prompts):
+        if failures:
+            failures.pop()
+            raise RuntimeError("out of memory")
+        return original(self, prompts)
+
+    monkeypatch.setattr(SlotModel, "prefill", fail_once)
+    outcomes: list[str] = []
+
+    async def one(i: int) -> None:
+        try:
+            await engine.generate((31, 5 + i), SamplingParams(max_tokens=4, seed=i))
+            outcomes.append("answered")
+        except RuntimeError:
+            outcomes.append("raised")
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            for i in range(6):
+                nursery.start_soon(one, i)
+    assert sorted(outcomes) == ["answered"] * 5 + ["raised"]

@@ -50,6 +50,7 @@ class _Request:
     untempered: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     finish_reason: FinishReason | None = None
+    abort_wanted: bool = False  # takes effect between two steps
     turn: trio.Event = field(default_factory=trio.Event)  # set when the request is finished, or to make its caller the driver
 
     @property
@@ -113,10 +114,12 @@ class InProcessEngine:
         self._kv_cache_on_update = kv_cache_on_update
         self._prefix_cache_tokens = prefix_cache_tokens
         self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._pending: dict[str, _Request] = {}  # of every generate() call that has not returned
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []  # the request at index i occupies slot i
         self._model_lock = trio.Lock()  # held for a step or a weight update; fair, so an update gets in between two steps
         self._driver: _Request | None = None
+        self._stepping = False  # a step is running in a worker thread: requests belong to it, only _waiting may change
         self._closed = False
 
     async def __aenter__(self) -> InProcessEngine:
@@ -138,6 +141,7 @@ class InProcessEngine:
         Raises: EngineError for an empty prompt, a token outside the vocabulary, or more tokens than the context holds.
         """
         request = self._create_request(tuple(prompt_tokens), params, request_id)
+        self._pending[request.request_id] = request
         self._waiting.append(request)
         try:
             while request.finish_reason is None:
@@ -152,9 +156,11 @@ class InProcessEngine:
                     await request.turn.wait()
                     request.turn = trio.Event()
         finally:
+            del self._pending[request.request_id]
             if request.finish_reason is None:  # cancelled, or the step raised: its slot is freed before the next step
-                request.finish_reason = "abort"
-                self._waiting = [r for r in self._waiting if r is not request]
+                request.abort_wanted = True
+                if not self._stepping:
+                    self._finish_aborted()
                 if self._driver is None:
                     self._hand_over()
         await trio.lowlevel.checkpoint()
@@ -221,10 +227,31 @@ class InProcessEngine:
                 with trio.move_on_after(_SETTLE_S):
                     await trio.testing.wait_all_tasks_blocked()
             async with self._model_lock:
-                finished = await trio.to_thread.run_sync(self._step)
+                finished = await self._run_step()
             settle = bool(finished)
             for done in finished:
                 done.turn.set()
+
+    async def _run_step(self) -> list[_Request]:
+        """One step in a worker thread. What waits is taken here, in the event loop, because other tasks add to it while a step runs."""
+        admitted = self._take_waiting()
+        self._stepping = True
+        try:
+            return await trio.to_thread.run_sync(self._step, admitted)
+        except BaseException:
+            self._waiting = [*(r for r in admitted if r not in self._running and r.finish_reason is None), *self._waiting]
+            raise
+        finally:
+            self._stepping = False
+            self._finish_aborted()
+
+    def _finish_aborted(self) -> None:
+        """Finish what was aborted or cancelled. Only between two steps."""
+        for request in [*self._waiting, *self._running]:
+            if request.abort_wanted and request.finish_reason is None:
+                request.finish_reason = "abort"
+                request.turn.set()
+        self._waiting = [r for r in self._waiting if r.finish_reason is None]
 
     def _hand_over(self) -> None:
         """Wake one waiting caller to become the driver."""
@@ -232,10 +259,9 @@ class InProcessEngine:
         if successor is not None:
             successor.turn.set()
 
-    def _step(self) -> list[_Request]:
-        """Admit what fits, then sample one token for every running sequence. Returns the requests that finished. In a worker thread."""
+    def _step(self, admitted: Sequence[_Request]) -> list[_Request]:
+        """Sample one token for every running sequence and the first one for those admitted. Returns the requests that finished."""
         self._free_slots()
-        admitted = self._take_waiting()
         finished: list[_Request] = []
         prefixes: dict[tuple[int, ...], Prefix] = {}
         if self._running:
@@ -252,7 +278,7 @@ class InProcessEngine:
     def _take_waiting(self) -> list[_Request]:
         """The next requests that fit, in the order of their ids."""
         self._waiting.sort(key=lambda r: r.request_id)
-        free = self._max_slots - len(self._running)
+        free = self._max_slots - sum(r.finish_reason is None for r in self._running)
         admitted, self._waiting = self._waiting[:free], self._waiting[free:]
         return admitted
 
@@ -310,8 +336,6 @@ class InProcessEngine:
             untempered = gather_log_probs(logits, tokens).tolist() if any(p.untempered_log_probs for p in params) else None
         finished: list[_Request] = []
         for i, (request, token, log_prob) in enumerate(zip(requests, tokens.tolist(), log_probs.tolist(), strict=True)):
-            if request.finish_reason is not None:  # aborted while this step was running
-                continue
             request.tokens.append(token)
             request.log_probs.append(log_prob)
             request.versions.append(self._weight_version)
@@ -340,8 +364,7 @@ class InProcessEngine:
             raise EngineError(f"{self.name} is closed: generate inside its `async with` block")
         number, self._num_requests = self._num_requests, self._num_requests + 1
         name = f"request-{number:012d}" if request_id is None else request_id
-        pending = [*self._waiting, *self._running]
-        assert all(r.request_id != name or r.finish_reason is not None for r in pending), f"request id {name!r} is already pending"
+        assert name not in self._pending, f"request id {name!r} is already pending"
         if params.max_tokens < 1:
             raise EngineError(f"{self.name}: {name} has max_tokens = {params.max_tokens}, expected at least 1")
         self._check_tokens(prompt, params.max_tokens, name)
@@ -369,11 +392,11 @@ class InProcessEngine:
             )
 
     def _abort_now(self, request_ids: frozenset[str] | None) -> None:
-        for request in [*self._waiting, *self._running]:
-            if request.finish_reason is None and (request_ids is None or request.request_id in request_ids):
-                request.finish_reason = "abort"
-                request.turn.set()
-        self._waiting = [r for r in self._waiting if r.finish_reason is None]
+        for request in self._pending.values():
+            if request_ids is None or request.request_id in request_ids:
+                request.abort_wanted = True
+        if not self._stepping:
+            self._finish_aborted()
 
     async def _replace_weights(self, weights: Mapping[str, Tensor], version: int, source: str) -> Mapping[str, Any]:
         try:
