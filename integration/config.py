@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,8 @@ class ModelSection:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "max_length")
         check_positive(self, *sizes)
+        known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None  # whether it is there is asked when a run starts
+        check_setting(known, "model.device", self.device, "cpu, cuda, cuda:N, mps or auto")
         check_setting(
             self.hidden_size % self.num_heads == 0, "model.hidden_size", self.hidden_size, f"a multiple of {self.num_heads} heads"
         )

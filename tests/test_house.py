@@ -68,20 +68,49 @@ def test_imports_follow_the_layers(path: Path):
             assert module in PROTOCOLS or other in ORCHESTRATION_MAY_USE, f"{path} imports {module}: orchestration sees protocols only"
 
 
+def all_imports(path: Path) -> set[str]:
+    """First parts of everything that a file imports at any place."""
+    found: set[str] = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+            found.add((node.module or "").split(".")[0])
+        elif isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[0] for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_library_does_not_know_its_applications(path: Path):
+    assert not all_imports(path) & {"integration", "tests", "benchmarks", "examples"}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name != "__init__.py" and layer_of(name_of(p)) <= 1], ids=lambda p: p.stem)
+def test_pure_layers_have_no_clock_network_concurrency_or_global_randomness(path: Path):
+    assert not all_imports(path) & {"time", "datetime", "random", "threading", "subprocess", "socket", "httpx", "trio"}
+
+
+def is_mutable(value: ast.expr | None) -> bool:
+    """Whether an expression makes a list, dict, set or the like."""
+    if isinstance(value, ast.Call):
+        name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        return name in {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ChainMap"}
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp | ast.GeneratorExp)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_hidden_globals_prints_or_environment(path: Path):
     tree = parse(path)
     for node in tree.body:
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         targets = {t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)}
-        assert targets == {"__all__"} or not isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp), (
-            f"{path}:{node.lineno} is a mutable object at module level"
-        )
+        assert targets == {"__all__"} or not is_mutable(value), f"{path}:{node.lineno} is a mutable object at module level"
     for node in ast.walk(tree):
         assert not isinstance(node, ast.Global), f"{path}:{node.lineno} uses global"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in {"print", "eval", "exec"}, f"{path}:{node.lineno} calls {node.func.id}"
-        assert not (isinstance(node, ast.Attribute) and node.attr == "environ"), f"{path}:{node.lineno} reads the environment"
+        name = node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else ""
+        assert name not in {"environ", "getenv", "putenv"}, f"{path}:{getattr(node, 'lineno', 0)} reads the environment"
 
 
 @pytest.mark.parametrize("path", ALL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -120,6 +149,16 @@ def test_nothing_is_left_for_later(path: Path):
     text = path.read_text()
     for word in ("TODO", "FIXME", "XXX", "NotImplementedError"):
         assert word not in text, f"{path} contains {word}"
+
+
+PLACES = ("/work/", "../shared", "shared/", "/tmp/", "/root/", "/home/")
+
+
+@pytest.mark.parametrize("path", [*ALL_FILES, ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_names_a_place_on_one_machine(path: Path):
+    text = path.read_text()
+    for place in PLACES:
+        assert place not in text, f"{path} mentions {place}"
 
 
 def test_importing_the_library_is_light():

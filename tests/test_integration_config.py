@@ -78,6 +78,8 @@ def test_every_section_and_field_has_a_default():
         (lambda: GenerationSection(top_k=5), "top_k is 5, .* whole distribution"),
         (lambda: GenerationSection(max_tokens=0), "max_tokens is 0"),
         (lambda: DataSection(max_length=-3), "max_length is -3"),
+        (lambda: ModelSection(device="tpu"), "model.device is .tpu., expected cpu, cuda"),
+        (lambda: ModelSection(device="cuda:x"), "model.device is .cuda:x."),
         (lambda: ModelSection(hidden_size=100, num_heads=3), "hidden_size is 100, expected a multiple of 3"),
         (lambda: ModelSection(num_heads=4, num_kv_heads=3), "num_heads is 4, expected a multiple of 3"),
         (lambda: BackendSection(kind="fsdp"), "'fsdp': only 'pytorch'"),
