@@ -101,6 +101,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     from transformers import AutoTokenizer
 
     directory = check_model_directory(path)
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((directory / name).is_file() for name in files):  # some versions of transformers make up an empty one then
+        raise DataError(f"{directory} has no tokenizer (none of {', '.join(files)}): copy the files of the model's tokenizer there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
