@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rollouts.algorithms import dapo, dr_grpo, grpo, reinforce, rloo
 from rollouts.config import (
@@ -334,3 +334,23 @@ def create_output_dir(config: Config, timestamp: str) -> Path:
 def count_rl_updates(config: Config) -> int:
     """Optimizer steps of the RL stage."""
     return config.rl.num_steps * config.rl.num_epochs * config.rl.num_minibatches
+
+
+def create_model_config(section: ModelSection) -> Any:
+    """The Hugging Face configuration of the built-in model; its special tokens are those of the character tokenizer."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=section.vocab_size,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_hidden_layers=section.num_layers,
+        num_attention_heads=section.num_heads,
+        num_key_value_heads=section.num_kv_heads,
+        head_dim=section.hidden_size // section.num_heads,
+        max_position_embeddings=section.max_length,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from integration.command_line import Mode
-from integration.config import Config, count_rl_updates
+from integration.config import Config, count_rl_updates, create_model_config
 from rollouts.backends.factory import check_model_directory
 from rollouts.config import to_dict
 from rollouts.errors import ConfigError
@@ -85,7 +85,7 @@ def format_bytes(size: float) -> str:
 
 def read_model_config(config: Config) -> Any:
     """The Hugging Face configuration of the model, without its weights."""
-    from transformers import AutoConfig, Qwen3Config
+    from transformers import AutoConfig
 
     section = config.model
     if section.path is not None:
@@ -94,16 +94,7 @@ def read_model_config(config: Config) -> Any:
             return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=section.trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{path} has no model configuration that can be read: {error}") from error
-    return Qwen3Config(
-        vocab_size=section.vocab_size,
-        hidden_size=section.hidden_size,
-        intermediate_size=section.intermediate_size,
-        num_hidden_layers=section.num_layers,
-        num_attention_heads=section.num_heads,
-        num_key_value_heads=section.num_kv_heads,
-        head_dim=section.hidden_size // section.num_heads,
-        tie_word_embeddings=True,
-    )
+    return create_model_config(section)
 
 
 def count_parameters(model_config: Any, *, trust_remote_code: bool = False) -> int:

@@ -19,6 +19,7 @@ import torch
 from integration.config import (
     Config,
     count_rl_updates,
+    create_model_config,
     generation_config,
     resolve_algorithm,
     resolve_filter,
@@ -207,25 +208,11 @@ def create_model(config: Config, source: Path | None = None) -> tuple[PreTrained
     if path is not None:
         model = load_hf_model(path, device=parse_device(section.device), trust_remote_code=section.trust_remote_code)
         return model, load_tokenizer(path, trust_remote_code=section.trust_remote_code)
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
-    model_config = Qwen3Config(
-        vocab_size=section.vocab_size,
-        hidden_size=section.hidden_size,
-        intermediate_size=section.intermediate_size,
-        num_hidden_layers=section.num_layers,
-        num_attention_heads=section.num_heads,
-        num_key_value_heads=section.num_kv_heads,
-        head_dim=section.hidden_size // section.num_heads,
-        max_position_embeddings=section.max_length,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = Qwen3ForCausalLM(model_config)
+        model = Qwen3ForCausalLM(create_model_config(section))
     return model.to(parse_device(section.device)), create_char_tokenizer(section.vocab_size)  # type: ignore[arg-type]
 
 
