@@ -129,6 +129,39 @@ def test_an_architecture_that_cannot_decode_over_slots_is_refused():
         InProcessEngine(MistralForCausalLM(config))
 
 
+async def test_a_slot_that_cannot_be_filled_leaves_no_trace_in_any_answer(monkeypatch):
+    params = [SamplingParams(max_tokens=3 + i, seed=i) for i in range(6)]
+    expected = {}
+    plain = InProcessEngine(create_tiny_model(), create_char_tokenizer())
+    for i in range(6):
+        expected[i] = (await plain.generate((31, 5 + i), params[i])).output_tokens
+    engine = InProcessEngine(create_tiny_model(), create_char_tokenizer(), max_slots=2)
+    original, calls = SlotModel.fill, []
+
+    def fail_sometimes(self, slots, prefix):
+        calls.append(1)
+        if len(calls) % 3 == 2:
+            raise RuntimeError("out of memory")
+        original(self, slots, prefix)
+
+    monkeypatch.setattr(SlotModel, "fill", fail_sometimes)
+
+    async def one(i: int) -> None:
+        for _ in range(50):
+            try:
+                completion = await engine.generate((31, 5 + i), params[i], request_id=f"{i}")
+            except RuntimeError:
+                continue
+            assert completion.output_tokens == expected[i]
+            return
+        raise AssertionError("never answered")
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            for i in range(6):
+                nursery.start_soon(one, i)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 async def test_architectures(architecture):
     model = create_tiny_model(architecture=architecture)

@@ -227,23 +227,32 @@ class InProcessEngine:
                 with trio.move_on_after(_SETTLE_S):
                     await trio.testing.wait_all_tasks_blocked()
             async with self._model_lock:
-                finished = await self._run_step()
-            settle = bool(finished)
-            for done in finished:
-                done.turn.set()
+                settle = await self._run_step()
 
-    async def _run_step(self) -> list[_Request]:
-        """One step in a worker thread. What waits is taken here, in the event loop, because other tasks add to it while a step runs."""
+    async def _run_step(self) -> bool:
+        """One step in a worker thread. Returns whether a request finished.
+
+        What waits is taken here, in the event loop, because other tasks add to it while a step runs. If the step raises, those that were
+        to be admitted wait again, from their beginning, and whoever had finished still gets its answer.
+        """
         admitted = self._take_waiting()
         self._stepping = True
         try:
-            return await trio.to_thread.run_sync(self._step, admitted)
+            await trio.to_thread.run_sync(self._step, admitted)
         except BaseException:
-            self._waiting = [*(r for r in admitted if r not in self._running and r.finish_reason is None), *self._waiting]
+            again = [r for r in admitted if r not in self._running and r.finish_reason is None]
+            for request in again:
+                for made in (request.tokens, request.log_probs, request.untempered, request.versions):
+                    made.clear()
+            self._waiting = [*again, *self._waiting]
             raise
         finally:
             self._stepping = False
             self._finish_aborted()
+            finished = [r for r in self._pending.values() if r.finish_reason is not None]
+            for request in finished:
+                request.turn.set()
+        return bool(finished)
 
     def _finish_aborted(self) -> None:
         """Finish what was aborted or cancelled. Only between two steps."""
@@ -259,21 +268,19 @@ class InProcessEngine:
         if successor is not None:
             successor.turn.set()
 
-    def _step(self, admitted: Sequence[_Request]) -> list[_Request]:
-        """Sample one token for every running sequence and the first one for those admitted. Returns the requests that finished."""
+    def _step(self, admitted: Sequence[_Request]) -> None:
+        """Sample one token for every running sequence and the first one for those admitted."""
         self._free_slots()
-        finished: list[_Request] = []
         prefixes: dict[tuple[int, ...], Prefix] = {}
         if self._running:
             tokens = torch.tensor([r.tokens[-1] for r in self._running], device=self._slots.device)
             positions = torch.tensor([r.position for r in self._running], device=self._slots.device)
-            finished += self._sample(self._running, self._slots.decode(tokens, positions))
+            self._sample(self._running, self._slots.decode(tokens, positions))
         if admitted:
             prefixes = self._find_prefixes([r.prompt for r in admitted])
-            finished += self._sample(admitted, torch.stack([prefixes[r.prompt].logits for r in admitted]))
+            self._sample(admitted, torch.stack([prefixes[r.prompt].logits for r in admitted]))
         self._free_slots()
         self._occupy_slots([r for r in admitted if r.finish_reason is None], prefixes)
-        return finished
 
     def _take_waiting(self) -> list[_Request]:
         """The next requests that fit, in the order of their ids."""
@@ -299,12 +306,12 @@ class InProcessEngine:
     def _occupy_slots(self, requests: Sequence[_Request], prefixes: Mapping[tuple[int, ...], Prefix]) -> None:
         """Give each request the next free slot, filled with its prefix; requests of one prompt are filled together."""
         first = len(self._running)
-        self._running.extend(requests)
         slots: dict[tuple[int, ...], list[int]] = {}
         for slot, request in enumerate(requests, start=first):
             slots.setdefault(request.prompt, []).append(slot)
         for prompt, group in slots.items():
             self._slots.fill(group, prefixes[prompt])
+        self._running.extend(requests)  # only now: a slot that could not be filled must not be decoded
 
     def _free_slots(self) -> None:
         """Move running sequences into the slots of finished ones, so that slots 0 .. A - 1 are all in use."""
@@ -320,8 +327,8 @@ class InProcessEngine:
             self._running[target] = self._running[source]
         del self._running[num_alive:]
 
-    def _sample(self, requests: Sequence[_Request], logits: Tensor) -> list[_Request]:
-        """Append one token to each request. logits: # [len(requests), V]. Returns those that finished."""
+    def _sample(self, requests: Sequence[_Request], logits: Tensor) -> None:
+        """Append one token to each request. logits: # [len(requests), V]."""
         params = [r.params for r in requests]
         device = logits.device
         rows = SamplingRows(
@@ -334,7 +341,6 @@ class InProcessEngine:
         with torch.inference_mode():
             tokens, log_probs = sample_tokens(logits, rows, uniforms)
             untempered = gather_log_probs(logits, tokens).tolist() if any(p.untempered_log_probs for p in params) else None
-        finished: list[_Request] = []
         for i, (request, token, log_prob) in enumerate(zip(requests, tokens.tolist(), log_probs.tolist(), strict=True)):
             request.tokens.append(token)
             request.log_probs.append(log_prob)
@@ -342,9 +348,6 @@ class InProcessEngine:
             if untempered is not None and request.params.untempered_log_probs:
                 request.untempered.append(untempered[i])
             request.finish_reason = self._find_end(request, token)
-            if request.finish_reason is not None:
-                finished.append(request)
-        return finished
 
     def _find_end(self, request: _Request, token: int) -> FinishReason | None:
         if token in request.stop_ids:
