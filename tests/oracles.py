@@ -1,93 +1,226 @@
-"""The algorithms as naive loops over lists of floats, straight from the papers. Slow, float64, no tensors."""
+"""Naive float64 loops, straight from the papers, that the tests compare the vectorised code with.
+
+Nothing here is shared with the library. Numbers are Python floats or 0-dimensional float64 tensors: with tensors the same loop also gives
+the gradient by autograd. Masks, rewards and group numbers are plain lists.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
-Rows = list[list[float]]
+from torch import Tensor
+
+Number = Any  # float, or a 0-dimensional Tensor where a gradient is wanted
 
 
-def log_softmax(logits: list[float]) -> list[float]:
+def exp(x: Number) -> Number:
+    return x.exp() if isinstance(x, Tensor) else math.exp(x)
+
+
+def clamp(x: Number, low: float, high: float) -> Number:
+    return low if x < low else high if x > high else x
+
+
+# -- log-probs
+
+
+def log_softmax(logits: Sequence[float]) -> list[float]:
     top = max(logits)
-    z = math.log(sum(math.exp(x - top) for x in logits)) + top
-    return [x - z for x in logits]
+    total = top + math.log(sum(math.exp(z - top) for z in logits))
+    return [z - total for z in logits]
 
 
-def token_log_probs(logits: list[Rows], tokens: list[list[int]], temperature: float = 1.0) -> Rows:
-    """log p(token t | tokens before t), 0 for the first."""
-    return [
-        [0.0] + [log_softmax([x / temperature for x in row[t - 1]])[ids[t]] for t in range(1, len(ids))]
-        for row, ids in zip(logits, tokens, strict=True)
-    ]
+def log_probs(logits: Tensor, tokens: Tensor, temperatures: Sequence[float] | None = None) -> list[list[float]]:
+    """log p(tokens[b, t] | before), from the logits one position earlier; 0 for the first token."""
+    rows: list[list[float]] = []
+    for b in range(tokens.shape[0]):
+        heat = 1.0 if temperatures is None else temperatures[b]
+        row = [0.0]
+        for t in range(1, tokens.shape[1]):
+            row.append(log_softmax([z / heat for z in logits[b, t - 1].tolist()])[int(tokens[b, t])])
+        rows.append(row)
+    return rows
 
 
-def group_advantages(rewards: list[float], groups: list[int], *, divide: bool, epsilon: float = 0.0) -> list[float]:
-    """(r - mean) / (std + epsilon) of the group, std with n - 1; 0 where there is nothing to compare with."""
-    out = []
+def entropy(logits: Sequence[float]) -> float:
+    return -sum(math.exp(z) * z for z in log_softmax(logits))
+
+
+def entropies(logits: Tensor, temperatures: Sequence[float] | None = None) -> list[list[float]]:
+    """Entropy of the distribution that each token was drawn from; 0 for the first token."""
+    rows: list[list[float]] = []
+    for b in range(logits.shape[0]):
+        heat = 1.0 if temperatures is None else temperatures[b]
+        rows.append([0.0] + [entropy([z / heat for z in logits[b, t].tolist()]) for t in range(logits.shape[1] - 1)])
+    return rows
+
+
+# -- groups
+
+
+def members(groups: Sequence[int], group: int) -> list[int]:
+    return [i for i, other in enumerate(groups) if other == group]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def std(values: Sequence[float]) -> float:
+    """Divisor n - 1; 0 for one value."""
+    if len(values) < 2:
+        return 0.0
+    middle = mean(values)
+    return math.sqrt(sum((v - middle) ** 2 for v in values) / (len(values) - 1))
+
+
+def grpo_advantages(rewards: Sequence[float], groups: Sequence[int], epsilon: float | None) -> list[float]:
+    """(r - mean) / (std + epsilon) of the group; epsilon None does not divide (Dr. GRPO)."""
+    advantages: list[float] = []
     for reward, group in zip(rewards, groups, strict=True):
-        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
-        mean = sum(members) / len(members)
-        if len(members) == 1 or all(r == members[0] for r in members):
-            out.append(0.0)
-            continue
-        std = math.sqrt(sum((r - mean) ** 2 for r in members) / (len(members) - 1))
-        out.append((reward - mean) / (std + epsilon) if divide else reward - mean)
+        own = [rewards[i] for i in members(groups, group)]
+        advantages.append((reward - mean(own)) / (1.0 if epsilon is None else std(own) + epsilon))
+    return advantages
+
+
+def rloo_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """Reward minus the mean of the others; 0 where there is no other."""
+    advantages: list[float] = []
+    for i, group in enumerate(groups):
+        others = [rewards[j] for j in members(groups, group) if j != i]
+        advantages.append(rewards[i] - mean(others) if others else 0.0)
+    return advantages
+
+
+# -- along tokens
+
+
+def discounted_returns(rewards: Sequence[float], mask: Sequence[float], gamma: float) -> list[float]:
+    """O(T^2): every trained token sums what comes at and behind it, discounted by the number of trained tokens between."""
+    on = [t for t, m in enumerate(mask) if m > 0]
+    out = [0.0] * len(mask)
+    for i, t in enumerate(on):
+        out[t] = sum(gamma**k * rewards[u] for k, u in enumerate(on[i:]))
     return out
 
 
-def leave_one_out_advantages(rewards: list[float], groups: list[int]) -> list[float]:
-    out = []
-    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
-        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
-        out.append(reward - sum(others) / len(others) if others else 0.0)
+def gae(rewards: Sequence[float], values: Sequence[float], mask: Sequence[float], gamma: float, lam: float) -> list[float]:
+    """O(T^2): A_t = sum_k (gamma lam)^k delta_{t+k} over the trained tokens."""
+    on = [t for t, m in enumerate(mask) if m > 0]
+    deltas = [
+        rewards[t] + gamma * (values[on[i + 1]] if i + 1 < len(on) else 0.0) - values[t] for i, t in enumerate(on)
+    ]  # fmt: skip
+    out = [0.0] * len(mask)
+    for i, t in enumerate(on):
+        out[t] = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[i:]))
     return out
 
 
-def clipped_token_loss(log_prob: float, old: float, advantage: float, low: float, high: float, dual: float | None = None) -> float:
-    """PPO equation 7, as a loss; dual clip equation 3."""
-    ratio = math.exp(log_prob - old)
-    objective = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+def masked_moments(values: Sequence[Sequence[float]], mask: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Mean and variance (n - 1) of the entries with mask > 0."""
+    kept = [v for row, on in zip(values, mask, strict=True) for v, m in zip(row, on, strict=True) if m > 0]
+    return mean(kept), std(kept) ** 2
+
+
+# -- losses of one token
+
+
+def clip_loss(ratio: Number, advantage: float, low: float, high: float, dual: float | None = None) -> Number:
+    """-min(r A, clip(r) A); with dual, for A < 0: -max(min(r A, clip(r) A), dual A)."""
+    objective = min(ratio * advantage, clamp(ratio, 1 - low, 1 + high) * advantage)
     if dual is not None and advantage < 0:
         objective = max(objective, dual * advantage)
     return -objective
 
 
-def aggregate(losses: Rows, mask: Rows, how: str, groups: list[int] | None = None, length: int = 1) -> float:
-    """Token losses to one number."""
-    rows = [i for i, m in enumerate(mask) if sum(m) > 0]
-    sums = {i: sum(x * w for x, w in zip(losses[i], mask[i], strict=True) if w > 0) for i in rows}
-    if not rows:
-        return 0.0
-    if how == "token_mean":
-        return sum(sums.values()) / sum(map(sum, mask))
-    if how == "sample_mean":
-        return sum(sums[i] / sum(mask[i]) for i in rows) / len(rows)
-    if how == "sample_sum":
-        return sum(sums.values()) / len(rows)
-    if how == "fixed_length_mean":
-        return sum(sums.values()) / len(rows) / length
-    assert how == "group_token_mean"
-    assert groups is not None
-    kinds = sorted({groups[i] for i in rows})
-    per_group = [sum(sums[i] for i in rows if groups[i] == g) / sum(sum(mask[i]) for i in rows if groups[i] == g) for g in kinds]
-    return sum(per_group) / len(kinds)
+def k1(log_p: Number, log_q: float) -> Number:
+    return log_p - log_q
 
 
-def discounted_returns(rewards: list[float], mask: list[float], gamma: float) -> list[float]:
-    """sum over later masked-in tokens, each one discounted by how many masked-in tokens lie between."""
-    places = [t for t, m in enumerate(mask) if m > 0]
-    out = [0.0] * len(mask)
-    for i, t in enumerate(places):
-        out[t] = sum(gamma ** (j - i) * rewards[places[j]] for j in range(i, len(places)))
-    return out
+def k2(log_p: Number, log_q: float) -> Number:
+    return (log_p - log_q) ** 2 / 2
 
 
-def gae(rewards: list[float], values: list[float], mask: list[float], gamma: float, lam: float) -> list[float]:
-    """Equation 16 as the double sum."""
-    places = [t for t, m in enumerate(mask) if m > 0]
-    v = [values[t] for t in places] + [0.0]
-    deltas = [rewards[t] + gamma * v[i + 1] - v[i] for i, t in enumerate(places)]
-    out = [0.0] * len(mask)
-    for i, t in enumerate(places):
-        out[t] = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(places)))
-    return out
+def k3(log_p: Number, log_q: float) -> Number:
+    return exp(log_q - log_p) - 1 - (log_q - log_p)
+
+
+# -- losses of a batch. log_probs, old, ref: [B][T]; mask [B][T] of 0 and 1; advantages [B]
+
+
+def _tokens(mask: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    return [(b, t) for b, row in enumerate(mask) for t, m in enumerate(row) if m > 0]
+
+
+def _filled(mask: Sequence[Sequence[float]]) -> list[int]:
+    return [b for b, row in enumerate(mask) if any(m > 0 for m in row)]
+
+
+def grpo_loss(
+    log_probs: Any,
+    old: Any,
+    ref: Any,
+    mask: Sequence[Sequence[float]],
+    advantages: Sequence[float],
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    dual: float | None = None,
+    kl_coef: float = 0.0,
+) -> Number:
+    """Shao et al. 2024, equation 3: mean over the tokens of an answer, then over the answers that have tokens."""
+    rows = _filled(mask)
+    total: Number = 0.0
+    for b in rows:
+        on = [t for t, m in enumerate(mask[b]) if m > 0]
+        for t in on:
+            term = clip_loss(exp(log_probs[b][t] - old[b][t]), advantages[b], low, high, dual)
+            if kl_coef:
+                term = term + kl_coef * k3(log_probs[b][t], ref[b][t])
+            total = total + term / len(on) / len(rows)
+    return total
+
+
+def dr_grpo_loss(
+    log_probs: Any,
+    old: Any,
+    mask: Sequence[Sequence[float]],
+    advantages: Sequence[float],
+    length: int,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+) -> Number:
+    """Liu et al. 2025: the sum over the tokens of an answer, over a constant and the number of answers."""
+    total: Number = 0.0
+    for b, t in _tokens(mask):
+        total = total + clip_loss(exp(log_probs[b][t] - old[b][t]), advantages[b], low, high)
+    return total / length / max(len(_filled(mask)), 1)
+
+
+def dapo_loss(
+    log_probs: Any, old: Any, mask: Sequence[Sequence[float]], advantages: Sequence[float], *, low: float = 0.2, high: float = 0.28
+) -> Number:
+    """Yu et al. 2025, equation 8: the mean over all tokens."""
+    total: Number = 0.0
+    for b, t in _tokens(mask):
+        total = total + clip_loss(exp(log_probs[b][t] - old[b][t]), advantages[b], low, high)
+    return total / max(len(_tokens(mask)), 1)
+
+
+def reinforce_loss(log_probs: Any, mask: Sequence[Sequence[float]], advantages: Sequence[float]) -> Number:
+    """-A log p(y), log p(y) the sum over the answer's tokens; mean over the answers that have tokens (REINFORCE, RLOO)."""
+    total: Number = 0.0
+    for b, t in _tokens(mask):
+        total = total - advantages[b] * log_probs[b][t]
+    return total / max(len(_filled(mask)), 1)
+
+
+def sft_loss(log_probs: Any, mask: Sequence[Sequence[float]]) -> Number:
+    """Mean negative log-likelihood of the trained tokens."""
+    total: Number = 0.0
+    for b, t in _tokens(mask):
+        total = total - log_probs[b][t]
+    return total / max(len(_tokens(mask)), 1)
