@@ -141,7 +141,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             log_z = logits.logsumexp(-1, keepdim=True)
             log_probs[rows] = (logits.gather(1, targets[rows, None]) - log_z)[:, 0]
             if with_entropy:
-                log_p = logits.sub_(log_z)
+                log_p = logits.sub_(log_z).clamp_(min=torch.finfo(precise).min)  # 0 * log 0 = 0
                 entropy[rows] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, entropy)
         ctx.chunk_size, ctx.with_entropy = chunk_size, with_entropy
@@ -159,6 +159,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk_size)
             logits = _chunk_logits(hidden[rows], weight, bias, temperatures, rows)
             log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+            if ctx.with_entropy:
+                log_p.clamp_(min=torch.finfo(precise).min)  # 0 * log 0 = 0
             p = log_p.exp()
             grad = torch.zeros_like(p)  # dL/dlogits [C, V]
             if grad_log_probs is not None:  # d log p(y) / d logit_v = 1[v = y] - p_v
