@@ -158,6 +158,29 @@ def _filled(mask: Sequence[Sequence[float]]) -> list[int]:
     return [b for b, row in enumerate(mask) if any(m > 0 for m in row)]
 
 
+def aggregate(
+    losses: Sequence[Sequence[Number]], mask: Sequence[Sequence[float]], how: str, groups: Sequence[int] | None = None, length: int = 1
+) -> Number:
+    """Token losses to one number, by the name of the aggregation; rows without tokens do not count."""
+    rows = _filled(mask)
+    if not rows:
+        return 0.0
+    sums = {b: sum(losses[b][t] * m for t, m in enumerate(mask[b]) if m > 0) for b in rows}
+    sizes = {b: sum(mask[b]) for b in rows}
+    if how == "token_mean":
+        return sum(sums.values()) / sum(sizes.values())
+    if how == "sample_mean":
+        return sum(sums[b] / sizes[b] for b in rows) / len(rows)
+    if how == "sample_sum":
+        return sum(sums.values()) / len(rows)
+    if how == "fixed_length_mean":
+        return sum(sums.values()) / len(rows) / length
+    assert how == "group_token_mean" and groups is not None, how
+    kinds = sorted({groups[b] for b in rows})
+    per_group = [sum(sums[b] for b in rows if groups[b] == g) / sum(sizes[b] for b in rows if groups[b] == g) for g in kinds]
+    return sum(per_group) / len(kinds)
+
+
 def grpo_loss(
     log_probs: Any,
     old: Any,

@@ -93,7 +93,7 @@ def test_the_clipped_loss_matches_the_loop_in_value_and_gradient(name, dual, kl)
 
     def oracle(values: list[list[float]]) -> float:
         rows = [
-            [oracles.clipped_token_loss(p, o, a, 0.2, 0.3, dual) + 0.1 * KL[kl](p, r) for p, o, a, r in zip(*columns, strict=True)]
+            [oracles.clip_loss(math.exp(p - o), a, 0.2, 0.3, dual) + 0.1 * KL[kl](p, r) for p, o, a, r in zip(*columns, strict=True)]
             for columns in zip(
                 values, batch.rollout_log_probs.tolist(), batch.advantages.tolist(), batch.ref_log_probs.tolist(), strict=True
             )
@@ -263,11 +263,11 @@ def test_losses_say_which_column_is_missing():
 
 
 ALGORITHMS = {
-    "grpo": (grpo(), lambda r, g: oracles.group_advantages(r, g, divide=True, epsilon=1e-4), "sample_mean", (0.2, 0.2)),
-    "dr_grpo": (dr_grpo(max_tokens=5), lambda r, g: oracles.group_advantages(r, g, divide=False), "fixed_length_mean", (0.2, 0.2)),
-    "dapo": (dapo(), lambda r, g: oracles.group_advantages(r, g, divide=True, epsilon=1e-4), "token_mean", (0.2, 0.28)),
-    "rloo": (rloo(), oracles.leave_one_out_advantages, "sample_sum", None),
-    "reinforce": (reinforce(), lambda r, g: oracles.group_advantages(r, [0] * len(r), divide=False), "sample_sum", None),
+    "grpo": (grpo(), lambda r, g: oracles.grpo_advantages(r, g, 1e-4), "sample_mean", (0.2, 0.2)),
+    "dr_grpo": (dr_grpo(max_tokens=5), lambda r, g: oracles.grpo_advantages(r, g, None), "fixed_length_mean", (0.2, 0.2)),
+    "dapo": (dapo(), lambda r, g: oracles.grpo_advantages(r, g, 1e-4), "token_mean", (0.2, 0.28)),
+    "rloo": (rloo(), oracles.rloo_advantages, "sample_sum", None),
+    "reinforce": (reinforce(), lambda r, g: oracles.grpo_advantages(r, [0] * len(r), None), "sample_sum", None),
 }
 
 
@@ -283,7 +283,7 @@ def test_each_algorithm_is_its_paper(name):
         )
     loss, _ = algorithm.loss(TokenOutputs(log_probs=log_probs), replace(estimated, loss_weights=algorithm.weigh(estimated)))
     rows = [
-        [oracles.clipped_token_loss(p, o, a, *clip) if clip else -a * p for p, o in zip(ps, os, strict=True)]
+        [oracles.clip_loss(math.exp(p - o), a, *clip) if clip else -a * p for p, o in zip(ps, os, strict=True)]
         for ps, os, a in zip(log_probs.tolist(), batch.rollout_log_probs.tolist(), expected, strict=True)
     ]
     assert float(loss) == pytest.approx(oracles.aggregate(rows, batch.loss_mask.tolist(), how, length=5), abs=1e-9)
