@@ -22,10 +22,12 @@ _NAMES_OF_MODULES: Final = (
                 "check_reward_nonzero_std make_length_filter make_threshold_filter"),
     ("batching", "collate_samples prepare_grpo_batch prepare_sft_batch select_rows shard_rows split_microbatches split_minibatches"),
     ("logprobs", "chunked_log_probs token_entropy token_log_probs"),
-    ("advantages", "compute_advantages discounted_returns gae group_mean group_std leave_one_out_mean normalize_by_group whiten"),
+    ("statistics", "group_mean group_std leave_one_out_mean whiten"),
+    ("advantages", "compute_advantages discounted_returns gae normalize_by_group"),
     ("loss_weights", "fixed_length_mean group_token_mean sample_mean sample_sum token_mean"),
-    ("losses", "cispo clipped grpo_loss importance_weighted k1 k2 k3 policy_loss ppo_loss sequence_ratio sft_loss token_ratio "
-               "value_loss"),
+    ("kl", "k1 k2 k3"),
+    ("surrogates", "cispo clipped importance_weighted sequence_ratio token_ratio"),
+    ("losses", "grpo_loss policy_loss ppo_loss sft_loss value_loss"),
     ("algorithms", "chain dapo dr_grpo grpo reinforce rloo"),
     ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig "
                "from_dict to_dict"),

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial, reduce
 
-from rollouts.advantages import batch_mean, estimate_group_relative, group_mean, group_std, leave_one_out_mean
+from rollouts.estimators import estimate_group_relative
+from rollouts.kl import k3
 from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
-from rollouts.losses import clipped_policy_loss, k3, policy_loss
-from rollouts.losses import reinforce as reinforce_surrogate
+from rollouts.losses import clipped_policy_loss, policy_loss
+from rollouts.statistics import batch_mean, group_mean, group_std, leave_one_out_mean
+from rollouts.surrogates import reinforce as reinforce_surrogate
 from rollouts.types import Algorithm, TrainBatch, Transform
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollouts.advantages import group_sum
+from rollouts.statistics import group_sum
 from rollouts.types import TrainBatch
 
 

@@ -8,13 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.advantages import (
+from rollouts.advantages import compute_advantages, discounted_returns, gae, normalize_by_group, reward_at_last_token
+from rollouts.estimators import estimate_group_relative
+from rollouts.statistics import (
     batch_mean,
     batch_std,
-    compute_advantages,
-    discounted_returns,
-    estimate_group_relative,
-    gae,
     group_centered,
     group_count,
     group_ids_from_cu_seqlens,
@@ -23,8 +21,6 @@ from rollouts.advantages import (
     group_sum,
     leave_one_out_mean,
     masked_mean,
-    normalize_by_group,
-    reward_at_last_token,
     whiten,
 )
 from rollouts.types import TrainBatch

@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors", "checks", "types"),
-    ("chat", "samples", "filters", "batching", "logprobs", "advantages", "loss_weights", "losses", "algorithms", "config"),
+    (
+        "chat", "samples", "filters", "batching", "logprobs", "statistics", "advantages", "gigpo", "loss_weights", "kl", "surrogates",
+        "losses", "preferences", "corrections", "proximal", "kl_control", "staleness", "estimators", "algorithms", "config",
+    ),
     (
         "char_tokenizer", "data_buffer", "datasets", "packing", "model_weights", "checkpoints", "metrics", "trajectories",
         "rewards", "engines", "backends",

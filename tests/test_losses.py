@@ -13,27 +13,21 @@ from hypothesis import strategies as st
 
 from rollouts.algorithms import chain, dapo, dr_grpo, grpo, reinforce, rloo
 from rollouts.batching import select_rows
+from rollouts.kl import abs_kl, k1, k2, k3
 from rollouts.loss_weights import fixed_length_mean, group_token_mean, sample_mean, sample_sum, token_mean
 from rollouts.losses import (
-    abs_kl,
-    cispo,
-    clipped,
     clipped_policy_loss,
     compute_policy_loss,
     grpo_loss,
-    importance_weighted,
-    k1,
-    k2,
-    k3,
     merge_metrics,
     policy_loss,
     ppo_loss,
     reinforce_loss,
-    sequence_ratio,
     sft_loss,
     value_loss,
 )
-from rollouts.losses import reinforce as reinforce_surrogate
+from rollouts.surrogates import cispo, clipped, importance_weighted, sequence_ratio
+from rollouts.surrogates import reinforce as reinforce_surrogate
 from rollouts.types import TokenOutputs, TrainBatch
 
 
