@@ -280,14 +280,16 @@ class TrainBatch:
     returns: Tensor | None = None  # [B, T]
     loss_weights: Tensor | None = None  # [B, T], from Algorithm.weigh over the whole optimizer step
     importance_weights: Tensor | None = None  # [B, T] detached; multiplies the policy term only
+    selected: Tensor | None = None  # [B, T] bool; tokens that a loss treats apart, for example KL-Cov's
+    kl_coef: Tensor | None = None  # [B] coefficient of a KL controller, equal in all rows; None = the algorithm's own
 
     def __post_init__(self) -> None:
         assert self.tokens.dim() == 2, f"tokens has shape {tuple(self.tokens.shape)}, expected [B, T]"
         b, t = self.tokens.shape
         per_token = ("loss_mask", "rollout_log_probs", "old_log_probs", "prox_log_probs", "ref_log_probs", "values",
-                     "weight_versions", "advantages", "returns", "loss_weights", "importance_weights")  # fmt: skip
+                     "weight_versions", "advantages", "returns", "loss_weights", "importance_weights", "selected")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b, t)) for name in per_token})
-        per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures")
+        per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef")
         check_shapes(**{name: (getattr(self, name), (b,)) for name in per_row})
         if self.turns is not None:
             k = self.turns.states.shape[-1]
@@ -332,3 +334,8 @@ class Algorithm:
     weigh: Callable[[TrainBatch], Tensor]  # once per optimizer step: loss_mask -> loss_weights [B, T]
     loss: LossFn  # once per micro-batch
     requires: frozenset[str] = frozenset()  # TrainBatch columns the loop must fill; "entropy" asks for TokenOutputs.entropy
+    loss_only: frozenset[str] = frozenset()  # those of `requires` that estimate and weigh do not read: the loop may fill old_log_probs
+    # and prox_log_probs inside the loss of a step that is one single update, and so save a forward pass
+
+    def __post_init__(self) -> None:
+        assert self.loss_only <= self.requires, f"loss_only is {set(self.loss_only)}, which requires {set(self.requires)} does not hold"
