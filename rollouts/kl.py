@@ -1,8 +1,12 @@
-"""KL(policy || reference) estimated at the sampled tokens (Schulman 2020, "Approximating KL divergence")."""
+"""KL(policy || reference) estimated at the sampled tokens (Schulman 2020, "Approximating KL divergence"), and forms made of estimators.
+
+An estimator is f(log_probs, ref_log_probs) -> [B, T] in nats. A combinator takes one and returns one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor
@@ -12,7 +16,8 @@ KLEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """log p - log p_ref: unbiased, can be negative."""
+    """log p - log p_ref: unbiased, can be negative. Its gradient has mean 0, so in a loss it does not pull to the reference: use it in
+    rewards, or as straight_through(k1)."""
     return log_probs - ref_log_probs
 
 
@@ -22,7 +27,7 @@ def abs_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """(log p - log p_ref)^2 / 2: biased, low variance; its gradient is that of the KL divergence."""
+    """(log p - log p_ref)^2 / 2: biased, low variance; its gradient on policy is that of the KL divergence."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
@@ -30,3 +35,31 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """p_ref / p - 1 - log(p_ref / p): unbiased, never negative (GRPO, Shao et al. 2024, equation 4)."""
     log_ratio = ref_log_probs - log_probs
     return log_ratio.exp() - 1 - log_ratio
+
+
+def bounded(kl: KLEstimator, *, log_ratio: float | None = None, value: float | None = None) -> KLEstimator:
+    """The estimator with log p - log p_ref clamped to [-log_ratio, log_ratio] and its result to [-value, value].
+
+    Where a clamp bites the gradient is 0. verl bounds k3 by 20 and 10, AReaL the result of all three estimators by 10; None = no bound.
+    """
+    return partial(_bounded, kl=kl, log_ratio=log_ratio, value=value)
+
+
+def _bounded(log_probs: Tensor, ref_log_probs: Tensor, *, kl: KLEstimator, log_ratio: float | None, value: float | None) -> Tensor:
+    if log_ratio is not None:
+        log_probs, ref_log_probs = (log_probs - ref_log_probs).clamp(-log_ratio, log_ratio), ref_log_probs.new_zeros(())
+    estimate = kl(log_probs, ref_log_probs)
+    return estimate if value is None else estimate.clamp(-value, value)
+
+
+def straight_through(kl: KLEstimator) -> KLEstimator:
+    """The value of `kl` with the gradient of k2, which is the gradient of the KL divergence in expectation (verl's "k1+", "k3+").
+
+    k2 - sg(k2) + sg(kl), sg = no gradient.
+    """
+    return partial(_straight_through, kl=kl)
+
+
+def _straight_through(log_probs: Tensor, ref_log_probs: Tensor, *, kl: KLEstimator) -> Tensor:
+    carrier = k2(log_probs, ref_log_probs)
+    return carrier - carrier.detach() + kl(log_probs, ref_log_probs).detach()

@@ -3,6 +3,8 @@
 The weights are computed on all rows of an optimizer step, before it is split; the loss is then a plain weighted sum, so micro-batches,
 accumulation and data parallelism are exact. Masked tokens and rows that are not trainable have weight 0. A batch without any trained
 token has all weights 0, hence loss 0 and gradient 0, never NaN. Fractional masks scale a token's weight.
+
+Where a step is spread over ranks or over several calls, its denominators are those of the whole: pass num_tokens, num_rows or num_groups.
 """
 
 from __future__ import annotations
@@ -19,47 +21,72 @@ def trained_mask(batch: TrainBatch) -> Tensor:
     return batch.loss_mask * batch.trainable[:, None].to(batch.loss_mask.dtype)
 
 
+def token_sum(batch: TrainBatch) -> Tensor:
+    """1 for every trained token (its mask, where that is a fraction)."""
+    return trained_mask(batch)
+
+
+def token_mean(batch: TrainBatch, *, num_tokens: float | None = None) -> Tensor:
+    """1 / (number of trained tokens): every token counts the same (DAPO, Yu et al. 2025, equation 8; SFT).
+
+    Args:
+        num_tokens: of the whole step, where the batch is a part of it; None = those of the batch.
+    """
+    mask = trained_mask(batch)
+    return _divide(mask, mask.sum() if num_tokens is None else mask.new_tensor(num_tokens))
+
+
+def sample_mean(
+    batch: TrainBatch, *, num_rows: float | None = None, count_empty_rows: bool = False, row_lengths: Tensor | None = None
+) -> Tensor:
+    """1 / (length of the row * number of rows): every row counts the same (GRPO, Shao et al. 2024, equation 3).
+
+    Args:
+        num_rows: of the whole step, where the batch is a part of it; None = the rows of the batch that have a trained token.
+        count_empty_rows: None's count includes rows without a trained token (TRL; verl and this library leave them out).
+        row_lengths: # [B] what each row is divided by; None = its number of trained tokens.
+    """
+    mask = trained_mask(batch)
+    lengths = mask.sum(1) if row_lengths is None else row_lengths.to(mask.dtype)
+    return _divide(_divide(mask, lengths[:, None]), _num_rows(mask, num_rows, count_empty_rows))
+
+
+def sample_sum(batch: TrainBatch, *, num_rows: float | None = None, count_empty_rows: bool = False) -> Tensor:
+    """1 / (number of rows): the log-prob of a row is the sum over its tokens (REINFORCE, RLOO). Arguments as in sample_mean."""
+    mask = trained_mask(batch)
+    return _divide(mask, _num_rows(mask, num_rows, count_empty_rows))
+
+
+def group_token_mean(batch: TrainBatch, *, num_groups: float | None = None) -> Tensor:
+    """1 / (trained tokens of the group * number of groups): every prompt counts the same.
+
+    Args:
+        num_groups: of the whole step, where the batch is a part of it (groups must be whole); None = those with a trained token.
+    """
+    mask = trained_mask(batch)
+    per_group = group_sum(mask.sum(1), batch.group_ids)  # [B]
+    count = batch.group_ids[mask.sum(1) > 0].unique().numel() if num_groups is None else num_groups
+    return _divide(mask, per_group[:, None] * count)
+
+
+def fixed_length_mean(batch: TrainBatch, length: float, *, num_rows: float | None = None, count_empty_rows: bool = False) -> Tensor:
+    """1 / (length * number of rows) for a length that is the same in every batch (Dr. GRPO, Liu et al. 2025, section 3.2).
+
+    Args:
+        length: tokens, for example the token budget of a response.
+        num_rows, count_empty_rows: as in sample_mean.
+    """
+    assert length > 0, f"length is {length}, expected more than 0"
+    return sample_sum(batch, num_rows=num_rows, count_empty_rows=count_empty_rows) / length
+
+
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """numerator / denominator, 0 where the denominator is 0."""
     return torch.where(denominator > 0, numerator / torch.where(denominator > 0, denominator, torch.ones_like(denominator)), 0.0)
 
 
-def _num_rows(mask: Tensor) -> Tensor:
-    """Number of rows with a trained token, as a float scalar."""
-    return (mask.sum(1) > 0).sum().to(mask.dtype)
-
-
-def token_mean(batch: TrainBatch) -> Tensor:
-    """1 / (number of trained tokens): every token counts the same (DAPO, Yu et al. 2025, equation 8; SFT)."""
-    mask = trained_mask(batch)
-    return _divide(mask, mask.sum())
-
-
-def sample_mean(batch: TrainBatch) -> Tensor:
-    """1 / (length of the row * number of rows): every row counts the same (GRPO, Shao et al. 2024, equation 3)."""
-    mask = trained_mask(batch)
-    return _divide(_divide(mask, mask.sum(1, keepdim=True)), _num_rows(mask))
-
-
-def sample_sum(batch: TrainBatch) -> Tensor:
-    """1 / (number of rows): the log-prob of a row is the sum over its tokens (REINFORCE, RLOO)."""
-    mask = trained_mask(batch)
-    return _divide(mask, _num_rows(mask))
-
-
-def group_token_mean(batch: TrainBatch) -> Tensor:
-    """1 / (trained tokens of the group * number of groups): every prompt counts the same."""
-    mask = trained_mask(batch)
-    per_group = group_sum(mask.sum(1), batch.group_ids)  # [B]
-    num_groups = batch.group_ids[mask.sum(1) > 0].unique().numel()
-    return _divide(mask, per_group[:, None] * num_groups)
-
-
-def fixed_length_mean(batch: TrainBatch, length: int) -> Tensor:
-    """1 / (length * number of rows) for a length that is the same in every batch (Dr. GRPO, Liu et al. 2025, section 3.2).
-
-    Args:
-        length: tokens, for example the token budget of a response.
-    """
-    assert length >= 1, f"length is {length}, expected at least 1"
-    return sample_sum(batch) / length
+def _num_rows(mask: Tensor, num_rows: float | None, count_empty_rows: bool) -> Tensor:
+    """The number of rows to divide by, as a scalar."""
+    if num_rows is not None:
+        return mask.new_tensor(num_rows)
+    return mask.new_tensor(mask.shape[0]) if count_empty_rows else (mask.sum(1) > 0).sum().to(mask.dtype)

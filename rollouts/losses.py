@@ -2,6 +2,8 @@
 
     policy_loss = sum(loss_weights * (importance_weights * surrogate + kl_coef * kl - entropy_coef * entropy))
 
+Nothing here is a statistic over rows, so the sum over micro-batches is the loss of the whole.
+
 Each part is one plain function; a surrogate is a loss, so it is minimised. What stands at masked places (loss_mask = 0) is replaced by 0
 before anything is computed from it: a NaN or infinity there changes neither the loss nor a gradient. Masking after exp would leave NaN
 gradients (0 * inf).
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +23,11 @@ from rollouts.kl import KLEstimator
 from rollouts.logprobs import token_log_probs
 from rollouts.statistics import masked_mean
 from rollouts.surrogates import Ratio, Surrogate, clip_fractions, clipped, reinforce, token_ratio
-from rollouts.types import LossOutput, TokenOutputs, TrainBatch
+from rollouts.types import LossFn, LossOutput, TokenOutputs, TrainBatch, Transform
+
+Reweigh: TypeAlias = Callable[[Tensor, TrainBatch], Tensor]
+"""f(log_probs [B, T] without gradient, batch) -> weights of the policy term, [B, T] or [B, 1]."""
+
 
 # -- losses on TokenOutputs and TrainBatch
 
@@ -33,7 +40,9 @@ def policy_loss(
     ratio: Ratio = token_ratio,
     kl: KLEstimator | None = None,
     kl_coef: float = 0.0,
+    unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
+    reweigh: Reweigh | None = None,
     clip_metrics: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
 ) -> LossOutput:
     """sum(loss_weights * (importance_weights * surrogate + kl_coef * kl - entropy_coef * entropy)).
@@ -41,7 +50,11 @@ def policy_loss(
     Args:
         outputs: of the current policy; entropy is needed if entropy_coef is not 0.
         batch: advantages and loss_weights filled; old_log_probs, else rollout_log_probs, anchor the ratio; ref_log_probs where kl is used.
-        surrogate, ratio, kl: parts from this file, or the caller's own.
+        surrogate, ratio, kl: parts from surrogates.py and kl.py, or the caller's own.
+        unbiased_kl: multiply kl by the ratio, with its gradient: unbiased where the tokens come from the anchor and not from the policy
+            (DeepSeek-V3.2 2025, section 3.1).
+        reweigh: (log_probs without gradient, batch) -> weights # [B, T] of the policy term that depend on the current policy, for example
+            a mask of rows that have drifted too far.
         clip_metrics: (log_ratio, advantages) -> further per-token metrics.
 
     Returns: the loss (a sum, so micro-batches add up); metrics are means over tokens with loss_mask > 0.
@@ -54,13 +67,21 @@ def policy_loss(
     log_probs, anchor, advantages = _where(mask, outputs.log_probs), _where(mask, anchor), _where(mask, batch.advantages)
     log_ratio = ratio(log_probs, anchor, batch.loss_mask)
     per_token = surrogate(log_ratio, log_probs, advantages)
-    if batch.importance_weights is not None:
-        per_token = per_token * _where(mask, batch.importance_weights)
     extra: dict[str, Tensor] = {}
+    if batch.importance_weights is not None:
+        extra["importance_weight"] = _where(mask, batch.importance_weights)
+        per_token = per_token * extra["importance_weight"]
+    if reweigh is not None:
+        extra["policy_weight"] = _where(mask, reweigh(log_probs.detach(), batch).detach().expand_as(log_probs))
+        per_token = per_token * extra["policy_weight"]
     if kl is not None:
         assert batch.ref_log_probs is not None, "policy_loss with a KL term needs batch.ref_log_probs"
-        extra["ref_kl"] = kl(log_probs, _where(mask, batch.ref_log_probs))
-        per_token = per_token + kl_coef * extra["ref_kl"]
+        ref_log_probs = _where(mask, batch.ref_log_probs)
+        divergence = kl(log_probs, ref_log_probs)
+        extra["ref_kl"] = divergence
+        if unbiased_kl:
+            divergence = divergence * log_ratio.exp()
+        per_token = per_token + (kl_coef if batch.kl_coef is None else batch.kl_coef[:, None]) * divergence
     if outputs.entropy is not None:
         extra["entropy"] = _where(mask, outputs.entropy)
         per_token = per_token - entropy_coef * extra["entropy"]
@@ -82,7 +103,9 @@ def clipped_policy_loss(
     ratio: Ratio = token_ratio,
     kl: KLEstimator | None = None,
     kl_coef: float = 0.0,
+    unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
+    reweigh: Reweigh | None = None,
 ) -> LossOutput:
     """policy_loss with the `clipped` surrogate and the fractions of tokens that it clips."""
     return policy_loss(
@@ -92,9 +115,20 @@ def clipped_policy_loss(
         ratio=ratio,
         kl=kl,
         kl_coef=kl_coef,
+        unbiased_kl=unbiased_kl,
         entropy_coef=entropy_coef,
+        reweigh=reweigh,
         clip_metrics=partial(clip_fractions, low=low, high=high),
     )
+
+
+def corrected_loss(outputs: TokenOutputs, batch: TrainBatch, *, correction: Transform, loss: LossFn) -> LossOutput:
+    """`loss` on the batch as `correction` makes it, for example with importance weights of rollout against trainer.
+
+    The correction must look at one row at a time. Here, and not in `estimate`, it can also use log-probs of the very forward pass that the
+    gradient comes from (see Algorithm.loss_only).
+    """
+    return loss(outputs, correction(batch))
 
 
 def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> LossOutput:

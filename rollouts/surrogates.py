@@ -5,6 +5,7 @@ Callers put 0 at masked places before anything is computed there: masking after 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -17,26 +18,77 @@ Ratio: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 Surrogate: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """f(log_ratio, log_probs, advantages), each [B, T] -> loss of each token [B, T]."""
 
+
 # -- log-ratios
 
 
-def token_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """log r_t = log p(y_t) - log p_old(y_t). All # [B, T]; 0 where mask = 0."""
-    return torch.where(mask > 0, log_probs - old_log_probs, 0.0)
+def token_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, bound: float | None = None) -> Tensor:
+    """log r_t = log p(y_t) - log p_old(y_t). All # [B, T]; 0 where mask = 0.
+
+    Args:
+        bound: clamps log r_t to [-bound, bound] (verl: 20); beyond it the token has no gradient. None = no clamp.
+    """
+    log_ratio = torch.where(mask > 0, log_probs - old_log_probs, 0.0)
+    return log_ratio if bound is None else log_ratio.clamp(-bound, bound)
 
 
 def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     """The mean of a row's token log-ratios at each of its tokens: log s_i, s_i = (p(y) / p_old(y))^(1 / |y|).
 
-    The gradient goes through each token's own log-prob (the token-level form), so advantages may differ along a row.
+    The gradient goes through each token's own log-prob (the token-level form), so advantages may differ along a row. With sample_mean
+    and one advantage a row it is the gradient of the sequence-level objective (sequence_mean_ratio).
 
     Source: Zheng et al. 2025 (GSPO), equations 7, 13 and 14.
     """
-    on = (mask > 0).to(log_probs.dtype)
-    per_token = token_ratio(log_probs, old_log_probs, mask)
-    mean = (per_token * on).sum(1, keepdim=True) / on.sum(1, keepdim=True).clamp(min=1)
+    mean = _row_mean(token_ratio(log_probs, old_log_probs, mask), mask)
     own = torch.where(mask > 0, log_probs - log_probs.detach(), 0.0)  # 0, with the gradient of log_probs
-    return (mean.detach() + own) * on
+    return (mean.detach() + own) * (mask > 0)
+
+
+def sequence_mean_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """As sequence_ratio, with the gradient through the mean: each token's loss reaches all tokens of its row (AReaL, slime, TRL).
+
+    Source: Zheng et al. 2025 (GSPO), equation 7.
+    """
+    return _row_mean(token_ratio(log_probs, old_log_probs, mask), mask) * (mask > 0)
+
+
+def sequence_sum_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, bound: float | None = None) -> Tensor:
+    """log (p(y) / p_old(y)), the sum of a row's token log-ratios, at each of its tokens. All # [B, T]; 0 where mask = 0.
+
+    Args:
+        bound: clamps each token's log-ratio beforehand; None = no clamp.
+    """
+    return token_ratio(log_probs, old_log_probs, mask, bound=bound).sum(1, keepdim=True) * (mask > 0)
+
+
+def clipped_sequence_ratio(
+    log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, advantages: Tensor, low: float = 0.4, high: float = 0.4
+) -> Tensor:
+    """GMPO's log-ratio: token log-ratios clipped to [-low, high] on the side where the advantage asks for it, then their row mean.
+
+    Args:
+        advantages: # [B, T], one sign along a row.
+        low, high: widths in nats (the paper clips to (e^-0.4, e^0.4)).
+
+    Source: Zhao et al. 2025 (Geometric-mean policy optimization).
+    """
+    log_ratio = token_ratio(log_probs, old_log_probs, mask)
+    clamped = log_ratio.clamp(-low, high)
+    sign = advantages.sign()
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * clamped)
+    return _row_mean(torch.where(mask > 0, pessimistic, 0.0), mask) * (mask > 0)
+
+
+def _row_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of x over the tokens of each row with mask > 0: # [B, 1]; 0 for a row without any."""
+    on = (mask > 0).to(x.dtype)
+    return (x * on).sum(1, keepdim=True) / on.sum(1, keepdim=True).clamp(min=1)
+
+
+def row_mean_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Each row's mean advantage over its tokens with mask > 0, at each of them. All # [B, T]; 0 where mask = 0."""
+    return _row_mean(torch.where(mask > 0, advantages, 0.0), mask) * (mask > 0)
 
 
 # -- surrogates
@@ -59,7 +111,8 @@ def clipped(
 
     Args:
         log_ratio, log_probs, advantages: # [B, T].
-        low, high: widths of the clip range, in [0, 1] and >= 0 (DAPO's clip-higher: 0.2 and 0.28).
+        low: width of the range below 1, in [0, 1].
+        high: width above 1, >= 0 (DAPO's clip-higher: 0.2 and 0.28).
         dual: > 1; a token with A < 0 and r > dual has loss -dual * A and no gradient. None = off.
 
     Source: Schulman et al. 2017 (PPO), equation 7; Ye et al. 2020 (dual clip), equation 3.
@@ -75,9 +128,148 @@ def clipped(
 def cispo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 0.28) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A log p: the ratio is a weight, every token keeps its gradient.
 
+    Args:
+        low: width below 1; 1 = no lower bound, as in the paper.
+        high: width above 1: the cap of the weight is 1 + high (TRL writes the cap itself, verl and slime the width).
+
     Source: MiniMax-M1 2025 (CISPO), equations 4 and 5.
     """
     return -log_ratio.exp().clamp(1 - low, 1 + high).detach() * advantages * log_probs
+
+
+def sapo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
+    """-A sigmoid(tau (r - 1)) 4 / tau, tau = tau_pos where A > 0, else tau_neg: a soft gate in place of the clip.
+
+    At r = 1 the gradient is that of -A r; it fades on both sides, faster for a larger tau.
+
+    Args:
+        tau_pos, tau_neg: > 0; the larger tau_neg lets tokens that are made less likely fade sooner.
+
+    Source: Gao et al. 2025 (Soft adaptive policy optimization).
+    """
+    assert tau_pos > 0, f"tau_pos is {tau_pos}, expected > 0"
+    assert tau_neg > 0, f"tau_neg is {tau_neg}, expected > 0"
+    tau = torch.where(advantages > 0, torch.full_like(advantages, tau_pos), torch.full_like(advantages, tau_neg))
+    return -advantages * torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
+
+
+def dro(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, beta: float = 0.1) -> Tensor:
+    """-(A log p - beta / 2 (log r)^2): policy gradient with a quadratic pull to the anchor.
+
+    Source: Richemond et al. 2024 (Offline regularised reinforcement learning: DRO), with the baseline in the advantage.
+    """
+    return -(advantages * log_probs - 0.5 * beta * log_ratio.square())
+
+
+def vespo(
+    log_ratio: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    k_pos: float = 2.0,
+    lam_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lam_neg: float = 2.0,
+    floor: float = 1e-8,
+    bound: float = 20.0,
+) -> Tensor:
+    """-sg(phi(w)) A log p, phi(w) = w^k exp(lam (1 - w)): a gamma-shaped weight of the sequence ratio w, 1 at w = 1.
+
+    For ratio=sequence_sum_ratio. log w is clamped to [log(floor), bound]; k and lam depend on the sign of A.
+
+    Source: VESPO (variational sequence-level soft policy optimization, 2026), with TRL's constants.
+    """
+    log_w = log_ratio.clamp(math.log(floor), bound).detach()
+    positive = advantages >= 0
+    k = torch.where(positive, torch.full_like(log_w, k_pos), torch.full_like(log_w, k_neg))
+    lam = torch.where(positive, torch.full_like(log_w, lam_pos), torch.full_like(log_w, lam_neg))
+    return -(lam + k * log_w - lam * log_w.exp()).exp() * advantages * log_probs
+
+
+# -- trust regions on probabilities (DPPO)
+
+
+def inside_tv(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float, high: float) -> Tensor:
+    """Tokens whose probability has not yet moved too far in the advantage's direction: p - p_old <= high where A > 0, else >= -low.
+
+    Args:
+        log_ratio: of single tokens (token_ratio), so that log p_old = log_probs - log_ratio.
+        low, high: of |p - p_old|, the token's share of the total variation, in [0, 1].
+
+    Returns: # [B, T] bool, without gradient.
+    """
+    moved = log_probs.detach().exp() - (log_probs - log_ratio).detach().exp()
+    return torch.where(advantages > 0, moved <= high, moved >= -low)
+
+
+def inside_tv_symmetric(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, width: float) -> Tensor:
+    """Tokens with |p - p_old| <= width, whatever the advantage. Returns # [B, T] bool."""
+    moved = log_probs.detach().exp() - (log_probs - log_ratio).detach().exp()
+    return moved.abs() <= width
+
+
+def inside_binary_kl(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float, high: float, epsilon: float = 1e-8) -> Tensor:
+    """As inside_tv, measured by KL(p_old || p) of the event "this token": p_old log(p_old/p) + (1 - p_old) log((1 - p_old)/(1 - p)).
+
+    A token outside is kept where the update brings p back: p <= p_old for A > 0, p >= p_old else.
+    """
+    new = log_probs.detach()
+    old = (log_probs - log_ratio).detach()
+    p, p_old = new.exp(), old.exp()
+    divergence = p_old * (old - new) + (1 - p_old) * ((1 - p_old + epsilon) / (1 - p + epsilon)).log()
+    return torch.where(advantages > 0, (divergence <= high) | (p <= p_old), (divergence <= low) | (p >= p_old))
+
+
+def dppo(
+    log_ratio: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    inside: Callable[..., Tensor] = inside_tv,
+    cap: float = 20.0,
+    log_ratio_bound: float = 20.0,
+) -> Tensor:
+    """-sg(min(r, cap)) A log p inside the trust region, 0 outside: the region is about probabilities, not ratios, so a rare token may
+    change its ratio freely and a common one may not.
+
+    Args:
+        low, high: of the region, in the measure of `inside`: total variation (inside_tv) or KL (inside_binary_kl).
+        cap: of the detached ratio.
+        log_ratio_bound: clamps the log-ratio before exp.
+
+    Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning: DPPO), with verl's truncated weight.
+    """
+    keep = inside(log_ratio, log_probs, advantages, low=low, high=high)
+    weight = log_ratio.detach().clamp(-log_ratio_bound, log_ratio_bound).exp().clamp(max=cap)
+    return torch.where(keep, -weight * advantages * log_probs, torch.zeros_like(log_probs))
+
+
+def penalized_ratio(
+    log_ratio: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    inside: Callable[[Tensor, Tensor, Tensor], Tensor],
+    advantage_scale: float = 1.0,
+    penalty: float = 1e-3,
+) -> Tensor:
+    """-keep A r + penalty (log r)^2: the ratio keeps its gradient inside a region, a square pulls all tokens back to the anchor.
+
+    Args:
+        inside: (log_ratio, log_probs, advantages) -> # [B, T] bool, for example partial(inside_tv, low=0.2, high=0.2).
+        advantage_scale: multiplies A.
+        penalty: of the squared log-ratio, also outside the region.
+
+    Source: prime-rl's default loss (DPPO) and, with inside_tv_symmetric, its IPO loss.
+    """
+    keep = inside(log_ratio, log_probs, advantages)
+    policy = torch.where(keep, -advantage_scale * advantages * log_ratio.exp(), torch.zeros_like(log_ratio))
+    return policy + penalty * log_ratio.square()
+
+
+# -- what a clip did
 
 
 def clip_fractions(log_ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
