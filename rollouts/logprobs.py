@@ -12,18 +12,43 @@ import torch
 from torch import Tensor
 
 
-def gather_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+def temper(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """logits / temperature, in float32 or better.
+
+    Args:
+        logits: # [..., V]; [B, ..., V] with one temperature per row.
+        temperature: > 0; a number, or [B] for one per row.
+    """
+    if isinstance(temperature, Tensor):
+        assert temperature.shape == logits.shape[:1], f"temperature has shape {tuple(temperature.shape)} for {logits.shape[0]} rows"
+        return _at_least_float32(logits) / temperature.reshape(-1, *(1,) * (logits.dim() - 1))
+    assert temperature > 0, f"temperature is {temperature}, expected > 0"
+    return logits if temperature == 1.0 else _at_least_float32(logits) / temperature
+
+
+def gather_log_probs(logits: Tensor, targets: Tensor, *, keep: Tensor | None = None) -> Tensor:
     """log softmax(logits)[target], without shifting.
 
     Args:
         logits: # [..., V] any float dtype; computed in float32 or better.
-        targets: # [...] int64 in [0, V).
+        targets: # [...] int64 in [0, V), or [..., K] for K tokens at each position.
+        keep: # [..., V] bool; the tokens that sampling was restricted to (top-p, top-k). The softmax runs over them and the target, which
+            was drawn and therefore kept. None = all. Only with one target at each position.
 
-    Returns: # [...] float32 (float64 for float64 logits), at most 0.
+    Returns: # shape of targets, float32 (float64 for float64 logits), at most 0.
     """
-    assert logits.shape[:-1] == targets.shape, f"logits have shape {tuple(logits.shape)}, targets {tuple(targets.shape)}"
+    several = targets.dim() == logits.dim()
+    expected = targets.shape[:-1] if several else targets.shape
+    assert logits.shape[:-1] == expected, f"logits have shape {tuple(logits.shape)}, targets {tuple(targets.shape)}"
     logits = _at_least_float32(logits)
-    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    index = targets if several else targets.unsqueeze(-1)
+    chosen = logits.gather(-1, index)
+    if keep is not None:
+        assert not several, f"keep goes with one target at each position, targets have shape {tuple(targets.shape)}"
+        assert keep.shape == logits.shape, f"keep has shape {tuple(keep.shape)}, logits {tuple(logits.shape)}"
+        logits = logits.masked_fill(~(keep > 0).scatter(-1, index, True), -torch.inf)
+    found = chosen - logits.logsumexp(-1, keepdim=True)
+    return found if several else found.squeeze(-1)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
@@ -39,6 +64,20 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     return -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
 
 
+def sum_of_squared_probs(logits: Tensor) -> Tensor:
+    """sum_v p_v^2 of p = softmax(logits), as exp(logsumexp(2 z) - 2 logsumexp(z)): the probability that two draws agree.
+
+    ||grad_z log p_y||^2 = 1 - 2 p_y + sum_v p_v^2: what optimal-token baselines weigh tokens with.
+
+    Args:
+        logits: # [..., V].
+
+    Returns: # [...] in [1 / V, 1].
+    """
+    logits = _at_least_float32(logits)
+    return ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp()
+
+
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """Log-prob of each token given those before it, under softmax(logits / temperature).
 
@@ -49,7 +88,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float | Tensor 
 
     Returns: # [B, T] float32; 0 at t = 0.
     """
-    return _align(gather_log_probs(_tempered(logits, temperature)[:, :-1], tokens[:, 1:]))
+    return _align(gather_log_probs(temper(logits, temperature)[:, :-1], tokens[:, 1:]))
 
 
 def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -61,7 +100,7 @@ def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
 
     Returns: # [B, T] float32; 0 at t = 0.
     """
-    return _align(entropy_from_logits(_tempered(logits, temperature)[:, :-1]))
+    return _align(entropy_from_logits(temper(logits, temperature)[:, :-1]))
 
 
 class PackedShift(NamedTuple):
@@ -195,14 +234,6 @@ def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatu
 
 def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    if isinstance(temperature, Tensor):
-        assert temperature.shape == logits.shape[:1], f"temperature has shape {tuple(temperature.shape)} for {logits.shape[0]} rows"
-        return _at_least_float32(logits) / temperature[:, None, None]
-    assert temperature > 0, f"temperature is {temperature}, expected > 0"
-    return logits if temperature == 1.0 else _at_least_float32(logits) / temperature
 
 
 def _align(predictions: Tensor) -> Tensor:

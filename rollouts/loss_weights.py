@@ -37,7 +37,12 @@ def token_mean(batch: TrainBatch, *, num_tokens: float | None = None) -> Tensor:
 
 
 def sample_mean(
-    batch: TrainBatch, *, num_rows: float | None = None, count_empty_rows: bool = False, row_lengths: Tensor | None = None
+    batch: TrainBatch,
+    *,
+    num_rows: float | None = None,
+    count_empty_rows: bool = False,
+    row_lengths: Tensor | None = None,
+    epsilon: float = 0.0,
 ) -> Tensor:
     """1 / (length of the row * number of rows): every row counts the same (GRPO, Shao et al. 2024, equation 3).
 
@@ -45,10 +50,11 @@ def sample_mean(
         num_rows: of the whole step, where the batch is a part of it; None = the rows of the batch that have a trained token.
         count_empty_rows: None's count includes rows without a trained token (TRL; verl and this library leave them out).
         row_lengths: # [B] what each row is divided by; None = its number of trained tokens.
+        epsilon: added to the length of each row (verl 1e-8).
     """
     mask = trained_mask(batch)
     lengths = mask.sum(1) if row_lengths is None else row_lengths.to(mask.dtype)
-    return _divide(_divide(mask, lengths[:, None]), _num_rows(mask, num_rows, count_empty_rows))
+    return _divide(_divide(mask, lengths[:, None] + epsilon), _num_rows(mask, num_rows, count_empty_rows))
 
 
 def sample_sum(batch: TrainBatch, *, num_rows: float | None = None, count_empty_rows: bool = False) -> Tensor:

@@ -10,7 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.logprobs import chunked_log_probs, entropy_from_logits, gather_log_probs, shift_packed, token_entropy, token_log_probs
+from rollouts.logprobs import (
+    chunked_log_probs,
+    entropy_from_logits,
+    gather_log_probs,
+    shift_packed,
+    sum_of_squared_probs,
+    temper,
+    token_entropy,
+    token_log_probs,
+)
 
 
 def random_logits(seed: int, *shape: int, dtype=torch.float64, spread: float = 3.0) -> torch.Tensor:
@@ -101,6 +110,57 @@ def test_entropy_of_known_distributions_and_of_tokens_that_cannot_be_drawn():
 def test_targets_of_another_shape_are_refused():
     with pytest.raises(AssertionError, match=r"logits have shape \(2, 5\), targets \(3,\)"):
         gather_log_probs(torch.zeros(2, 5), torch.zeros(3, dtype=torch.int64))
+
+
+def test_several_targets_at_a_position_are_gathered_one_by_one():
+    logits, targets = random_logits(21, 2, 3, 5), random_tokens(22, 5, 2, 3, 4)
+    found = gather_log_probs(logits, targets)
+    expected = torch.stack([gather_log_probs(logits, targets[..., k]) for k in range(4)], -1)
+    assert torch.equal(found, expected)
+    with pytest.raises(AssertionError, match="keep goes with one target"):
+        gather_log_probs(logits, targets, keep=torch.ones(2, 3, 5, dtype=torch.bool))
+
+
+@given(st.lists(st.booleans(), min_size=5, max_size=5), st.integers(0, 4))
+def test_kept_tokens_share_the_probability_and_the_target_is_always_kept(keep, target):
+    logits = random_logits(23, 1, 5).requires_grad_()
+    found = gather_log_probs(logits, torch.tensor([target]), keep=torch.tensor([keep]))
+    kept = [z for v, z in enumerate(logits[0].tolist()) if keep[v] or v == target]
+    expected = logits[0, target].item() - math.log(sum(math.exp(z) for z in kept))
+    assert found.item() == pytest.approx(expected, abs=1e-12)
+    (gradient,) = torch.autograd.grad(found.sum(), [logits])
+    for v, slope in enumerate(gradient[0].tolist()):  # 1[v = y] - p_v, 0 for what is not kept
+        p = math.exp(logits[0, v].item() - math.log(sum(math.exp(z) for z in kept))) if keep[v] or v == target else 0.0
+        assert slope == pytest.approx((v == target) - p, abs=1e-12)
+
+
+def test_keep_must_have_the_shape_of_the_logits():
+    with pytest.raises(AssertionError, match=r"keep has shape \(5,\), logits \(2, 5\)"):
+        gather_log_probs(torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), keep=torch.ones(5))
+
+
+@given(st.lists(st.floats(-50, 50), min_size=1, max_size=8), st.floats(-500, 500))
+def test_sum_of_squared_probs_is_that_sum(values, constant):
+    expected = sum(math.exp(z) ** 2 for z in oracles.log_softmax(values))
+    found = sum_of_squared_probs(torch.tensor([values], dtype=torch.float64) + constant)
+    assert found.item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_sum_of_squared_probs_gives_the_norm_of_the_gradient_of_a_log_prob():
+    logits = random_logits(24, 1, 6).requires_grad_()
+    log_prob = gather_log_probs(logits, torch.tensor([2]))
+    (gradient,) = torch.autograd.grad(log_prob.sum(), [logits])
+    norm = 1 - 2 * log_prob.exp() + sum_of_squared_probs(logits)
+    assert norm.item() == pytest.approx(gradient.square().sum().item(), rel=1e-12)
+    assert sum_of_squared_probs(torch.tensor([[1e4, -1e4, 0.0]])).item() == 1.0
+
+
+def test_tempering_takes_one_number_or_one_for_each_row():
+    logits = random_logits(25, 2, 3, 5)
+    rows = temper(logits, torch.tensor([0.5, 2.0], dtype=torch.float64))
+    assert torch.equal(rows, torch.stack([temper(logits[0], 0.5), temper(logits[1], 2.0)]))
+    assert temper(logits[:, 0], torch.tensor([0.5, 2.0], dtype=torch.float64)).shape == (2, 5)
+    assert temper(logits.to(torch.bfloat16), 0.5).dtype == torch.float32
 
 
 # -- packed rows

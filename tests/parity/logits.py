@@ -2,7 +2,133 @@
 
 from __future__ import annotations
 
-from parity.mapping import Parity
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
-MAPPINGS: dict[str, Parity] = {}
+import torch
+from torch import Tensor
+
+from parity.mapping import Parity
+from rollouts.logprobs import (
+    chunked_log_probs,
+    entropy_from_logits,
+    gather_log_probs,
+    sum_of_squared_probs,
+    temper,
+    token_log_probs,
+)
+from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
+from rollouts.losses import policy_loss
+from rollouts.surrogates import reinforce
+from rollouts.types import TokenOutputs, TrainBatch
+
+
+def differentiated(log_probs: Tensor, entropy: Tensor | None = None) -> Tensor:
+    """What the recorded gradients are gradients of: sum(log_probs) + 0.5 * sum(entropy)."""
+    return log_probs.sum() if entropy is None else log_probs.sum() + 0.5 * entropy.sum()
+
+
+def areal_gather(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Mapping[str, Any]:
+    """The logits as hidden states under an output layer that is the identity."""
+    identity, heat = torch.eye(logits.shape[1], dtype=logits.dtype), torch.full(labels.shape, temperature, dtype=logits.dtype)
+    log_probs, entropy = chunked_log_probs(logits, identity, labels, temperatures=heat, chunk_size=2, with_entropy=True)
+    return {"logprobs": log_probs, "entropy": entropy, "sum": differentiated(log_probs, entropy)}
+
+
+def prime_helpers(logits: Tensor, input_ids: Tensor, pad_value: float | None = None) -> Mapping[str, Any]:
+    """Theirs is unshifted first, and has pad_value in front when it is shifted."""
+    labels = torch.cat([input_ids[:, 1:], torch.zeros_like(input_ids[:, :1])], 1)
+    aligned = token_log_probs(logits, input_ids)
+    front = torch.full_like(aligned[:, :1], 0.0 if pad_value is None else pad_value)
+    return {
+        "labels": labels,
+        "logprobs": gather_log_probs(logits, labels),
+        "entropy": entropy_from_logits(logits),
+        "aligned_logprobs": torch.cat([front, aligned[:, 1:]], 1),
+        "sum": differentiated(aligned),
+    }
+
+
+def slime_log_probs(logits: Tensor, tokens: Tensor, keep_mask: Tensor | None = None) -> Mapping[str, Any]:
+    log_probs, entropy = gather_log_probs(logits, tokens, keep=keep_mask), entropy_from_logits(logits)
+    return {"log_probs": log_probs, "entropy": entropy, "sum": differentiated(log_probs, entropy)}
+
+
+def trl_selective(logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Mapping[str, Any]:
+    log_probs = gather_log_probs(temper(logits, temperature), index)
+    if row_mask is not None:
+        log_probs = torch.where(row_mask.reshape(*row_mask.shape, *(1,) * (index.dim() - 2)) > 0, log_probs, 0.0)
+    return {"logprobs": log_probs, "entropy": entropy_from_logits(logits), "sum": differentiated(log_probs)}
+
+
+def verl_entropy(logits: Tensor, response_mask: Tensor, loss_agg_mode: str) -> Mapping[str, Any]:
+    """An entropy bonus with coefficient -1 is the entropy itself."""
+    entropy, mask = entropy_from_logits(logits), response_mask.to(logits.dtype)
+    rows, width = mask.shape
+    batch = TrainBatch(
+        tokens=response_mask,
+        lengths=torch.full((rows,), width),
+        loss_mask=mask,
+        rewards=torch.zeros(rows),
+        group_ids=torch.arange(rows),
+        trainable=torch.ones(rows, dtype=torch.bool),
+        old_log_probs=torch.zeros_like(mask),
+        advantages=torch.zeros_like(mask),
+    )
+    weigh = {
+        "token-mean": token_mean,
+        "seq-mean-token-mean": partial(sample_mean, epsilon=1e-8),
+        "seq-mean-token-sum": sample_sum,
+        "seq-mean-token-sum-norm": partial(fixed_length_mean, length=width),
+    }[loss_agg_mode]
+    batch = TrainBatch(**{**vars(batch), "loss_weights": weigh(batch)})
+    outputs = TokenOutputs(log_probs=torch.zeros_like(mask), entropy=entropy)
+    return {"entropy": entropy, "entropy_loss": policy_loss(outputs, batch, surrogate=reinforce, entropy_coef=-1.0).loss}
+
+
+def verl_log_probs(logits: Tensor, labels: Tensor) -> Mapping[str, Any]:
+    log_probs = gather_log_probs(logits, labels)
+    return {"logprobs": log_probs, "sum_pi_squared": sum_of_squared_probs(logits), "sum": differentiated(log_probs)}
+
+
+MAPPINGS: dict[str, Parity] = {
+    "areal_gather_logprobs_entropy": Parity(
+        run=areal_gather,
+        ours="logprobs.chunked_log_probs(temperatures=..., with_entropy=True)",
+        wrt=("logits",),
+        grad_of="sum",
+    ),
+    "prime_logits_helpers": Parity(
+        run=prime_helpers,
+        ours="logprobs.token_log_probs; gather_log_probs and entropy_from_logits before the shift",
+        wrt=("logits",),
+        grad_of="sum",
+        note="the first token of a row, which nothing predicts, has log-prob 0 with us and log(1 / V) in prime-rl",
+    ),
+    "slime_log_probs_entropy": Parity(
+        run=slime_log_probs,
+        ours="logprobs.gather_log_probs(keep=...), entropy_from_logits",
+        wrt=("logits",),
+        grad_of="sum",
+    ),
+    "trl_selective_log_softmax_entropy": Parity(
+        run=trl_selective,
+        ours="logprobs.gather_log_probs(temper(logits, temperature), index), entropy_from_logits",
+        wrt=("logits",),
+        grad_of="sum",
+    ),
+    "verl_entropy": Parity(
+        run=verl_entropy,
+        ours="logprobs.entropy_from_logits; losses.policy_loss(entropy_coef=...)",
+        wrt=("logits",),
+        grad_of="entropy_loss",
+    ),
+    "verl_logprobs_from_logits": Parity(
+        run=verl_log_probs,
+        ours="logprobs.gather_log_probs, sum_of_squared_probs",
+        wrt=("logits",),
+        grad_of="sum",
+    ),
+}
 NOT_OFFERED: dict[str, str] = {}
