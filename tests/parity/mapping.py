@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollouts.types import TrainBatch
+
 SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -143,3 +145,17 @@ def group_numbers(index: Sequence[str]) -> Tensor:
     """Group names to numbers in order of appearance."""
     seen: dict[str, int] = {}
     return torch.tensor([seen.setdefault(name, len(seen)) for name in index])
+
+
+def make_batch(mask: Tensor, **columns: Any) -> TrainBatch:
+    """A TrainBatch of [B, T] columns around a mask: every position may be trained on, rewards 0, one group a row unless given."""
+    rows, width = mask.shape
+    base: dict[str, Any] = {
+        "tokens": torch.zeros(rows, width, dtype=torch.int64),
+        "lengths": torch.full((rows,), width),
+        "loss_mask": mask.to(torch.float64),
+        "rewards": torch.zeros(rows, dtype=torch.float64),
+        "group_ids": torch.arange(rows),
+        "trainable": torch.ones(rows, dtype=torch.bool),
+    }
+    return TrainBatch(**base | columns)
