@@ -137,5 +137,5 @@ def test_fractions_scale_a_token():
 
 
 def test_the_length_of_fixed_length_mean_is_positive():
-    with pytest.raises(AssertionError, match="length is 0, expected at least 1"):
+    with pytest.raises(AssertionError, match="length is 0, expected more than 0"):
         fixed_length_mean(make_batch([[1.0]]), 0)
