@@ -9,6 +9,8 @@ Where a step is spread over ranks or over several calls, its denominators are th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,14 +28,15 @@ def token_sum(batch: TrainBatch) -> Tensor:
     return trained_mask(batch)
 
 
-def token_mean(batch: TrainBatch, *, num_tokens: float | None = None) -> Tensor:
+def token_mean(batch: TrainBatch, *, num_tokens: float | None = None, epsilon: float = 0.0) -> Tensor:
     """1 / (number of trained tokens): every token counts the same (DAPO, Yu et al. 2025, equation 8; SFT).
 
     Args:
         num_tokens: of the whole step, where the batch is a part of it; None = those of the batch.
+        epsilon: added to the number of tokens (AReaL's SFT 1e-5).
     """
     mask = trained_mask(batch)
-    return _divide(mask, mask.sum() if num_tokens is None else mask.new_tensor(num_tokens))
+    return _divide(mask, (mask.sum() if num_tokens is None else mask.new_tensor(num_tokens)) + epsilon)
 
 
 def sample_mean(
@@ -84,6 +87,11 @@ def fixed_length_mean(batch: TrainBatch, length: float, *, num_rows: float | Non
     """
     assert length > 0, f"length is {length}, expected more than 0"
     return sample_sum(batch, num_rows=num_rows, count_empty_rows=count_empty_rows) / length
+
+
+def scaled(batch: TrainBatch, *, weigh: Callable[[TrainBatch], Tensor], factor: float) -> Tensor:
+    """factor * weigh(batch), for example by the number of ranks where gradients are averaged over ranks and not added up."""
+    return factor * weigh(batch)
 
 
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -144,6 +144,20 @@ def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> LossOutput:
     return LossOutput(-(weights * log_probs).sum(), metrics)
 
 
+def dft_loss(outputs: TokenOutputs, batch: TrainBatch) -> LossOutput:
+    """-sum(loss_weights * sg(p) * log p), p the probability of the token: SFT without its excess gradient on improbable tokens.
+
+    The gradient of -log p is that of a policy with reward 1 / p; the factor takes the 1 / p away.
+
+    Source: Wu et al. 2025 (On the generalization of SFT: dynamic fine-tuning), equation 9.
+    """
+    weights, mask = _weights_and_mask(outputs, batch)
+    log_probs = _where(mask, outputs.log_probs)
+    probability = log_probs.detach().exp()
+    metrics = {"log_prob_mean": _mean(log_probs, batch.loss_mask), "probability": _mean(probability, batch.loss_mask)}
+    return LossOutput(-(weights * probability * log_probs).sum(), metrics)
+
+
 def value_loss(outputs: TokenOutputs, batch: TrainBatch, *, clip: float | None = 0.2) -> LossOutput:
     """sum(loss_weights * max((V - R)^2, (V_clip - R)^2) / 2), V_clip = V_old + clamp(V - V_old, -clip, clip).
 

@@ -247,3 +247,11 @@ def sft_loss(log_probs: Any, mask: Sequence[Sequence[float]]) -> Number:
     for b, t in _tokens(mask):
         total = total - log_probs[b][t]
     return total / max(len(_tokens(mask)), 1)
+
+
+def dft_loss(log_probs: Any, mask: Sequence[Sequence[float]]) -> Number:
+    """Wu et al. 2025: mean over the trained tokens of -sg(p) log p."""
+    total: Number = 0.0
+    for b, t in _tokens(mask):
+        total = total - exp(log_probs[b][t]).detach() * log_probs[b][t]
+    return total / max(len(_tokens(mask)), 1)

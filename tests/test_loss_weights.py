@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.loss_weights import fixed_length_mean, group_token_mean, sample_mean, sample_sum, token_mean, trained_mask
+from rollouts.loss_weights import fixed_length_mean, group_token_mean, sample_mean, sample_sum, scaled, token_mean, trained_mask
 from rollouts.types import TrainBatch
 
 fixed_mean = partial(fixed_length_mean, length=8)
@@ -139,3 +139,10 @@ def test_fractions_scale_a_token():
 def test_the_length_of_fixed_length_mean_is_positive():
     with pytest.raises(AssertionError, match="length is 0, expected more than 0"):
         fixed_length_mean(make_batch([[1.0]]), 0)
+
+
+def test_an_epsilon_adds_to_the_count_and_a_factor_scales():
+    batch = make_batch([[0, 1, 1, 1], [0, 1, 0, 0]])
+    torch.testing.assert_close(token_mean(batch, epsilon=1.0), batch.loss_mask / 5)
+    torch.testing.assert_close(sample_mean(batch, epsilon=1.0), batch.loss_mask / torch.tensor([[8.0], [4.0]]))
+    torch.testing.assert_close(scaled(batch, weigh=token_mean, factor=3), batch.loss_mask * 0.75)

@@ -18,6 +18,7 @@ from rollouts.loss_weights import fixed_length_mean, group_token_mean, sample_me
 from rollouts.losses import (
     clipped_policy_loss,
     compute_policy_loss,
+    dft_loss,
     grpo_loss,
     merge_metrics,
     policy_loss,
@@ -163,6 +164,15 @@ def test_micro_batches_row_order_and_padding_never_change_loss_or_gradient(seed,
         parts.append((values, int((micro.loss_mask > 0).sum())))
     torch.testing.assert_close(total, whole)
     assert merge_metrics(parts) == pytest.approx(metrics)
+
+
+def test_dft_loss_matches_the_loop_in_value_and_gradient():
+    log_probs, batch = make_batch(seed=3)
+    loss = dft_loss(TokenOutputs(log_probs=log_probs), replace(batch, loss_weights=token_mean(batch))).loss
+    expected = oracles.dft_loss(log_probs, batch.loss_mask.tolist())
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    found, wanted = (torch.autograd.grad(x, [log_probs])[0] for x in (loss, expected))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 def test_sft_is_reinforce_with_advantage_one_and_the_cross_entropy_of_trained_tokens():

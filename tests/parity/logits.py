@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parity.mapping import Parity
+from parity.mapping import Parity, make_batch
 from rollouts.logprobs import (
     chunked_log_probs,
     entropy_from_logits,
@@ -18,10 +19,10 @@ from rollouts.logprobs import (
     temper,
     token_log_probs,
 )
-from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
+from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean, token_sum
 from rollouts.losses import policy_loss
 from rollouts.surrogates import reinforce
-from rollouts.types import TokenOutputs, TrainBatch
+from rollouts.types import TokenOutputs
 
 
 def differentiated(log_probs: Tensor, entropy: Tensor | None = None) -> Tensor:
@@ -64,27 +65,22 @@ def trl_selective(logits: Tensor, index: Tensor, temperature: float = 1.0, row_m
 
 def verl_entropy(logits: Tensor, response_mask: Tensor, loss_agg_mode: str) -> Mapping[str, Any]:
     """An entropy bonus with coefficient -1 is the entropy itself."""
-    entropy, mask = entropy_from_logits(logits), response_mask.to(logits.dtype)
-    rows, width = mask.shape
-    batch = TrainBatch(
-        tokens=response_mask,
-        lengths=torch.full((rows,), width),
-        loss_mask=mask,
-        rewards=torch.zeros(rows),
-        group_ids=torch.arange(rows),
-        trainable=torch.ones(rows, dtype=torch.bool),
-        old_log_probs=torch.zeros_like(mask),
-        advantages=torch.zeros_like(mask),
-    )
+    entropy, zeros = entropy_from_logits(logits), torch.zeros_like(logits[..., 0])
+    batch = make_batch(response_mask, old_log_probs=zeros, advantages=zeros)
     weigh = {
         "token-mean": token_mean,
         "seq-mean-token-mean": partial(sample_mean, epsilon=1e-8),
         "seq-mean-token-sum": sample_sum,
-        "seq-mean-token-sum-norm": partial(fixed_length_mean, length=width),
+        "seq-mean-token-sum-norm": partial(fixed_length_mean, length=response_mask.shape[1]),
+        "token-sum": token_sum,
     }[loss_agg_mode]
-    batch = TrainBatch(**{**vars(batch), "loss_weights": weigh(batch)})
-    outputs = TokenOutputs(log_probs=torch.zeros_like(mask), entropy=entropy)
+    outputs = TokenOutputs(log_probs=zeros, entropy=entropy)
+    batch = replace(batch, loss_weights=weigh(batch))
     return {"entropy": entropy, "entropy_loss": policy_loss(outputs, batch, surrogate=reinforce, entropy_coef=-1.0).loss}
+
+
+def verl_empty(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
+    return None if bool(kwargs["response_mask"].any()) else "a batch without trained tokens has loss 0 with us, NaN in verl"
 
 
 def verl_log_probs(logits: Tensor, labels: Tensor) -> Mapping[str, Any]:
@@ -123,6 +119,7 @@ MAPPINGS: dict[str, Parity] = {
         ours="logprobs.entropy_from_logits; losses.policy_loss(entropy_coef=...)",
         wrt=("logits",),
         grad_of="entropy_loss",
+        differs=verl_empty,
     ),
     "verl_logprobs_from_logits": Parity(
         run=verl_log_probs,

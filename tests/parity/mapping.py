@@ -30,6 +30,7 @@ class Parity:
     wrt: tuple[str, ...] = ()  # inputs whose recorded gradients are compared
     grad_of: str = "loss"  # the output (of `run`) that is differentiated; a tensor with a gradient
     mask: str | None = None  # input: outputs of its shape are compared only where it is > 0
+    grad_mask: str | None = None  # input: gradients of its shape are compared only where it is > 0; for peers that mask before the function
     differs: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None] | None = None  # (kwargs, recorded outputs) -> why a case differs
     note: str = ""  # what differs on purpose, for the table
 
@@ -130,7 +131,8 @@ def mismatches(document: Mapping[str, Any], parity: Parity) -> tuple[list[str], 
             leaves = kwargs[name] if isinstance(kwargs[name], list) else [kwargs[name]]
             gradients = torch.autograd.grad(outputs[parity.grad_of], leaves, retain_graph=True, allow_unused=True)
             dense = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True)]
-            error = difference(dense, case["grads"][name], **default)
+            kept = None if parity.grad_mask is None else case["kwargs"][parity.grad_mask]
+            error = difference(dense, case["grads"][name], **default, mask=kept)
             if error:
                 found.append(f"{case['id']} d/d{name}: {error}")
     return found, on_purpose
