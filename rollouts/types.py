@@ -272,6 +272,7 @@ class TrainBatch:
     temperatures: Tensor | None = None  # [B] float32 > 0 that log-probs are computed under; None = 1
     old_log_probs: Tensor | None = None  # [B, T] anchor of the ratio; None = rollout_log_probs
     prox_log_probs: Tensor | None = None  # [B, T] proximal policy of decoupled objectives
+    segment_log_probs: Tensor | None = None  # [B, T] each token under the weights one version after those that sampled it
     ref_log_probs: Tensor | None = None  # [B, T] reference policy
     values: Tensor | None = None  # [B, T] critic at collection time
     weight_versions: Tensor | None = None  # [B, T] int64, -1 where the policy did not sample
@@ -286,8 +287,8 @@ class TrainBatch:
     def __post_init__(self) -> None:
         assert self.tokens.dim() == 2, f"tokens has shape {tuple(self.tokens.shape)}, expected [B, T]"
         b, t = self.tokens.shape
-        per_token = ("loss_mask", "rollout_log_probs", "old_log_probs", "prox_log_probs", "ref_log_probs", "values",
-                     "weight_versions", "advantages", "returns", "loss_weights", "importance_weights", "selected")  # fmt: skip
+        per_token = ("loss_mask", "rollout_log_probs", "old_log_probs", "prox_log_probs", "segment_log_probs", "ref_log_probs",
+                     "values", "weight_versions", "advantages", "returns", "loss_weights", "importance_weights", "selected")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b, t)) for name in per_token})
         per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef")
         check_shapes(**{name: (getattr(self, name), (b,)) for name in per_row})
