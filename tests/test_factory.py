@@ -17,7 +17,10 @@ from rollouts.backends.factory import (
     load_tokenizer,
     parse_device,
     parse_dtype,
+    warmup_constant,
     warmup_cosine,
+    warmup_linear,
+    warmup_stable_decay,
 )
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.errors import ConfigError, DataError
@@ -44,6 +47,29 @@ def test_warmup_cosine_matches_its_closed_form():
     assert factor[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     assert factor[8] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 2)))
     assert factor[12:] == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize("schedule", [warmup_cosine, warmup_linear, warmup_constant, warmup_stable_decay])
+def test_a_warm_up_may_start_at_a_given_factor(schedule):
+    kwargs = {"warmup_steps": 4, "warmup_from": 0.2} | ({} if schedule is warmup_constant else {"total_steps": 12})
+    assert [schedule(s, **kwargs) for s in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_a_cosine_stays_at_its_end_unless_it_is_periodic():
+    ends = [warmup_cosine(s, warmup_steps=0, total_steps=4) for s in (4, 5, 8)]
+    assert ends == pytest.approx([0, 0, 0])
+    rising = [warmup_cosine(s, warmup_steps=0, total_steps=4, periodic=True) for s in (4, 5, 8)]
+    assert rising == pytest.approx([0, 0.5 * (1 + math.cos(math.pi * 5 / 4)), 1])
+    assert [warmup_cosine(s, warmup_steps=0, total_steps=4, num_cycles=1.0) for s in (0, 2, 4)] == pytest.approx([1, 0, 1])
+
+
+def test_warmup_stable_decay_has_three_phases():
+    found = [warmup_stable_decay(s, warmup_steps=2, total_steps=12, stable_ratio=0.6, min_lr_ratio=0.1) for s in range(14)]
+    assert found[:9] == pytest.approx([0.5, *[1.0] * 8])
+    assert found[10] == pytest.approx(0.55)
+    assert found[12:] == pytest.approx([0.1, 0.1])
+    with pytest.raises(AssertionError, match=r"stable_ratio is 1.5, expected in \[0, 1\]"):
+        warmup_stable_decay(0, warmup_steps=0, total_steps=1, stable_ratio=1.5)
 
 
 @pytest.mark.parametrize(("schedule", "end"), [("constant", 1.0), ("linear", 0.2), ("cosine", 0.2)])

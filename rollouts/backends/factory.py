@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from rollouts.backends.outputs import ComputeOutputs, compute_log_probs, compute_values, get_value_head
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.errors import ConfigError, DataError
 from rollouts.losses import sft_loss
+from rollouts.packing import get_decoder
 from rollouts.types import LossFn
 
 if TYPE_CHECKING:
@@ -96,6 +99,87 @@ def load_hf_model(
     return cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))
 
 
+def load_critic_model(path: str | Path, *, seed: int = 0, head_std: float | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load a saved critic, or the backbone of a causal language model with a fresh value head. Nothing is downloaded.
+
+    Args:
+        path: a directory of either kind.
+        seed, head_std: of a fresh head, see init_value_head.
+        trust_remote_code: run the Python files in the directory; only for a directory you trust.
+
+    Returns: a token-classification model with one label, float32, on the CPU, without dropout in its head.
+    Raises: ConfigError if the directory is not a complete model, or transformers has no token-classification model for it.
+    """
+    from transformers import AutoModelForTokenClassification
+
+    directory = check_model_directory(path)
+    try:
+        with torch.random.fork_rng(devices=[]):  # a missing head is first filled with random numbers
+            loaded, info = AutoModelForTokenClassification.from_pretrained(
+                directory,
+                num_labels=1,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"{directory} cannot be loaded as a critic (a token-classification model with one label): {error}") from error
+    except Exception as error:  # safetensors raises its own type, which derives from Exception only
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise ConfigError(f"the weights in {directory} are damaged: {error}") from error
+    model = cast("PreTrainedModel", loaded)
+    model.config.classifier_dropout = 0.0  # pyright: ignore[reportAttributeAccessIssue]  # values are computed without dropout
+    head = get_value_head(model)
+    head_names = {name for name, parameter in model.named_parameters() if any(parameter is p for p in head.parameters())}
+    missing = set(cast("dict[str, Any]", info)["missing_keys"])
+    if missing - head_names:
+        raise ConfigError(f"{directory} lacks the weights {sorted(missing - head_names)[:5]}: it is not a complete model")
+    if missing:
+        init_value_head(model, seed=seed, std=head_std)
+    return model
+
+
+def create_critic_model(model: PreTrainedModel, *, seed: int = 0, head_std: float | None = None) -> PreTrainedModel:
+    """A critic whose backbone is a copy of a causal language model's, with a fresh value head; shares no weight with `model`.
+
+    Args:
+        seed, head_std: of the head, see init_value_head.
+
+    Raises: ConfigError if transformers has no token-classification model for this architecture.
+    """
+    from transformers import AutoModelForTokenClassification
+
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    config.classifier_dropout = 0.0  # pyright: ignore[reportAttributeAccessIssue]  # read by token-classification models
+    try:
+        with torch.random.fork_rng(devices=[]):
+            critic = cast("PreTrainedModel", AutoModelForTokenClassification.from_config(config))
+    except ValueError as error:
+        raise ConfigError(f"transformers has no token-classification model for {type(model).__name__}: {error}") from error
+    get_decoder(critic).load_state_dict(get_decoder(model).state_dict())
+    init_value_head(critic, seed=seed, std=head_std)
+    return critic
+
+
+def init_value_head(model: PreTrainedModel, *, seed: int, std: float | None = None) -> None:
+    """Draw the weights of the value head from N(0, std^2) by the seed alone; the bias is 0.
+
+    Args:
+        std: None = 1 / (H + 1) for H hidden units, so that first values are near 0 (Stiennon et al. 2020 use 1 / sqrt(H + 1) for a
+            reward model, OpenRLHF 1 / (H + 1) for a critic).
+    """
+    head = get_value_head(model)
+    std = 1 / (head.in_features + 1) if std is None else std
+    with torch.no_grad():
+        drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
+        head.weight.copy_(drawn * std)
+        if getattr(head, "bias", None) is not None:
+            head.bias.zero_()
+
+
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory. Nothing is downloaded. Raises DataError if there is none."""
     from transformers import AutoTokenizer
@@ -128,29 +212,71 @@ def create_adamw_optimizer(
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
 
 
-def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0) -> float:
-    """Factor of the learning rate: (step + 1) / warmup_steps while step < warmup_steps, then half a cosine from 1 to min_lr_ratio.
+def warmup_cosine(
+    step: int,
+    *,
+    warmup_steps: int,
+    total_steps: int,
+    min_lr_ratio: float = 0.0,
+    warmup_from: float | None = None,
+    num_cycles: float = 0.5,
+    periodic: bool = False,
+) -> float:
+    """Factor of the learning rate: up to 1 in warmup_steps, then along a cosine down to min_lr_ratio.
 
     Args:
-        step: 0-based optimizer step; from total_steps on the factor is min_lr_ratio.
+        step: 0-based optimizer step; from total_steps on the factor stays at the end of the curve.
+        warmup_from: factor at step 0; step k of the warm-up has warmup_from + (1 - warmup_from) * k / warmup_steps. transformers and verl
+            start at 0, so that their first update changes nothing. None = (k + 1) / warmup_steps, with which it does.
+        num_cycles: full turns of the cosine; 0.5 goes down once.
+        periodic: go on along the cosine behind total_steps, as torch's and transformers' schedules do: the learning rate rises again.
     """
     if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+        return _warm_up(step, warmup_steps, warmup_from)
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    angle = 2 * math.pi * num_cycles * (progress if periodic else min(1.0, progress))
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(angle))
 
 
-def warmup_linear(step: int, *, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0) -> float:
+def warmup_linear(step: int, *, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0, warmup_from: float | None = None) -> float:
     """As warmup_cosine, with a straight line down to min_lr_ratio."""
     if step < warmup_steps:
-        return (step + 1) / warmup_steps
+        return _warm_up(step, warmup_steps, warmup_from)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     return 1 - (1 - min_lr_ratio) * progress
 
 
-def warmup_constant(step: int, *, warmup_steps: int) -> float:
-    """(step + 1) / warmup_steps while step < warmup_steps, then 1."""
-    return (step + 1) / warmup_steps if step < warmup_steps else 1.0
+def warmup_constant(step: int, *, warmup_steps: int, warmup_from: float | None = None) -> float:
+    """Up to 1 in warmup_steps as in warmup_cosine, then 1."""
+    return _warm_up(step, warmup_steps, warmup_from) if step < warmup_steps else 1.0
+
+
+def warmup_stable_decay(
+    step: int,
+    *,
+    warmup_steps: int,
+    total_steps: int,
+    stable_ratio: float = 0.9,
+    min_lr_ratio: float = 0.0,
+    warmup_from: float | None = None,
+) -> float:
+    """Up to 1 in warmup_steps, 1 for stable_ratio of the rest, then half a cosine down to min_lr_ratio (WSD).
+
+    Args:
+        stable_ratio: in [0, 1]; int(stable_ratio * (total_steps - warmup_steps)) steps have factor 1.
+        step, warmup_from: as in warmup_cosine.
+
+    Source: Hu et al. 2024 (MiniCPM), section 4, with verl's cosine for the decay.
+    """
+    assert 0 <= stable_ratio <= 1, f"stable_ratio is {stable_ratio}, expected in [0, 1]"
+    stable_until = warmup_steps + int(stable_ratio * max(0, total_steps - warmup_steps))
+    if step < stable_until:
+        return warmup_constant(step, warmup_steps=warmup_steps, warmup_from=warmup_from)
+    return warmup_cosine(step, warmup_steps=stable_until, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
+
+
+def _warm_up(step: int, warmup_steps: int, warmup_from: float | None) -> float:
+    return (step + 1) / warmup_steps if warmup_from is None else warmup_from + (1 - warmup_from) * step / warmup_steps
 
 
 def create_warmup_cosine_scheduler(
@@ -220,6 +346,45 @@ def create_backend_with_scheduler(
     )  # fmt: skip
 
 
+def create_critic_backend(
+    model: str | Path | PreTrainedModel,
+    *,
+    lr: float,
+    seed: int = 0,
+    head_std: float | None = None,
+    schedule: Schedule = "constant",
+    warmup_steps: int = 0,
+    total_steps: int = 1,
+    min_lr_ratio: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    device: str | torch.device = "cpu",
+    compute_dtype: str | torch.dtype = "float32",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> PyTorchTrainingBackend:
+    """A backend whose model has a value head, for the critic= of run_rl_training.
+
+    Args:
+        model: a directory of a causal language model (its backbone with a fresh head) or of a saved critic (as it is), or such a model. A
+            language model is copied, so that the policy may be made from the same object.
+        seed, head_std: of a fresh head, see init_value_head.
+        schedule, warmup_steps, total_steps, min_lr_ratio: of the learning rate, in optimizer steps of the critic.
+        tokenizer: None with a directory = the one in it.
+    """
+    if isinstance(model, str | Path):
+        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        model = load_critic_model(model, seed=seed, head_std=head_std)
+    elif model.get_output_embeddings() is not None:
+        model = create_critic_model(model, seed=seed, head_std=head_std)
+    create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
+    return _create_backend(
+        model, create, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
+        device=device, compute_dtype=compute_dtype, tokenizer=tokenizer, compute_outputs=compute_values,
+    )  # fmt: skip
+
+
 def _create_backend(
     model: str | Path | PreTrainedModel,
     create_schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR] | None,
@@ -232,6 +397,7 @@ def _create_backend(
     compute_dtype: str | torch.dtype,
     tokenizer: PreTrainedTokenizerBase | None,
     eps: float = 1e-8,
+    compute_outputs: ComputeOutputs = compute_log_probs,
 ) -> PyTorchTrainingBackend:
     if isinstance(model, str | Path):
         tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
@@ -246,4 +412,5 @@ def _create_backend(
         compute_dtype=parse_dtype(compute_dtype),
         max_grad_norm=max_grad_norm,
         tokenizer=tokenizer,
+        compute_outputs=compute_outputs,
     )
