@@ -32,17 +32,21 @@ def token_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, bound
     return log_ratio if bound is None else log_ratio.clamp(-bound, bound)
 
 
-def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, cap: float | None = None) -> Tensor:
     """The mean of a row's token log-ratios at each of its tokens: log s_i, s_i = (p(y) / p_old(y))^(1 / |y|).
 
     The gradient goes through each token's own log-prob (the token-level form), so advantages may differ along a row. With sample_mean
     and one advantage a row it is the gradient of the sequence-level objective (sequence_mean_ratio).
 
+    Args:
+        cap: largest log s_i (verl: 10); a row above it has no gradient. None = no cap.
+
     Source: Zheng et al. 2025 (GSPO), equations 7, 13 and 14.
     """
     mean = _row_mean(token_ratio(log_probs, old_log_probs, mask), mask)
     own = torch.where(mask > 0, log_probs - log_probs.detach(), 0.0)  # 0, with the gradient of log_probs
-    return (mean.detach() + own) * (mask > 0)
+    log_ratio = torch.where(mask > 0, mean.detach() + own, 0.0)
+    return log_ratio if cap is None else log_ratio.clamp(max=cap)
 
 
 def sequence_mean_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -50,7 +54,7 @@ def sequence_mean_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) 
 
     Source: Zheng et al. 2025 (GSPO), equation 7.
     """
-    return _row_mean(token_ratio(log_probs, old_log_probs, mask), mask) * (mask > 0)
+    return torch.where(mask > 0, _row_mean(token_ratio(log_probs, old_log_probs, mask), mask), 0.0)
 
 
 def sequence_sum_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, bound: float | None = None) -> Tensor:
@@ -59,36 +63,62 @@ def sequence_sum_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *
     Args:
         bound: clamps each token's log-ratio beforehand; None = no clamp.
     """
-    return token_ratio(log_probs, old_log_probs, mask, bound=bound).sum(1, keepdim=True) * (mask > 0)
+    return torch.where(mask > 0, token_ratio(log_probs, old_log_probs, mask, bound=bound).sum(1, keepdim=True), 0.0)
 
 
 def clipped_sequence_ratio(
-    log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, advantages: Tensor, low: float = 0.4, high: float = 0.4
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    advantages: Tensor,
+    low: float = 0.4,
+    high: float = 0.4,
+    epsilon: float = 0.0,
 ) -> Tensor:
     """GMPO's log-ratio: token log-ratios clipped to [-low, high] on the side where the advantage asks for it, then their row mean.
 
     Args:
         advantages: # [B, T], one sign along a row.
-        low, high: widths in nats (the paper clips to (e^-0.4, e^0.4)).
+        low, high: widths in nats, >= 0 (the paper clips the ratio to (e^-0.4, e^0.4)).
+        epsilon: added to the number of tokens of a row (verl 1e-8).
 
-    Source: Zhao et al. 2025 (Geometric-mean policy optimization).
+    Returns: # [B, T], the same at every token of a row, with the gradient through the mean; 0 where mask = 0 and where the advantage is.
+    Source: Zhao et al. 2025 (Geometric-mean policy optimization), section 4.
     """
+    assert low >= 0, f"low is {low}, expected at least 0"
+    assert high >= 0, f"high is {high}, expected at least 0"
     log_ratio = token_ratio(log_probs, old_log_probs, mask)
-    clamped = log_ratio.clamp(-low, high)
-    sign = advantages.sign()
-    pessimistic = sign * torch.minimum(sign * log_ratio, sign * clamped)
-    return _row_mean(torch.where(mask > 0, pessimistic, 0.0), mask) * (mask > 0)
+    sign = torch.where(mask > 0, advantages, 0.0).sign()
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-low, high))
+    return torch.where(mask > 0, _row_mean(pessimistic, mask, epsilon), 0.0)
 
 
-def _row_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x over the tokens of each row with mask > 0: # [B, 1]; 0 for a row without any."""
+def _row_mean(x: Tensor, mask: Tensor, epsilon: float = 0.0) -> Tensor:
+    """Mean of x over the tokens of each row with mask > 0: # [B, 1]; 0 for a row without any. x is 0 where mask = 0."""
     on = (mask > 0).to(x.dtype)
-    return (x * on).sum(1, keepdim=True) / on.sum(1, keepdim=True).clamp(min=1)
+    return x.sum(1, keepdim=True) / (on.sum(1, keepdim=True) + epsilon).clamp(min=1)
 
 
-def row_mean_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Each row's mean advantage over its tokens with mask > 0, at each of them. All # [B, T]; 0 where mask = 0."""
-    return _row_mean(torch.where(mask > 0, advantages, 0.0), mask) * (mask > 0)
+def row_mean_advantages(advantages: Tensor, mask: Tensor, *, epsilon: float = 0.0) -> Tensor:
+    """Each row's mean advantage over its tokens with mask > 0, at each of them. All # [B, T]; 0 where mask = 0.
+
+    Args:
+        epsilon: added to the number of tokens of a row (verl 1e-8).
+    """
+    return torch.where(mask > 0, _row_mean(torch.where(mask > 0, advantages, 0.0), mask, epsilon), 0.0)
+
+
+def row_geometric_mean(weights: Tensor, mask: Tensor, *, floor: float = 1e-10, epsilon: float = 0.0) -> Tensor:
+    """Each row's geometric mean of weights >= 0 over its tokens with mask > 0, at each of them. All # [B, T]; 1 where mask = 0.
+
+    Args:
+        floor: added to each weight, so that a weight of 0 shrinks its row's mean and does not erase it.
+        epsilon: added to the number of tokens of a row (verl 1e-8).
+    """
+    assert floor >= 0, f"floor is {floor}, expected at least 0"
+    logs = torch.where(mask > 0, torch.where(mask > 0, weights + floor, 1.0).log(), 0.0)
+    return torch.where(mask > 0, _row_mean(logs, mask, epsilon), 0.0).exp()
 
 
 # -- surrogates
@@ -111,17 +141,19 @@ def clipped(
 
     Args:
         log_ratio, log_probs, advantages: # [B, T].
-        low: width of the range below 1, in [0, 1].
+        low: width of the range below 1, in [0, 1).
         high: width above 1, >= 0 (DAPO's clip-higher: 0.2 and 0.28).
         dual: > 1; a token with A < 0 and r > dual has loss -dual * A and no gradient. None = off.
 
     Source: Schulman et al. 2017 (PPO), equation 7; Ye et al. 2020 (dual clip), equation 3.
     """
+    assert 0 <= low < 1, f"low is {low}, expected in [0, 1): the ratio is clipped to at least 1 - low, and it is never below 0"
+    assert high >= 0, f"high is {high}, expected at least 0"
+    assert dual is None or dual > 1, f"dual is {dual}, expected more than 1"
     ratio = log_ratio.exp()
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     if dual is None:
         return loss
-    assert dual > 1, f"dual is {dual}, expected > 1"
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)
 
 
@@ -129,11 +161,13 @@ def cispo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: floa
     """-sg(clip(r, 1 - low, 1 + high)) A log p: the ratio is a weight, every token keeps its gradient.
 
     Args:
-        low: width below 1; 1 = no lower bound, as in the paper.
-        high: width above 1: the cap of the weight is 1 + high (TRL writes the cap itself, verl and slime the width).
+        low: width below 1, >= 0; 1 or more = no lower bound, as in the paper's experiments.
+        high: width above 1, >= 0: the cap of the weight is 1 + high (TRL writes the cap itself, verl and slime the width).
 
     Source: MiniMax-M1 2025 (CISPO), equations 4 and 5.
     """
+    assert low >= 0, f"low is {low}, expected at least 0"
+    assert high >= 0, f"high is {high}, expected at least 0"
     return -log_ratio.exp().clamp(1 - low, 1 + high).detach() * advantages * log_probs
 
 
@@ -147,8 +181,8 @@ def sapo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, tau_pos: f
 
     Source: Gao et al. 2025 (Soft adaptive policy optimization).
     """
-    assert tau_pos > 0, f"tau_pos is {tau_pos}, expected > 0"
-    assert tau_neg > 0, f"tau_neg is {tau_neg}, expected > 0"
+    assert tau_pos > 0, f"tau_pos is {tau_pos}, expected more than 0"
+    assert tau_neg > 0, f"tau_neg is {tau_neg}, expected more than 0"
     tau = torch.where(advantages > 0, torch.full_like(advantages, tau_pos), torch.full_like(advantages, tau_neg))
     return -advantages * torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
 
@@ -158,7 +192,21 @@ def dro(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, beta: float
 
     Source: Richemond et al. 2024 (Offline regularised reinforcement learning: DRO), with the baseline in the advantage.
     """
+    assert beta >= 0, f"beta is {beta}, expected at least 0"
     return -(advantages * log_probs - 0.5 * beta * log_ratio.square())
+
+
+def kl_cov(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, selected: Tensor, coef: float = 1.0) -> Tensor:
+    """-A r, plus coef * |log r| at selected tokens: the few that would cost the policy most entropy are held back.
+
+    Args:
+        selected: # [B, T] bool, chosen over the whole step (covariance.kl_cov_tokens).
+        coef: >= 0.
+
+    Source: Cui et al. 2025 (The entropy mechanism of reinforcement learning for reasoning language models: KL-Cov).
+    """
+    assert coef >= 0, f"coef is {coef}, expected at least 0"
+    return -advantages * log_ratio.exp() + coef * torch.where(selected, log_ratio.abs(), 0.0)
 
 
 def vespo(
@@ -236,11 +284,14 @@ def dppo(
 
     Args:
         low, high: of the region, in the measure of `inside`: total variation (inside_tv) or KL (inside_binary_kl).
-        cap: of the detached ratio.
+        cap: of the detached ratio, > 0.
         log_ratio_bound: clamps the log-ratio before exp.
 
     Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning: DPPO), with verl's truncated weight.
     """
+    assert low >= 0, f"low is {low}, expected at least 0"
+    assert high >= 0, f"high is {high}, expected at least 0"
+    assert cap > 0, f"cap is {cap}, expected more than 0"
     keep = inside(log_ratio, log_probs, advantages, low=low, high=high)
     weight = log_ratio.detach().clamp(-log_ratio_bound, log_ratio_bound).exp().clamp(max=cap)
     return torch.where(keep, -weight * advantages * log_probs, torch.zeros_like(log_probs))
@@ -264,6 +315,7 @@ def penalized_ratio(
 
     Source: prime-rl's default loss (DPPO) and, with inside_tv_symmetric, its IPO loss.
     """
+    assert penalty >= 0, f"penalty is {penalty}, expected at least 0"
     keep = inside(log_ratio, log_probs, advantages)
     policy = torch.where(keep, -advantage_scale * advantages * log_ratio.exp(), torch.zeros_like(log_ratio))
     return policy + penalty * log_ratio.square()
