@@ -1,15 +1,115 @@
 """Advantages of whole samples [B] and along tokens [B, T].
 
-Singleton groups and groups of equal rewards have a defined result everywhere: advantage 0, never NaN.
+Singleton groups and groups of equal rewards have a defined result everywhere: advantage 0 unless the caller asks for something else, never
+NaN. Along tokens, t + 1 always means the next token with mask > 0: tokens between two of them (an environment's) are stepped over.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
+
 import torch
 from torch import Tensor
 
-from rollouts.checks import check_finite
-from rollouts.statistics import GroupStatistic, batch_mean, group_centered, group_mean, group_std
+from rollouts.checks import check_finite, check_shapes
+from rollouts.statistics import (
+    GroupStatistic,
+    batch_mean,
+    group_centered,
+    group_count,
+    group_max,
+    group_mean,
+    group_std,
+    group_sum,
+    masked_entries,
+    masked_mean,
+)
+
+Singleton: TypeAlias = Literal["zero", "keep"]
+"""What a group of one gets: advantage 0, or its reward as if its baseline were 0 and its scale 1 (verl)."""
+
+# -- rewards of whole samples, [B] -> [B]
+
+
+def shape_rewards(rewards: Tensor, *, bias: float = 0.0, scale: float = 1.0, low: float = -math.inf, high: float = math.inf) -> Tensor:
+    """clip((r + bias) * scale, low, high).
+
+    Args:
+        rewards: # [B].
+        bias, scale: applied before clipping.
+        low, high: range of the result.
+
+    Returns: # [B].
+    """
+    assert low <= high, f"low {low} is above high {high}"
+    return ((rewards + bias) * scale).clamp(low, high)
+
+
+def combine_rewards(components: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """r_i = sum_k w_k r_ik over the components that scored row i.
+
+    Args:
+        components: # [B, K], NaN where a component gave no score.
+        weights: # [K]; None = 1 each.
+
+    Returns: rewards # [B], 0 where no component scored; scored # [B] bool.
+    """
+    scored = ~components.isnan()
+    kept = torch.where(scored, components, torch.zeros_like(components))
+    return (kept if weights is None else kept * weights).sum(dim=1), scored.any(dim=1)
+
+
+def penalize_length(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    num_output_tokens: Tensor,
+    num_total_tokens: Tensor,
+    num_turns: Tensor,
+    weights: tuple[float, float, float],
+) -> Tensor:
+    """r_i - mean(r) * (w_out * out_i / max(out) + w_in * in_i / max(in) + w_turns * turns_i / max(turns)), all over the group.
+
+    In proportion to the mean reward, so that groups which solve nothing are not pushed to be short.
+
+    Args:
+        rewards, group_ids: # [B].
+        num_output_tokens: # [B] tokens that the policy wrote.
+        num_total_tokens: # [B] all tokens; in = total - output.
+        num_turns: # [B].
+        weights: (w_out, w_in, w_turns).
+
+    Returns: # [B].
+    Source: the length penalty of prime-rl's GRPO.
+    """
+    penalty = torch.zeros_like(rewards)
+    for weight, cost in zip(weights, (num_output_tokens, num_total_tokens - num_output_tokens, num_turns), strict=True):
+        cost = cost.to(rewards.dtype)
+        penalty = penalty + weight * cost / group_max(cost, group_ids).clamp(min=1)
+    return rewards - group_mean(rewards, group_ids) * penalty
+
+
+def penalize_overlong(
+    rewards: Tensor, lengths: Tensor, *, max_tokens: int, buffer: int, factor: float = 1.0, bounded: bool = True
+) -> Tensor:
+    """r_i - factor * clip((length_i - (max_tokens - buffer)) / buffer, 0, 1): free up to max_tokens - buffer, then rising to factor.
+
+    Args:
+        rewards: # [B].
+        lengths: # [B] tokens that the policy wrote.
+        max_tokens: from here on the penalty is `factor`.
+        buffer: > 0; how many tokens before max_tokens the penalty begins (the paper: 4,096 of 20,480).
+        bounded: False lets the penalty grow on behind max_tokens (AReaL).
+
+    Returns: # [B].
+    Source: Yu et al. 2025 (DAPO), equation 13.
+    """
+    assert buffer > 0, f"buffer is {buffer}, expected more than 0"
+    excess = ((lengths.to(rewards.dtype) - (max_tokens - buffer)) / buffer).clamp(min=0)
+    return rewards - factor * (excess.clamp(max=1) if bounded else excess)
+
 
 # -- advantages of whole samples, [B] -> [B]
 
@@ -32,23 +132,32 @@ def normalize_by_group(
     rewards: Tensor,
     group_ids: Tensor,
     *,
+    mask: Tensor | None = None,
     mean_level: GroupStatistic | None = group_mean,
     std_level: GroupStatistic | None = group_std,
     epsilon: float = 1e-4,
+    singleton: Singleton = "zero",
 ) -> Tensor:
     """A = (r - mean) / (std + epsilon), mean and std each over the group, over the batch, or not at all.
 
     Groups of one, and groups (or batches) whose rewards are all equal, get exactly 0 where a mean is subtracted.
 
     Args:
-        rewards: # [B] finite.
+        rewards: # [B], or # [B, T] for values of tokens; finite where mask > 0.
         group_ids: # [B].
-        mean_level: group_mean, batch_mean, leave_one_out_mean, or None.
-        std_level: group_std, batch_std, or None.
-        epsilon: added to the standard deviation. The paper has none; TRL and slime-like stacks use 1e-4 to 1e-6; we follow TRL.
+        mask: the shape of rewards; entries with mask = 0 count nowhere. None = all count.
+        mean_level: group_mean, batch_mean, leave_one_out_mean, batch_leave_one_out_mean, or None.
+        std_level: group_std, batch_std (or partial(..., unbiased=False)), or None.
+        epsilon: added to the standard deviation. The paper has none; TRL uses 1e-4, AReaL 1e-5, verl and slime 1e-6; we follow TRL.
+        singleton: of a group with one entry: "zero", or "keep" its reward with mean 0 and, where std_level is of the group, std 1.
 
+    Returns: the shape of rewards, 0 where mask = 0.
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2.
     """
+    if mask is not None:
+        values, ids = masked_entries(rewards, mask, group_ids)
+        found = normalize_by_group(values, ids, mean_level=mean_level, std_level=std_level, epsilon=epsilon, singleton=singleton)
+        return torch.zeros_like(rewards).masked_scatter(mask > 0, found)
     check_finite("rewards", rewards)
     if mean_level is group_mean:
         centered = group_centered(rewards, group_ids)
@@ -56,10 +165,141 @@ def normalize_by_group(
         centered = group_centered(rewards, torch.zeros_like(group_ids))
     else:
         centered = rewards if mean_level is None else rewards - mean_level(rewards, group_ids)
-    return centered if std_level is None else centered / (std_level(rewards, group_ids) + epsilon)
+    alone = group_count(rewards, group_ids) == 1
+    if singleton == "keep":
+        centered = torch.where(alone, rewards, centered)
+    if std_level is None:
+        return centered
+    std = std_level(rewards, group_ids)
+    return centered / (torch.where(alone & (std == 0), torch.ones_like(std), std) + epsilon)
 
 
-# -- advantages along tokens, [B, T] -> [B, T]
+def greedy_baseline(rewards: Tensor, group_ids: Tensor, trainable: Tensor) -> Tensor:
+    """Mean reward of the group's rows that are not trained (ReMax: the one greedy sample of the prompt).
+
+    Args:
+        rewards, group_ids: # [B].
+        trainable: # [B] bool.
+
+    Returns: # [B]; NaN in a group whose rows are all trained.
+    Source: Li et al. 2023 (ReMax), equation 3.
+    """
+    apart = (~trainable).to(rewards.dtype)
+    return group_sum(torch.where(trainable, torch.zeros_like(rewards), rewards), group_ids) / group_sum(apart, group_ids)
+
+
+def length_weighted_mean(rewards: Tensor, lengths: Tensor, group_ids: Tensor, *, singleton: Singleton = "zero") -> Tensor:
+    """b = sum_i l_i r_i / sum_i l_i over the group: OPO's baseline.
+
+    Args:
+        rewards, group_ids: # [B].
+        lengths: # [B] number of trained tokens of each row.
+        singleton: baseline of a group of one: its own reward ("zero"), or 0 ("keep").
+
+    Returns: # [B]; the reward itself in groups whose rewards are all equal, 0 in groups without tokens.
+    Source: Hao et al. 2025 (OPO), equation 9.
+    """
+    lengths = lengths.to(rewards.dtype)
+    total = group_sum(lengths, group_ids)
+    offset = rewards - group_centered(rewards, group_ids)  # about the mean, so that equal rewards leave exactly themselves
+    shifted = group_sum(lengths * (rewards - offset), group_ids) / total.clamp(min=1)
+    baseline = torch.where(total > 0, offset + shifted, torch.zeros_like(rewards))
+    return torch.where(group_count(rewards, group_ids) == 1, torch.zeros_like(rewards), baseline) if singleton == "keep" else baseline
+
+
+def gpg_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    valid: Literal["unequal", "nonzero"] = "unequal",
+    f_norm: float = 1.0,
+    singleton: Singleton = "zero",
+) -> Tensor:
+    """A = B / B_valid * (r - mean of the group) / f_norm: makes up for the rows that have no gradient.
+
+    Args:
+        rewards, group_ids: # [B].
+        valid: which rows count in B_valid: those of groups whose rewards are not all equal (the paper), or those with reward != 0 (verl).
+        f_norm: constant in place of the standard deviation, > 0.
+        singleton: see normalize_by_group.
+
+    Returns: # [B]; all 0 where no row is valid.
+    Source: Chu et al. 2025 (GPG), equations 6 and 7.
+    """
+    assert f_norm > 0, f"f_norm is {f_norm}, expected > 0"
+    centered = normalize_by_group(rewards, group_ids, std_level=None, singleton=singleton)
+    counted = rewards != 0 if valid == "nonzero" else group_std(rewards, group_ids) > 0
+    return centered * (rewards.numel() / counted.sum().clamp(min=1).to(rewards.dtype)) / f_norm
+
+
+def pass_at_k_advantages(
+    rewards: Tensor, group_ids: Tensor, *, std_level: GroupStatistic | None = group_std, epsilon: float = 1e-6
+) -> Tensor:
+    """A = (r_best - r_second) / (std + epsilon) for the best row of the group, 0 for all others: only the maximum of k samples counts.
+
+    Args:
+        rewards, group_ids: # [B].
+        std_level: see normalize_by_group.
+        epsilon: added to the standard deviation.
+
+    Returns: # [B]; 0 for all rows where the best reward is shared, and for groups of one.
+    Source: the leave-one-out estimate of the gradient of E[max_i r_i] over the samples of a group.
+    """
+    check_finite("rewards", rewards)
+    best = rewards == group_max(rewards, group_ids)
+    alone_at_top = best & (group_sum(best.to(rewards.dtype), group_ids) == 1) & (group_count(rewards, group_ids) > 1)
+    second = group_max(torch.where(best, torch.full_like(rewards, -torch.inf), rewards), group_ids)
+    gap = torch.where(alone_at_top, rewards - second, torch.zeros_like(rewards))
+    return gap if std_level is None else gap / (std_level(rewards, group_ids) + epsilon)
+
+
+def max_rl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """A = (r - mean) / mean of the group; 0 where the mean is not positive.
+
+    Divided by the success rate, the expected gradient is that of a truncated log-likelihood of success, which weighs hard prompts more.
+
+    Args:
+        rewards, group_ids: # [B]; meant for rewards in [0, 1].
+
+    Returns: # [B].
+    Source: Tajwar et al. 2026 (Maximum Likelihood Reinforcement Learning).
+    """
+    check_finite("rewards", rewards)
+    mean = group_mean(rewards, group_ids)
+    return torch.where(mean > 0, group_centered(rewards, group_ids) / torch.where(mean > 0, mean, 1), torch.zeros_like(rewards))
+
+
+def gdpo_advantages(
+    components: Tensor,
+    group_ids: Tensor,
+    weights: Tensor | None = None,
+    *,
+    std_level: GroupStatistic | None = group_std,
+    epsilon: float = 1e-4,
+    singleton: Singleton = "zero",
+) -> Tensor:
+    """A = sum_k w_k (r_k - mean(r_k)) / (std(r_k) + epsilon): each reward is normalised in its group before they are summed.
+
+    Several rewards that are summed first collapse into few distinct totals; normalised apart, each keeps its resolution. The paper then
+    normalises the sum over the batch: normalize_by_group(..., mean_level=batch_mean, std_level=batch_std), or whiten over tokens.
+
+    Args:
+        components: # [B, K], NaN where a component gave no score; such an entry counts nowhere.
+        group_ids: # [B].
+        weights: # [K]; None = 1 each.
+        std_level, epsilon, singleton: see normalize_by_group.
+
+    Returns: # [B].
+    Source: Liu et al. 2026 (GDPO), equations 4 to 6.
+    """
+    parts = [
+        normalize_by_group(r, group_ids, mask=~r.isnan(), std_level=std_level, epsilon=epsilon, singleton=singleton)
+        for r in components.unbind(dim=1)
+    ]
+    return combine_rewards(torch.stack(parts, dim=1), weights)[0]
+
+
+# -- token rewards
 
 
 def reward_at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -72,46 +312,177 @@ def reward_at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
     Returns: # [B, T].
     """
     positions = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask > 0, positions, -1).max(dim=1).values  # [B], -1 = none
-    return torch.where(positions == last[:, None], rewards[:, None], torch.zeros_like(mask))
+    last = torch.where(mask > 0, positions, -1).amax(dim=1)  # [B], -1 = none
+    return torch.where(positions == last[:, None], rewards[:, None], torch.zeros_like(rewards[:, None]))
 
 
-def discounted_returns(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """G_t = r_t + gamma * G_{t+1} over the masked-in tokens; tokens between them (an environment's) are stepped over.
+def sum_token_rewards(token_rewards: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Reward of each row: the sum of its token rewards, of those with mask > 0 where a mask is given. # [B, T] -> # [B]."""
+    return (token_rewards if mask is None else torch.where(mask > 0, token_rewards, torch.zeros_like(token_rewards))).sum(dim=1)
+
+
+def apply_kl_penalty(
+    rewards: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    kl_coef: float | Tensor,
+    kl: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """r - kl_coef * kl(log_probs, ref_log_probs) at every token with mask > 0, and the mean KL for a controller.
+
+    Args:
+        rewards: # [B, T] token rewards, each reduced by the KL of its token; or # [B], reduced by the sum over the row.
+        log_probs: # [B, T] of the policy that sampled, detached.
+        ref_log_probs: # [B, T].
+        mask: # [B, T].
+        kl_coef: a number, or # [B].
+        kl: estimator of KL(policy || reference) at each token, for example kl.k1.
+
+    Returns: penalised rewards in the shape of rewards; the mean KL over tokens, a scalar.
+    Source: Ziegler et al. 2019, equation 2.
+    """
+    check_shapes(log_probs=(log_probs, tuple(mask.shape)), ref_log_probs=(ref_log_probs, tuple(mask.shape)))
+    on, nothing = mask > 0, torch.zeros_like(log_probs)
+    estimate = torch.where(on, kl(torch.where(on, log_probs, nothing), torch.where(on, ref_log_probs, nothing)), nothing)
+    per_row = kl_coef[:, None] if isinstance(kl_coef, Tensor) else kl_coef
+    penalty = per_row * estimate
+    return rewards - (penalty if rewards.dim() == 2 else penalty.sum(dim=1)), masked_mean(estimate, on.to(estimate.dtype))
+
+
+# -- along tokens, [B, T] -> [B, T]
+
+
+def discounted_returns(token_rewards: Tensor, mask: Tensor, gamma: float | Tensor = 1.0, *, bootstrap: Tensor | None = None) -> Tensor:
+    """G_t = r_t + gamma_t * G_{t+1} over the masked-in tokens.
 
     Args:
         token_rewards, mask: # [B, T].
-        gamma: in [0, 1].
+        gamma: in [0, 1]; a number, or # [B, T], the discount of what follows each token.
+        bootstrap: # [B] value of the state behind the last masked-in token; None = 0.
 
     Returns: # [B, T], 0 where mask = 0.
     """
     columns: list[Tensor] = []
-    running = torch.zeros_like(token_rewards[:, 0])
+    running = torch.zeros_like(token_rewards[:, 0]) if bootstrap is None else bootstrap
     for t in reversed(range(token_rewards.shape[1])):
         on = mask[:, t] > 0
-        running = torch.where(on, token_rewards[:, t] + gamma * running, running)
+        running = torch.where(on, token_rewards[:, t] + _at(gamma, t) * running, running)
         columns.append(torch.where(on, running, torch.zeros_like(running)))
     return torch.stack(columns[::-1], dim=1)
 
 
-def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
-    """A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t, over the masked-in tokens.
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float | Tensor = 1.0,
+    lam: float | Tensor = 0.95,
+    *,
+    bootstrap: Tensor | None = None,
+) -> Tensor:
+    """A_t = delta_t + gamma_t * lam_t * A_{t+1}, delta_t = r_t + gamma_t * V_{t+1} - V_t, over the masked-in tokens.
 
-    t + 1 is the next token with mask > 0, so environment tokens between two turns are stepped over; behind the last one V = A = 0.
+    values[:, t] is the value of the state that token t was chosen in.
 
     Args:
         token_rewards, values, mask: # [B, T].
-        gamma, lam: in [0, 1].
+        gamma, lam: in [0, 1]; a number, or # [B, T].
+        bootstrap: # [B] value of the state behind the last masked-in token, for rows that were cut off; None = 0, the end of the episode.
 
     Returns: # [B, T], 0 where mask = 0.
     Source: Schulman et al. 2016, equation 16.
     """
     columns: list[Tensor] = []
-    advantage = next_value = torch.zeros_like(values[:, 0])
+    advantage = torch.zeros_like(values[:, 0])
+    next_value = advantage if bootstrap is None else bootstrap
     for t in reversed(range(values.shape[1])):
         on = mask[:, t] > 0
-        here = token_rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * advantage
+        here = token_rewards[:, t] + _at(gamma, t) * (next_value + _at(lam, t) * advantage) - values[:, t]
         advantage = torch.where(on, here, advantage)
         next_value = torch.where(on, values[:, t], next_value)
         columns.append(torch.where(on, advantage, torch.zeros_like(advantage)))
     return torch.stack(columns[::-1], dim=1)
+
+
+def lambda_returns(
+    token_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float | Tensor = 1.0,
+    lam: float | Tensor = 0.95,
+    *,
+    bootstrap: Tensor | None = None,
+) -> Tensor:
+    """G_t = r_t + gamma_t * ((1 - lam_t) * V_{t+1} + lam_t * G_{t+1}) over the masked-in tokens: gae + values.
+
+    Arguments as of gae. Returns # [B, T], 0 where mask = 0.
+
+    Source: Sutton and Barto 2018, equation 12.3, in recursive form.
+    """
+    advantages = gae(token_rewards, values, mask, gamma, lam, bootstrap=bootstrap)
+    return torch.where(mask > 0, advantages + values, torch.zeros_like(values))
+
+
+class VTrace(NamedTuple):
+    """Each # [B, T], 0 where mask = 0."""
+
+    errors: Tensor  # vs_t - V(s_t); the targets of the critic are values + errors
+    advantages: Tensor  # clipped ratio * (q_values - values)
+    q_values: Tensor  # r_t + gamma_t * (lam_t * vs_{t+1} + (1 - lam_t) * V_{t+1})
+
+
+def vtrace(
+    token_rewards: Tensor,
+    values: Tensor,
+    ratios: Tensor,
+    mask: Tensor,
+    gamma: float | Tensor = 1.0,
+    lam: float | Tensor = 1.0,
+    *,
+    clip_rho: float = 1.0,
+    clip_pg_rho: float = 1.0,
+    bootstrap: Tensor | None = None,
+    next_values: Tensor | None = None,
+) -> VTrace:
+    """vs_t - V_t = delta_t + gamma_t * lam_t * min(1, rho_t) * (vs_{t+1} - V_{t+1}): V-trace.
+
+    delta_t = min(clip_rho, rho_t) * (r_t + gamma_t * V_{t+1} - V_t)
+
+    Off-policy values of the policy whose ratio to the behaviour policy is rho; with rho = 1 and lam = 1 the plain returns.
+
+    Args:
+        token_rewards, values, mask: # [B, T].
+        ratios: # [B, T] rho = p(token) / p_behaviour(token), detached.
+        gamma, lam: in [0, 1]; a number, or # [B, T].
+        clip_rho: most that a ratio counts in delta; it decides which policy's values come out.
+        clip_pg_rho: most that a ratio counts in the advantages.
+        bootstrap: # [B] value behind the last masked-in token; None = 0.
+        next_values: # [B, T] V_{t+1} in delta, where it is not the value of the next token (an episode ends inside the row); None = it is.
+
+    Source: Espeholt et al. 2018 (IMPALA), equation 1 and section 4.2.
+    """
+    assert clip_rho > 0 and clip_pg_rho > 0, f"clip_rho {clip_rho} and clip_pg_rho {clip_pg_rho} must be > 0"
+    nothing = torch.zeros_like(values[:, 0])
+    error, next_value = nothing, nothing if bootstrap is None else bootstrap
+    next_target, behind = next_value, torch.zeros_like(nothing, dtype=torch.bool)  # behind: a masked-in token follows
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    for t in reversed(range(values.shape[1])):
+        on, rho, discount = mask[:, t] > 0, ratios[:, t], _at(gamma, t)
+        after = next_value if next_values is None else next_values[:, t]
+        delta = rho.clamp(max=clip_rho) * (token_rewards[:, t] + discount * after - values[:, t])
+        error_here = delta + discount * _at(lam, t) * rho.clamp(max=1) * error
+        follow = _at(lam, t) * next_target + (1 - _at(lam, t)) * next_value
+        q_value = token_rewards[:, t] + discount * torch.where(behind, follow, after)
+        advantage = rho.clamp(max=clip_pg_rho) * (q_value - values[:, t])
+        error = torch.where(on, error_here, error)
+        next_value = torch.where(on, values[:, t], next_value)
+        next_target = torch.where(on, values[:, t] + error, next_target)
+        behind = behind | on
+        columns.append((torch.where(on, error, nothing), torch.where(on, advantage, nothing), torch.where(on, q_value, nothing)))
+    errors, advantages, q_values = (torch.stack(parts[::-1], dim=1) for parts in zip(*columns, strict=True))
+    return VTrace(errors, advantages, q_values)
+
+
+def _at(x: float | Tensor, t: int) -> float | Tensor:
+    return x[:, t] if isinstance(x, Tensor) else x

@@ -1,12 +1,105 @@
-"""Estimators, TrainBatch -> TrainBatch: from rewards (and values) to advantages (and returns), once per rollout batch."""
+"""Estimators, TrainBatch -> TrainBatch: from rewards (and values) to advantages (and returns), once per rollout batch.
+
+Every estimator fills advantages [B, T], 0 where loss_mask = 0. Rows that are not trainable count in the statistics of their group, not in
+those over tokens. Several subtract a KL penalty from the reward of each token: pass kl (an estimator of rollouts.kl) and kl_coef, for which
+the column kl_coef of a controller stands in where it is filled. The policy's log-probs are then old_log_probs or, without them,
+rollout_log_probs. An advantage that is not finite raises DataError.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
-from rollouts.advantages import normalize_by_group
+import torch
+from torch import Tensor
+
+from rollouts.advantages import (
+    Singleton,
+    apply_kl_penalty,
+    discounted_returns,
+    gae,
+    gpg_advantages,
+    greedy_baseline,
+    length_weighted_mean,
+    max_rl_advantages,
+    normalize_by_group,
+    pass_at_k_advantages,
+    reward_at_last_token,
+    vtrace,
+)
+from rollouts.errors import DataError
+from rollouts.kl import KLEstimator
+from rollouts.loss_weights import trained_mask
 from rollouts.statistics import GroupStatistic, group_mean, group_std
+from rollouts.statistics import whiten as whiten_tokens
 from rollouts.types import TrainBatch
+
+
+def check_advantages(batch: TrainBatch) -> TrainBatch:
+    """The batch as it is; raises DataError, naming the row and the value, if an advantage is not finite."""
+    assert batch.advantages is not None, "advantages is None: an estimator fills it"
+    bad = ~batch.advantages.isfinite()
+    if not bool(bad.any()):
+        return batch
+    row, column = (int(i) for i in bad.nonzero()[0])
+    raise DataError(
+        f"the advantage of row {row} (group {int(batch.group_ids[row])}, reward {batch.rewards[row].item():g}) is "
+        f"{batch.advantages[row, column].item()} at token {column}, {int(bad.any(dim=1).sum())} of {batch.num_rows} rows are not finite: "
+        "check the rewards, and the values and log-probs that the algorithm reads"
+    )
+
+
+def policy_log_probs(batch: TrainBatch) -> Tensor:
+    """old_log_probs or, where they are not filled, rollout_log_probs. # [B, T]."""
+    found = batch.rollout_log_probs if batch.old_log_probs is None else batch.old_log_probs
+    assert found is not None, "neither old_log_probs nor rollout_log_probs is filled: name one in Algorithm.requires"
+    return found
+
+
+def penalized_token_rewards(batch: TrainBatch, kl: KLEstimator | None, kl_coef: float) -> Tensor:
+    """The reward on the last trained token of each row, minus kl_coef * kl at every trained token.
+
+    Args:
+        kl: None = no penalty.
+        kl_coef: of the penalty; batch.kl_coef is used instead where it is filled.
+
+    Returns: # [B, T], 0 where loss_mask = 0.
+    """
+    return _subtract_kl(batch, reward_at_last_token(batch.rewards, batch.loss_mask), kl, kl_coef)
+
+
+def _subtract_kl(batch: TrainBatch, token_rewards: Tensor, kl: KLEstimator | None, kl_coef: float) -> Tensor:
+    assert kl is not None or kl_coef == 0, f"kl_coef is {kl_coef} but kl is None: pass an estimator of rollouts.kl"
+    if kl is None or (batch.kl_coef is None and kl_coef == 0):
+        return token_rewards
+    assert batch.ref_log_probs is not None, "a KL penalty needs ref_log_probs: name it in Algorithm.requires"
+    coefficient = kl_coef if batch.kl_coef is None else batch.kl_coef
+    return apply_kl_penalty(token_rewards, policy_log_probs(batch), batch.ref_log_probs, batch.loss_mask, coefficient, kl)[0]
+
+
+def _fill(batch: TrainBatch, advantages: Tensor, returns: Tensor | None = None) -> TrainBatch:
+    """Advantages [B] or [B, T] and returns [B, T], zeroed where loss_mask = 0, checked."""
+    on, nothing = batch.loss_mask > 0, torch.zeros_like(batch.loss_mask)
+    advantages = torch.where(on, advantages[:, None] if advantages.dim() == 1 else advantages, nothing)
+    returns = batch.returns if returns is None else torch.where(on, returns, nothing)
+    return check_advantages(replace(batch, advantages=advantages, returns=returns))
+
+
+def _check_rewards(batch: TrainBatch) -> None:
+    bad = ~batch.rewards.isfinite()
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise DataError(
+            f"the reward of row {row} (group {int(batch.group_ids[row])}) is {batch.rewards[row].item()}: rewards must be finite"
+        )
+
+
+def _whiten(batch: TrainBatch, advantages: Tensor, epsilon: float = 1e-8) -> Tensor:
+    return whiten_tokens(advantages, (trained_mask(batch) > 0).to(advantages.dtype), epsilon=epsilon)
+
+
+# -- from the rewards of a group
 
 
 def estimate_group_relative(
@@ -15,10 +108,180 @@ def estimate_group_relative(
     mean_level: GroupStatistic | None = group_mean,
     std_level: GroupStatistic | None = group_std,
     epsilon: float = 1e-4,
+    singleton: Singleton = "zero",
 ) -> TrainBatch:
-    """Fill advantages with normalize_by_group of the rewards, the same on every trained token of a row.
+    """A_t = (r - mean) / (std + epsilon), see normalize_by_group; the same on every trained token of a row (GRPO, Dr. GRPO, RLOO)."""
+    _check_rewards(batch)
+    return _fill(
+        batch,
+        normalize_by_group(
+            batch.rewards, batch.group_ids, mean_level=mean_level, std_level=std_level, epsilon=epsilon, singleton=singleton
+        ),
+    )
 
-    Rows that are not trainable count in the statistics of their group.
+
+def estimate_reinforce_plus_plus_baseline(
+    batch: TrainBatch,
+    *,
+    kl: KLEstimator | None = None,
+    kl_coef: float = 0.0,
+    whiten: bool = True,
+    singleton: Singleton = "zero",
+) -> TrainBatch:
+    """A_t = r - mean of the group - kl_coef * kl_t, then whitened over all trained tokens of the batch.
+
+    Args:
+        kl, kl_coef: penalty on each token; the paper puts its KL (k2) into the loss and has none here.
+        whiten: whether to whiten.
+        singleton: see normalize_by_group.
+
+    Source: Hu et al. 2025 (REINFORCE++), section 3, "REINFORCE++ with baseline".
     """
-    advantages = normalize_by_group(batch.rewards, batch.group_ids, mean_level=mean_level, std_level=std_level, epsilon=epsilon)
-    return replace(batch, advantages=advantages[:, None] * (batch.loss_mask > 0))
+    _check_rewards(batch)
+    centered = normalize_by_group(batch.rewards, batch.group_ids, std_level=None, singleton=singleton)
+    advantages = _subtract_kl(batch, centered[:, None].expand_as(batch.loss_mask), kl, kl_coef)
+    return _fill(batch, _whiten(batch, advantages) if whiten else advantages)
+
+
+def estimate_greedy_baseline(batch: TrainBatch, *, kl: KLEstimator | None = None, kl_coef: float = 0.0) -> TrainBatch:
+    """A_t = G_t - r(greedy sample of the prompt), G_t = the undiscounted reward from token t on; fills returns with G.
+
+    The greedy sample is the row of the group with trainable = False; of several, their mean counts. Without a KL penalty G_t = r.
+
+    Args:
+        kl, kl_coef: penalty on each token.
+
+    Source: Li et al. 2023 (ReMax), algorithm 1.
+    """
+    _check_rewards(batch)
+    baseline = greedy_baseline(batch.rewards, batch.group_ids, batch.trainable)
+    if not bool(baseline.isfinite().all()):
+        group = int(batch.group_ids[~baseline.isfinite()][0])
+        raise DataError(f"group {group} has no row with trainable = False: sample one greedy answer to every prompt, it is the baseline")
+    returns = discounted_returns(penalized_token_rewards(batch, kl, kl_coef), batch.loss_mask)
+    return _fill(batch, returns - baseline[:, None], returns)
+
+
+def estimate_opo(batch: TrainBatch, *, singleton: Singleton = "zero") -> TrainBatch:
+    """A = r - sum_i l_i r_i / sum_i l_i over the group, l = number of trained tokens: the baseline of least variance where
+    gradients of tokens are alike and uncorrelated.
+
+    Args:
+        singleton: see length_weighted_mean.
+
+    Source: Hao et al. 2025 (OPO), equation 9.
+    """
+    _check_rewards(batch)
+    lengths = (batch.loss_mask > 0).sum(dim=1)
+    return _fill(batch, batch.rewards - length_weighted_mean(batch.rewards, lengths, batch.group_ids, singleton=singleton))
+
+
+def estimate_gpg(
+    batch: TrainBatch,
+    *,
+    valid: Literal["unequal", "nonzero"] = "unequal",
+    f_norm: float = 1.0,
+    singleton: Singleton = "zero",
+) -> TrainBatch:
+    """A = B / B_valid * (r - mean of the group) / f_norm, see gpg_advantages."""
+    _check_rewards(batch)
+    return _fill(batch, gpg_advantages(batch.rewards, batch.group_ids, valid=valid, f_norm=f_norm, singleton=singleton))
+
+
+def estimate_pass_at_k(batch: TrainBatch, *, std_level: GroupStatistic | None = group_std, epsilon: float = 1e-6) -> TrainBatch:
+    """A = (best - second best) / (std + epsilon) for the best row of the group, 0 for the others; see pass_at_k_advantages."""
+    _check_rewards(batch)
+    return _fill(batch, pass_at_k_advantages(batch.rewards, batch.group_ids, std_level=std_level, epsilon=epsilon))
+
+
+def estimate_max_rl(batch: TrainBatch) -> TrainBatch:
+    """A = (r - mean) / mean of the group, 0 where the mean is not positive; see max_rl_advantages."""
+    _check_rewards(batch)
+    return _fill(batch, max_rl_advantages(batch.rewards, batch.group_ids))
+
+
+# -- along tokens
+
+
+def estimate_reinforce_plus_plus(
+    batch: TrainBatch, *, gamma: float = 1.0, kl: KLEstimator | None = None, kl_coef: float = 0.0, whiten: bool = True
+) -> TrainBatch:
+    """G_t = r_t + gamma * G_{t+1} of the KL-penalised token rewards, then whitened over all trained tokens; fills returns with G.
+
+    Args:
+        gamma: in [0, 1].
+        kl, kl_coef: penalty on each token; the paper has k1.
+        whiten: whether to whiten.
+
+    Source: Hu et al. 2025 (REINFORCE++), equations 5 to 8.
+    """
+    _check_rewards(batch)
+    returns = discounted_returns(penalized_token_rewards(batch, kl, kl_coef), batch.loss_mask, gamma)
+    return _fill(batch, _whiten(batch, returns) if whiten else returns, returns)
+
+
+def estimate_gae(
+    batch: TrainBatch,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    kl: KLEstimator | None = None,
+    kl_coef: float = 0.0,
+    whiten: bool = True,
+) -> TrainBatch:
+    """Generalised advantages of the KL-penalised token rewards and batch.values; fills returns with advantage + value, before whitening.
+
+    Args:
+        gamma, lam: in [0, 1].
+        kl, kl_coef: penalty on each token.
+        whiten: whether to whiten the advantages over all trained tokens.
+
+    Source: Schulman et al. 2016, equation 16; Ouyang et al. 2022 (InstructGPT) for the penalty on tokens.
+    """
+    _check_rewards(batch)
+    assert batch.values is not None, "GAE needs values: name it in Algorithm.requires"
+    advantages = gae(penalized_token_rewards(batch, kl, kl_coef), batch.values, batch.loss_mask, gamma, lam)
+    return _fill(batch, _whiten(batch, advantages) if whiten else advantages, advantages + batch.values)
+
+
+def estimate_vtrace(
+    batch: TrainBatch,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    clip_rho: float = 1.0,
+    clip_pg_rho: float = 1.0,
+    kl: KLEstimator | None = None,
+    kl_coef: float = 0.0,
+    whiten: bool = False,
+) -> TrainBatch:
+    """V-trace advantages with rho = exp(log-probs of the trainer - rollout_log_probs); fills returns with the targets of the critic.
+
+    The trainer's log-probs are prox_log_probs or, without them, old_log_probs. The advantages carry the ratio already: use them with a
+    surrogate that does not correct for the behaviour policy again.
+
+    Args:
+        gamma, lam, clip_rho, clip_pg_rho: see vtrace.
+        kl, kl_coef: penalty on each token.
+        whiten: whether to whiten the advantages over all trained tokens.
+
+    Source: Espeholt et al. 2018 (IMPALA), equation 1 and section 4.2.
+    """
+    _check_rewards(batch)
+    assert batch.values is not None, "V-trace needs values: name it in Algorithm.requires"
+    assert batch.rollout_log_probs is not None, "V-trace needs rollout_log_probs: name it in Algorithm.requires"
+    target = batch.old_log_probs if batch.prox_log_probs is None else batch.prox_log_probs
+    assert target is not None, "V-trace needs old_log_probs or prox_log_probs: name one in Algorithm.requires"
+    log_ratio = torch.where(batch.loss_mask > 0, target - batch.rollout_log_probs, torch.zeros_like(target))
+    found = vtrace(
+        penalized_token_rewards(batch, kl, kl_coef),
+        batch.values,
+        log_ratio.exp(),
+        batch.loss_mask,
+        gamma,
+        lam,
+        clip_rho=clip_rho,
+        clip_pg_rho=clip_pg_rho,
+    )
+    advantages = _whiten(batch, found.advantages) if whiten else found.advantages
+    return _fill(batch, advantages, found.errors + batch.values)

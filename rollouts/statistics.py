@@ -1,7 +1,9 @@
 """Statistics over groups of rows and over masked tokens.
 
 Group statistics take values [B] and group_ids [B] (any numbering, any order of rows) and give [B]: each row gets its group's value.
-Singleton groups and groups of equal values have a defined result everywhere, never NaN.
+For [B, T] data under a mask, take the entries that count and repeat the group number along the row (masked_entries); for packed data,
+number the entries by their sequence (group_ids_from_cu_seqlens). Singleton groups and groups of equal values have a defined result
+everywhere, never NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from rollouts.checks import check_shapes
 GroupStatistic: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """f(rewards [B], group_ids [B]) -> [B]."""
 
+AllReduce: TypeAlias = Callable[[Tensor], Tensor]
+"""f(sums of this rank) -> sums over all ranks, the same shape."""
+
 
 # -- over groups
 
@@ -24,8 +29,8 @@ GroupStatistic: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:
     """Sum over each row's group. x: # [B]. Returns # [B]."""
     check_shapes(group_ids=(group_ids, tuple(x.shape)))
-    _, dense = torch.unique(group_ids, return_inverse=True)
-    return torch.zeros(int(dense.max()) + 1, dtype=x.dtype, device=x.device).index_add(0, dense, x)[dense]
+    names, dense = torch.unique(group_ids, return_inverse=True)
+    return torch.zeros(names.numel(), dtype=x.dtype, device=x.device).index_add(0, dense, x)[dense]
 
 
 def group_count(x: Tensor, group_ids: Tensor) -> Tensor:
@@ -38,23 +43,33 @@ def group_mean(x: Tensor, group_ids: Tensor) -> Tensor:
     return group_sum(x, group_ids) / group_count(x, group_ids)
 
 
-def group_std(x: Tensor, group_ids: Tensor) -> Tensor:
-    """Standard deviation (divisor n - 1) of each row's group; 0 for a group of one.
+def group_max(x: Tensor, group_ids: Tensor) -> Tensor:
+    """Largest value of each row's group. Returns # [B]."""
+    check_shapes(group_ids=(group_ids, tuple(x.shape)))
+    names, dense = torch.unique(group_ids, return_inverse=True)
+    lowest = torch.full((names.numel(),), -torch.inf, dtype=x.dtype, device=x.device)
+    return lowest.scatter_reduce(0, dense, x, "amax")[dense]
+
+
+def group_min(x: Tensor, group_ids: Tensor) -> Tensor:
+    """Smallest value of each row's group. Returns # [B]."""
+    return -group_max(-x, group_ids)
+
+
+def group_std(x: Tensor, group_ids: Tensor, *, unbiased: bool = True) -> Tensor:
+    """Standard deviation (divisor n - 1, or n if not unbiased) of each row's group; 0 for a group of one.
 
     A group whose values are all the same number gets exactly 0, whatever rounding does to its mean.
     """
     count = group_count(x, group_ids)
     squares = group_sum(group_centered(x, group_ids).square(), group_ids)
-    return torch.where(count > 1, (squares / (count - 1).clamp(min=1)).sqrt(), torch.zeros_like(x))
+    return (squares / (count - 1 if unbiased else count).clamp(min=1)).sqrt()
 
 
 def group_centered(x: Tensor, group_ids: Tensor) -> Tensor:
     """x minus the mean of its group; exactly 0 in groups whose values are all equal."""
-    _, dense = torch.unique(group_ids, return_inverse=True)
-    num_groups = int(dense.max()) + 1
-    low = torch.full((num_groups,), torch.inf, dtype=x.dtype, device=x.device).scatter_reduce(0, dense, x, "amin")[dense]
-    high = torch.full((num_groups,), -torch.inf, dtype=x.dtype, device=x.device).scatter_reduce(0, dense, x, "amax")[dense]
-    return torch.where(low == high, torch.zeros_like(x), x - group_mean(x, group_ids))
+    equal = group_min(x, group_ids) == group_max(x, group_ids)
+    return torch.where(equal, torch.zeros_like(x), x - group_mean(x, group_ids))
 
 
 def leave_one_out_mean(x: Tensor, group_ids: Tensor) -> Tensor:
@@ -71,9 +86,14 @@ def batch_mean(x: Tensor, group_ids: Tensor) -> Tensor:
     return group_mean(x, torch.zeros_like(group_ids))
 
 
-def batch_std(x: Tensor, group_ids: Tensor) -> Tensor:
-    """Standard deviation (n - 1) over the batch, as a group statistic."""
-    return group_std(x, torch.zeros_like(group_ids))
+def batch_std(x: Tensor, group_ids: Tensor, *, unbiased: bool = True) -> Tensor:
+    """Standard deviation over the batch (divisor n - 1, or n if not unbiased), as a group statistic."""
+    return group_std(x, torch.zeros_like(group_ids), unbiased=unbiased)
+
+
+def batch_leave_one_out_mean(x: Tensor, group_ids: Tensor) -> Tensor:
+    """Mean of all other rows of the batch, as a group statistic."""
+    return leave_one_out_mean(x, torch.zeros_like(group_ids))
 
 
 def group_ids_from_cu_seqlens(cu_seqlens: Tensor) -> Tensor:
@@ -81,29 +101,87 @@ def group_ids_from_cu_seqlens(cu_seqlens: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(cu_seqlens.numel() - 1, device=cu_seqlens.device), cu_seqlens.diff())
 
 
+def masked_entries(x: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries with mask > 0 and the group of each, for group statistics over tokens.
+
+    Args:
+        x, mask: # [B, T] or # [B].
+        group_ids: # [B].
+
+    Returns: two # [N], N = number of entries with mask > 0, in the order of x[mask > 0].
+    """
+    check_shapes(mask=(mask, tuple(x.shape)), group_ids=(group_ids, (x.shape[0],)))
+    on = mask > 0
+    ids = group_ids if x.dim() == 1 else group_ids[:, None].expand_as(x)
+    return x[on], ids[on]
+
+
 # -- over masked tokens
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean over entries with mask > 0, weighted by the mask; 0 if there is none. Returns a scalar."""
-    total = mask.sum()
-    summed = (torch.where(mask > 0, x, torch.zeros_like(x)) * mask).sum()
-    return torch.where(total > 0, summed / total.clamp(min=torch.finfo(x.dtype).tiny), torch.zeros_like(summed))
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of x * mask over entries with mask > 0; what stands elsewhere, NaN included, does not matter. Returns a scalar."""
+    return (torch.where(mask > 0, x, torch.zeros_like(x)) * mask).sum()
 
 
-def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, unbiased: bool = True, epsilon: float = 1e-8) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor, *, epsilon: float = 0.0, all_reduce: AllReduce | None = None) -> Tensor:
+    """sum(x * mask) / (sum(mask) + epsilon) over entries with mask > 0; 0 if there is none. Returns a scalar.
+
+    Args:
+        x, mask: the same shape; the mask may hold fractional weights.
+        epsilon: added to the count; verl has 1e-8, the mean itself 0.
+        all_reduce: sums over ranks, for a mean over the entries of all of them.
+    """
+    sums = torch.stack((masked_sum(x, mask), mask.sum().to(x.dtype)))
+    total, count = sums if all_reduce is None else all_reduce(sums)
+    return torch.where(count > 0, total / (count + epsilon).clamp(min=torch.finfo(x.dtype).tiny), torch.zeros_like(total))
+
+
+def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True, epsilon: float = 0.0, all_reduce: AllReduce | None = None) -> Tensor:
+    """Mean square about the mean over entries with mask > 0, times n / (n - 1) if unbiased; 0 for one entry or none. Returns a scalar.
+
+    Args:
+        x, mask: the same shape.
+        unbiased: divisor n - 1, n = sum of the mask.
+        epsilon: added to the counts of both means.
+        all_reduce: sums over ranks.
+    """
+    mean = masked_mean(x, mask, epsilon=epsilon, all_reduce=all_reduce)
+    variance = masked_mean((x - mean).square(), mask, epsilon=epsilon, all_reduce=all_reduce)
+    if not unbiased:
+        return variance
+    count = mask.sum().to(x.dtype)
+    if all_reduce is not None:
+        count = all_reduce(count)
+    return torch.where(count > 1, variance * count / torch.where(count > 1, count - 1, 1), torch.zeros_like(variance))
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    unbiased: bool = True,
+    epsilon: float = 1e-8,
+    count_epsilon: float = 0.0,
+    all_reduce: AllReduce | None = None,
+) -> Tensor:
     """(x - mean) / sqrt(var + epsilon) over the entries with mask > 0; 0 elsewhere.
+
+    Entries that are all the same number get exactly 0 (plus the mean, if it is added back): a spread that rounding of the mean alone
+    explains is none.
 
     Args:
         x: # [B, T].
         mask: # [B, T].
         shift_mean: False adds the mean back.
         unbiased: divisor n - 1 (verl, OpenRLHF) or n.
+        epsilon: added to the variance.
+        count_epsilon: added to the counts of both means, see masked_mean.
+        all_reduce: sums over ranks; every rank then gets what one process with all rows would.
     """
-    count = mask.sum()
-    mean = masked_mean(x, mask)
-    variance = masked_mean((x - mean).square(), mask)
-    if unbiased:
-        variance = variance * count / (count - 1).clamp(min=1)
-    whitened = (x - mean) * (variance + epsilon).rsqrt()
+    mean = masked_mean(x, mask, epsilon=count_epsilon, all_reduce=all_reduce)
+    variance = masked_var(x, mask, unbiased=unbiased, epsilon=count_epsilon, all_reduce=all_reduce)
+    rounding = 32 * torch.finfo(x.dtype).eps * mean.abs()
+    whitened = torch.where(variance > rounding.square(), (x - mean) * (variance + epsilon).rsqrt(), torch.zeros_like(x))
     return torch.where(mask > 0, whitened if shift_mean else whitened + mean, torch.zeros_like(x))
