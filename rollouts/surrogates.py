@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -64,6 +65,25 @@ def sequence_sum_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *
         bound: clamps each token's log-ratio beforehand; None = no clamp.
     """
     return torch.where(mask > 0, token_ratio(log_probs, old_log_probs, mask, bound=bound).sum(1, keepdim=True), 0.0)
+
+
+def capped(ratio: Ratio, *, cap: float) -> Ratio:
+    """`ratio` with r bounded by cap: log r <= log(cap), no gradient above.
+
+    With the `clipped` surrogate and cap >= 1 + high it is the two-sided clip, equal to dual=cap; with unbiased_kl it also bounds the
+    weight of the KL term (TRL's delta).
+
+    Args:
+        cap: > 0.
+
+    Source: Prime Intellect 2025 (INTELLECT-2), section 3.4.
+    """
+    assert cap > 0, f"cap is {cap}, expected more than 0"
+    return partial(_capped, ratio=ratio, cap=cap)
+
+
+def _capped(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, ratio: Ratio, cap: float) -> Tensor:
+    return ratio(log_probs, old_log_probs, mask).clamp(max=math.log(cap))
 
 
 def clipped_sequence_ratio(
@@ -157,18 +177,22 @@ def clipped(
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)
 
 
-def cispo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 0.28) -> Tensor:
+def cispo(
+    log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 0.28, cap: float | None = None
+) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A log p: the ratio is a weight, every token keeps its gradient.
 
     Args:
         low: width below 1, >= 0; 1 or more = no lower bound, as in the paper's experiments.
-        high: width above 1, >= 0: the cap of the weight is 1 + high (TRL writes the cap itself, verl and slime the width).
+        high: width above 1, >= 0: the cap of the weight is 1 + high (verl, slime).
+        cap: the cap itself, in place of 1 + high (TRL).
 
     Source: MiniMax-M1 2025 (CISPO), equations 4 and 5.
     """
     assert low >= 0, f"low is {low}, expected at least 0"
     assert high >= 0, f"high is {high}, expected at least 0"
-    return -log_ratio.exp().clamp(1 - low, 1 + high).detach() * advantages * log_probs
+    assert cap is None or cap > 0, f"cap is {cap}, expected more than 0"
+    return -log_ratio.exp().clamp(1 - low, 1 + high if cap is None else cap).detach() * advantages * log_probs
 
 
 def sapo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
@@ -254,6 +278,12 @@ def inside_tv_symmetric(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor
     """Tokens with |p - p_old| <= width, whatever the advantage. Returns # [B, T] bool."""
     moved = log_probs.detach().exp() - (log_probs - log_ratio).detach().exp()
     return moved.abs() <= width
+
+
+def inside_tv_lower(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, width: float) -> Tensor:
+    """Tokens with p - p_old >= -width, whatever the advantage: those that have not yet become much rarer. Returns # [B, T] bool."""
+    moved = log_probs.detach().exp() - (log_probs - log_ratio).detach().exp()
+    return moved >= -width
 
 
 def inside_binary_kl(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float, high: float, epsilon: float = 1e-8) -> Tensor:
