@@ -42,6 +42,8 @@ def bounded(kl: KLEstimator, *, log_ratio: float | None = None, value: float | N
 
     Where a clamp bites the gradient is 0. verl bounds k3 by 20 and 10, AReaL the result of all three estimators by 10; None = no bound.
     """
+    assert log_ratio is None or log_ratio > 0, f"log_ratio is {log_ratio}, expected more than 0"
+    assert value is None or value > 0, f"value is {value}, expected more than 0"
     return partial(_bounded, kl=kl, log_ratio=log_ratio, value=value)
 
 
@@ -50,6 +52,20 @@ def _bounded(log_probs: Tensor, ref_log_probs: Tensor, *, kl: KLEstimator, log_r
         log_probs, ref_log_probs = (log_probs - ref_log_probs).clamp(-log_ratio, log_ratio), ref_log_probs.new_zeros(())
     estimate = kl(log_probs, ref_log_probs)
     return estimate if value is None else estimate.clamp(-value, value)
+
+
+def weighted(kl: KLEstimator, weights: Tensor) -> KLEstimator:
+    """The estimator times weights # [B, T]: with the ratio p / p_old, gradient included, it is unbiased at tokens drawn from p_old.
+
+    bounded(weighted(kl, ratio)) bounds the product; policy_loss(unbiased_kl=True) multiplies what `kl` has bounded.
+
+    Source: DeepSeek-V3.2 2025, section 3.1 (unbiased KL estimate).
+    """
+    return partial(_weighted, kl=kl, weights=weights)
+
+
+def _weighted(log_probs: Tensor, ref_log_probs: Tensor, *, kl: KLEstimator, weights: Tensor) -> Tensor:
+    return kl(log_probs, ref_log_probs) * weights
 
 
 def straight_through(kl: KLEstimator) -> KLEstimator:

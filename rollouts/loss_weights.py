@@ -10,12 +10,17 @@ Where a step is spread over ranks or over several calls, its denominators are th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from rollouts.checks import check_shapes
 from rollouts.statistics import group_sum
 from rollouts.types import TrainBatch
+
+Weigh: TypeAlias = Callable[[TrainBatch], Tensor]
+"""f(batch) -> loss_weights [B, T]."""
 
 
 def trained_mask(batch: TrainBatch) -> Tensor:
@@ -55,6 +60,8 @@ def sample_mean(
         row_lengths: # [B] what each row is divided by; None = its number of trained tokens.
         epsilon: added to the length of each row (verl 1e-8).
     """
+    assert epsilon >= 0, f"epsilon is {epsilon}, expected at least 0"
+    check_shapes(row_lengths=(row_lengths, (batch.num_rows,)))
     mask = trained_mask(batch)
     lengths = mask.sum(1) if row_lengths is None else row_lengths.to(mask.dtype)
     return _divide(_divide(mask, lengths[:, None] + epsilon), _num_rows(mask, num_rows, count_empty_rows))
@@ -89,8 +96,9 @@ def fixed_length_mean(batch: TrainBatch, length: float, *, num_rows: float | Non
     return sample_sum(batch, num_rows=num_rows, count_empty_rows=count_empty_rows) / length
 
 
-def scaled(batch: TrainBatch, *, weigh: Callable[[TrainBatch], Tensor], factor: float) -> Tensor:
+def scaled(batch: TrainBatch, *, weigh: Weigh, factor: float) -> Tensor:
     """factor * weigh(batch), for example by the number of ranks where gradients are averaged over ranks and not added up."""
+    assert factor > 0, f"factor is {factor}, expected more than 0"
     return factor * weigh(batch)
 
 
@@ -101,6 +109,7 @@ def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 def _num_rows(mask: Tensor, num_rows: float | None, count_empty_rows: bool) -> Tensor:
     """The number of rows to divide by, as a scalar."""
+    assert num_rows is None or num_rows >= 0, f"num_rows is {num_rows}, expected at least 0"
     if num_rows is not None:
         return mask.new_tensor(num_rows)
     return mask.new_tensor(mask.shape[0]) if count_empty_rows else (mask.sum(1) > 0).sum().to(mask.dtype)
