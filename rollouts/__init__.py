@@ -28,7 +28,8 @@ _NAMES_OF_MODULES: Final = (
     ("kl", "k1 k2 k3"),
     ("surrogates", "cispo clipped importance_weighted sequence_ratio token_ratio"),
     ("losses", "grpo_loss policy_loss ppo_loss sft_loss value_loss"),
-    ("algorithms", "chain dapo dr_grpo grpo reinforce rloo"),
+    ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gpg grpo gspo opo ppo recomputed reinforce reinforce_plus_plus "
+                   "reinforce_plus_plus_baseline remax rloo sapo truncated"),
     ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig "
                "from_dict to_dict"),
     ("char_tokenizer", "create_char_tokenizer"),

@@ -1,20 +1,42 @@
 """Named algorithms: each a function of its hyper-parameters that returns an Algorithm, a composition of parts from the files before.
 
 An Algorithm is a value: it prints, compares and pickles, because it is made of functools.partial and Chain, not of closures. Your own is
-`Algorithm(estimate=..., weigh=..., loss=...)`, or `dataclasses.replace` of one of these.
+`Algorithm(estimate=..., weigh=..., loss=...)`, or `dataclasses.replace` of one of these. Wrappers take an algorithm and return one:
+`decoupled(dapo(clip_high=0.28), cap=5.0)`.
+
+The ratio's anchor is rollout_log_probs, what the engine reported, unless a wrapper says otherwise. A hyper-parameter out of range raises
+ConfigError.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial, reduce
+from typing import Any
 
-from rollouts.estimators import estimate_group_relative
-from rollouts.kl import k3
+from torch import Tensor
+
+from rollouts.corrections import anchor_to_proximal, truncate_weights
+from rollouts.errors import ConfigError
+from rollouts.estimators import (
+    estimate_gae,
+    estimate_gpg,
+    estimate_greedy_baseline,
+    estimate_group_relative,
+    estimate_opo,
+    estimate_reinforce_plus_plus,
+    estimate_reinforce_plus_plus_baseline,
+)
+from rollouts.kl import KLEstimator, k1, k2, k3
 from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
-from rollouts.losses import clipped_policy_loss, policy_loss
+from rollouts.losses import clipped_policy_loss, corrected_loss, policy_loss
 from rollouts.statistics import batch_mean, group_mean, group_std, leave_one_out_mean
+from rollouts.surrogates import cispo as cispo_surrogate
+from rollouts.surrogates import clip_fractions, inside_binary_kl, inside_tv, sequence_ratio
+from rollouts.surrogates import dppo as dppo_surrogate
 from rollouts.surrogates import reinforce as reinforce_surrogate
+from rollouts.surrogates import sapo as sapo_surrogate
 from rollouts.types import Algorithm, TrainBatch, Transform
 
 
@@ -33,42 +55,58 @@ def chain(*steps: Transform) -> Transform:
     return Chain(steps)
 
 
+# -- group-relative algorithms
+
+
 def grpo(
-    clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0, epsilon: float = 1e-4, dual: float | None = None
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float = 0.0,
+    epsilon: float = 1e-4,
+    dual: float | None = None,
+    entropy_coef: float = 0.0,
 ) -> Algorithm:
     """A = (r - mean(group)) / std(group); clipped ratio; mean over tokens of a row, then over rows.
 
-    loss = -1/B sum_i 1/|o_i| sum_t [ min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - kl_coef * k3(p || p_ref) ]
+    loss = -1/B sum_i 1/|o_i| sum_t [ min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - kl_coef * k3(p || p_ref) + entropy_coef * H ]
 
     When: verifiable rewards, several samples per prompt, no critic.
 
     Args:
-        clip_low, clip_high: widths of the clip range.
+        clip_low, clip_high: widths of the clip range; clip_low in [0, 1), clip_high >= 0.
         kl_coef: of the KL term in the loss; > 0 needs a reference model. The paper uses 0.04; TRL, like us, has 0 by default, since
             rewards that are checked need no anchor.
         epsilon: added to the standard deviation (TRL 1e-4, verl 1e-6, the paper none).
         dual: dual-clip bound for negative advantages, > 1; verl uses 3. None = off, as in the paper.
+        entropy_coef: of the entropy bonus, 0 in the paper.
 
     Source: Shao et al. 2024 (DeepSeekMath), equations 3 and 4.
     """
+    _check_clip(clip_low, clip_high, dual)
+    _check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, kl=k3 if kl_coef > 0 else None, kl_coef=kl_coef),
-        requires=frozenset({"rollout_log_probs", "ref_log_probs"} if kl_coef > 0 else {"rollout_log_probs"}),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, **_extra_terms(kl_coef, entropy_coef)),
+        requires=_requires(kl_coef, entropy_coef),
     )
 
 
 def dr_grpo(max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
     """A = r - mean(group), not divided by the standard deviation; token losses divided by a constant length.
 
+    loss = -1/(B max_tokens) sum_i sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
     When: GRPO's preference for long wrong answers and for easy or hard prompts is unwanted.
 
     Args:
         max_tokens: the constant, usually the token budget of a response.
+        clip_low, clip_high: as in grpo.
 
     Source: Liu et al. 2025 (Understanding R1-Zero-like training), section 3.2.
     """
+    _check_clip(clip_low, clip_high, None)
+    _check(max_tokens >= 1, "max_tokens", max_tokens, "at least 1")
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=None),
         weigh=partial(fixed_length_mean, length=max_tokens),
@@ -77,20 +115,141 @@ def dr_grpo(max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2) -> A
     )
 
 
-def dapo(clip_low: float = 0.2, clip_high: float = 0.28, epsilon: float = 1e-4) -> Algorithm:
+def dapo(clip_low: float = 0.2, clip_high: float = 0.28, epsilon: float = 1e-4, dual: float | None = None) -> Algorithm:
     """GRPO's advantages, a wider clip upwards, and a mean over all tokens of the step.
 
+    loss = -1/sum_i |o_i| sum_i sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
     When: long answers, where GRPO's mean per row starves long rows of gradient. Use it with the check_reward_nonzero_std filter
-    (dynamic sampling) and over-sampling.
+    (dynamic sampling), over-sampling and overlong_penalty.
+
+    Args:
+        clip_low, clip_high, epsilon, dual: as in grpo.
 
     Source: Yu et al. 2025 (DAPO), equations 8 to 10.
     """
+    _check_clip(clip_low, clip_high, dual)
+    _check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=token_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual),
         requires=frozenset({"rollout_log_probs"}),
     )
+
+
+def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4, epsilon: float = 1e-4) -> Algorithm:
+    """GRPO with the ratio of whole responses: s = (p(y) / p_old(y))^(1 / |y|) in place of each token's ratio.
+
+    loss = -1/B sum_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
+
+    When: mixtures of experts and long responses, where single tokens' ratios are noise.
+
+    Args:
+        clip_low, clip_high: widths round 1 of the length-normalised ratio, so much smaller than GRPO's.
+        epsilon: added to the standard deviation.
+
+    Source: Zheng et al. 2025 (Group sequence policy optimization), equations 5 to 7; clip widths of its section 5.1.
+    """
+    _check_clip(clip_low, clip_high, None)
+    _check_epsilon(epsilon)
+    return Algorithm(
+        estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
+        weigh=sample_mean,
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=sequence_ratio),
+        requires=frozenset({"rollout_log_probs"}),
+    )
+
+
+def cispo(clip_high: float = 0.28, clip_low: float = 1.0, epsilon: float = 1e-4) -> Algorithm:
+    """GRPO's advantages; the clipped ratio is a weight without gradient, so every token keeps its own.
+
+    loss = -1/sum_i |o_i| sum_i sum_t sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p
+
+    When: several updates per rollout batch; rare tokens whose ratio grows fast (turning points of a solution) go on learning.
+
+    Args:
+        clip_high: width above 1: the weight's cap is 1 + clip_high. verl and slime write the width, TRL the cap itself.
+        clip_low: width below 1, in [0, 1]; 1 = no lower bound, as in the paper.
+        epsilon: added to the standard deviation.
+
+    Source: MiniMax-M1 2025, equations 4 and 5.
+    """
+    _check(0 <= clip_low <= 1, "clip_low", clip_low, "in [0, 1]; 1 = no lower bound")
+    _check(clip_high >= 0, "clip_high", clip_high, "at least 0")
+    _check_epsilon(epsilon)
+    return Algorithm(
+        estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
+        weigh=token_mean,
+        loss=partial(
+            policy_loss,
+            surrogate=partial(cispo_surrogate, low=clip_low, high=clip_high),
+            clip_metrics=partial(clip_fractions, low=clip_low, high=clip_high),
+        ),
+        requires=frozenset({"rollout_log_probs"}),
+    )
+
+
+def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, epsilon: float = 1e-4) -> Algorithm:
+    """GRPO with a soft gate in place of the clip: loss = -1/B sum_i 1/|o_i| sum_t A sigmoid(tau (r - 1)) 4 / tau.
+
+    When: the hard edge of the clip makes learning jumpy; tokens far off policy fade out smoothly.
+
+    Args:
+        tau_pos, tau_neg: > 0, sharpness of the gate for A > 0 and for the others.
+        epsilon: added to the standard deviation.
+
+    Source: Gao et al. 2025 (Soft adaptive policy optimization). Aggregation as in the paper, TRL and verl (AReaL: over all tokens).
+    """
+    _check(tau_pos > 0, "tau_pos", tau_pos, "more than 0")
+    _check(tau_neg > 0, "tau_neg", tau_neg, "more than 0")
+    _check_epsilon(epsilon)
+    return Algorithm(
+        estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
+        weigh=sample_mean,
+        loss=partial(policy_loss, surrogate=partial(sapo_surrogate, tau_pos=tau_pos, tau_neg=tau_neg)),
+        requires=frozenset({"rollout_log_probs"}),
+    )
+
+
+def dppo(low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: float = 1e-4) -> Algorithm:
+    """GRPO's advantages; the trust region is about the token's probability, not its ratio.
+
+    loss = -1/sum_i |o_i| sum_i sum_t keep * sg(min(r, cap)) A log p; keep = 0 where p has already moved too far in A's direction:
+    p - p_old > high for A > 0, p_old - p > low else.
+
+    When: large vocabularies: a ratio clip stops rare tokens too early and common ones too late.
+
+    Args:
+        low, high: how far the token's probability may fall and rise, in [0, 1].
+        cap: of the detached ratio.
+        epsilon: added to the standard deviation.
+
+    Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning); widths 0.2 as in prime-rl, weight as in verl.
+    """
+    _check(0 <= low <= 1, "low", low, "in [0, 1]")
+    _check(0 <= high <= 1, "high", high, "in [0, 1]")
+    return _dppo(inside_tv, low, high, cap, epsilon)
+
+
+def dppo_kl(low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: float = 1e-4) -> Algorithm:
+    """dppo with the trust region measured by the binary KL divergence KL(p_old || p) of the event "this token".
+
+    When: as dppo; the divergence grows without bound where a probable token is about to vanish, so it guards such tokens harder.
+
+    Args:
+        low, high: largest divergence for falling and rising tokens, nats, at least 0.
+        cap: of the detached ratio.
+        epsilon: added to the standard deviation.
+
+    Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning), its KL variant as in verl.
+    """
+    _check(low >= 0, "low", low, "at least 0 (nats)")
+    _check(high >= 0, "high", high, "at least 0 (nats)")
+    return _dppo(inside_binary_kl, low, high, cap, epsilon)
+
+
+# -- policy gradients without a clip
 
 
 def rloo() -> Algorithm:
@@ -121,3 +280,256 @@ def reinforce() -> Algorithm:
         loss=partial(policy_loss, surrogate=reinforce_surrogate),
         requires=frozenset({"rollout_log_probs"}),
     )
+
+
+def remax() -> Algorithm:
+    """A = r - r(greedy answer to the same prompt); loss = -1/B sum_i A_i log p(y_i), on policy.
+
+    When: few samples per prompt: the baseline costs one greedy sample a group, which is not trained on. Generate with add_greedy_sample.
+
+    Source: Li et al. 2023 (ReMax), algorithm 2.
+    """
+    return Algorithm(
+        estimate=estimate_greedy_baseline,
+        weigh=sample_sum,
+        loss=partial(policy_loss, surrogate=reinforce_surrogate),
+        requires=frozenset({"rollout_log_probs", "greedy_samples"}),
+    )
+
+
+def opo() -> Algorithm:
+    """A = r - sum_j |y_j| r_j / sum_j |y_j| over the group; loss = -1/B sum_i A_i log p(y_i), exactly on policy.
+
+    When: as rloo; the baseline weighted by length is the one of least variance if a response's gradient grows with its length.
+
+    Source: Hao et al. 2025 (On-policy RL with optimal reward baseline), the length-weighted baseline of its section 3.
+    """
+    return Algorithm(
+        estimate=estimate_opo,
+        weigh=sample_sum,
+        loss=partial(policy_loss, surrogate=reinforce_surrogate),
+        requires=frozenset({"rollout_log_probs"}),
+    )
+
+
+def gpg(f_norm: float = 1.0) -> Algorithm:
+    """A = alpha (r - mean(group)) / f_norm, alpha = rows / rows whose reward is not 0; loss = -mean over tokens of A log p.
+
+    When: the plainest group-relative policy gradient; alpha makes up for groups that teach nothing.
+
+    Args:
+        f_norm: > 0; a constant in place of the group's standard deviation.
+
+    Source: Chu et al. 2025 (GPG); alpha as verl computes it.
+    """
+    _check(f_norm > 0, "f_norm", f_norm, "more than 0")
+    return Algorithm(
+        estimate=partial(estimate_gpg, f_norm=f_norm),
+        weigh=token_mean,
+        loss=partial(policy_loss, surrogate=reinforce_surrogate),
+        requires=frozenset({"rollout_log_probs"}),
+    )
+
+
+# -- advantages along tokens
+
+
+def reinforce_plus_plus(
+    kl_coef: float = 0.01, gamma: float = 1.0, clip_low: float = 0.2, clip_high: float = 0.2, kl: KLEstimator = k1
+) -> Algorithm:
+    """Token rewards r_T - kl_coef * k1_t, returns to go, whitened over all tokens of the batch; PPO's clip; no critic, no groups.
+
+    A_t = whiten(sum_{s >= t} gamma^(s - t) (r_s - kl_coef * kl_s))
+
+    When: rewards from a model, any number of samples per prompt. With several samples see reinforce_plus_plus_baseline.
+
+    Args:
+        kl_coef: of the KL penalty in the reward; 0 = none, and no reference model. OpenRLHF's default.
+        gamma: discount in [0, 1].
+        clip_low, clip_high: as in grpo.
+        kl: estimator of the penalty.
+
+    Source: Hu et al. 2025 (REINFORCE++), equations 5 to 8.
+    """
+    _check_clip(clip_low, clip_high, None)
+    _check(kl_coef >= 0, "kl_coef", kl_coef, "at least 0")
+    _check(0 <= gamma <= 1, "gamma", gamma, "in [0, 1]")
+    return Algorithm(
+        estimate=partial(estimate_reinforce_plus_plus, gamma=gamma, **_penalty(kl_coef, kl)),
+        weigh=token_mean,
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high),
+        requires=_requires(kl_coef),
+    )
+
+
+def reinforce_plus_plus_baseline(kl_coef: float = 0.0, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
+    """A = r - mean(group), whitened over all tokens of the batch; PPO's clip.
+
+    When: several samples per prompt; unlike GRPO it divides by one standard deviation for all prompts, so easy prompts are not blown up.
+
+    Args:
+        kl_coef: of a k2 term in the loss; > 0 needs a reference model.
+        clip_low, clip_high: as in grpo.
+
+    Source: Hu et al. 2025 (REINFORCE++), the baseline variant.
+    """
+    _check_clip(clip_low, clip_high, None)
+    return Algorithm(
+        estimate=estimate_reinforce_plus_plus_baseline,
+        weigh=token_mean,
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, **_extra_terms(kl_coef, kl=k2)),
+        requires=_requires(kl_coef),
+    )
+
+
+def ppo(
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float = 0.0,
+    dual: float | None = None,
+    entropy_coef: float = 0.0,
+) -> Algorithm:
+    """GAE from a critic, whitened over all tokens of the batch; clipped ratio; mean over tokens.
+
+    delta_t = r_t - kl_coef * k1_t + gamma V_{t+1} - V_t;  A_t = whiten(sum_k (gamma lam)^k delta_{t+k});  critic target = A_t + V_t
+
+    When: rewards along the way, or one sample per prompt. Needs a critic: a second backend with a value head, trained beside the policy.
+
+    Args:
+        gamma: discount in [0, 1].
+        lam: of GAE, in [0, 1]: 1 = Monte-Carlo returns, 0 = one step.
+        clip_low, clip_high, dual, entropy_coef: as in grpo.
+        kl_coef: of the KL penalty in the reward; > 0 needs a reference model.
+
+    Source: Schulman et al. 2017 (PPO), equations 7, 11 and 12; Schulman et al. 2016 (GAE), equation 16.
+    """
+    _check_clip(clip_low, clip_high, dual)
+    _check(0 <= gamma <= 1, "gamma", gamma, "in [0, 1]")
+    _check(0 <= lam <= 1, "lam", lam, "in [0, 1]")
+    _check(kl_coef >= 0, "kl_coef", kl_coef, "at least 0")
+    return Algorithm(
+        estimate=partial(estimate_gae, gamma=gamma, lam=lam, **_penalty(kl_coef, k1)),
+        weigh=token_mean,
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, **_extra_terms(0.0, entropy_coef)),
+        requires=_requires(kl_coef, entropy_coef) | {"values"},
+    )
+
+
+# -- wrappers: an algorithm to an algorithm
+
+
+def decoupled(algorithm: Algorithm, cap: float | None = 5.0, floor: float | None = None) -> Algorithm:
+    """The algorithm with its ratio anchored to the policy before the update, and each token weighted by proximal / behaviour.
+
+    w = p_prox / p_rollout, 0 where w > cap or w < floor (denominators unchanged); ratio = p / p_prox. Where the samples carry proximal
+    log-probs of their own version (segment-wise decoupled PPO), w uses those.
+
+    When: rollouts are older than the weights (asynchronous training) or the engine's numbers differ from the trainer's.
+
+    Args:
+        algorithm: any whose loss uses the ratio.
+        cap: largest weight, > 0; tokens above are dropped. AReaL's behav_imp_weight_cap; None = no bound.
+        floor: smallest weight, >= 0; tokens below are dropped. None = no bound.
+
+    Source: Hilton et al. 2022 (Batch size-invariance for policy optimization), equation 2; Fu et al. 2025 (AReaL), equation 5.
+    """
+    _check(cap is None or cap > 0, "cap", cap, "more than 0, or None")
+    _check(floor is None or floor >= 0, "floor", floor, "at least 0, or None")
+    return replace(
+        algorithm,
+        loss=partial(corrected_loss, correction=partial(anchor_to_proximal, cap=cap, floor=floor), loss=algorithm.loss),
+        requires=algorithm.requires | {"prox_log_probs", "rollout_log_probs"},
+        loss_only=algorithm.loss_only | {"prox_log_probs"},
+    )
+
+
+def recomputed(algorithm: Algorithm) -> Algorithm:
+    """The algorithm with its ratio anchored to the trainer's own log-probs of the policy before the update, without a weight.
+
+    When: the engine's log-probs are not to be trusted, or to compare with frameworks that always do so (verl's default).
+    """
+    return replace(
+        algorithm,
+        requires=algorithm.requires | {"old_log_probs"},
+        loss_only=algorithm.loss_only | _loss_only(algorithm, "old_log_probs"),
+    )
+
+
+def truncated(algorithm: Algorithm, cap: float | None = 2.0, floor: float | None = None) -> Algorithm:
+    """`recomputed`, with each token weighted by the truncated ratio of trainer to engine: w = min(p_old / p_rollout, cap).
+
+    When: the engine's kernels or precision differ from the trainer's (truncated importance sampling, TIS).
+
+    Args:
+        algorithm: any.
+        cap: largest weight, > 0. verl, TRL and slime use 2 to 3; None = no bound.
+        floor: smallest weight, >= 0; smaller ones are raised to it. None = no bound.
+
+    Source: Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy RL training).
+    """
+    _check(cap is None or cap > 0, "cap", cap, "more than 0, or None")
+    _check(floor is None or floor >= 0, "floor", floor, "at least 0, or None")
+    return replace(
+        algorithm,
+        loss=partial(corrected_loss, correction=partial(truncate_weights, cap=cap, floor=floor), loss=algorithm.loss),
+        requires=algorithm.requires | {"old_log_probs", "rollout_log_probs"},
+        loss_only=algorithm.loss_only | _loss_only(algorithm, "old_log_probs"),
+    )
+
+
+# -- parts
+
+
+def _dppo(inside: Callable[..., Tensor], low: float, high: float, cap: float, epsilon: float) -> Algorithm:
+    _check(cap > 0, "cap", cap, "more than 0")
+    _check_epsilon(epsilon)
+    return Algorithm(
+        estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
+        weigh=token_mean,
+        loss=partial(policy_loss, surrogate=partial(dppo_surrogate, low=low, high=high, inside=inside, cap=cap)),
+        requires=frozenset({"rollout_log_probs"}),
+    )
+
+
+def _loss_only(algorithm: Algorithm, column: str) -> frozenset[str]:
+    """The column, unless the estimator may read it: one with a KL penalty in its rewards does."""
+    return frozenset() if "ref_log_probs" in algorithm.requires else frozenset({column})
+
+
+def _extra_terms(kl_coef: float, entropy_coef: float = 0.0, kl: KLEstimator = k3) -> dict[str, Any]:
+    """The keyword arguments of the KL and entropy terms of policy_loss, only those that are on."""
+    _check(kl_coef >= 0, "kl_coef", kl_coef, "at least 0")
+    _check(entropy_coef >= 0, "entropy_coef", entropy_coef, "at least 0")
+    return ({"kl": kl, "kl_coef": kl_coef} if kl_coef > 0 else {}) | ({"entropy_coef": entropy_coef} if entropy_coef > 0 else {})
+
+
+def _penalty(kl_coef: float, kl: KLEstimator) -> dict[str, Any]:
+    """The keyword arguments of a KL penalty in the rewards, if it is on."""
+    return {"kl": kl, "kl_coef": kl_coef} if kl_coef > 0 else {}
+
+
+def _requires(kl_coef: float = 0.0, entropy_coef: float = 0.0) -> frozenset[str]:
+    """rollout_log_probs, and what the terms that are on need."""
+    names = {"rollout_log_probs"}
+    if kl_coef > 0:
+        names.add("ref_log_probs")
+    if entropy_coef > 0:
+        names.add("entropy")
+    return frozenset(names)
+
+
+def _check_clip(clip_low: float, clip_high: float, dual: float | None) -> None:
+    _check(0 <= clip_low < 1, "clip_low", clip_low, "in [0, 1): it is a width, the ratio is clipped to [1 - clip_low, 1 + clip_high]")
+    _check(clip_high >= 0, "clip_high", clip_high, "at least 0")
+    _check(dual is None or dual > 1, "dual", dual, "more than 1, or None")
+
+
+def _check_epsilon(epsilon: float) -> None:
+    _check(epsilon >= 0, "epsilon", epsilon, "at least 0")
+
+
+def _check(good: bool, name: str, value: object, expected: str) -> None:
+    if not good:
+        raise ConfigError(f"{name} is {value!r}, expected {expected}")
