@@ -293,7 +293,7 @@ def remax() -> Algorithm:
         estimate=estimate_greedy_baseline,
         weigh=sample_sum,
         loss=partial(policy_loss, surrogate=reinforce_surrogate),
-        requires=frozenset({"rollout_log_probs", "greedy_samples"}),
+        requires=frozenset({"rollout_log_probs", "greedy_rows"}),
     )
 
 
