@@ -33,21 +33,17 @@ def token_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, bound
     return log_ratio if bound is None else log_ratio.clamp(-bound, bound)
 
 
-def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, cap: float | None = None) -> Tensor:
+def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     """The mean of a row's token log-ratios at each of its tokens: log s_i, s_i = (p(y) / p_old(y))^(1 / |y|).
 
     The gradient goes through each token's own log-prob (the token-level form), so advantages may differ along a row. With sample_mean
     and one advantage a row it is the gradient of the sequence-level objective (sequence_mean_ratio).
 
-    Args:
-        cap: largest log s_i (verl: 10); a row above it has no gradient. None = no cap.
-
     Source: Zheng et al. 2025 (GSPO), equations 7, 13 and 14.
     """
     mean = _row_mean(token_ratio(log_probs, old_log_probs, mask), mask)
     own = torch.where(mask > 0, log_probs - log_probs.detach(), 0.0)  # 0, with the gradient of log_probs
-    log_ratio = torch.where(mask > 0, mean.detach() + own, 0.0)
-    return log_ratio if cap is None else log_ratio.clamp(max=cap)
+    return torch.where(mask > 0, mean.detach() + own, 0.0)
 
 
 def sequence_mean_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
