@@ -12,6 +12,7 @@ gradients (0 * inf).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -22,7 +23,7 @@ from rollouts.checks import check_shapes
 from rollouts.kl import KLEstimator
 from rollouts.logprobs import token_log_probs
 from rollouts.statistics import masked_mean
-from rollouts.surrogates import Ratio, Surrogate, clip_fractions, clipped, reinforce, token_ratio
+from rollouts.surrogates import Ratio, Surrogate, clip_fractions, clipped, importance_weighted, reinforce, token_ratio
 from rollouts.types import LossFn, LossOutput, TokenOutputs, TrainBatch, Transform
 
 Reweigh: TypeAlias = Callable[[Tensor, TrainBatch], Tensor]
@@ -156,6 +157,44 @@ def dft_loss(outputs: TokenOutputs, batch: TrainBatch) -> LossOutput:
     probability = log_probs.detach().exp()
     metrics = {"log_prob_mean": _mean(log_probs, batch.loss_mask), "probability": _mean(probability, batch.loss_mask)}
     return LossOutput(-(weights * probability * log_probs).sum(), metrics)
+
+
+def distillation_loss(
+    outputs: TokenOutputs, batch: TrainBatch, *, surrogate: Surrogate = importance_weighted, ratio: Ratio = token_ratio
+) -> LossOutput:
+    """policy_loss with A = log p_teacher - log p, without gradient: on-policy distillation.
+
+    At sampled tokens the gradient of -A r is that of KL(policy || teacher), corrected by the ratio where the anchor sampled them.
+
+    Args:
+        batch: ref_log_probs are the teacher's; loss_weights and an anchor as in policy_loss. Its advantages are not read.
+        surrogate, ratio: as in policy_loss.
+
+    Source: Agarwal et al. 2024 (On-policy distillation of language models), with the reverse KL of sampled tokens.
+    """
+    assert batch.ref_log_probs is not None, "distillation_loss needs batch.ref_log_probs, the teacher's"
+    advantages = (batch.ref_log_probs - outputs.log_probs).detach()
+    return policy_loss(outputs, replace(batch, advantages=advantages), surrogate=surrogate, ratio=ratio)
+
+
+def entropy_loss(outputs: TokenOutputs, batch: TrainBatch, *, coef: float) -> LossOutput:
+    """-coef * sum(loss_weights * entropy): an entropy bonus with weights of its own; with those of the policy term use its entropy_coef."""
+    weights, mask = _weights_and_mask(outputs, batch)
+    assert outputs.entropy is not None, "entropy_loss needs outputs.entropy: add 'entropy' to Algorithm.requires"
+    entropy = _where(mask, outputs.entropy)
+    return LossOutput(-coef * (weights * entropy).sum(), {"entropy": _mean(entropy, batch.loss_mask)})
+
+
+def total_loss(parts: Mapping[str, LossOutput]) -> LossOutput:
+    """The sum of losses, each on the same outputs with weights of its own (policy, supervised and distilled tokens of one batch, say).
+
+    Args:
+        parts: name -> loss; a metric m of it is logged as m/name.
+    """
+    losses = [part.loss for part in parts.values()]
+    assert losses, "total_loss needs at least one part"
+    metrics = {f"{metric}/{name}": value for name, part in parts.items() for metric, value in part.metrics.items()}
+    return LossOutput(torch.stack(losses).sum(), metrics)
 
 
 def value_loss(outputs: TokenOutputs, batch: TrainBatch, *, clip: float | None = 0.2) -> LossOutput:
