@@ -8,6 +8,7 @@ everywhere, never NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -154,6 +155,26 @@ def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True, epsilon: float
     if all_reduce is not None:
         count = all_reduce(count)
     return torch.where(count > 1, variance * count / torch.where(count > 1, count - 1, 1), torch.zeros_like(variance))
+
+
+def top_share(x: Tensor, mask: Tensor, *, share: float) -> Tensor:
+    """The entries at or above the (1 - share) quantile of x over all entries with mask > 0, for example the tokens of highest entropy.
+
+    As importance weights they train on those tokens alone. A statistic over the batch: take it over the whole step, before it is split.
+
+    Args:
+        x, mask: the same shape.
+        share: of the entries to keep, in (0, 1]; where the quantile falls between two entries the upper one bounds.
+
+    Returns: bool, the shape of x; False where mask = 0.
+    Source: Wang et al. 2025 (Beyond the 80/20 rule: high-entropy minority tokens), section 5.
+    """
+    assert 0 < share <= 1, f"share is {share}, expected in (0, 1]"
+    ordered = x[mask > 0].sort().values
+    if ordered.numel() == 0:
+        return torch.zeros_like(mask, dtype=torch.bool)
+    rank = math.ceil((1 - share) * (ordered.numel() - 1) - 1e-9)  # rounding must not move a whole rank up
+    return (x >= ordered[rank]) & (mask > 0)
 
 
 def whiten(
