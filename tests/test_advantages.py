@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.advantages import compute_advantages, discounted_returns, gae, normalize_by_group, reward_at_last_token
+from rollouts.advantages import compute_advantages, discounted_returns, gae, normalize_by_group, penalize_overlong, reward_at_last_token
 from rollouts.estimators import estimate_group_relative
 from rollouts.statistics import (
     batch_mean,
@@ -126,6 +126,18 @@ def test_rewards_must_be_finite_and_fit_the_groups(bad):
         compute_advantages(torch.tensor([bad]))
     with pytest.raises(AssertionError, match=r"group_ids has shape \(3,\), expected \(2,\)"):
         group_mean(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_overlong_answers_lose_up_to_the_factor(factor):
+    rewards, lengths = torch.ones(6, dtype=torch.float64), torch.tensor([0, 12, 14, 16, 20, 24])
+    found = penalize_overlong(rewards, lengths, max_tokens=20, buffer=8, factor=factor)
+    expected = [1.0 - factor * cut for cut in (0.0, 0.0, 0.25, 0.5, 1.0, 1.0)]
+    assert found.tolist() == pytest.approx(expected)
+    free = penalize_overlong(rewards, lengths, max_tokens=20, buffer=8, factor=factor, bounded=False)
+    assert free.tolist() == pytest.approx([*expected[:5], 1.0 - 1.5 * factor])
+    with pytest.raises(AssertionError, match="buffer is 0, expected more than 0"):
+        penalize_overlong(rewards, lengths, max_tokens=20, buffer=0)
 
 
 def test_compute_advantages_with_numbers_and_tensors():
