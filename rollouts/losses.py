@@ -11,6 +11,7 @@ gradients (0 * inf).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,9 +22,21 @@ from torch import Tensor
 
 from rollouts.checks import check_shapes
 from rollouts.kl import KLEstimator
-from rollouts.logprobs import token_log_probs
+from rollouts.logprobs import entropy_from_logits, token_log_probs
 from rollouts.statistics import masked_mean
-from rollouts.surrogates import Ratio, Surrogate, clip_fractions, clipped, importance_weighted, reinforce, token_ratio
+from rollouts.surrogates import (
+    Ratio,
+    Surrogate,
+    clip_fractions,
+    clipped,
+    clipped_sequence_ratio,
+    importance_weighted,
+    kl_cov,
+    reinforce,
+    row_geometric_mean,
+    row_mean_advantages,
+    token_ratio,
+)
 from rollouts.types import LossFn, LossOutput, TokenOutputs, TrainBatch, Transform
 
 Reweigh: TypeAlias = Callable[[Tensor, TrainBatch], Tensor]
@@ -123,6 +136,69 @@ def clipped_policy_loss(
     )
 
 
+def gmpo_policy_loss(
+    outputs: TokenOutputs,
+    batch: TrainBatch,
+    *,
+    low: float = 0.4,
+    high: float = 0.4,
+    kl: KLEstimator | None = None,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    epsilon: float = 0.0,
+) -> LossOutput:
+    """-A_i * (geometric mean over the row of the token ratios, each clipped to [e^-low, e^high] where A_i asks for it).
+
+    With sample_mean weights: the mean over rows. Advantages are averaged over each row, and so are importance weights (geometric mean).
+
+    Args:
+        low, high: in nats.
+        epsilon: added to the number of tokens of a row (verl 1e-8).
+        kl, kl_coef, entropy_coef: as in policy_loss.
+
+    Source: Zhao et al. 2025 (Geometric-mean policy optimization), section 4.
+    """
+    assert batch.advantages is not None, "gmpo_policy_loss needs batch.advantages: call algorithm.estimate first"
+    mask = batch.loss_mask
+    advantages = row_mean_advantages(batch.advantages, mask, epsilon=epsilon)
+    weights = batch.importance_weights
+    ratio = partial(clipped_sequence_ratio, advantages=batch.advantages, low=low, high=high, epsilon=epsilon)
+    averaged = replace(
+        batch, advantages=advantages, importance_weights=None if weights is None else row_geometric_mean(weights, mask, epsilon=epsilon)
+    )
+    loss, metrics = policy_loss(
+        outputs, averaged, surrogate=importance_weighted, ratio=ratio, kl=kl, kl_coef=kl_coef, entropy_coef=entropy_coef
+    )
+    anchor = batch.old_log_probs if batch.old_log_probs is not None else batch.rollout_log_probs
+    assert anchor is not None, "gmpo_policy_loss needs batch.old_log_probs or batch.rollout_log_probs"
+    each = clip_fractions(token_ratio(outputs.log_probs, anchor, mask).detach(), advantages, low=-math.expm1(-low), high=math.expm1(high))
+    return LossOutput(loss, {**metrics, **{name: _mean(x, mask) for name, x in each.items()}})
+
+
+def kl_cov_policy_loss(
+    outputs: TokenOutputs,
+    batch: TrainBatch,
+    *,
+    coef: float = 1.0,
+    ratio: Ratio = token_ratio,
+    kl: KLEstimator | None = None,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+) -> LossOutput:
+    """policy_loss with -A r, plus coef * |log r| at batch.selected (covariance.select_kl_cov fills it). No clip.
+
+    Args:
+        coef: of the pull at selected tokens, >= 0.
+        ratio, kl, kl_coef, entropy_coef: as in policy_loss.
+
+    Source: Cui et al. 2025 (The entropy mechanism of reinforcement learning for reasoning language models: KL-Cov).
+    """
+    assert batch.selected is not None, "kl_cov_policy_loss needs batch.selected: append covariance.select_kl_cov to Algorithm.estimate"
+    surrogate = partial(kl_cov, selected=batch.selected, coef=coef)
+    loss, metrics = policy_loss(outputs, batch, surrogate=surrogate, ratio=ratio, kl=kl, kl_coef=kl_coef, entropy_coef=entropy_coef)
+    return LossOutput(loss, {**metrics, "selected": _mean(batch.selected.to(loss.dtype), batch.loss_mask)})
+
+
 def corrected_loss(outputs: TokenOutputs, batch: TrainBatch, *, correction: Transform, loss: LossFn) -> LossOutput:
     """`loss` on the batch as `correction` makes it, for example with importance weights of rollout against trainer.
 
@@ -197,29 +273,39 @@ def total_loss(parts: Mapping[str, LossOutput]) -> LossOutput:
     return LossOutput(torch.stack(losses).sum(), metrics)
 
 
-def value_loss(outputs: TokenOutputs, batch: TrainBatch, *, clip: float | None = 0.2) -> LossOutput:
-    """sum(loss_weights * max((V - R)^2, (V_clip - R)^2) / 2), V_clip = V_old + clamp(V - V_old, -clip, clip).
+def value_loss(
+    outputs: TokenOutputs, batch: TrainBatch, *, clip: float | None = 0.2, huber: float | None = None, factor: float = 0.5
+) -> LossOutput:
+    """factor * sum(loss_weights * max((V - R)^2, (V_clip - R)^2)), V_clip = V_old + clamp(V - V_old, -clip, clip).
 
     Args:
         outputs: values # [B, T] of the critic.
         batch: values (of the critic at collection time), returns and loss_weights filled.
-        clip: width of the range round the old value; None = no clipping.
+        clip: > 0, width of the range round the old value; None = no clipping.
+        huber: > 0; errors beyond it count linearly, 2 huber |e| - huber^2 instead of e^2 (AReaL: 10). None = off.
+        factor: of the square; 0.5 makes the gradient V - R (verl and AReaL; slime has no factor, that is 1).
 
     Source: Schulman et al. 2017, section 5, with the clipping of OpenAI's baselines.
     """
+    assert clip is None or clip > 0, f"clip is {clip}, expected more than 0"
+    assert huber is None or huber > 0, f"huber is {huber}, expected more than 0"
+    assert factor > 0, f"factor is {factor}, expected more than 0"
     weights, mask = _weights_and_mask(outputs, batch)
     assert outputs.values is not None, "value_loss needs outputs.values: the model has no value head"
     assert batch.returns is not None, "value_loss needs batch.returns: call algorithm.estimate first"
     values, returns = _where(mask, outputs.values), _where(mask, batch.returns)
-    per_token = (values - returns).square()
-    metrics: dict[str, Tensor] = {"value_mean": _mean(values, batch.loss_mask)}
+    per_token = _square(values - returns, huber)
+    metrics: dict[str, Tensor] = {
+        "value_mean": _mean(values, batch.loss_mask),
+        "value_error": _mean((values - returns).abs(), batch.loss_mask),
+    }
     if clip is not None:
         assert batch.values is not None, "value_loss with clip needs batch.values of collection time"
         old = _where(mask, batch.values)
-        bounded = (old + (values - old).clamp(-clip, clip) - returns).square()
+        bounded = _square(old + (values - old).clamp(-clip, clip) - returns, huber)
         metrics["value_clip_fraction"] = _mean((bounded > per_token).to(values.dtype), batch.loss_mask)
         per_token = torch.maximum(per_token, bounded)
-    return LossOutput(0.5 * (weights * per_token).sum(), metrics)
+    return LossOutput(factor * (weights * per_token).sum(), metrics)
 
 
 def merge_metrics(parts: Sequence[tuple[Mapping[str, float | Tensor], int]]) -> dict[str, float]:
@@ -293,6 +379,35 @@ def compute_policy_loss(
     return clipped_policy_loss(TokenOutputs(log_probs=log_probs), batch, low=clip_ratio, high=clip_ratio)
 
 
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    old_values: Tensor | None,
+    response_mask: Tensor,
+    cliprange_value: float | None = 0.2,
+) -> LossOutput:
+    """value_loss, token mean: all tensors # [B, T]. old_values may be None if cliprange_value is (no clipping)."""
+    batch = _batch_of(torch.zeros_like(response_mask, dtype=torch.int64), response_mask, returns)
+    batch = replace(batch, returns=returns, values=old_values)
+    return value_loss(TokenOutputs(log_probs=torch.zeros_like(vpreds), values=vpreds), batch, clip=cliprange_value)
+
+
+def compute_entropy_loss(entropy_or_logits: Tensor, mask: Tensor) -> LossOutput:
+    """Mean over trained tokens of minus the entropy, in nats: minimised, it keeps the policy from collapsing.
+
+    Args:
+        entropy_or_logits: # [B, T] of the distribution that each token was drawn from, or # [B, T, V] logits, each position's own.
+        mask: # [B, T], aligned with the first argument.
+
+    Returns: the loss; `entropy` among the metrics is the mean entropy. 0 for a batch that is masked out.
+    """
+    entropy = entropy_from_logits(entropy_or_logits) if entropy_or_logits.dim() == 3 else entropy_or_logits
+    zeros = torch.zeros_like(entropy)
+    batch = _batch_of(torch.zeros_like(mask, dtype=torch.int64), mask, zeros.detach())
+    loss, metrics = policy_loss(TokenOutputs(log_probs=zeros, entropy=entropy), batch, surrogate=reinforce, entropy_coef=1.0)
+    return LossOutput(loss, {"entropy": metrics["entropy"]})
+
+
 # -- parts
 
 
@@ -300,7 +415,7 @@ def _batch_of(tokens: Tensor, loss_mask: Tensor, advantages: Tensor, old_log_pro
     """The columns that policy_loss reads, token-mean weights."""
     rows, width = tokens.shape
     check_shapes(loss_mask=(loss_mask, (rows, width)), old_log_probs=(old_log_probs, (rows, width)))
-    mask = loss_mask.to(torch.float32)
+    mask = loss_mask.to(advantages.dtype)
     total = mask.sum()
     return TrainBatch(
         tokens=tokens,
@@ -320,6 +435,13 @@ def _weights_and_mask(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor,
     check_shapes(log_probs=(outputs.log_probs, shape), entropy=(outputs.entropy, shape), values=(outputs.values, shape))
     assert batch.loss_weights is not None, "the loss needs batch.loss_weights: call algorithm.weigh (or token_mean) on the whole step first"
     return batch.loss_weights, batch.loss_mask > 0
+
+
+def _square(error: Tensor, huber: float | None) -> Tensor:
+    """error^2, with `huber` continued linearly (value and slope) beyond it."""
+    if huber is None:
+        return error.square()
+    return torch.where(error.abs() <= huber, error.square(), huber * (2 * error.abs() - huber))
 
 
 def _where(mask: Tensor, x: Tensor) -> Tensor:
