@@ -4,14 +4,17 @@
     w   = bound(exp(level(d)))                   multiplies the policy term of the loss; not its KL term, not its denominator
 
 `level` turns the log-ratios of tokens into those of rows (token_level, sequence_level, ...); the bound clamps a weight or drops its token.
-Every transform looks at one row at a time and multiplies into importance_weights, so they chain, and they work in `estimate` as well
-as inside the loss (losses.corrected_loss). Weights carry no gradient. Bounds are on p / p_rollout.
+Weights carry no gradient, and bounds are on p / p_rollout. Every transform multiplies into importance_weights, so they chain. They look at
+one row at a time, so they work in `estimate` as well as inside the loss (losses.corrected_loss); the two that say "a batch statistic" need
+all rows of the step, hence `estimate`.
 
-A token that is dropped has weight 0 and still counts in the loss's denominator: dropping tokens must not make the others louder.
+A token that is dropped has weight 0 and still counts in the loss's denominator: dropping tokens must not make the others louder. The
+rejections can instead take it out of loss_mask, which changes the denominators and must happen in `estimate`, before `weigh`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
@@ -20,13 +23,13 @@ import torch
 from torch import Tensor
 
 from rollouts.checks import check_shapes
+from rollouts.kl import KLEstimator, k3
+from rollouts.loss_weights import token_mean, trained_mask
+from rollouts.statistics import masked_mean
 from rollouts.types import TrainBatch
 
 Level: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """f(x, mask), each [B, T] and x = 0 where mask = 0 -> [B, T]."""
-
-Bound: TypeAlias = Callable[..., Tensor]
-"""f(weights [B, T], *, floor, cap) -> weights [B, T]."""
 
 
 # -- levels
@@ -53,6 +56,11 @@ def max_level(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where((mask > 0).any(1, keepdim=True), largest, torch.zeros_like(largest)).expand_as(x)
 
 
+def min_level(x: Tensor, mask: Tensor) -> Tensor:
+    """The smallest x among the row's tokens with mask > 0, at each place. 0 for an empty row."""
+    return -max_level(-x, mask)
+
+
 # -- bounds
 
 
@@ -65,12 +73,13 @@ def clamp_weights(weights: Tensor, *, floor: float | None = None, cap: float | N
 
 def drop_outside(weights: Tensor, *, floor: float | None = None, cap: float | None = None) -> Tensor:
     """w inside [floor, cap], else 0 (masked importance sampling, IcePop). None = no bound."""
-    keep = torch.ones_like(weights, dtype=torch.bool)
-    if floor is not None:
-        keep = keep & (weights >= floor)
-    if cap is not None:
-        keep = keep & (weights <= cap)
-    return torch.where(keep, weights, torch.zeros_like(weights))
+    return torch.where(_inside(weights, floor, cap), weights, torch.zeros_like(weights))
+
+
+def reciprocal_bounds(cap: float) -> tuple[float, float]:
+    """(1 / cap, cap): the range of ratios that is symmetric in log space."""
+    assert cap >= 1, f"cap is {cap}, expected >= 1"
+    return 1 / cap, cap
 
 
 # -- weights
@@ -169,10 +178,209 @@ def mask_weights(
     return _multiplied(batch, drop_outside(_trainer_weights(batch, level, log_bound), floor=floor, cap=cap))
 
 
+def normalize_weights(batch: TrainBatch, *, weigh: Callable[[TrainBatch], Tensor] = token_mean) -> TrainBatch:
+    """importance_weights / mean(importance_weights), the mean under the given aggregation: self-normalized importance sampling.
+
+    A batch statistic: for `estimate` only. Weights whose mean is 0 stay as they are.
+
+    Args:
+        batch: importance_weights filled, by a transform before this one.
+        weigh: token_mean for weights of tokens, sample_mean for weights of rows.
+    """
+    weights = batch.importance_weights
+    assert weights is not None, "normalize_weights needs batch.importance_weights: it follows a transform that fills them"
+    shares = weigh(batch)
+    mean = torch.where(shares > 0, shares * weights, torch.zeros_like(weights)).sum()
+    return replace(batch, importance_weights=torch.where(mean > 0, weights / torch.where(mean > 0, mean, torch.ones_like(mean)), weights))
+
+
+# -- rejection
+
+
+def reject_ratios(
+    batch: TrainBatch,
+    *,
+    cap: float | None = None,
+    floor: float | None = None,
+    level: Level = token_level,
+    log_bound: float | None = None,
+    from_mask: bool = False,
+) -> TrainBatch:
+    """Drop what has exp(level(old_log_probs - rollout_log_probs)) outside [floor, cap]; the other weights stay as they are.
+
+    With level=min_level and a small floor: drop rows with a token that the trainer finds all but impossible (a veto).
+
+    Args:
+        batch: old_log_probs and rollout_log_probs filled (after anchor_to_proximal: those of the proximal policy).
+        cap, floor: > 0, of trainer / rollout (verl's k1 bounds are of rollout / trainer: exchange and invert them); None = no bound.
+        level: what is judged: each token, or a row by the product, mean, largest or smallest of its ratios.
+        log_bound: clamps each token's log-ratio beforehand (verl: 20); None = no clamp.
+        from_mask: take the tokens out of loss_mask, and so out of every term and denominator, instead of giving them weight 0.
+    """
+    assert cap is None or cap > 0, f"cap is {cap}, expected > 0"
+    assert floor is None or floor > 0, f"floor is {floor}, expected > 0"
+    old, rollout = _trainer_and_rollout(batch)
+    log_ratio = old - rollout if log_bound is None else (old - rollout).clamp(-log_bound, log_bound)
+    low, high = (None if bound is None else math.log(bound) for bound in (floor, cap))
+    return _reject(batch, _inside(level(log_ratio, batch.loss_mask), low, high), from_mask)
+
+
+def reject_divergence(
+    batch: TrainBatch,
+    *,
+    kl: KLEstimator = k3,
+    cap: float | None = None,
+    floor: float | None = None,
+    level: Level = token_level,
+    from_mask: bool = False,
+) -> TrainBatch:
+    """Drop what has level(kl(rollout_log_probs, old_log_probs)) outside [floor, cap]: KL(rollout || trainer), at tokens of the rollout.
+
+    Args:
+        kl: k1, k2 or k3, bounded(k3, log_ratio=20), or the caller's own.
+        cap, floor: in nats; None = no bound.
+        batch, level, from_mask: as in reject_ratios; sequence_level sums the divergence over the row, geometric_level is its
+            mean, max_level its largest.
+    """
+    old, rollout = _trainer_and_rollout(batch)
+    return _reject(batch, _inside(level(kl(rollout, old), batch.loss_mask), floor, cap), from_mask)
+
+
+def limit_second_moment(batch: TrainBatch, *, threshold: float = 0.04) -> TrainBatch:
+    """Take the fewest tokens out of loss_mask, largest first, that bring the mean of (old_log_probs - rollout_log_probs)^2 below threshold.
+
+    A batch statistic: for `estimate` only. At least one token stays.
+
+    Args:
+        threshold: > 0, in squared nats.
+
+    Source: Zheng et al. 2025 (Prosperity before collapse: M2PO), algorithm 1.
+    """
+    old, rollout = _trainer_and_rollout(batch)
+    on = trained_mask(batch) > 0
+    moments, order = (old - rollout).square()[on].sort(descending=True)
+    count = moments.numel()
+    if count == 0:
+        return batch
+    remaining = torch.arange(count, 0, -1, device=moments.device, dtype=moments.dtype)
+    below = moments.flip(0).cumsum(0).flip(0) / remaining < threshold  # entry k: without the k largest
+    num_dropped = int(below.to(torch.int64).argmax()) if bool(below.any()) else count - 1
+    keep = torch.ones(count, dtype=torch.bool, device=moments.device)
+    keep[order[:num_dropped]] = False
+    kept = torch.ones_like(on)
+    kept[on] = keep
+    return _reject(batch, kept, from_mask=True)
+
+
+def mask_off_policy_rows(log_probs: Tensor, batch: TrainBatch, *, threshold: float, against_old: bool = False) -> Tensor:
+    """0 at tokens with A < 0 in rows with mean(rollout_log_probs - log_probs) > threshold, else 1: do not learn from a mistake that the
+    current policy would hardly make.
+
+    For policy_loss(reweigh=...), since it depends on the current policy.
+
+    Args:
+        log_probs: # [B, T] of the current policy, without gradient.
+        batch: advantages and rollout_log_probs filled.
+        threshold: in nats per token; any sign.
+        against_old: compare with old_log_probs in place of rollout_log_probs.
+
+    Returns: # [B, T]; 1 where loss_mask = 0 and A >= 0.
+    Source: DeepSeek-V3.2 2025, section 3.1 (off-policy sequence masking).
+    """
+    anchor = batch.old_log_probs if against_old else batch.rollout_log_probs
+    assert anchor is not None, f"mask_off_policy_rows needs batch.{'old' if against_old else 'rollout'}_log_probs"
+    assert batch.advantages is not None, "mask_off_policy_rows needs batch.advantages: call algorithm.estimate first"
+    on = batch.loss_mask > 0
+    drift = geometric_level(torch.where(on, anchor - log_probs, torch.zeros_like(log_probs)), batch.loss_mask)
+    return ((batch.advantages >= 0) | (drift <= threshold)).to(log_probs.dtype)
+
+
+def fill_missing_log_probs(batch: TrainBatch) -> TrainBatch:
+    """rollout_log_probs with old_log_probs where they are NaN (an engine that did not report one): those tokens get weight 1."""
+    assert batch.old_log_probs is not None, "fill_missing_log_probs needs batch.old_log_probs"
+    assert batch.rollout_log_probs is not None, "fill_missing_log_probs needs batch.rollout_log_probs"
+    rollout = batch.rollout_log_probs
+    return replace(batch, rollout_log_probs=torch.where(rollout.isnan(), batch.old_log_probs, rollout))
+
+
+# -- diagnostics
+
+
+def off_policy_metrics(batch: TrainBatch, *, count_empty_rows: bool = False, log_bound: float = 20.0) -> dict[str, Tensor]:
+    """How far the policy that sampled is from the one that trains. Scalars, 0 for a batch without trained tokens.
+
+    Args:
+        batch: old_log_probs (the trainer's) and rollout_log_probs filled; importance_weights too for effective_sample_size.
+        count_empty_rows: means over rows include those without a trained token, as rows of log-prob 0 (verl).
+        log_bound: clamps log-ratios before exp in the chi2 pair.
+
+    Returns: over tokens: rollout_kl, rollout_k3 (two estimates of KL(rollout || trainer)), chi2_token = mean(w^2) - 1;
+        over rows: trainer_log_ppl, trainer_ppl, rollout_log_ppl, rollout_ppl (of -mean log p), log_ppl_diff = trainer's - rollout's with
+        _abs, _max, _min, ppl_ratio = mean(exp(log_ppl_diff)), chi2_sequence; and with importance weights effective_sample_size =
+        mean(w)^2 / mean(w^2) in (0, 1] and dropped_fraction = the share of weights that are 0.
+    """
+    old, rollout = _trainer_and_rollout(batch)
+    on = trained_mask(batch) > 0
+    mask = on.to(old.dtype)
+    old, rollout = torch.where(on, old, torch.zeros_like(old)), torch.where(on, rollout, torch.zeros_like(rollout))
+    rows = torch.ones_like(mask[:, 0]) if count_empty_rows else on.any(1).to(mask.dtype)
+    if not bool(on.any()):
+        rows = torch.zeros_like(rows)
+    log_ratio = old - rollout
+    trainer_log_ppl, rollout_log_ppl = -geometric_level(old, mask)[:, 0], -geometric_level(rollout, mask)[:, 0]
+    diff = trainer_log_ppl - rollout_log_ppl
+    square = (2 * log_ratio.clamp(-log_bound, log_bound)).exp()
+    row_square = (2 * log_ratio.sum(1).clamp(-log_bound, log_bound)).exp()
+    metrics = {
+        "rollout_kl": masked_mean(-log_ratio, mask),
+        "rollout_k3": masked_mean(k3(rollout, old), mask),
+        "chi2_token": masked_mean(square - 1, mask),
+        "trainer_log_ppl": masked_mean(trainer_log_ppl, rows),
+        "trainer_ppl": masked_mean(trainer_log_ppl.exp(), rows),
+        "rollout_log_ppl": masked_mean(rollout_log_ppl, rows),
+        "rollout_ppl": masked_mean(rollout_log_ppl.exp(), rows),
+        "log_ppl_diff": masked_mean(diff, rows),
+        "log_ppl_diff_abs": masked_mean(diff.abs(), rows),
+        "log_ppl_diff_max": max_level(diff[None], rows[None])[0, 0],
+        "log_ppl_diff_min": min_level(diff[None], rows[None])[0, 0],
+        "ppl_ratio": masked_mean(diff.exp(), rows),
+        "chi2_sequence": masked_mean(row_square - 1, rows),
+    }
+    if batch.importance_weights is not None:
+        weights = torch.where(on, batch.importance_weights, torch.zeros_like(mask))
+        second = masked_mean(weights.square(), mask)
+        metrics["effective_sample_size"] = masked_mean(weights, mask).square() / torch.where(second > 0, second, torch.ones_like(second))
+        metrics["dropped_fraction"] = masked_mean((weights == 0).to(mask.dtype), mask)
+    return metrics
+
+
+# -- pieces
+
+
+def _trainer_and_rollout(batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """old_log_probs and rollout_log_probs without gradient, 0 where nothing is trained."""
+    assert batch.old_log_probs is not None, "a comparison of trainer and rollout needs batch.old_log_probs"
+    assert batch.rollout_log_probs is not None, "a comparison of trainer and rollout needs batch.rollout_log_probs"
+    on, zeros = batch.loss_mask > 0, torch.zeros_like(batch.old_log_probs)
+    return torch.where(on, batch.old_log_probs.detach(), zeros), torch.where(on, batch.rollout_log_probs.detach(), zeros)
+
+
 def _trainer_weights(batch: TrainBatch, level: Level, log_bound: float | None) -> Tensor:
-    assert batch.old_log_probs is not None, "weights of trainer against rollout need batch.old_log_probs"
-    assert batch.rollout_log_probs is not None, "weights of trainer against rollout need batch.rollout_log_probs"
-    return importance_weights(batch.old_log_probs, batch.rollout_log_probs, batch.loss_mask, level=level, log_bound=log_bound)
+    return importance_weights(*_trainer_and_rollout(batch), batch.loss_mask, level=level, log_bound=log_bound)
+
+
+def _inside(x: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Where low <= x <= high; None = no bound."""
+    keep = torch.ones_like(x, dtype=torch.bool)
+    if low is not None:
+        keep = keep & (x >= low)
+    return keep if high is None else keep & (x <= high)
+
+
+def _reject(batch: TrainBatch, keep: Tensor, from_mask: bool) -> TrainBatch:
+    if from_mask:
+        return replace(batch, loss_mask=torch.where(keep, batch.loss_mask, torch.zeros_like(batch.loss_mask)))
+    return _multiplied(batch, keep.to(batch.loss_mask.dtype))
 
 
 def _multiplied(batch: TrainBatch, weights: Tensor) -> TrainBatch:
