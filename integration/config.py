@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollouts.algorithms import dapo, dr_grpo, grpo, reinforce, rloo
+from integration.algorithm_expression import resolve_algorithm
+from rollouts.algorithms import grpo
 from rollouts.config import (
     CheckpointConfig,
     GenerationConfig,
@@ -28,7 +29,6 @@ from rollouts.types import Algorithm, Group
 
 SELF_MADE_TASKS = ("sort", "sort-long")  # these need no data
 TASKS = (*SELF_MADE_TASKS, "gsm8k", "jsonl")
-ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce")
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
 
 
@@ -97,7 +97,7 @@ class RLSection:
     samples_per_prompt: int = 8
     num_epochs: int = 1  # passes over each rollout batch
     num_minibatches: int = 2  # optimizer steps in each pass
-    algorithm: str = "grpo"  # grpo, dr_grpo, dapo, rloo, reinforce, or module:function that returns an Algorithm
+    algorithm: str = "grpo"  # an expression of presets, as grpo, dapo(clip_high=0.28) or module:function that returns an Algorithm
     filter: str = "none"  # groups to train on: none, nonzero_std, any_success, diversity, or module:function
     over_sampling_factor: float = 1.0  # groups in flight per group wanted
     max_filter_attempts: int = 10  # rounds of generation for one batch
@@ -116,7 +116,7 @@ class RLSection:
                 f"rl.prompts_per_step x rl.samples_per_prompt = {self.prompts_per_step} x {self.samples_per_prompt} = {rows} rows do not "
                 f"divide into rl.num_minibatches = {self.num_minibatches}: choose a divisor of {rows}"
             )
-        resolve_algorithm(self.algorithm, max_tokens=1)  # a name that does not exist must not be found out after the SFT stage
+        resolve_algorithm(self.algorithm, max_tokens=1)  # a mistake in it must not be found out after the SFT stage
         resolve_filter(self.filter)
 
 
@@ -281,25 +281,6 @@ def generation_config(config: Config, max_tokens: int) -> GenerationConfig:
         enable_thinking=generation.enable_thinking,
         stop=generation.stop,
     )
-
-
-def resolve_algorithm(name: str, max_tokens: int) -> Algorithm:
-    """The algorithm of a name, or of "module:function" (called without arguments)."""
-    presets: dict[str, Callable[[], Algorithm]] = {
-        "grpo": grpo,
-        "dr_grpo": lambda: dr_grpo(max_tokens=max_tokens),
-        "dapo": dapo,
-        "rloo": rloo,
-        "reinforce": reinforce,
-    }
-    if name in presets:
-        return presets[name]()
-    if ":" not in name:
-        raise ConfigError(f"unknown algorithm {name!r}: {suggest(name, ALGORITHMS)}; or write module:function")
-    algorithm = load_function(name)()
-    if not isinstance(algorithm, Algorithm):
-        raise ConfigError(f"{name} returned a {type(algorithm).__name__}, expected an Algorithm")
-    return algorithm
 
 
 def resolve_filter(name: str) -> Callable[[Group], bool] | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from integration.algorithm_expression import describe_algorithm
 from integration.command_line import Mode
 from integration.config import Config, count_rl_updates, create_model_config
 from rollouts.backends.factory import check_model_directory
@@ -41,6 +42,7 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
             facts["SFT tokens"] = f"about {rows * SORT_ROW_TOKENS[config.task]:,}"
     if "rl" in mode:
         per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
+        facts["RL algorithm"] = describe_algorithm(config.rl.algorithm, response_tokens(config))
         facts["RL samples per step"] = f"{per_step:,} ({config.rl.prompts_per_step} prompts x {config.rl.samples_per_prompt})"
         facts["RL optimizer steps per step"] = (
             f"{config.rl.num_epochs * config.rl.num_minibatches} of {per_step // config.rl.num_minibatches} rows"
@@ -52,6 +54,11 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     return facts
 
 
+def response_tokens(config: Config) -> int:
+    """Most tokens of a response: the user's, or the task's."""
+    return config.generation.max_tokens or RESPONSE_TOKENS.get(config.task, OWN_DATA_RESPONSE_TOKENS)
+
+
 def estimate_memory(config: Config, model: Any, num_parameters: int) -> dict[str, str]:
     """Weights, gradients, Adam's two moments and the engine's copy, all float32; keys and values at full slots; logits of one chunk."""
     model = model.get_text_config()  # the language model, where there are others beside it
@@ -59,7 +66,7 @@ def estimate_memory(config: Config, model: Any, num_parameters: int) -> dict[str
     engine = 4 * num_parameters
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     kv_heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    tokens = PROMPT_TOKENS + (config.generation.max_tokens or RESPONSE_TOKENS.get(config.task, OWN_DATA_RESPONSE_TOKENS))
+    tokens = PROMPT_TOKENS + response_tokens(config)
     slots = min(config.engine.max_slots, config.rl.prompts_per_step * config.rl.samples_per_prompt)
     cache = 2 * 4 * model.num_hidden_layers * kv_heads * head_dim * tokens * slots
     logits = 3 * 4 * 1024 * model.vocab_size

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from integration.algorithm_expression import resolve_algorithm
 from integration.config import (
     Config,
     count_rl_updates,
     create_model_config,
     generation_config,
-    resolve_algorithm,
     resolve_filter,
     reward_config,
     rl_training_config,

@@ -29,6 +29,7 @@ def summarize_run(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], 
         "seed": config.seed,
         "task": config.task,
         "mode": facts.get("mode"),
+        "algorithm": config.rl.algorithm if rl else None,
         "accuracy_sampled_after_sft": _last(sft, "eval_accuracy_sampled"),
         "accuracy_sampled_after_rl": _last(rl, "eval_accuracy_sampled"),
     }
@@ -56,7 +57,7 @@ def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> 
     if after_sft is not None:
         lines.append(f"SFT: {_describe_sft(before, after_sft, config)}")
     if after_rl is not None:
-        lines.append(f"RL:  {_describe_rl(before if after_sft is None else after_sft, after_rl, summary['samples'])}")
+        lines.append(f"RL:  {_describe_rl(before if after_sft is None else after_sft, after_rl, summary['samples'], config)}")
     return "\n".join(lines)
 
 
@@ -72,12 +73,13 @@ def _describe_sft(before: float | None, after: float, config: Config) -> str:
     return f"the model learned to imitate the demonstrations; accuracy went {gain}."
 
 
-def _describe_rl(before: float | None, after: float, samples: int) -> str:
+def _describe_rl(before: float | None, after: float, samples: int, config: Config) -> str:
+    algorithm = config.rl.algorithm
     start = "" if before is None else f"from {before:.2f} "
     if before is not None and after <= before:
         hint = "look at reward_mean and approx_kl in metrics.jsonl"
-        return f"{samples:,} rewarded answers did not raise accuracy ({start}to {after:.2f}); {hint}."
-    return f"{samples:,} rewarded answers told it which of its answers are wanted; accuracy went {start}to {after:.2f}."
+        return f"{samples:,} rewarded answers did not raise accuracy with {algorithm} ({start}to {after:.2f}); {hint}."
+    return f"{samples:,} rewarded answers told it which of its answers are wanted; with {algorithm}, accuracy went {start}to {after:.2f}."
 
 
 def _show_examples(output_dir: Path) -> list[str]:

@@ -35,6 +35,13 @@ def test_counts_follow_from_the_settings():
     assert facts["RL weight syncs"] == "3"
 
 
+def test_the_algorithm_is_shown_with_every_argument():
+    config = Config(rl=RLSection(algorithm="dr_grpo(clip_low=0.1)"), generation=GenerationSection(max_tokens=36))
+    assert derive_numbers(config, "rl")["RL algorithm"] == "dr_grpo(max_tokens=36, clip_low=0.1, clip_high=0.2)"
+    config = Config(task="sort-long", rl=RLSection(algorithm="dr_grpo"))
+    assert derive_numbers(config, "rl")["RL algorithm"].startswith("dr_grpo(max_tokens=10, ")
+
+
 def test_a_mode_shows_its_own_stages():
     assert not any(name.startswith("RL") for name in derive_numbers(Config(), "sft"))
     assert not any(name.startswith("SFT") for name in derive_numbers(Config(), "rl"))

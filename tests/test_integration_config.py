@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from integration.config import (
-    ALGORITHMS,
     FILTERS,
     BackendSection,
     Config,
@@ -23,7 +22,6 @@ from integration.config import (
     count_rl_updates,
     create_output_dir,
     generation_config,
-    resolve_algorithm,
     resolve_filter,
     reward_config,
     rl_training_config,
@@ -33,7 +31,6 @@ from rollouts.algorithms import grpo
 from rollouts.config import CheckpointConfig, OptimizerConfig, from_dict, to_dict
 from rollouts.errors import ConfigError
 from rollouts.filters import check_any_success
-from rollouts.types import Algorithm
 
 
 def test_the_tree_goes_to_plain_values_and_back():
@@ -71,6 +68,7 @@ def test_every_section_and_field_has_a_default():
         (lambda: RLSection(num_minibatches=7), "64 x 8 = 512 rows do not divide into rl.num_minibatches = 7"),
         (lambda: RLSection(algorithm="grp"), "unknown algorithm 'grp': did you mean 'grpo'"),
         (lambda: RLSection(algorithm="rollouts.algorithms:nothing"), "no function 'nothing'"),
+        (lambda: RLSection(algorithm="dapo(clip_hi=0.3)"), r"dapo was given an unknown argument 'clip_hi' \(did you mean 'clip_high'\?\)"),
         (lambda: RLSection(filter="any_sucess"), "unknown filter 'any_sucess': did you mean 'any_success'"),
         (lambda: RLSection(over_sampling_factor=0.5), "over_sampling_factor is 0.5"),
         (lambda: GenerationSection(temperature=0.0), "temperature is 0.0"),
@@ -116,16 +114,6 @@ def test_the_response_budget_is_the_tasks_unless_the_user_sets_one():
     generation = generation_config(config, max_tokens=8)
     assert (generation.max_tokens, generation.temperature, generation.stop, generation.n_samples) == (5, 0.7, ("x",), 8)
     assert not generation.truncates
-
-
-@pytest.mark.parametrize("name", [*ALGORITHMS, "rollouts.algorithms:rloo"])
-def test_each_algorithm_has_a_name(name: str):
-    assert isinstance(resolve_algorithm(name, max_tokens=8), Algorithm)
-
-
-def test_a_function_that_makes_no_algorithm_is_refused():
-    with pytest.raises(ConfigError, match=r"time:time returned a float, expected an Algorithm"):
-        resolve_algorithm("time:time", max_tokens=8)
 
 
 def test_each_filter_has_a_name():

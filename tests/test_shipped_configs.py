@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from integration.algorithm_expression import resolve_algorithm
 from integration.command_line import parse_command_line, read_config_file
-from integration.config import Config, resolve_algorithm, resolve_filter
+from integration.config import Config, resolve_filter
 from integration.dry_run import describe_run
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import to_dict

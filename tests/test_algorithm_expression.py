@@ -1,0 +1,317 @@
+"""The expression of --rl.algorithm: what it means, and what it refuses in which words."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from integration.algorithm_expression import MAX_DEPTH, MAX_LENGTH, PRESETS, describe_algorithm, parse_algorithm, resolve_algorithm
+from rollouts import algorithms
+from rollouts.errors import ConfigError
+from rollouts.kl import k3
+from rollouts.types import Algorithm
+
+resolve = partial(resolve_algorithm, max_tokens=8)
+
+OWN = """
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from rollouts.algorithms import grpo
+from rollouts.errors import ConfigError
+from rollouts.types import Algorithm
+
+
+def plain():
+    return grpo()
+
+
+def around(algorithm: Algorithm, cap: float | None = 5.0, *, strict: bool = True, level: Literal["token", "sequence"] = "token",
+           name: str = "x", count: int = 1) -> Algorithm:
+    return replace(algorithm, estimate=partial(algorithm.estimate, seen=(cap, strict, level, name, count)))
+
+
+def two(first: Algorithm, second: Algorithm | None = None) -> Algorithm:
+    return replace(first, weigh=(first if second is None else second).weigh)
+
+
+def budget(max_tokens=100, **others: Any):
+    return replace(grpo(), estimate=partial(grpo().estimate, seen=(max_tokens, others)))
+
+
+def out_of_range(beta: float = 0.1):
+    raise ConfigError(f"beta is {beta}, expected at least 1")
+
+
+def broken():
+    return 1 / 0
+
+
+def no_algorithm():
+    return 3.0
+
+
+def takes_function(loss: Algorithm.__init__ = None):
+    return grpo()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module of the user's."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def refusal(expression: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        resolve(expression)
+    return str(refused.value)
+
+
+def seen(expression: str) -> object:
+    """What a function of `own` was called with."""
+    estimate = resolve(expression).estimate
+    assert isinstance(estimate, partial)
+    return estimate.keywords["seen"]
+
+
+def test_every_preset_of_the_library_can_be_named():
+    missing = [
+        name
+        for name, function in vars(algorithms).items()
+        if getattr(function, "__module__", None) == algorithms.__name__
+        and getattr(function, "__annotations__", {}).get("return") == "Algorithm"
+        and not name.startswith("_")
+        and name not in PRESETS
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_each_preset_alone_or_around_grpo_is_an_algorithm(name: str):
+    wraps = "algorithm" in PRESETS[name].__annotations__
+    short, called = (f"{name}(grpo)", f"{name}(grpo())") if wraps else (name, f"{name}()")
+    assert isinstance(resolve(short), Algorithm)
+    assert describe_algorithm(short, 8) == describe_algorithm(called, 8)
+
+
+@pytest.mark.parametrize(
+    ("expression", "algorithm"),
+    [
+        ("grpo", algorithms.grpo()),
+        ("  grpo ( ) ", algorithms.grpo()),
+        ("dapo(clip_high=0.3)", algorithms.dapo(clip_high=0.3)),
+        ("dapo(0.1, 0.3)", algorithms.dapo(0.1, 0.3)),
+        ("dapo(0.1, epsilon=1e-6,)", algorithms.dapo(0.1, epsilon=1e-6)),
+        ("dapo(clip_high=1)", algorithms.dapo(clip_high=1.0)),
+        ("grpo(\n  dual = None,\n  clip_high = +.3\n)", algorithms.grpo(clip_high=0.3)),
+        ("dr_grpo", algorithms.dr_grpo(max_tokens=8)),
+        ("dr_grpo(clip_low=0.1)", algorithms.dr_grpo(max_tokens=8, clip_low=0.1)),
+        ("dr_grpo(max_tokens=64)", algorithms.dr_grpo(max_tokens=64)),
+        ("decoupled(dapo(clip_high=0.28), cap=5.0)", algorithms.decoupled(algorithms.dapo(clip_high=0.28), cap=5.0)),
+        ("truncated(rloo())", algorithms.truncated(algorithms.rloo())),
+        (
+            "truncated(decoupled(dr_grpo, None), floor=0)",
+            algorithms.truncated(algorithms.decoupled(algorithms.dr_grpo(8), None), floor=0.0),
+        ),
+        ("reinforce_plus_plus(kl=k3)", algorithms.reinforce_plus_plus(kl=k3)),
+        ("rollouts.algorithms:rloo", algorithms.rloo()),
+        ("rollouts.algorithms:dapo(clip_high=0.3)", algorithms.dapo(clip_high=0.3)),
+    ],
+)
+def test_an_expression_means_what_the_same_python_means(expression: str, algorithm: Algorithm):
+    assert repr(resolve(expression)) == repr(algorithm)
+
+
+def test_functions_of_the_users_compose_with_presets(own: Path):
+    assert repr(resolve("own.py:plain")) == repr(algorithms.grpo())
+    assert repr(resolve(f"{own}:plain")) == repr(algorithms.grpo())
+    assert seen("own.py:around(own.py:plain)") == (5.0, True, "token", "x", 1)
+    assert seen("own.py:around(grpo(kl_coef=0.1), -2.5, strict=False)") == (-2.5, False, "token", "x", 1)
+    assert seen("own.py:around(dapo, cap=None, level='sequence', name='a:b(c', count=-3)") == (None, True, "sequence", "a:b(c", -3)
+    assert repr(resolve("own.py:two(grpo, dr_grpo())").weigh) == repr(algorithms.dr_grpo(max_tokens=8).weigh)
+    assert repr(resolve("own.py:two(grpo, None)").weigh) == repr(algorithms.grpo().weigh)
+    inner = resolve("own.py:around(own.py:around(rollouts.algorithms:rloo, 1), 2)").estimate
+    assert repr(inner).startswith("functools.partial") and seen("own.py:around(own.py:around(rloo, 1), 2)") == (2.0, True, "token", "x", 1)
+
+
+def test_a_path_may_hold_what_a_name_may_not(own: Path):
+    directory = own.parent / "my algorithms-2 é"
+    directory.mkdir()
+    own.rename(directory / "own file.py")
+    assert isinstance(resolve("my algorithms-2 é/own file.py:plain"), Algorithm)
+
+
+def test_the_token_budget_goes_where_it_is_asked_for_and_not_given(own: Path):
+    assert seen("own.py:budget") == (8, {})
+    assert seen("own.py:budget(max_tokens=9, other='x')") == (9, {"other": "x"})
+    assert repr(resolve("own.py:two(dr_grpo)").weigh) == repr(algorithms.dr_grpo(max_tokens=8).weigh)
+
+
+def test_the_description_writes_every_argument_out(own: Path):
+    assert describe_algorithm("dapo(clip_high=0.3)", 8) == "dapo(clip_low=0.2, clip_high=0.3, epsilon=0.0001, dual=None)"
+    assert "kl=k1" in describe_algorithm("reinforce_plus_plus", 8)
+    assert describe_algorithm("dr_grpo", 8).startswith("dr_grpo(max_tokens=8, ")
+    text = describe_algorithm("own.py:around(dr_grpo(clip_low=0.1))", 8)
+    assert text.startswith(
+        "own.py:around(algorithm=dr_grpo(max_tokens=8, clip_low=0.1, clip_high=0.2), cap=5.0, strict=True, level='token'"
+    )
+    assert describe_algorithm(text, 5) == text, "a description is an expression of the same algorithm"
+
+
+def test_parsing_calls_nothing(own: Path):
+    call = parse_algorithm("own.py:around(own.py:broken)")
+    assert call.name == "own.py:around" and call.arguments["algorithm"].name == "own.py:broken"
+
+
+KNOWN = "nown are .*grpo, .*reinforce, .*rloo.*, or module:function"
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        # names
+        ("gropo", f"unknown algorithm 'gropo': did you mean 'grpo'\\? K{KNOWN} .at column 1 of 'gropo'"),
+        ("qqqq()", f"unknown algorithm 'qqqq': k{KNOWN}"),
+        ("own.py:two(grpo, ddapo(1))", "unknown algorithm 'ddapo': did you mean 'dapo'.*at column 18 of"),
+        ("own.py:nothing", "own.py has no function 'nothing'"),
+        ("nowhere.py:plain", "there is no file nowhere.py"),
+        ("nowhere.module:plain", "cannot import 'nowhere.module'"),
+        ("", f"the algorithm is '', expected an expression such as grpo\\(\\): k{KNOWN}"),
+        # arguments
+        ("dapo(clip_hi=0.3)", "dapo was given an unknown argument 'clip_hi' .did you mean 'clip_high'\\?., at column 6 of .* It takes "
+         "clip_low=0.2, clip_high=0.28, epsilon=0.0001"),
+        ("rloo(1)", "rloo was given one argument too many, '1', at column 6"),
+        ("own.py:plain(a=1)", "unknown argument 'a'.* takes no arguments: write own.py:plain\\(\\)"),
+        ("dapo(0.1, clip_low=0.2)", "the argument 'clip_low' twice, at column 11"),
+        ("dapo(clip_low=0.1, clip_low=0.2)", "the argument 'clip_low' twice, at column 20"),
+        ("own.py:around()", "own.py:around needs the argument 'algorithm' at column 1 .*: write own.py:around\\(grpo\\(\\)\\)"),
+        ("own.py:two", "needs the argument 'first'"),
+        # types
+        ("dapo(clip_high='0.3')", "found '0.3' at column 16 .* as 'clip_high' of dapo, expected a number"),
+        ("dapo(clip_high=True)", "found True .*, expected a number"),
+        ("dapo(clip_high=None)", "found None .*, expected a number"),
+        ("grpo(dual='x')", "expected a number or None"),
+        ("dr_grpo(max_tokens=8.5)", "found 8.5 .*, expected a whole number"),
+        ("own.py:around(grpo, strict=1)", "found 1 .*, expected True or False"),
+        ("own.py:around(grpo, level='row')", "found 'row' .*, expected 'token' or 'sequence'"),
+        ("own.py:around(grpo, level=token)", "found the name 'token' .*, expected 'token' or 'sequence'. Strings stand in quotes"),
+        ("own.py:around(3)", "found 3 at column 15 .* as 'algorithm' of own.py:around, expected an algorithm, as grpo"),
+        ("dapo(clip_high=grpo)", "found the name 'grpo' .*, expected a number"),
+        ("dapo(clip_high=grpo())", "found a call 'grpo\\(\\)' .*, expected a number"),
+        ("dapo(clip_high=1e999)", "found '1e999' .*, expected a finite number"),
+        ("dapo(clip_high=-1e999)", "found '-1e999' .*, expected a finite number"),
+        ("dapo(clip_high=" + "9" * 400 + ")", "found '999.*, expected a finite number"),
+        ("reinforce_plus_plus(kl=k4)", "found the name 'k4' .*, expected one of k1, abs_kl, k2, k3"),
+        ("reinforce_plus_plus(kl='k3')", "found 'k3' .*, expected one of k1, abs_kl, k2, k3"),
+        ("own.py:takes_function(loss=3)", "found 3 .*, expected what cannot be written here"),
+        # the functions themselves
+        ("dapo(clip_low=1)", "^dapo\\(clip_low=1\\): clip_low is 1.0, expected in \\[0, 1\\)"),
+        ("decoupled(dapo(clip_low=-2), cap=5)", "^dapo\\(clip_low=-2\\): clip_low is -2.0, .* .in 'decoupled.dapo.clip_low=-2., cap=5.'.$"),
+        ("own.py:out_of_range(beta=0.5)", "^own.py:out_of_range\\(beta=0.5\\): beta is 0.5, expected at least 1$"),
+        ("own.py:two(grpo, own.py:out_of_range)", "^own.py:out_of_range: beta is 0.1, .* .in 'own.py:two.grpo, own.py:out_of_range.'"),
+        ("own.py:broken", "own.py:broken raised ZeroDivisionError: division by zero"),
+        ("own.py:no_algorithm", "own.py:no_algorithm returned a float, expected an Algorithm"),
+        ("time:time", "time:time returned a float, expected an Algorithm"),
+        # syntax
+        ("grpo(", "cannot read the algorithm 'grpo\\(': .* at column 5"),
+        ("grpo)", "cannot read the algorithm .* at column 5"),
+        ("grpo dapo", "cannot read the algorithm .* at column \\d"),
+        ("grpo(clip_low=)", "cannot read the algorithm"),
+        ("grpo(1)\x00", "cannot read the algorithm"),
+        ("grpo; dapo", "cannot read the algorithm .* at column 5"),
+        ("x = grpo()", "cannot read the algorithm"),
+        ("grpo(x:=1)", "cannot import|cannot read|found"),
+        # size
+        ("grpo(" + " " * MAX_LENGTH + ")", f"has {MAX_LENGTH + 6:,} characters, expected at most {MAX_LENGTH:,}"),
+        ("own.py:two(" * MAX_DEPTH + "grpo" + ")" * MAX_DEPTH, f"nests more than {MAX_DEPTH} deep at column"),
+        ("(" * 300 + "grpo" + ")" * 300, "too many nested parentheses"),
+        ("grpo(" + "-" * 1900 + "1)", "cannot read|found"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_mistake_is_refused_with_its_place_and_what_to_do(expression: str, message: str, own: Path):
+    refused = refusal(expression)
+    assert re.search(message, refused), refused
+    assert len(refused) < 1000 and "\n" not in refused
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os').system('touch evil')",
+        "__import__('os')",
+        "(lambda: grpo())()",
+        "grpo.__class__",
+        "grpo().estimate",
+        "grpo()()",
+        "grpo()[0]",
+        "[grpo()][0]",
+        "[grpo for _ in 'x']",
+        "grpo if True else dapo",
+        "grpo() or dapo()",
+        "'grpo'",
+        "5",
+        "None",
+        "(grpo, dapo)",
+        "{'a': grpo}",
+        "f'{grpo}'",
+        "-grpo",
+        "await grpo()",
+        "(x := grpo)",
+        "dapo(clip_high=__import__('os').system('touch evil'))",
+        "dapo(clip_high=(lambda: 1)())",
+        "dapo(clip_high=0.1 + 0.2)",
+        "dapo(clip_high=--1)",
+        "dapo(clip_high=not 1)",
+        "dapo(clip_high=~1)",
+        "dapo(clip_high=[0.1])",
+        "dapo(clip_high={})",
+        "dapo(clip_high=(0.1, 0.2))",
+        "dapo(clip_high=x.y)",
+        "dapo(clip_high=1j)",
+        "dapo(clip_high=b'1')",
+        "dapo(clip_high=...)",
+        "dapo(clip_high=f'{1}')",
+        "dapo(*[0.1])",
+        "dapo(*grpo)",
+        "dapo(**{'clip_high': 0.1})",
+        "dapo(x for x in 'a')",
+        "own.py:around(grpo, name=__file__)",
+        "own.py:around(grpo, name='a'.upper())",
+        "own.py:around(grpo, name='{}'.format(1))",
+        "own.py:around(grpo().__init__)",
+        "resolve_algorithm('grpo', 8)",
+        "algorithms.grpo()",
+        "PRESETS",
+    ],
+)
+def test_nothing_but_presets_references_and_literals_is_read(expression: str, own: Path):
+    refusal(expression)
+    assert not (own.parent / "evil").exists()
+
+
+@given(st.text(alphabet="grpodapo()=,.'\"*[]{}:-+0123456789 \n\\é_", max_size=60))
+def test_any_text_is_an_algorithm_or_one_refusal(text: str):
+    try:
+        assert isinstance(resolve(text), Algorithm)
+    except ConfigError as refused:
+        assert str(refused)
+
+
+@given(low=st.floats(0.01, 0.9), high=st.floats(0.01, 5.0), epsilon=st.floats(1e-9, 1.0))
+def test_numbers_arrive_exactly(low: float, high: float, epsilon: float):
+    expression = f"dapo(clip_low={low!r}, clip_high={high!r}, epsilon={epsilon!r}, dual=None)"
+    assert repr(resolve(expression)) == repr(algorithms.dapo(low, high, epsilon))
+    assert describe_algorithm(expression, 8) == expression
