@@ -67,7 +67,7 @@ def capped(ratio: Ratio, *, cap: float) -> Ratio:
     """`ratio` with r bounded by cap: log r <= log(cap), no gradient above.
 
     With the `clipped` surrogate and cap >= 1 + high it is the two-sided clip, equal to dual=cap; with unbiased_kl it also bounds the
-    weight of the KL term (TRL's delta).
+    weight of the KL term, which dual does not.
 
     Args:
         cap: > 0.

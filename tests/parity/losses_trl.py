@@ -2,7 +2,172 @@
 
 from __future__ import annotations
 
-from parity.mapping import Parity
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
 
-MAPPINGS: dict[str, Parity] = {}
+import torch
+from torch import Tensor
+
+from parity.mapping import Parity, make_batch
+from rollouts import kl, loss_weights, losses, statistics, surrogates
+from rollouts.corrections import mask_off_policy_rows
+from rollouts.types import LossOutput, TokenOutputs, TrainBatch
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+
+
+def as_tokens(x: Tensor, mask: Tensor) -> Tensor:
+    """# [B], [B, 1] or [B, T] -> [B, T]."""
+    return (x[:, None] if x.dim() == 1 else x).expand(mask.shape)
+
+
+def weigher(
+    loss_type: str, max_completion_length: int, num_items_in_batch: int | None, accumulation: int, steps_per_generation: int
+) -> Callable[[TrainBatch], Tensor]:
+    """TRL averages over the micro-batches of an optimizer step: a factor of each one's weights."""
+    if loss_type in ("dapo", "cispo", "vespo"):
+        # the tokens are those of all micro-batches of the rollout
+        share = float(Fraction(steps_per_generation, accumulation))
+        return partial(loss_weights.scaled, weigh=partial(loss_weights.token_mean, num_tokens=num_items_in_batch), factor=share)
+    weigh = {
+        "grpo": partial(loss_weights.sample_mean, count_empty_rows=True),
+        "sapo": partial(loss_weights.sample_mean, count_empty_rows=True),
+        "bnpo": loss_weights.token_mean,
+        "dr_grpo": partial(loss_weights.fixed_length_mean, length=max_completion_length, count_empty_rows=True),
+        "luspo": partial(loss_weights.sample_sum, count_empty_rows=True),
+    }[loss_type]
+    return partial(loss_weights.scaled, weigh=weigh, factor=float(Fraction(1, accumulation)))
+
+
+def grpo(
+    per_token_logps: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor,
+    loss_type: str,
+    importance_sampling_level: str,
+    epsilon_low: float,
+    epsilon_high: float,
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    entropies: Tensor | None = None,
+    sampling_per_token_logps: Tensor | None = None,
+    importance_sampling_ratio: Tensor | None = None,
+    delta: float | None = None,
+    beta: float = 0.0,
+    use_bias_correction_kl: bool = False,
+    max_completion_length: int = 1,
+    num_items_in_batch: int | None = None,
+    gradient_accumulation_steps: int = 1,
+    steps_per_generation: int = 1,
+    top_entropy_quantile: float = 1.0,
+    off_policy_mask_threshold: float | None = None,
+    entropy_coef: float = 0.0,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+) -> Mapping[str, Any]:
+    """No old log-probs: the policy itself, as in a first update."""
+    old = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps
+    batch = make_batch(
+        completion_mask,
+        advantages=as_tokens(advantages, completion_mask),
+        old_log_probs=old,
+        rollout_log_probs=old if sampling_per_token_logps is None else sampling_per_token_logps,
+        ref_log_probs=ref_per_token_logps,
+    )
+    if importance_sampling_ratio is not None:
+        batch = replace(batch, importance_weights=as_tokens(importance_sampling_ratio, completion_mask))
+    if top_entropy_quantile < 1:
+        assert entropies is not None
+        top = statistics.top_share(entropies, completion_mask, share=top_entropy_quantile)
+        weights = top.to(old.dtype) if batch.importance_weights is None else torch.where(top, batch.importance_weights, 0.0)
+        batch = replace(batch, importance_weights=weights)
+    ratio = {"token": surrogates.token_ratio, "sequence": surrogates.sequence_mean_ratio}[importance_sampling_level]
+    if loss_type in CLIPPED:
+        surrogate = partial(surrogates.clipped, low=epsilon_low, high=epsilon_high, dual=delta)
+    elif loss_type == "cispo":
+        surrogate = partial(surrogates.cispo, low=1.0, cap=epsilon_high)
+    elif loss_type == "sapo":
+        surrogate = partial(surrogates.sapo, tau_pos=sapo_temperature_pos, tau_neg=sapo_temperature_neg)
+    else:
+        assert loss_type == "vespo"
+        surrogate, ratio = surrogates.vespo, partial(surrogates.sequence_sum_ratio, bound=20.0)
+    accumulation = gradient_accumulation_steps
+    weigh = weigher(loss_type, max_completion_length, num_items_in_batch, accumulation, steps_per_generation)
+    outputs = TokenOutputs(log_probs=per_token_logps, entropy=entropies)
+    parts: dict[str, LossOutput] = {
+        "policy": losses.policy_loss(
+            outputs,
+            replace(batch, loss_weights=weigh(batch)),
+            surrogate=surrogate,
+            ratio=ratio,
+            kl=kl.k3 if beta != 0 else None,
+            kl_coef=beta,
+            unbiased_kl=bool(use_bias_correction_kl),
+            reweigh=None if off_policy_mask_threshold is None else partial(mask_off_policy_rows, threshold=off_policy_mask_threshold),
+        )
+    }
+    if entropy_coef != 0:
+        weights = loss_weights.scaled(batch, weigh=loss_weights.token_mean, factor=float(Fraction(1, accumulation)))
+        parts["entropy"] = losses.entropy_loss(outputs, replace(batch, loss_weights=weights), coef=entropy_coef)
+    return {"loss": losses.total_loss(parts).loss}
+
+
+def grpo_differs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
+    """Combinations of options that TRL accepts and we compose otherwise."""
+    loss_type, delta = kwargs["loss_type"], kwargs.get("delta")
+    if loss_type in CLIPPED and delta is not None and delta < 1 + kwargs["epsilon_high"]:
+        return "delta is our dual clip, which it equals from 1 + epsilon_high on; a smaller one contradicts the clip"
+    if loss_type == "vespo" and kwargs.get("importance_sampling_ratio") is not None:
+        return "VESPO takes the engine's ratio into its sequence weight; with us the anchor of the ratio is the rollout policy then"
+    if loss_type == "vespo" and kwargs.get("beta", 0.0) != 0 and kwargs.get("use_bias_correction_kl"):
+        return "the KL term is corrected by the ratio of the policy term, which is the sequence's here; TRL corrects by each token's"
+    return None
+
+
+def rloo(
+    per_token_logps: Tensor, completion_mask: Tensor, old_logps: Tensor, advantages: Tensor, epsilon_low: float, epsilon_high: float
+) -> Mapping[str, Any]:
+    """TRL has the old log-prob of whole rows: it stands at one more place at the start, where the current one is 0."""
+    zeros = torch.zeros_like(per_token_logps)
+    first = zeros[:, :1]
+    mask = torch.cat([torch.ones_like(completion_mask[:, :1]), completion_mask], 1)
+    batch = make_batch(mask, advantages=as_tokens(advantages, mask), old_log_probs=torch.cat([old_logps[:, None], zeros], 1))
+    batch = replace(batch, loss_weights=loss_weights.sample_mean(batch))
+    outputs = TokenOutputs(log_probs=torch.cat([first, per_token_logps], 1))
+    surrogate = partial(surrogates.clipped, low=epsilon_low, high=epsilon_high)
+    return {"loss": losses.policy_loss(outputs, batch, surrogate=surrogate, ratio=surrogates.sequence_sum_ratio).loss}
+
+
+def of_grpo(ours: str, note: str = "") -> Parity:
+    return Parity(run=grpo, ours=ours, wrt=("per_token_logps",), differs=grpo_differs, note=note)
+
+
+CLIP = "losses.policy_loss(surrogate=clipped(low, high, dual=delta), kl=k3, unbiased_kl) with loss_weights."
+MAPPINGS: dict[str, Parity] = {
+    "trl_bnpo": of_grpo(CLIP + "token_mean"),
+    "trl_cispo": of_grpo("losses.policy_loss(surrogate=cispo(low=1, cap=...), kl=k3) with loss_weights.token_mean(num_tokens=...)"),
+    "trl_dapo": of_grpo(CLIP + "token_mean(num_tokens=...)"),
+    "trl_dr_grpo": of_grpo(CLIP + "fixed_length_mean(count_empty_rows=True)"),
+    "trl_grpo": of_grpo(CLIP + "sample_mean(count_empty_rows=True)"),
+    "trl_grpo_options": of_grpo(
+        "losses.policy_loss(surrogate=clipped, ratio=sequence_mean_ratio or token_ratio, kl=k3, reweigh=mask_off_policy_rows), "
+        "importance weights from statistics.top_share, losses.entropy_loss, added up by losses.total_loss"
+    ),
+    "trl_luspo": of_grpo(
+        "losses.policy_loss(surrogate=clipped, ratio=sequence_mean_ratio, kl=k3) with loss_weights.sample_sum(count_empty_rows=True)"
+    ),
+    "trl_rloo": Parity(
+        run=rloo,
+        ours="losses.policy_loss(surrogate=clipped, ratio=sequence_sum_ratio) with loss_weights.sample_mean",
+        wrt=("per_token_logps",),
+        note="a row without tokens has ratio 1 in TRL and adds its advantage to the loss, not to the gradient",
+    ),
+    "trl_sapo": of_grpo("losses.policy_loss(surrogate=sapo, kl=k3) with loss_weights.sample_mean(count_empty_rows=True)"),
+    "trl_vespo": of_grpo(
+        "losses.policy_loss(surrogate=vespo, ratio=sequence_sum_ratio(bound=20)) with loss_weights.token_mean(num_tokens=...)"
+    ),
+}
 NOT_OFFERED: dict[str, str] = {}
