@@ -402,10 +402,8 @@ def compute_entropy_loss(entropy_or_logits: Tensor, mask: Tensor) -> LossOutput:
     Returns: the loss; `entropy` among the metrics is the mean entropy. 0 for a batch that is masked out.
     """
     entropy = entropy_from_logits(entropy_or_logits) if entropy_or_logits.dim() == 3 else entropy_or_logits
-    zeros = torch.zeros_like(entropy)
-    batch = _batch_of(torch.zeros_like(mask, dtype=torch.int64), mask, zeros.detach())
-    loss, metrics = policy_loss(TokenOutputs(log_probs=zeros, entropy=entropy), batch, surrogate=reinforce, entropy_coef=1.0)
-    return LossOutput(loss, {"entropy": metrics["entropy"]})
+    batch = _batch_of(torch.zeros_like(mask, dtype=torch.int64), mask, torch.zeros_like(entropy))
+    return entropy_loss(TokenOutputs(log_probs=torch.zeros_like(entropy), entropy=entropy), batch, coef=1.0)
 
 
 # -- parts
