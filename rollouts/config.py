@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from rollouts.errors import ConfigError
+from rollouts.kl_control import KLControl
 from rollouts.types import Algorithm, Group, Sample, SamplingParams
 
 C = TypeVar("C")
@@ -112,11 +113,16 @@ class RLTrainingConfig:
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward
     weight_sync: WeightSync = "checkpoint"  # how engines get new weights: from a directory, or handed over in this process
     seed: int = 0  # of the order of rows in minibatches
+    value_clip: float | None = 0.2  # how far values may move from those at collection time, in reward units; None = no clipping
+    critic_warmup_steps: int = 0  # first steps in which only the critic is trained
+    kl_control: KLControl | None = None  # coefficient of the algorithm's KL term from step to step; None = the algorithm's own number
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "sync_every", "num_epochs", "num_minibatches", "log_every", "max_tokens_per_microbatch")
-        check_count(self, "checkpoint_every", "eval_every")
+        check_count(self, "checkpoint_every", "eval_every", "critic_warmup_steps")
         check_choice(self, "weight_sync", get_args(WeightSync))
+        clip = self.value_clip
+        check_setting(clip is None or (_is_number(clip) and clip > 0), "RLTrainingConfig.value_clip", clip, "more than 0, or None")
         finite = self.baseline is None or (_is_number(self.baseline) and math.isfinite(self.baseline))
         check_setting(finite, "RLTrainingConfig.baseline", self.baseline, "a finite number or None")
 

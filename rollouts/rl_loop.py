@@ -12,33 +12,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from rollouts.advantages import compute_advantages
 from rollouts.algorithms import grpo
-from rollouts.backends.protocol import TrainingBackend
-from rollouts.batching import collate_samples, split_minibatches
+from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
+from rollouts.batching import collate_samples
 from rollouts.checkpoints import load_run_state
 from rollouts.config import RLTrainingConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError
+from rollouts.kl_control import KLControl, update_kl_control
 from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
 from rollouts.samples import derive_seed
 from rollouts.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
+from rollouts.train_on_rollouts import check_requirements
+from rollouts.train_on_rollouts import train_on_rollouts as train_on_rollouts
 from rollouts.training_steps import (
     EvaluateFn,
     Metrics,
-    forward_batch,
+    find_trained_rows,
     is_due,
-    mean_step_metrics,
     require_checkpointing,
     save_training_checkpoint,
-    submit_optimizer_step,
 )
-from rollouts.types import Algorithm, RolloutBatch, TokenOutputs, TrainBatch
+from rollouts.types import Algorithm, RolloutBatch, TrainBatch
 
-FORWARD_COLUMNS = ("old_log_probs", "prox_log_probs", "ref_log_probs")
+CRITIC_DIRECTORY = "critic"
+"""Where in a checkpoint the critic is."""
 
 
 class RolloutSource(Protocol):
@@ -68,6 +68,7 @@ class ResumePoint:
     step: int  # finished steps
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # of that step; its line is written again
     served: ServedWeights | None = None  # what the engines sample with, where that is older than the backend's weights
+    kl_control: KLControl | None = None  # after that step, where the run has one
 
 
 async def restore_rl_run(
@@ -76,25 +77,33 @@ async def restore_rl_run(
     rollout_manager: RestorableRolloutSource,
     inference_engines: Sequence[InferenceEngine],
     config: RLTrainingConfig,
+    *,
+    critic: TrainingBackend | None = None,
 ) -> ResumePoint:
-    """Bring backend, manager (with its data position) and engines to where a checkpoint of run_rl_training was written.
+    """Bring backend, critic, manager (with its data position) and engines to where a checkpoint of run_rl_training was written.
 
-    Raises: CheckpointError if the checkpoint is damaged, of another stage or of another architecture.
+    Raises: CheckpointError if the checkpoint is damaged, of another stage or of another architecture, or if it has a critic and none is
+        given or the reverse.
     """
     run_state = load_run_state(checkpoint)
     if run_state.get("stage") != "rl":
         raise CheckpointError(
             f"{checkpoint} is a checkpoint of stage {run_state.get('stage')!r}, expected 'rl': resume it with its own stage"
         )
+    critic_directory = checkpoint / CRITIC_DIRECTORY
+    if critic_directory.is_dir() != (critic is not None):
+        found, needed = (
+            ("no critic", "leave out critic=") if critic is not None else ("a critic", "pass critic= as in the run that wrote it")
+        )
+        raise CheckpointError(f"{checkpoint} holds {found}: {needed}, or start a new run")
     await require_checkpointing(backend).load_checkpoint(checkpoint).result()
+    if critic is not None:
+        await require_checkpointing(critic).load_checkpoint(critic_directory).result()
     rollout_manager.load_state_dict(run_state["rollouts"])
     served = await restore_served_weights(backend, inference_engines, checkpoint, in_memory=config.weight_sync == "memory")
-    return ResumePoint(step=int(run_state["step"]), metrics=run_state["metrics"], served=served)
-
-
-def select_log_probs(outputs: TokenOutputs) -> torch.Tensor:
-    """The output function of a log-prob pass."""
-    return outputs.log_probs
+    kl_coef = run_state.get("kl_coef")
+    kl_control = config.kl_control if config.kl_control is None or kl_coef is None else replace(config.kl_control, kl_coef=kl_coef)
+    return ResumePoint(step=int(run_state["step"]), metrics=run_state["metrics"], served=served, kl_control=kl_control)
 
 
 def estimate_with_baseline(batch: TrainBatch, baseline: float) -> TrainBatch:
@@ -111,80 +120,6 @@ def resolve_algorithm(config: RLTrainingConfig) -> Algorithm:
     return replace(algorithm, estimate=partial(estimate_with_baseline, baseline=config.baseline))
 
 
-def check_requirements(algorithm: Algorithm, reference: TrainingBackend | None) -> None:
-    """Raise ConfigError if the loop cannot fill a column that the algorithm requires. Called before the first rollout."""
-    fillable = {*FORWARD_COLUMNS, "rollout_log_probs", "entropy"}
-    unknown = sorted(algorithm.requires - fillable)
-    if unknown:
-        raise ConfigError(f"the algorithm requires {unknown}, which this loop cannot fill; it can fill {sorted(fillable)}")
-    if "ref_log_probs" in algorithm.requires and reference is None:
-        raise ConfigError(
-            "the algorithm requires ref_log_probs (it has a KL term): pass reference=backend of the frozen model, or set kl_coef=0"
-        )
-
-
-async def fill_columns(
-    batch: TrainBatch,
-    algorithm: Algorithm,
-    backend: TrainingBackend,
-    reference: TrainingBackend | None,
-    *,
-    max_tokens_per_microbatch: int,
-) -> TrainBatch:
-    """The batch with the log-prob columns that the algorithm requires, each from one forward pass before the update."""
-    filled: dict[str, torch.Tensor] = {}
-    own: torch.Tensor | None = None
-    for column in FORWARD_COLUMNS:
-        if column not in algorithm.requires:
-            continue
-        if column == "ref_log_probs":
-            assert reference is not None, "check_requirements admits ref_log_probs only with a reference"
-            filled[column] = await forward_batch(reference, batch, select_log_probs, max_tokens_per_microbatch=max_tokens_per_microbatch)
-            continue
-        if own is None:  # the policy before its update: the same numbers serve as old and as proximal log-probs
-            own = await forward_batch(backend, batch, select_log_probs, max_tokens_per_microbatch=max_tokens_per_microbatch)
-        filled[column] = own
-    return replace(batch, **filled)
-
-
-async def train_on_rollouts(
-    backend: TrainingBackend,
-    batch: TrainBatch,
-    algorithm: Algorithm,
-    *,
-    num_epochs: int = 1,
-    num_minibatches: int = 1,
-    max_tokens_per_microbatch: int = 16384,
-    seed: int = 0,
-    reference: TrainingBackend | None = None,
-) -> Metrics:
-    """Train on one rollout batch: estimate once, then num_epochs x num_minibatches optimizer steps.
-
-    Args:
-        batch: rewards and rollout_log_probs filled; the columns in algorithm.requires are filled here.
-        seed: of the order of rows in each epoch.
-        reference: the frozen model of a KL term.
-
-    Returns: token-weighted means over the optimizer steps; num_tokens is their sum; lr is the last one's; num_updates.
-    """
-    batch = await fill_columns(batch, algorithm, backend, reference, max_tokens_per_microbatch=max_tokens_per_microbatch)
-    batch = algorithm.estimate(batch)
-    pending = [
-        submit_optimizer_step(
-            backend,
-            minibatch,
-            algorithm.loss,
-            weigh=algorithm.weigh,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            with_entropy="entropy" in algorithm.requires,
-        )
-        for epoch in range(num_epochs)
-        for minibatch in split_minibatches(batch, num_minibatches, seed=derive_seed(seed, epoch))
-    ]
-    updates = [await update.result() for update in pending]
-    return mean_step_metrics(updates) | {"num_updates": float(len(updates))}
-
-
 async def run_rl_training(
     backend: TrainingBackend,
     data_buffer: DataBuffer,
@@ -194,6 +129,7 @@ async def run_rl_training(
     metrics_logger: MetricsLogger | None = None,
     *,
     reference: TrainingBackend | None = None,
+    critic: TrainingBackend | None = None,
     pad_id: int = 0,
     evaluate: EvaluateFn | None = None,
     checkpoint_dir: Path | None = None,
@@ -215,7 +151,9 @@ async def run_rl_training(
         rollout_manager: gives one RolloutBatch a step.
         inference_engines: get the new weights every config.sync_every steps.
         metrics_logger: one line every config.log_every steps and after the last one; None = no logging.
-        reference: the frozen model, where the algorithm has a KL term.
+        reference: the frozen model, where the algorithm has a KL term; not used otherwise, so there is no need to load it then.
+        critic: the model with a value head, where the algorithm requires values; trained beside the policy, alone in the first
+            config.critic_warmup_steps steps, and saved in the directory "critic" of each checkpoint.
         evaluate: called every config.eval_every steps, after the sync; its metrics are part of that step's line.
         checkpoint_dir: where step_NNNN folders go, every config.checkpoint_every steps and after the last; None = none.
         resume: from restore_rl_run: the backend and the manager already restored.
@@ -227,8 +165,11 @@ async def run_rl_training(
     Raises: ConfigError before the first rollout; what the manager, the engines and the backend raise.
     """
     algorithm = resolve_algorithm(config)
-    check_requirements(algorithm, reference)
+    check_requirements(algorithm, reference, critic, backend=backend, controls_kl=config.kl_control is not None)
+    if config.critic_warmup_steps and critic is None:
+        raise ConfigError(f"critic_warmup_steps is {config.critic_warmup_steps}, but there is no critic: pass critic=, or set it to 0")
     saver = None if checkpoint_dir is None and config.weight_sync == "memory" else require_checkpointing(backend)
+    critic_saver = None if checkpoint_dir is None or critic is None else require_checkpointing(critic)
     if config.weight_sync == "checkpoint" and checkpoint_dir is None:
         raise ConfigError('weight_sync="checkpoint" writes weights to the disk: pass checkpoint_dir, or set weight_sync="memory"')
     first = 0 if resume is None else resume.step
@@ -239,6 +180,7 @@ async def run_rl_training(
         served = await hold_weights(backend, version=first // config.sync_every, directory=sync_dir)
     else:
         served = ServedWeights(version=first // config.sync_every)
+    kl_control = config.kl_control if resume is None or resume.kl_control is None else resume.kl_control
     history: list[Metrics] = []
 
     async def finish_step(finished: int, metrics: Metrics, stopping: bool) -> None:
@@ -258,6 +200,7 @@ async def run_rl_training(
         if on_rollouts is not None:
             on_rollouts(step + 1, rollouts)
         batch = collate_samples(rollouts.samples, pad_id=pad_id, require_rewards=True)
+        only_critic = step < config.critic_warmup_steps
         metrics = await train_on_rollouts(
             backend,
             batch,
@@ -267,7 +210,13 @@ async def run_rl_training(
             max_tokens_per_microbatch=config.max_tokens_per_microbatch,
             seed=derive_seed(config.seed, step),
             reference=reference,
+            critic=critic,
+            value_clip=config.value_clip,
+            only_critic=only_critic,
+            kl_coef=None if kl_control is None else kl_control.kl_coef,
         )
+        if kl_control is not None and not only_critic:
+            kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
         trained = clock()
         finished = step + 1
         metrics |= summarize_rollouts(rollouts, weight_version=served.version) | {"epoch": float(data_buffer.state.epoch_id)}
@@ -282,6 +231,7 @@ async def run_rl_training(
                 "metrics": metrics,
                 "metrics_bytes": log_offset(metrics_logger),
                 "weight_version": finished // config.sync_every,
+                "kl_coef": None if kl_control is None else kl_control.kl_coef,
             }
             checkpoint = await save_training_checkpoint(
                 saver,
@@ -290,7 +240,12 @@ async def run_rl_training(
                 run_state,
                 keep_last_n=keep_last_n,
                 protected=() if served.directory is None else (served.directory,),
-                write_more=partial(write_served_weights, served=None if sync_due else served, version=finished // config.sync_every),
+                write_more=partial(
+                    _write_beside_policy,
+                    served=None if sync_due else served,
+                    version=finished // config.sync_every,
+                    critic=critic_saver,
+                ),
             )
         saved = clock()
         if sync_due:
@@ -308,6 +263,14 @@ async def run_rl_training(
         if stopping:
             break
     return history
+
+
+async def _write_beside_policy(directory: Path, *, served: ServedWeights | None, version: int, critic: CheckpointingBackend | None) -> None:
+    """What a checkpoint of the RL stage holds besides the policy."""
+    await write_served_weights(directory, served=served, version=version)
+    if critic is not None:
+        (directory / CRITIC_DIRECTORY).mkdir()
+        await critic.save_checkpoint(directory / CRITIC_DIRECTORY).result()
 
 
 def summarize_rollouts(rollouts: RolloutBatch, weight_version: int) -> Metrics:

@@ -48,7 +48,8 @@ def submit_optimizer_step(
 ) -> PendingOptimizerStep:
     """Submit the forward_backward calls of a batch, split into micro-batches, and the update that follows them.
 
-    The loss weights are computed on the whole batch before it is split, so the gradient does not depend on the split.
+    The loss weights are computed on the whole batch before it is split, so the gradient does not depend on the split. Rows without a
+    trained token, which have no gradient, are then left out.
 
     Args:
         batch: the rows of one optimizer step, advantages filled where the loss reads them.
@@ -56,10 +57,22 @@ def submit_optimizer_step(
         weigh: TrainBatch -> loss_weights [B, T].
         max_tokens_per_microbatch: most real tokens in one forward_backward; a longer row gets one of its own.
     """
-    batch = replace(batch, loss_weights=weigh(batch))
+    batch = select_trained_rows(replace(batch, loss_weights=weigh(batch)))
     plan = plan_microbatches(batch.lengths.tolist(), max_tokens=max_tokens_per_microbatch)
     parts = tuple(backend.forward_backward(select_rows(batch, rows), loss, with_entropy=with_entropy) for rows in plan)
     return PendingOptimizerStep(parts=parts, update=backend.optim_step())
+
+
+def find_trained_rows(batch: TrainBatch) -> list[int]:
+    """Positions of the rows that a gradient comes from: trainable, and with a token that has loss_mask > 0."""
+    on = (batch.loss_mask > 0).any(1) & batch.trainable
+    return [row for row, is_trained in enumerate(on.tolist()) if is_trained]
+
+
+def select_trained_rows(batch: TrainBatch) -> TrainBatch:
+    """The batch without the rows that no gradient comes from; as it is where none or all are such rows."""
+    rows = find_trained_rows(batch)
+    return batch if len(rows) in (0, batch.num_rows) else select_rows(batch, rows)
 
 
 def merge_step_metrics(parts: Sequence[Mapping[str, float]]) -> Metrics:
@@ -82,14 +95,16 @@ def mean_step_metrics(steps: Sequence[Mapping[str, float]]) -> Metrics:
 async def forward_batch(
     backend: TrainingBackend, batch: TrainBatch, output_fn: OutputFn, *, max_tokens_per_microbatch: int, with_entropy: bool = False
 ) -> Tensor:
-    """backend.forward over a batch of any size, micro-batch by micro-batch.
+    """backend.forward over a batch of any size, micro-batch by micro-batch. Rows without a trained token are not computed.
 
-    Returns: [B, T] in the row order of `batch`, 0 on pads.
+    Returns: [B, T] in the row order of `batch`; 0 on pads, and in all of a row that is not trained on.
     """
-    plan = plan_microbatches(batch.lengths.tolist(), max_tokens=max_tokens_per_microbatch)
-    futures = [backend.forward(select_rows(batch, rows), output_fn, with_entropy=with_entropy) for rows in plan]
+    trained = find_trained_rows(batch)
+    plan = plan_microbatches([int(batch.lengths[row]) for row in trained], max_tokens=max_tokens_per_microbatch) if trained else []
+    parts = [[trained[i] for i in part] for part in plan]
+    futures = [backend.forward(select_rows(batch, rows), output_fn, with_entropy=with_entropy) for rows in parts]
     out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-    for rows, future in zip(plan, futures, strict=True):
+    for rows, future in zip(parts, futures, strict=True):
         part = await future.result()  # [rows, T of the micro-batch <= T]
         out[torch.tensor(rows), : part.shape[1]] = part
     return out

@@ -22,10 +22,10 @@ LAYERS = (
     ),
     (
         "generate_fns", "group_race", "generation", "rollout_manager", "weight_sync", "served_weights", "training_steps",
-        "sft_loop", "rl_loop", "testing",
+        "train_on_rollouts", "sft_loop", "rl_loop", "testing",
     ),
 )  # fmt: skip
-PROTOCOLS = {"rollouts.backends.protocol", "rollouts.backends.futures", "rollouts.engines.protocol"}
+PROTOCOLS = {"rollouts.backends.protocol", "rollouts.backends.futures", "rollouts.backends.token_spec", "rollouts.engines.protocol"}
 ORCHESTRATION_MAY_USE = {"data_buffer", "metrics", "checkpoints", "trajectories", "rewards"}
 FILES = sorted((ROOT / "rollouts").rglob("*.py"))
 ALL_FILES = [*FILES, *sorted((ROOT / "integration").rglob("*.py"))]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -86,20 +87,16 @@ def load_hf_model(
     from transformers import AutoModelForCausalLM
 
     directory = check_model_directory(path)
-    try:
+    with _explain_loading(directory, "causal language model"):
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=parse_dtype(dtype), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"{directory} cannot be loaded as a causal language model: {error}") from error
-    except Exception as error:  # safetensors raises its own type, which derives from Exception only
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise ConfigError(f"the weights in {directory} are damaged: {error}") from error
     return cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))
 
 
-def load_critic_model(path: str | Path, *, seed: int = 0, head_std: float | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_critic_model(
+    path: str | Path, *, seed: int = 0, head_std: float | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """Load a saved critic, or the backbone of a causal language model with a fresh value head. Nothing is downloaded.
 
     Args:
@@ -110,35 +107,39 @@ def load_critic_model(path: str | Path, *, seed: int = 0, head_std: float | None
     Returns: a token-classification model with one label, float32, on the CPU, without dropout in its head.
     Raises: ConfigError if the directory is not a complete model, or transformers has no token-classification model for it.
     """
-    from transformers import AutoModelForTokenClassification
+    from transformers import AutoConfig, AutoModelForTokenClassification
 
     directory = check_model_directory(path)
+    with _explain_loading(directory, "critic (a token-classification model with one label)"):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+        kinds = cast("list[str]", getattr(config, "architectures", None) or [])
+        if not any(kind.endswith("ForTokenClassification") for kind in kinds):
+            model = load_hf_model(directory, trust_remote_code=trust_remote_code)
+            return create_critic_model(model, seed=seed, head_std=head_std)
+        loaded, info = AutoModelForTokenClassification.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    missing = sorted(cast("dict[str, Any]", info)["missing_keys"])
+    if missing:
+        raise ConfigError(f"{directory} lacks the weights {missing[:5]}: it is not a complete critic")
+    model = cast("PreTrainedModel", loaded)
+    get_value_head(model)
+    return model
+
+
+@contextmanager
+def _explain_loading(directory: Path, kind: str) -> Generator[None]:
+    """Raise what loading a model directory raises as a ConfigError."""
     try:
-        with torch.random.fork_rng(devices=[]):  # a missing head is first filled with random numbers
-            loaded, info = AutoModelForTokenClassification.from_pretrained(
-                directory,
-                num_labels=1,
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
+        yield
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"{directory} cannot be loaded as a critic (a token-classification model with one label): {error}") from error
+        raise ConfigError(f"{directory} cannot be loaded as a {kind}: {error}") from error
     except Exception as error:  # safetensors raises its own type, which derives from Exception only
         if type(error).__name__ != "SafetensorError":
             raise
         raise ConfigError(f"the weights in {directory} are damaged: {error}") from error
-    model = cast("PreTrainedModel", loaded)
-    model.config.classifier_dropout = 0.0  # pyright: ignore[reportAttributeAccessIssue]  # values are computed without dropout
-    head = get_value_head(model)
-    head_names = {name for name, parameter in model.named_parameters() if any(parameter is p for p in head.parameters())}
-    missing = set(cast("dict[str, Any]", info)["missing_keys"])
-    if missing - head_names:
-        raise ConfigError(f"{directory} lacks the weights {sorted(missing - head_names)[:5]}: it is not a complete model")
-    if missing:
-        init_value_head(model, seed=seed, std=head_std)
-    return model
 
 
 def create_critic_model(model: PreTrainedModel, *, seed: int = 0, head_std: float | None = None) -> PreTrainedModel:

@@ -19,6 +19,7 @@ import trio
 from torch import Tensor
 
 from rollouts.backends.protocol import CheckpointingBackend, Future, OutputFn, TrainingBackend
+from rollouts.backends.token_spec import DescribesTokens, TokenSpec
 from rollouts.errors import BackendError, raise_single_errors
 from rollouts.types import LossFn, TrainBatch
 
@@ -91,6 +92,11 @@ class Pipeline:
         self._futures: list[TrainFuture[Any]] = []
         self._open = True
         self._send, self._receive = trio.open_memory_channel[tuple[Callable[[], Future[Any]], TrainFuture[Any]]](math.inf)
+
+    @property
+    def token_spec(self) -> TokenSpec | None:
+        """See DescribesTokens; read at once, since it never changes."""
+        return self.backend.token_spec if isinstance(self.backend, DescribesTokens) else None
 
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> Future[Tensor]:
         """See TrainingBackend."""

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.futures import ImmediateTrainFuture
+from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs
 from rollouts.backends.protocol import OutputFn
+from rollouts.backends.token_spec import TokenSpec, describe_tokens
 from rollouts.errors import BackendError, CheckpointError
-from rollouts.logprobs import chunked_log_probs, shift_packed
 from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
-from rollouts.packing import get_output_layer, pack_padded, run_packed, use_packed_attention
+from rollouts.packing import pack_padded, run_packed, use_packed_attention
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ class Scheduler(Protocol):
 
 
 class PyTorchTrainingBackend:
-    """A TrainingBackend and CheckpointingBackend over a Hugging Face causal language model and a torch optimizer.
+    """A TrainingBackend and CheckpointingBackend over a Hugging Face model and a torch optimizer.
+
+    The model is a policy (a causal language model) or, with compute_outputs=compute_values, a critic.
 
     Every method runs at once and returns an ImmediateTrainFuture; open_pipeline moves the same methods into a worker thread. Given the
     same weights, batches and number of threads, results are the same bit for bit on a CPU.
@@ -66,6 +69,7 @@ class PyTorchTrainingBackend:
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
         max_skipped_updates: int = 10,
+        compute_outputs: ComputeOutputs = compute_log_probs,
     ) -> None:
         """
         Args:
@@ -77,6 +81,7 @@ class PyTorchTrainingBackend:
             tokenizer: saved beside the weights, so that a checkpoint is a complete model directory.
             weight_version: restored from checkpoints; who syncs weights to engines counts it.
             max_skipped_updates: updates in a row with a non-finite gradient before BackendError.
+            compute_outputs: what is read off the hidden states: compute_log_probs (a policy) or compute_values (a critic).
 
         Raises: ConfigError for a model that cannot be trained on packed rows.
         """
@@ -86,7 +91,6 @@ class PyTorchTrainingBackend:
         self.model: Any = model.to(self.device)  # pyright: ignore[reportArgumentType]  # transformers' stubs are incomplete
         for name, parameter in self.model.named_parameters():
             assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
-        get_output_layer(model)
         use_packed_attention(model)
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -99,6 +103,13 @@ class PyTorchTrainingBackend:
         self._max_skipped_updates = max_skipped_updates
         self._num_skipped_in_a_row = 0
         self._has_gradient = False
+        self._compute_outputs = compute_outputs
+        self._check_head()
+
+    @property
+    def token_spec(self) -> TokenSpec:
+        """Which tokens the model knows, to compare with those of another model."""
+        return describe_tokens(self.model, self.tokenizer)
 
     # -- TrainingBackend
 
@@ -217,30 +228,20 @@ class PyTorchTrainingBackend:
     # -- parts
 
     def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
-        """Packed forward pass, log-probs in chunks, results at their places in [B, T]."""
+        """Packed forward pass, then what compute_outputs reads off it, at its place in [B, T]."""
         packed = pack_padded(batch.tokens, batch.lengths)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16):
             hidden = run_packed(self.model, packed)  # [N, H]
-        weight, bias = get_output_layer(self.model)
-        shift = shift_packed(packed.tokens, packed.cu_seqlens)
-        temperatures = None
-        if batch.temperatures is not None:
-            row_of_token = packed.flat_index // packed.shape[1]
-            temperatures = batch.temperatures[row_of_token[shift.positions]]
-        log_probs, entropy = chunked_log_probs(
-            hidden[shift.predictors].to(self._compute_dtype),
-            weight,
-            shift.targets,
-            bias=bias,
-            temperatures=temperatures,
-            chunk_size=self._chunk_size,
-            with_entropy=with_entropy,
-        )
+        options = OutputOptions(compute_dtype=self._compute_dtype, chunk_size=self._chunk_size, with_entropy=with_entropy)
+        return self._compute_outputs(self.model, hidden, packed, batch.temperatures, options)
 
-        def place(values: Tensor) -> Tensor:
-            return packed.unpack(torch.zeros_like(hidden[:, 0], dtype=values.dtype).index_copy(0, shift.positions, values))
-
-        return TokenOutputs(log_probs=place(log_probs), entropy=None if entropy is None else place(entropy))
+    def _check_head(self) -> None:
+        """Raise ConfigError, before anything is trained, if the model has not the head that compute_outputs reads."""
+        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
+        packed = pack_padded(tokens, torch.full((1,), 2, device=self.device))
+        hidden = torch.zeros((2, self.model.config.get_text_config().hidden_size), device=self.device)
+        with torch.no_grad():
+            self._compute_outputs(self.model, hidden, packed, None, OutputOptions(compute_dtype=self._compute_dtype))
 
     def _check_architecture(self, directory: Path) -> None:
         try:

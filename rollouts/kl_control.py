@@ -1,0 +1,78 @@
+"""The coefficient of a KL term as a pure state update: fixed, or adapted so that the measured KL stays near a target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rollouts.checks import check_shapes
+from rollouts.errors import ConfigError
+from rollouts.kl import KLEstimator, k1
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControl:
+    """A KL coefficient and how it moves. Replaced, never changed: update_kl_control gives the next one."""
+
+    kl_coef: float  # of the KL term, now; at least 0
+    target: float | None = None  # KL per token in nats that the coefficient steers to; None = the coefficient is fixed
+    horizon: float = 10_000.0  # samples over which the coefficient changes by at most a fifth (Ziegler et al. 2019: K_beta = 0.1)
+
+    def __post_init__(self) -> None:
+        for name, value, good, expected in (
+            ("kl_coef", self.kl_coef, 0 <= self.kl_coef < float("inf"), "a finite number, at least 0"),
+            ("target", self.target, self.target is None or 0 < self.target < float("inf"), "more than 0, or None for a fixed kl_coef"),
+            ("horizon", self.horizon, self.horizon > 0, "more than 0 samples"),
+        ):
+            if not good:
+                raise ConfigError(f"KLControl.{name} is {value!r}, expected {expected}")
+
+
+def update_kl_control(control: KLControl, current_kl: float, num_samples: int) -> KLControl:
+    """kl_coef * (1 + clip(current_kl / target - 1, -0.2, 0.2) * num_samples / horizon); unchanged where target is None.
+
+    Args:
+        current_kl: measured on the samples, in nats; may be negative, as k1 can be.
+        num_samples: samples that it was measured on.
+
+    Asserts: current_kl is finite.
+    Source: Ziegler et al. 2019 (Fine-tuning language models from human preferences), section 2.2.
+    """
+    if control.target is None:
+        return control
+    assert abs(current_kl) < float("inf"), f"current_kl is {current_kl}, expected a finite number"
+    error = min(max(current_kl / control.target - 1, -0.2), 0.2)
+    return replace(control, kl_coef=max(0.0, control.kl_coef * (1 + error * num_samples / control.horizon)))
+
+
+def measure_kl(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    loss_mask: Tensor,
+    *,
+    kl: KLEstimator = k1,
+    count_empty_rows: bool = True,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """mean over rows of (sum_t kl_t / (number of trained tokens + epsilon)): the KL per token that a controller steers.
+
+    Args:
+        log_probs: # [B, T] of the policy that sampled.
+        ref_log_probs: # [B, T].
+        loss_mask: # [B, T]; tokens with more than 0 count, each as one.
+        kl: (log_probs, ref_log_probs) -> [B, T].
+        count_empty_rows: rows without a trained token count as KL 0; False leaves them out.
+        epsilon: at least 0; some code adds 1e-8 here.
+
+    Returns: a scalar; 0 for a batch without a trained token.
+    """
+    check_shapes(ref_log_probs=(ref_log_probs, tuple(log_probs.shape)), loss_mask=(loss_mask, tuple(log_probs.shape)))
+    on = loss_mask > 0
+    zeros = torch.zeros_like(log_probs)
+    per_token = torch.where(on, kl(torch.where(on, log_probs, zeros), torch.where(on, ref_log_probs, zeros)), zeros)
+    counts = on.sum(-1)  # [B]
+    row_means = per_token.sum(-1) / torch.where(counts > 0, counts + epsilon, torch.ones_like(zeros[:, 0]))
+    num_rows = row_means.numel() if count_empty_rows else int((counts > 0).sum())
+    return row_means.sum() / max(num_rows, 1)

@@ -1,0 +1,255 @@
+"""Training on one rollout batch: the columns an algorithm requires, its estimate, and the optimizer steps of policy and critic."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rollouts.backends.protocol import TrainingBackend
+from rollouts.backends.token_spec import DescribesTokens, explain_token_differences
+from rollouts.batching import plan_minibatches, select_rows
+from rollouts.errors import ConfigError
+from rollouts.kl_control import measure_kl
+from rollouts.loss_weights import token_mean
+from rollouts.losses import value_loss
+from rollouts.samples import derive_seed
+from rollouts.training_steps import (
+    Metrics,
+    PendingOptimizerStep,
+    find_trained_rows,
+    forward_batch,
+    mean_step_metrics,
+    submit_optimizer_step,
+)
+from rollouts.types import Algorithm, LossFn, LossOutput, TokenOutputs, TrainBatch
+
+POLICY_COLUMNS = ("old_log_probs", "prox_log_probs")
+"""Log-probs of the policy before its first update on the batch."""
+
+
+def check_requirements(
+    algorithm: Algorithm,
+    reference: TrainingBackend | None,
+    critic: TrainingBackend | None = None,
+    *,
+    backend: TrainingBackend | None = None,
+    controls_kl: bool = False,
+) -> None:
+    """Raise ConfigError if the loop cannot do what the algorithm requires. Called before the first rollout.
+
+    A critic that the algorithm does not need is refused, because it would cost as much as the policy and change nothing. A reference
+    that is not needed is not touched.
+
+    Args:
+        backend: the policy, whose tokens a critic must know.
+        controls_kl: whether a KL controller sets the coefficient of the algorithm's KL term.
+    """
+    fillable = {*POLICY_COLUMNS, "ref_log_probs", "values", "rollout_log_probs", "entropy"}
+    unknown = sorted(algorithm.requires - fillable)
+    if unknown:
+        raise ConfigError(f"the algorithm requires {unknown}, which this loop cannot fill; it can fill {sorted(fillable)}")
+    if "ref_log_probs" in algorithm.requires and reference is None:
+        raise ConfigError(
+            "the algorithm requires ref_log_probs (it has a KL term): pass reference=backend of the frozen model, or set kl_coef=0"
+        )
+    if controls_kl and "ref_log_probs" not in algorithm.requires:
+        raise ConfigError(
+            "kl_control is set, but the algorithm has no KL term (it does not require ref_log_probs): "
+            "choose one with kl_coef > 0, or set kl_control=None"
+        )
+    if "values" in algorithm.requires and critic is None:
+        raise ConfigError("the algorithm requires values: pass critic=a backend with a value head, for example create_critic_backend(...)")
+    if critic is not None:
+        if "values" not in algorithm.requires:
+            raise ConfigError("critic= was given, but the algorithm does not require values: leave it out, or choose one that does (ppo)")
+        if backend is not None:
+            _check_critic_tokens(backend, critic)
+
+
+def _check_critic_tokens(backend: TrainingBackend, critic: TrainingBackend) -> None:
+    known, other = (b.token_spec if isinstance(b, DescribesTokens) else None for b in (backend, critic))
+    differences = [] if known is None or other is None else explain_token_differences(known, other)
+    if differences:
+        raise ConfigError(
+            f"the critic's tokenizer differs from the policy's: {'; '.join(differences)}. "
+            "Make the critic from the policy's model directory, or from one of the same family"
+        )
+
+
+def select_log_probs(outputs: TokenOutputs) -> Tensor:
+    """The output function of a log-prob pass."""
+    return outputs.log_probs
+
+
+def select_values(outputs: TokenOutputs) -> Tensor:
+    """The output function of a critic's pass."""
+    assert outputs.values is not None, "the critic's outputs have no values: it needs a value head, see create_critic_backend"
+    return outputs.values
+
+
+def anchor_to_self(loss: LossFn, columns: Collection[str]) -> LossFn:
+    """The loss with these log-prob columns taken from the very pass that it differentiates: column = log_probs without gradient.
+
+    Equal to filling them by a forward pass before, where the step is the first update on the batch: the weights are the same.
+    """
+    return partial(_loss_anchored_to_self, loss=loss, columns=tuple(sorted(columns)))
+
+
+def _loss_anchored_to_self(outputs: TokenOutputs, batch: TrainBatch, *, loss: LossFn, columns: tuple[str, ...]) -> LossOutput:
+    own = outputs.log_probs.detach()
+    return loss(outputs, replace(batch, **dict.fromkeys(columns, own)))
+
+
+async def fill_columns(
+    batch: TrainBatch,
+    algorithm: Algorithm,
+    backend: TrainingBackend,
+    reference: TrainingBackend | None,
+    critic: TrainingBackend | None = None,
+    *,
+    max_tokens_per_microbatch: int,
+    skip: Collection[str] = (),
+) -> TrainBatch:
+    """The batch with the log-prob and value columns that the algorithm requires, each model asked once, before any update.
+
+    Args:
+        skip: columns to leave out, because the loss fills them.
+    """
+    wanted = algorithm.requires - frozenset(skip)
+    forward = partial(forward_batch, batch=batch, max_tokens_per_microbatch=max_tokens_per_microbatch)
+    filled: dict[str, Tensor] = {}
+    own_columns = [column for column in POLICY_COLUMNS if column in wanted]
+    if own_columns:  # the policy before its update: the same numbers serve as old and as proximal log-probs
+        filled |= dict.fromkeys(own_columns, await forward(backend, output_fn=select_log_probs))
+    if "ref_log_probs" in wanted:
+        assert reference is not None, "check_requirements admits ref_log_probs only with a reference"
+        filled["ref_log_probs"] = await forward(reference, output_fn=select_log_probs)
+    if "values" in wanted:
+        assert critic is not None, "check_requirements admits values only with a critic"
+        filled["values"] = await forward(critic, output_fn=select_values)
+    return replace(batch, **filled)
+
+
+def columns_from_loss(algorithm: Algorithm, *, num_updates: int, measures_kl: bool = False) -> frozenset[str]:
+    """The required log-prob columns that the loss can fill from its own pass, so that no forward pass before the update is needed.
+
+    They are the policy's own columns, if nothing but the loss reads any of them and there is at most one update.
+
+    Args:
+        num_updates: optimizer steps on the batch.
+        measures_kl: whether the KL to the reference is measured, which reads old_log_probs.
+    """
+    own = algorithm.requires & frozenset(POLICY_COLUMNS)
+    read_elsewhere = own - algorithm.loss_only or (measures_kl and "old_log_probs" in own)
+    return frozenset() if num_updates > 1 or read_elsewhere else own
+
+
+def deal_minibatches(batch: TrainBatch, num_minibatches: int, *, seed: int) -> list[TrainBatch]:
+    """Deal rows at random to mini-batches with nearly equal numbers of trained rows, and nearly equal numbers of others.
+
+    Rows without a trained token have no gradient, but may count in an algorithm's denominators. Where fewer rows are trained than there
+    are mini-batches, there are as many mini-batches as such rows: an update without any gradient would only move the optimizer's averages.
+    """
+    trained = find_trained_rows(batch)
+    others = sorted(set(range(batch.num_rows)) - set(trained))
+    count = max(1, min(num_minibatches, len(trained)))
+    plan = [[trained[i] for i in part] for part in plan_minibatches([0] * len(trained), count, seed=seed)] if trained else [[]]
+    return [select_rows(batch, [*part, *others[i::count]]) for i, part in enumerate(plan)]
+
+
+async def train_on_rollouts(
+    backend: TrainingBackend,
+    batch: TrainBatch,
+    algorithm: Algorithm,
+    *,
+    num_epochs: int = 1,
+    num_minibatches: int = 1,
+    max_tokens_per_microbatch: int = 16384,
+    seed: int = 0,
+    reference: TrainingBackend | None = None,
+    critic: TrainingBackend | None = None,
+    value_clip: float | None = 0.2,
+    only_critic: bool = False,
+    kl_coef: float | None = None,
+) -> Metrics:
+    """Train on one rollout batch: estimate once, then num_epochs x num_minibatches optimizer steps of the policy, and of the critic.
+
+    The log-probs that anchor the ratio are those before the first of these steps. Where the only step is the first one and nothing but
+    the loss reads them (Algorithm.loss_only), they are taken from its own pass, and the forward pass for them is saved; without dropout
+    the numbers are the same.
+
+    Args:
+        batch: rewards and rollout_log_probs filled; the columns in algorithm.requires are filled here.
+        seed: of the order of rows in each epoch.
+        reference: the frozen model of a KL term.
+        critic: the model behind algorithm.estimate's values; trained on the same mini-batches towards the returns, mean over tokens.
+        value_clip: see losses.value_loss.
+        only_critic: leave the policy as it is.
+        kl_coef: of a KL controller; fills the column of that name and has the KL measured.
+
+    Returns: token-weighted means over the optimizer steps; num_tokens is their sum; lr is the last one's; num_updates. With a critic its
+        critic_loss, critic_grad_norm, critic_lr, value_mean, value_clip_fraction, and explained_variance of the values before the
+        update. With kl_coef also kl_coef and reference_kl, see measure_kl.
+    """
+    num_updates = 0 if only_critic else num_epochs * num_minibatches
+    skipped = columns_from_loss(algorithm, num_updates=num_updates, measures_kl=kl_coef is not None)
+    batch = await fill_columns(
+        batch, algorithm, backend, reference, critic, max_tokens_per_microbatch=max_tokens_per_microbatch, skip=skipped
+    )
+    metrics: Metrics = {}
+    if kl_coef is not None:
+        batch = replace(batch, kl_coef=torch.full_like(batch.rewards, kl_coef))
+        metrics |= {"kl_coef": kl_coef, "reference_kl": _reference_kl(batch)}
+    batch = algorithm.estimate(batch)
+    submit = partial(submit_optimizer_step, max_tokens_per_microbatch=max_tokens_per_microbatch)
+    loss = anchor_to_self(algorithm.loss, skipped) if skipped else algorithm.loss
+    policy_steps: list[PendingOptimizerStep] = []
+    critic_steps: list[PendingOptimizerStep] = []
+    for epoch in range(num_epochs):
+        for minibatch in deal_minibatches(batch, num_minibatches, seed=derive_seed(seed, epoch)):
+            if not only_critic:
+                step = submit(backend, minibatch, loss, weigh=algorithm.weigh, with_entropy="entropy" in algorithm.requires)
+                policy_steps.append(step)
+            if critic is not None:
+                critic_steps.append(submit(critic, minibatch, partial(value_loss, clip=value_clip), weigh=token_mean))
+    metrics |= await _mean_results(policy_steps)
+    if critic is not None:
+        critic_metrics = await _mean_results(critic_steps)
+        metrics |= name_critic_metrics(critic_metrics) | summarize_values(batch) | {"num_tokens": critic_metrics["num_tokens"]}
+    return metrics | {"num_updates": float(len(policy_steps))}
+
+
+async def _mean_results(steps: Sequence[PendingOptimizerStep]) -> Metrics:
+    results = [await step.result() for step in steps]
+    return mean_step_metrics(results) if results else {}
+
+
+def _reference_kl(batch: TrainBatch) -> float:
+    """KL per token from the policy that sampled (before its update) to the reference, over the rows that are trained on."""
+    sampled = batch.old_log_probs if batch.old_log_probs is not None else batch.rollout_log_probs
+    assert sampled is not None, "a KL controller needs batch.old_log_probs or batch.rollout_log_probs"
+    assert batch.ref_log_probs is not None, "a KL controller needs batch.ref_log_probs"
+    mask = batch.loss_mask * batch.trainable[:, None]
+    return float(measure_kl(sampled, batch.ref_log_probs, mask, count_empty_rows=False))
+
+
+def name_critic_metrics(metrics: Metrics) -> Metrics:
+    """The metrics of a critic's optimizer steps as they stand beside the policy's: prefixed critic_, except those named value_*."""
+    return {name if name.startswith("value_") else f"critic_{name}": value for name, value in metrics.items() if name != "num_tokens"}
+
+
+def summarize_values(batch: TrainBatch) -> Metrics:
+    """explained_variance = 1 - var(returns - values) / var(returns) over trained tokens: 1 = perfect, 0 = no better than a constant.
+
+    Returns: 0 where the returns do not vary.
+    """
+    assert batch.values is not None, "the batch has no values"
+    assert batch.returns is not None, "algorithm.estimate required values, but filled no returns, which the critic is trained towards"
+    on = (batch.loss_mask > 0) & batch.trainable[:, None]
+    returns, values = batch.returns[on], batch.values[on]
+    variance = float(returns.var(correction=0)) if returns.numel() else 0.0
+    return {"explained_variance": 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else 0.0}
