@@ -124,6 +124,10 @@ def grpo_differs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str |
         return "VESPO takes the engine's ratio into its sequence weight; with us the anchor of the ratio is the rollout policy then"
     if loss_type == "vespo" and kwargs.get("beta", 0.0) != 0 and kwargs.get("use_bias_correction_kl"):
         return "the KL term is corrected by the ratio of the policy term, which is the sequence's here; TRL corrects by each token's"
+    share = kwargs.get("top_entropy_quantile", 1.0)
+    rank = (int((kwargs["completion_mask"] > 0).sum()) - 1) * (1 - share)
+    if share < 1 and abs(rank - round(rank)) < 1e-6:
+        return "the quantile is one token's own entropy, which TRL rounds to float32 and may then find to be too small"
     return None
 
 
