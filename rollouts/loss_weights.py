@@ -102,6 +102,15 @@ def scaled(batch: TrainBatch, *, weigh: Weigh, factor: float) -> Tensor:
     return factor * weigh(batch)
 
 
+def weighted_sum(per_token: Tensor, weights: Tensor) -> Tensor:
+    """sum(weights * per_token), what a loss does with its weights. Both # [B, T]; returns a scalar.
+
+    What stands where weights = 0 is not read: a NaN there changes neither the sum nor its gradient.
+    """
+    check_shapes(weights=(weights, tuple(per_token.shape)))
+    return (weights * torch.where(weights != 0, per_token, torch.zeros_like(per_token))).sum()
+
+
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """numerator / denominator, 0 where the denominator is 0."""
     return torch.where(denominator > 0, numerator / torch.where(denominator > 0, denominator, torch.ones_like(denominator)), 0.0)

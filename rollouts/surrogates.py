@@ -33,6 +33,11 @@ def token_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, bound
     return log_ratio if bound is None else log_ratio.clamp(-bound, bound)
 
 
+def importance_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, ratio: Ratio = token_ratio) -> Tensor:
+    """r = exp(ratio(...)), with its gradient. All # [B, T]; 1 where mask = 0."""
+    return ratio(log_probs, old_log_probs, mask).exp()
+
+
 def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     """The mean of a row's token log-ratios at each of its tokens: log s_i, s_i = (p(y) / p_old(y))^(1 / |y|).
 
@@ -355,4 +360,14 @@ def clip_fractions(log_ratio: Tensor, advantages: Tensor, *, low: float, high: f
     ratio = log_ratio.exp()
     below = ((ratio < 1 - low) & (advantages < 0)).to(log_ratio.dtype)
     above = ((ratio > 1 + high) & (advantages > 0)).to(log_ratio.dtype)
+    return {"clip_fraction": below + above, "clip_fraction_low": below, "clip_fraction_high": above}
+
+
+def cispo_fractions(
+    log_ratio: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 0.28, cap: float | None = None
+) -> dict[str, Tensor]:
+    """At which tokens CISPO's weight is bounded, whatever the advantage; with their gradient kept. # [B, T] of 0 and 1; arguments of cispo."""
+    ratio = log_ratio.exp()
+    below = (ratio < 1 - low).to(log_ratio.dtype)
+    above = (ratio > (1 + high if cap is None else cap)).to(log_ratio.dtype)
     return {"clip_fraction": below + above, "clip_fraction_low": below, "clip_fraction_high": above}
