@@ -135,6 +135,7 @@ def normalize_by_group(
     mask: Tensor | None = None,
     mean_level: GroupStatistic | None = group_mean,
     std_level: GroupStatistic | None = group_std,
+    std_of: Literal["rewards", "centered"] = "rewards",
     epsilon: float = 1e-4,
     singleton: Singleton = "zero",
 ) -> Tensor:
@@ -148,15 +149,20 @@ def normalize_by_group(
         mask: the shape of rewards; entries with mask = 0 count nowhere. None = all count.
         mean_level: group_mean, batch_mean, leave_one_out_mean, batch_leave_one_out_mean, or None.
         std_level: group_std, batch_std (or partial(..., unbiased=False)), or None.
+        std_of: "rewards", or "centered": what is left after the mean is subtracted. They differ where the levels do: TRL divides group-
+            centered rewards by the std of all rewards, AReaL by that of the centered ones (and about 0: group_rms, batch_rms).
         epsilon: added to the standard deviation. The paper has none; TRL uses 1e-4, AReaL 1e-5, verl and slime 1e-6; we follow TRL.
-        singleton: of a group with one entry: "zero", or "keep" its reward with mean 0 and, where std_level is of the group, std 1.
+        singleton: of a group with one entry: "zero" where a mean of the group is subtracted, or "keep" its reward with mean 0 and, where
+            std_level is of the group, std 1.
 
     Returns: the shape of rewards, 0 where mask = 0.
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2.
     """
     if mask is not None:
         values, ids = masked_entries(rewards, mask, group_ids)
-        found = normalize_by_group(values, ids, mean_level=mean_level, std_level=std_level, epsilon=epsilon, singleton=singleton)
+        found = normalize_by_group(
+            values, ids, mean_level=mean_level, std_level=std_level, std_of=std_of, epsilon=epsilon, singleton=singleton
+        )
         return torch.zeros_like(rewards).masked_scatter(mask > 0, found)
     check_finite("rewards", rewards)
     if mean_level is group_mean:
@@ -170,7 +176,7 @@ def normalize_by_group(
         centered = torch.where(alone, rewards, centered)
     if std_level is None:
         return centered
-    std = std_level(rewards, group_ids)
+    std = std_level(centered if std_of == "centered" else rewards, group_ids)
     return centered / (torch.where(alone & (std == 0), torch.ones_like(std), std) + epsilon)
 
 
@@ -422,6 +428,73 @@ def lambda_returns(
     """
     advantages = gae(token_rewards, values, mask, gamma, lam, bootstrap=bootstrap)
     return torch.where(mask > 0, advantages + values, torch.zeros_like(values))
+
+
+def squared_scores(log_probs: Tensor, sum_of_squared_probs: Tensor | None = None, importance_weights: Tensor | None = None) -> Tensor:
+    """|grad log p(y_t)|^2 with respect to the logits = 1 - 2 p(y_t) + sum_v p(v)^2, times the squared importance weight.
+
+    Args:
+        log_probs: # [B, T] of the sampled tokens.
+        sum_of_squared_probs: # [B, T] over the vocabulary, see logprobs.sum_of_squared_probs. None = its unbiased estimate p(y_t), hence
+            1 - p(y_t): the expectation of both over y_t is 1 - sum_v p(v)^2.
+        importance_weights: # [B, T] that multiply the gradient of each token; None = 1.
+
+    Returns: # [B, T] >= 0; whatever log_probs say at masked places.
+    """
+    probs = log_probs.exp()
+    scores = 1 - 2 * probs + (probs if sum_of_squared_probs is None else sum_of_squared_probs)
+    return scores if importance_weights is None else scores * importance_weights.square()
+
+
+def optimal_token_baseline(
+    returns: Tensor,
+    scores: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    compact: bool = True,
+    keep_tail: bool = True,
+    epsilon: float = 1e-8,
+    singleton: Singleton = "zero",
+) -> Tensor:
+    """b_t = sum_i W_it G_it / (sum_i W_it + epsilon) over the rows i of the group that have a token t, W_it = sum_{u <= t} scores_iu.
+
+    The baseline of least variance that depends on the position only: W is the squared norm of the gradient up to t.
+
+    Args:
+        returns: # [B, T] G, rewards from each token on.
+        scores: # [B, T] squared norm of each token's gradient, see squared_scores.
+        mask: # [B, T].
+        group_ids: # [B].
+        compact: a token's t is its number among the masked-in tokens of its row (rows with environment tokens, prompts of any length);
+            False = its column, for rows whose responses begin at column 0.
+        keep_tail: where one row of a group is longer than all others, baseline 0 behind the second longest, instead of its own return.
+        epsilon: added to the sum of weights.
+        singleton: baseline of a row that is the only one of its group with tokens: its own return ("zero"), or 0 ("keep").
+
+    Returns: # [B, T], 0 where mask = 0.
+    Source: Li et al. 2025 (The Optimal Token Baseline); verl's optimal_token_baseline and its multi-turn form.
+    """
+    check_shapes(returns=(returns, tuple(mask.shape)), scores=(scores, tuple(mask.shape)), group_ids=(group_ids, (mask.shape[0],)))
+    on = mask > 0
+    zeros = torch.zeros_like(returns)
+    returns, weights = torch.where(on, returns, zeros), torch.where(on, scores, zeros).cumsum(dim=1)
+    columns = torch.arange(mask.shape[1], device=mask.device).expand_as(on)
+    positions = (on.cumsum(dim=1) - 1).clamp(min=0) if compact else columns
+    names, dense = torch.unique(group_ids, return_inverse=True)
+    places = (dense[:, None] * mask.shape[1] + positions)[on]  # one number for each pair of group and t
+    sums = torch.zeros(2, names.numel() * mask.shape[1], dtype=returns.dtype, device=returns.device)
+    sums = sums.index_add(1, places, torch.stack(((weights * returns)[on], weights[on])))
+    baseline = zeros.masked_scatter(on, (sums[0] / (sums[1] + epsilon))[places])
+
+    lengths = on.sum(dim=1).to(returns.dtype)
+    if keep_tail:
+        longest = lengths == group_max(lengths, group_ids)
+        alone_at_top = longest & (group_sum(longest.to(lengths.dtype), group_ids) == 1)
+        second = group_max(torch.where(longest, torch.zeros_like(lengths), lengths), group_ids)
+        baseline = torch.where(alone_at_top[:, None] & (positions >= second[:, None]), zeros, baseline)
+    single = (group_sum((lengths > 0).to(lengths.dtype), group_ids) == 1)[:, None]
+    return torch.where(single, returns if singleton == "zero" else zeros, baseline)
 
 
 class VTrace(NamedTuple):

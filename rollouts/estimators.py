@@ -24,14 +24,16 @@ from rollouts.advantages import (
     length_weighted_mean,
     max_rl_advantages,
     normalize_by_group,
+    optimal_token_baseline,
     pass_at_k_advantages,
     reward_at_last_token,
+    squared_scores,
     vtrace,
 )
 from rollouts.errors import DataError
 from rollouts.kl import KLEstimator
 from rollouts.loss_weights import trained_mask
-from rollouts.statistics import GroupStatistic, group_mean, group_std
+from rollouts.statistics import GroupStatistic, count_tokens, group_mean, group_std
 from rollouts.statistics import whiten as whiten_tokens
 from rollouts.types import TrainBatch
 
@@ -172,7 +174,7 @@ def estimate_opo(batch: TrainBatch, *, singleton: Singleton = "zero") -> TrainBa
     Source: Hao et al. 2025 (OPO), equation 9.
     """
     _check_rewards(batch)
-    lengths = (batch.loss_mask > 0).sum(dim=1)
+    lengths = count_tokens(batch.loss_mask)
     return _fill(batch, batch.rewards - length_weighted_mean(batch.rewards, lengths, batch.group_ids, singleton=singleton))
 
 
@@ -285,3 +287,32 @@ def estimate_vtrace(
     )
     advantages = _whiten(batch, found.advantages) if whiten else found.advantages
     return _fill(batch, advantages, found.errors + batch.values)
+
+
+def estimate_optimal_token_baseline(
+    batch: TrainBatch,
+    *,
+    kl: KLEstimator | None = None,
+    kl_coef: float = 0.0,
+    keep_tail: bool = True,
+    epsilon: float = 1e-8,
+    singleton: Singleton = "zero",
+) -> TrainBatch:
+    """A_t = G_t - b_t, b_t the baseline of least variance among the group's rows at their t-th trained token; fills returns with G.
+
+    The squared norm of a token's gradient is estimated as 1 - p(token), times importance_weights^2 where they are filled.
+
+    Args:
+        kl, kl_coef: penalty on each token.
+        keep_tail, epsilon, singleton: see optimal_token_baseline.
+
+    Source: Li et al. 2025 (The Optimal Token Baseline).
+    """
+    _check_rewards(batch)
+    returns = discounted_returns(penalized_token_rewards(batch, kl, kl_coef), batch.loss_mask)
+    log_probs = torch.where(batch.loss_mask > 0, policy_log_probs(batch), torch.zeros_like(returns))
+    scores = squared_scores(log_probs, importance_weights=batch.importance_weights)
+    baseline = optimal_token_baseline(
+        returns, scores, batch.loss_mask, batch.group_ids, keep_tail=keep_tail, epsilon=epsilon, singleton=singleton
+    )
+    return _fill(batch, returns - baseline, returns)

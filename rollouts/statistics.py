@@ -67,6 +67,16 @@ def group_std(x: Tensor, group_ids: Tensor, *, unbiased: bool = True) -> Tensor:
     return (squares / (count - 1 if unbiased else count).clamp(min=1)).sqrt()
 
 
+def group_rms(x: Tensor, group_ids: Tensor, *, unbiased: bool = True) -> Tensor:
+    """Root of the mean square (divisor n - 1, or n if not unbiased) of each row's group: the standard deviation about 0.
+
+    0 for a group of one where the divisor is n - 1.
+    """
+    count = group_count(x, group_ids)
+    rms = (group_sum(x.square(), group_ids) / (count - 1 if unbiased else count).clamp(min=1)).sqrt()
+    return torch.where((count > 1) | (not unbiased), rms, torch.zeros_like(rms))
+
+
 def group_centered(x: Tensor, group_ids: Tensor) -> Tensor:
     """x minus the mean of its group; exactly 0 in groups whose values are all equal."""
     equal = group_min(x, group_ids) == group_max(x, group_ids)
@@ -90,6 +100,11 @@ def batch_mean(x: Tensor, group_ids: Tensor) -> Tensor:
 def batch_std(x: Tensor, group_ids: Tensor, *, unbiased: bool = True) -> Tensor:
     """Standard deviation over the batch (divisor n - 1, or n if not unbiased), as a group statistic."""
     return group_std(x, torch.zeros_like(group_ids), unbiased=unbiased)
+
+
+def batch_rms(x: Tensor, group_ids: Tensor, *, unbiased: bool = True) -> Tensor:
+    """Root of the mean square over the batch (divisor n - 1, or n if not unbiased), as a group statistic."""
+    return group_rms(x, torch.zeros_like(group_ids), unbiased=unbiased)
 
 
 def batch_leave_one_out_mean(x: Tensor, group_ids: Tensor) -> Tensor:
@@ -118,6 +133,11 @@ def masked_entries(x: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, 
 
 
 # -- over masked tokens
+
+
+def count_tokens(mask: Tensor) -> Tensor:
+    """Number of entries with mask > 0 in each row. # [B, T] -> # [B] int64."""
+    return (mask > 0).sum(dim=1)
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class Parity:
     ours: str  # the composition, for the table in docs/parity.md: `losses.policy_loss(surrogate=clipped)`, ...
     wrt: tuple[str, ...] = ()  # inputs whose recorded gradients are compared
     grad_of: str = "loss"  # the output (of `run`) that is differentiated; a tensor with a gradient
-    mask: str | None = None  # input: outputs of its shape are compared only where it is > 0
+    mask: str | Callable[[Mapping[str, Any]], Any] | None = None  # input, or f(kwargs): outputs of its shape are compared where it is > 0
     grad_mask: str | None = None  # input: gradients of its shape are compared only where it is > 0; for peers that mask before the function
     differs: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None] | None = None  # (kwargs, recorded outputs) -> why a case differs
     note: str = ""  # what differs on purpose, for the table
@@ -119,7 +119,7 @@ def mismatches(document: Mapping[str, Any], parity: Parity) -> tuple[list[str], 
         for name in parity.wrt:
             kwargs[name] = [x.requires_grad_() for x in kwargs[name]] if isinstance(kwargs[name], list) else kwargs[name].requires_grad_()
         outputs = parity.run(**kwargs)
-        mask = None if parity.mask is None else case["kwargs"][parity.mask]
+        mask = parity.mask(case["kwargs"]) if callable(parity.mask) else None if parity.mask is None else case["kwargs"][parity.mask]
         compared = [key for key in outputs if key in case["outputs"]]
         if not compared:
             found.append(f"{case['id']}: none of the outputs {sorted(outputs)} is recorded")
