@@ -11,6 +11,7 @@ from rollouts.backends.factory import (
     create_adamw_optimizer,
     create_cross_entropy_loss,
     create_pytorch_backend,
+    create_reference_backend,
     create_scheduler,
     create_warmup_cosine_scheduler,
     load_hf_model,
@@ -22,10 +23,13 @@ from rollouts.backends.factory import (
     warmup_linear,
     warmup_stable_decay,
 )
+from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.errors import ConfigError, DataError
 from rollouts.losses import sft_loss
 from rollouts.testing import create_tiny_model
+from rollouts.train_on_rollouts import select_log_probs
+from rollouts.types import Sample
 
 
 def test_dtypes_and_devices_have_names():
@@ -118,3 +122,13 @@ def test_a_directory_that_is_not_a_model_is_refused_with_what_is_missing(tmp_pat
     (tmp_path / "model.safetensors").write_bytes(b"123")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_hf_model(tmp_path)
+
+
+def test_a_reference_backend_computes_log_probs_and_keeps_no_gradient(tmp_path: Path):
+    model = create_tiny_model()
+    batch = collate_samples([Sample(prompt="a", tokens=(3, 4, 5, 6), loss_mask=(0.0, 1.0, 1.0, 1.0), reward=1.0)])
+    expected = create_pytorch_backend(create_tiny_model(), lr=0.1).forward(batch, select_log_probs)
+    reference = create_reference_backend(model)
+    assert torch.equal(reference.forward(batch, select_log_probs).value, expected.value)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert reference.optimizer.state_dict()["state"] == {}

@@ -386,6 +386,26 @@ def create_critic_backend(
     )  # fmt: skip
 
 
+def create_reference_backend(
+    model: str | Path | PreTrainedModel,
+    *,
+    device: str | torch.device = "cpu",
+    compute_dtype: str | torch.dtype = "float32",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> PyTorchTrainingBackend:
+    """A backend that only computes log-probs, for the reference= of run_rl_training: no gradients, no optimizer state.
+
+    Args:
+        model: a directory (its tokenizer is loaded, too, unless one is given) or a model, which is frozen: pass a copy of a policy.
+    """
+    if isinstance(model, str | Path):
+        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        model = load_hf_model(model)
+    model = cast("PreTrainedModel", cast("torch.nn.Module", model).to(device).requires_grad_(False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # has no state; a backend must have one
+    return PyTorchTrainingBackend(model, optimizer, device=device, compute_dtype=parse_dtype(compute_dtype), tokenizer=tokenizer)
+
+
 def _create_backend(
     model: str | Path | PreTrainedModel,
     create_schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR] | None,
