@@ -45,9 +45,7 @@ def verl_passk(token_level_rewards, response_mask, index, epsilon, norm_adv_by_s
 
 def verl_rloo(token_level_rewards, response_mask, index, *, singleton):
     rewards = row_rewards(token_level_rewards)
-    found = adv.normalize_by_group(
-        rewards, group_numbers(index), mean_level=stats.leave_one_out_mean, std_level=None, singleton=singleton
-    )
+    found = adv.normalize_by_group(rewards, group_numbers(index), mean_level=stats.leave_one_out_mean, std_level=None, singleton=singleton)
     return {"advantages": along(found, response_mask), "returns": along(found, response_mask)}
 
 
@@ -157,5 +155,324 @@ VERL = {
     ),
 }
 
-MAPPINGS: dict[str, Parity] = {**VERL}
+
+# -- AReaL
+
+
+def areal_masked_normalization(x, mask, unbiased, eps):
+    std_level = partial(stats.batch_std, unbiased=unbiased)
+    one_group = torch.zeros(x.shape[0], dtype=torch.int64)
+    return {"out": adv.normalize_by_group(x, one_group, mask=mask, mean_level=stats.batch_mean, std_level=std_level, epsilon=eps)}
+
+
+def blocks(rows: int, size: int) -> Tensor:
+    """Consecutive groups of `size` rows."""
+    return torch.arange(rows).div(size, rounding_mode="floor")
+
+
+MEANS = {
+    ("group", False): stats.group_mean,
+    ("group", True): stats.leave_one_out_mean,
+    ("batch", False): stats.batch_mean,
+    ("batch", True): stats.batch_leave_one_out_mean,
+}
+SCALES = {"group": stats.group_rms, "batch": stats.batch_rms}
+
+
+def areal_normalize(x: Tensor, mask: Tensor | None, config: Mapping[str, Any]) -> Tensor:
+    scale = SCALES.get(config["std_level"])
+    return adv.normalize_by_group(
+        x,
+        blocks(x.shape[0], config["group_size"]),
+        mask=mask,
+        mean_level=MEANS.get((config["mean_level"], bool(config["mean_leave1out"]))),
+        std_level=None if scale is None else partial(scale, unbiased=bool(config["std_unbiased"])),
+        std_of="centered",
+        epsilon=config["eps"],
+        singleton="keep" if config["mean_level"] == "group" and config["mean_leave1out"] else "zero",
+    )
+
+
+def areal_normalization(x, loss_mask, eps, **config):
+    return {"out": areal_normalize(x, loss_mask, {**config, "eps": eps})}
+
+
+def areal_leftover(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+    uneven = kwargs["x"].shape[0] % kwargs["group_size"] and "group" in (kwargs["mean_level"], kwargs["std_level"])
+    return "rows behind the last whole group have mean 0 and std 0 there; here they are a smaller group" if uneven else None
+
+
+def shift(x: Tensor) -> Tensor:
+    """Position t gets what stands at t + 1."""
+    return torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), dim=1)
+
+
+def areal_ppo_compute_advantages(
+    input_ids_shape,
+    attention_mask,
+    loss_mask,
+    logprobs,
+    ref_logp,
+    values,
+    rewards,
+    reward_bias,
+    reward_scaling,
+    reward_clip,
+    reward_norm,
+    adv_norm,
+    kl_ctl,
+    kl_estimator,
+    discount,
+    gae_lambda,
+    mask_no_eos_with_zero,
+):
+    mask, real = shift(loss_mask), shift(attention_mask)
+    nothing = torch.zeros_like(logprobs)
+    log_probs = torch.where(mask > 0, shift(logprobs), nothing)
+    values = nothing if values is None else values
+    cut_off = attention_mask[:, -1] > 0
+    score = adv.shape_rewards(rewards, bias=reward_bias, scale=reward_scaling, low=-reward_clip, high=reward_clip)
+    score = score if reward_norm is None else areal_normalize(score, None, reward_norm)
+    score = torch.where(cut_off & mask_no_eos_with_zero, torch.zeros_like(score), score)
+    penalize = partial(
+        adv.apply_kl_penalty,
+        log_probs=log_probs,
+        ref_log_probs=nothing if ref_logp is None else ref_logp,
+        mask=mask,
+        kl_coef=0.0 if ref_logp is None else kl_ctl,
+        kl=kls.bounded(KL[kl_estimator], value=10.0),
+    )
+    token_rewards, _ = penalize(adv.reward_at_last_token(score, real))
+    bootstrap = torch.where(cut_off, values[:, -1], torch.zeros_like(score))
+    options = {"gamma": discount, "lam": gae_lambda, "bootstrap": bootstrap}
+    advantages = adv.gae(token_rewards, values, mask, **options)
+    return {
+        "advantages": advantages if adv_norm is None else areal_normalize(advantages, mask, adv_norm),
+        "returns": adv.lambda_returns(token_rewards, values, mask, **options),
+        "kl_rewards": penalize(nothing)[0],
+        "tot_rewards": token_rewards,
+        "loss_mask": mask,
+        "logprobs": log_probs,
+    }
+
+
+def unpack(packed: Tensor, lengths: Sequence[int]) -> Tensor:
+    return pad_rows(packed.split(list(lengths)))
+
+
+def pack(rows: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    return [row[:n] for row, n in zip(rows, lengths, strict=True)]
+
+
+def areal_packed_gae(
+    kl_ctl,
+    clip_reward_value,
+    log_probs,
+    ref_log_probs,
+    reward_score,
+    cu_seqlens,
+    seq_no_eos_mask,
+    mask_no_eos_with_zero,
+    values,
+    gamma,
+    lam,
+):
+    lengths = cu_seqlens.diff().tolist()
+    value_rows = values.split([n + 1 for n in lengths])
+    last, state_values = torch.stack([row[-1] for row in value_rows]), pad_rows([row[:-1] for row in value_rows])
+    log_probs, ref_log_probs = unpack(log_probs, lengths), unpack(ref_log_probs, lengths)
+    mask = pad_rows([torch.ones(n) for n in lengths])
+    cut_off, nothing = seq_no_eos_mask > 0, torch.zeros_like(reward_score)
+    score = adv.shape_rewards(reward_score, low=-clip_reward_value, high=clip_reward_value)
+    score = torch.where(cut_off & mask_no_eos_with_zero, nothing, score)
+    token_rewards, _ = adv.apply_kl_penalty(adv.reward_at_last_token(score, mask), log_probs, ref_log_probs, mask, kl_ctl, kls.k1)
+    options = {"gamma": gamma, "lam": lam, "bootstrap": torch.where(cut_off, last, nothing)}
+    found = {
+        "kl_rewards": adv.apply_kl_penalty(torch.zeros_like(log_probs), log_probs, ref_log_probs, mask, kl_ctl, kls.k1)[0],
+        "tot_rewards": token_rewards,
+        "advantages": adv.gae(token_rewards, state_values, mask, **options),
+        "returns": adv.lambda_returns(token_rewards, state_values, mask, **options),
+    }
+    return {name: pack(rows, lengths) for name, rows in found.items()}
+
+
+AREAL = {
+    "areal_masked_normalization": Parity(
+        run=areal_masked_normalization, ours="advantages.normalize_by_group(mean_level=batch_mean, std_level=batch_std)", mask="mask"
+    ),
+    "areal_normalization": Parity(
+        run=areal_normalization,
+        ours="advantages.normalize_by_group(std_of='centered', std_level=group_rms)",
+        mask="loss_mask",
+        differs=areal_leftover,
+    ),
+    "areal_ppo_compute_advantages": Parity(
+        run=areal_ppo_compute_advantages,
+        ours="advantages.shape_rewards, apply_kl_penalty, gae(bootstrap=...), normalize_by_group",
+        mask=lambda kwargs: shift(kwargs["loss_mask"]),
+    ),
+    "areal_realhf_packed_rewards_gae_v0_3_0": Parity(
+        run=areal_packed_gae, ours="advantages.shape_rewards, apply_kl_penalty, gae(bootstrap=...), lambda_returns"
+    ),
+}
+
+
+# -- TRL
+
+
+def trl_grpo_advantages(rewards_per_func, reward_weights, num_generations, scale_rewards, multi_objective_aggregation):
+    groups = blocks(rewards_per_func.shape[0], num_generations)
+    rewards, scored = adv.combine_rewards(rewards_per_func, reward_weights)
+    if multi_objective_aggregation == "normalize_then_sum":
+        rewards = adv.gdpo_advantages(rewards_per_func, groups, reward_weights)
+        found = adv.normalize_by_group(rewards, groups, mask=scored, mean_level=stats.batch_mean, std_level=stats.batch_std)
+    else:
+        std_level = {"group": stats.group_std, "batch": stats.batch_std, "none": None}[scale_rewards]
+        found = adv.normalize_by_group(rewards, groups, mask=scored, std_level=std_level)
+    return {"advantages": found}
+
+
+def trl_rloo_advantages(
+    rewards_per_func,
+    reward_weights,
+    num_generations,
+    reward_clip_range,
+    beta,
+    old_per_token_logps,
+    ref_per_token_logps,
+    completion_mask,
+    normalize_advantages,
+):
+    groups = blocks(rewards_per_func.shape[0], num_generations)
+    rewards, scored = adv.combine_rewards(rewards_per_func, reward_weights)
+    if reward_clip_range is not None:
+        rewards = adv.shape_rewards(rewards, low=reward_clip_range[0], high=reward_clip_range[1])
+    if beta != 0:
+        rewards, _ = adv.apply_kl_penalty(rewards, old_per_token_logps, ref_per_token_logps, completion_mask, beta, kls.k1)
+    found = adv.normalize_by_group(rewards, groups, mask=scored, mean_level=stats.leave_one_out_mean, std_level=None)
+    if normalize_advantages:
+        found = adv.normalize_by_group(found, groups, mask=scored, mean_level=stats.batch_mean, std_level=stats.batch_std)
+    return {"advantages": found}
+
+
+def trl_lone_rows(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+    counts = (~kwargs["rewards_per_func"].isnan().all(dim=1)).view(-1, kwargs["num_generations"]).sum(dim=1)
+    lone = bool(kwargs["normalize_advantages"]) and bool((counts == 1).any())
+    return "a row without a peer has advantage 0 and counts in the batch statistics here; there it is NaN and does not" if lone else None
+
+
+TRL = {
+    "trl_grpo_advantages": Parity(
+        run=trl_grpo_advantages, ours="advantages.combine_rewards, normalize_by_group(mask=...), gdpo_advantages"
+    ),
+    "trl_rloo_advantages": Parity(
+        run=trl_rloo_advantages,
+        ours="advantages.combine_rewards, apply_kl_penalty, normalize_by_group(mean_level=leave_one_out_mean)",
+        differs=trl_lone_rows,
+    ),
+}
+
+
+# -- slime, prime-rl, rlax
+
+
+def slime_gae(rewards, values, gamma, lambd):
+    mask = torch.ones_like(rewards)
+    advantages = adv.gae(rewards, values, mask, gamma, lambd)
+    returns = adv.lambda_returns(rewards, values, mask, gamma, lambd)
+    return {"advantages": advantages, "advantages_chunked": advantages, "returns": returns}
+
+
+def slime_group_reward_norm(rewards, n_samples_per_prompt, rollout_batch_size, advantage_estimator, grpo_std_normalization):
+    rows = rewards.shape[0]
+    groups = blocks(rows, n_samples_per_prompt if rows == n_samples_per_prompt * rollout_batch_size else rows)
+    divides = advantage_estimator in ("grpo", "gspo", "cispo") and grpo_std_normalization
+    return {"rewards": adv.normalize_by_group(rewards, groups, std_level=stats.group_std if divides else None, epsilon=1e-6)}
+
+
+def slime_undefined(_: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
+    undefined = any(math.isnan(x) for x in outputs["rewards"])
+    return "the standard deviation of one row is NaN there; here its advantage is 0" if undefined else None
+
+
+def slime_reinforce_plus_plus(rewards, kl, loss_masks, kl_coef, gamma):
+    lengths = [row.numel() for row in kl]
+    mask, kl_rows = pad_rows(loss_masks), pad_rows(kl)
+    everywhere = pad_rows([torch.ones_like(row) for row in kl])
+    penalize = partial(
+        adv.apply_kl_penalty, log_probs=kl_rows, ref_log_probs=torch.zeros_like(kl_rows), mask=mask, kl_coef=kl_coef, kl=kls.k1
+    )
+    token_rewards, _ = penalize(adv.reward_at_last_token(rewards, mask))
+    returns = adv.discounted_returns(token_rewards, everywhere, gamma)  # slime discounts through masked tokens
+    baseline, _ = penalize(rewards[:, None].expand_as(kl_rows))
+    found = {
+        "returns": returns,
+        "returns_whitened": stats.whiten(returns, mask),
+        "baseline_adv": baseline,
+        "baseline_adv_whitened": stats.whiten(baseline, mask),
+    }
+    return {name: pack(rows, lengths) for name, rows in found.items()}
+
+
+def prime_grpo(rewards, num_output_tokens, num_total_tokens, num_turns, length_penalty):
+    group = torch.zeros(rewards.shape[0], dtype=torch.int64)
+    if length_penalty is not None:
+        rewards = adv.penalize_length(
+            rewards,
+            group,
+            num_output_tokens=torch.tensor(num_output_tokens),
+            num_total_tokens=torch.tensor(num_total_tokens),
+            num_turns=torch.tensor(num_turns),
+            weights=tuple(length_penalty),
+        )
+    return {"advantages": adv.normalize_by_group(rewards, group, std_level=None)}
+
+
+def prime_maxrl(rewards):
+    return {"advantages": adv.max_rl_advantages(rewards, torch.zeros(rewards.shape[0], dtype=torch.int64))}
+
+
+def rlax_returns(r_t, discount_t, lambda_, values):
+    rewards, gamma, states, bootstrap = r_t[None], discount_t[None], values[None, :-1], values[-1:]
+    mask = torch.ones_like(rewards)
+    return {
+        "gae": adv.gae(rewards, states, mask, gamma, lambda_, bootstrap=bootstrap)[0],
+        "lambda_returns": adv.lambda_returns(rewards, states, mask, gamma, lambda_, bootstrap=bootstrap)[0],
+        "discounted_returns": adv.discounted_returns(rewards, mask, gamma, bootstrap=bootstrap)[0],
+    }
+
+
+def rlax_vtrace(v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_, clip_rho_threshold, clip_pg_rho_threshold):
+    found = adv.vtrace(
+        r_t[None],
+        v_tm1[None],
+        rho_tm1[None],
+        torch.ones_like(r_t)[None],
+        discount_t[None],
+        lambda_,
+        clip_rho=clip_rho_threshold,
+        clip_pg_rho=clip_pg_rho_threshold,
+        next_values=v_t[None],
+    )
+    return {"vtrace_errors": found.errors[0], "pg_advantage": found.advantages[0], "q_estimate": found.q_values[0]}
+
+
+OTHERS = {
+    "slime_gae": Parity(run=slime_gae, ours="advantages.gae, lambda_returns"),
+    "slime_group_reward_norm": Parity(run=slime_group_reward_norm, ours="advantages.normalize_by_group", differs=slime_undefined),
+    "slime_reinforce_plus_plus": Parity(
+        run=slime_reinforce_plus_plus,
+        ours="advantages.apply_kl_penalty, discounted_returns, statistics.whiten",
+        mask="loss_masks",
+        note="REINFORCE++ steps over masked tokens; slime discounts through them: pass a mask of all tokens to discounted_returns",
+    ),
+    "prime_grpo": Parity(run=prime_grpo, ours="advantages.penalize_length, normalize_by_group(std_level=None)"),
+    "prime_maxrl": Parity(run=prime_maxrl, ours="advantages.max_rl_advantages"),
+    "rlax_gae_lambda_returns": Parity(
+        run=rlax_returns, ours="advantages.gae, lambda_returns, discounted_returns (discounts of steps, bootstrap)"
+    ),
+    "rlax_vtrace": Parity(run=rlax_vtrace, ours="advantages.vtrace"),
+}
+
+MAPPINGS: dict[str, Parity] = {**VERL, **AREAL, **TRL, **OTHERS}
 NOT_OFFERED: dict[str, str] = {}
