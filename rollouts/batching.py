@@ -27,7 +27,8 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
     group_ids number the distinct group_index values from 0, in the order of their first appearance. The first token of a row has
     loss_mask 0, since nothing predicts it. A row is trainable if one of its other tokens has loss_mask > 0 and metadata["trainable"] is
     not False; the loss_mask of other rows becomes 0, their rewards still count in group statistics. temperatures is None if all are 1.
-    weight_versions and rollout_log_probs are columns if every sample has them.
+    weight_versions and rollout_log_probs are columns if every sample has them; segment_log_probs if one has them, with rollout_log_probs
+    in the rows of the others.
 
     Args:
         samples: tokens and loss_mask of each, at least one token in each.
@@ -65,6 +66,7 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
         group_ids=torch.tensor([group_ids[s.group_index] for s in samples], dtype=torch.int64),
         trainable=torch.tensor([any(value > 0 for value in mask) for mask in masks]),
         rollout_log_probs=_optional_column(samples, "rollout_log_probs", 0.0, torch.float32),
+        segment_log_probs=_segment_column(samples),
         weight_versions=_optional_column(samples, "weight_versions", -1, torch.int64),
         temperatures=None if all(t == 1.0 for t in temperatures) else torch.tensor(temperatures, dtype=torch.float32),
     )
@@ -78,6 +80,13 @@ def _optional_column(samples: Sequence[Sample], name: str, pad: float, dtype: to
         assert row is not None, f"{describe_sample(sample)} has no {name} while other samples of the batch have them"
         assert len(row) == len(sample.tokens), f"{describe_sample(sample)}: {len(row)} {name} for {len(sample.tokens)} tokens"
     return _pad_rows(rows, pad, dtype)
+
+
+def _segment_column(samples: Sequence[Sample]) -> Tensor | None:
+    if all(sample.segment_log_probs is None for sample in samples):
+        return None
+    filled = [replace(s, segment_log_probs=s.segment_log_probs or s.rollout_log_probs) for s in samples]
+    return _optional_column(filled, "segment_log_probs", 0.0, torch.float32)
 
 
 def _pad_rows(rows: Sequence[Sequence[float]], pad: float, dtype: torch.dtype) -> Tensor:

@@ -79,16 +79,23 @@ def count_unusable_rewards(samples: Iterable[Sample]) -> int:
     return sum(sample.reward is None or not math.isfinite(sample.reward) for sample in samples)
 
 
-def create_pending_group(prompt: Prompt, n: int) -> Group:
-    """The n samples of a prompt's rollout before anything is generated.
+def create_pending_group(prompt: Prompt, n: int, *, num_baseline: int = 0) -> Group:
+    """The samples of a prompt's rollout before anything is generated: n to be trained on, then num_baseline that are not.
 
-    group_index = prompt.index and index = prompt.index * n + k for k in [0, n): unique and rising over a run in which n is constant.
-    The prompt's metadata, and with it the ground truth, is copied into each sample.
+    group_index = prompt.index and index = prompt.index * size + k for k in [0, size), size = n + num_baseline: unique and rising over a
+    run in which the size is constant. The prompt's metadata, and with it the ground truth, is copied into each sample; baseline samples
+    also have trainable = False there.
     """
     assert n >= 1, f"n is {n}, expected at least one sample per prompt"
+    size = n + num_baseline
     return tuple(
-        Sample(prompt=prompt.content, index=prompt.index * n + k, group_index=prompt.index, metadata=dict(prompt.metadata))
-        for k in range(n)
+        Sample(
+            prompt=prompt.content,
+            index=prompt.index * size + k,
+            group_index=prompt.index,
+            metadata={**prompt.metadata, **({} if k < n else {"trainable": False})},
+        )
+        for k in range(size)
     )
 
 
@@ -134,6 +141,7 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
         loss_mask=start.loss_mask + (1.0,) * completion.output_len,
         rollout_log_probs=start.rollout_log_probs + completion.output_log_probs,
         weight_versions=start.weight_versions + completion.output_versions,
+        segment_log_probs=None if start.segment_log_probs is None else start.segment_log_probs + completion.output_log_probs,
         response=response_text,
         status=status,
         temperature=completion.temperature,
@@ -193,14 +201,37 @@ def apply_sample_transforms(
     Args:
         samples: in any order; collected into groups by group_index.
         reward_fn: Sample -> reward; None = keep the rewards that are there.
-        filter_fn: Group -> keep it?; None = keep all.
+        filter_fn: Group -> keep it?; sees the samples with metadata["trainable"] not False; None = keep all.
 
     Returns: the samples of the kept groups, groups whole and in the order of group_index.
     Raises: RewardError if reward_fn gives no finite number.
     """
     scored = [sample if reward_fn is None else with_reward(sample, reward_fn(sample)) for sample in samples]
     groups = group_samples(scored)
-    return tuple(sample for group in groups if filter_fn is None or filter_fn(group) for sample in group)
+    return tuple(sample for group in groups if passes_filter(group, filter_fn) for sample in group)
+
+
+def select_trainable(group: Group) -> Group:
+    """The samples of a group that are to be trained on: without those that only count in its statistics (metadata["trainable"] False)."""
+    return tuple(sample for sample in group if sample.metadata.get("trainable", True))
+
+
+def passes_filter(group: Group, filter_fn: Callable[[Group], bool] | None) -> bool:
+    """Whether a filter keeps the group, judged by the samples that are to be trained on; None keeps every group.
+
+    A filter asks whether training on the group teaches something. A greedy sample beside n equal ones must not make the group look diverse.
+    """
+    return filter_fn is None or filter_fn(select_trainable(group))
+
+
+def mask_truncated(sample: Sample) -> Sample:
+    """The sample, with loss_mask 0 everywhere if it ran out of its token budget: its reward still counts in its group's statistics.
+
+    A truncated answer may have been on its way to being right; training on its low reward would teach to be short.
+
+    Source: Yu et al. 2025 (DAPO), section 3.4, overlong filtering.
+    """
+    return replace(sample, loss_mask=(0.0,) * len(sample.tokens)) if sample.status is Status.TRUNCATED else sample
 
 
 def extract_sample_fields(samples: Sequence[Sample]) -> dict[str, list[Any]]:

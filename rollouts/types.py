@@ -107,6 +107,9 @@ class Sample:
     loss_mask: tuple[float, ...] = ()  # 0 = not trained on; 1 = trained on; fractions are weights
     rollout_log_probs: tuple[float, ...] | None = None  # nats, under `temperature`; 0 where the policy did not sample
     weight_versions: tuple[int, ...] | None = None  # weight version that sampled each token; -1 where none did
+    segment_log_probs: tuple[float, ...] | None = None  # nats, of each token under the version after the one that sampled it, as far as
+    # it was computed (proximal.py), else rollout_log_probs; None = never computed
+    segment_version: int = -1  # weight version that segment_log_probs were last computed under; -1 = never
     response: str = ""  # the text of the response, for people and rewards; never tokenized again
     reward: float | None = None
     status: Status = Status.PENDING
@@ -129,6 +132,8 @@ class Sample:
                 f"{where}: weight_versions has {len(self.weight_versions)} entries for {n} tokens; "
                 "it is aligned with tokens, -1 for the prompt"
             )
+        if self.segment_log_probs is not None:
+            assert len(self.segment_log_probs) == n, f"{where}: segment_log_probs has {len(self.segment_log_probs)} entries for {n} tokens"
         assert self.temperature > 0, f"{where}: temperature is {self.temperature}, expected > 0 (log-probs under 0 are undefined)"
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,7 +142,7 @@ class Sample:
         out["prompt"] = _content_to_json(self.prompt)
         out["status"] = self.status.value
         out["metadata"] = dict(self.metadata)
-        for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
+        for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "segment_log_probs"):
             out[name] = None if out[name] is None else list(out[name])
         return out
 
@@ -148,7 +153,7 @@ class Sample:
         values["prompt"] = _content_from_json(values.get("prompt", ""))
         values["status"] = Status(values.get("status", Status.PENDING))
         values["metadata"] = dict(values.get("metadata", {}))
-        for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
+        for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "segment_log_probs"):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
         return cls(**values)

@@ -30,6 +30,8 @@ from rollouts.corrections import (
 )
 from rollouts.kl import bounded, k2, k3
 from rollouts.loss_weights import sample_mean, token_mean
+from rollouts.proximal import approximate_proximal, find_segment_tokens, interpolate_probs, with_segment_log_probs
+from rollouts.types import Sample
 
 # -- verl
 
@@ -43,17 +45,14 @@ def verl_is_weights(
     rollout_is_batch_normalize: bool,
 ) -> dict[str, Any]:
     batch = make_batch(response_mask, old_log_probs=train_log_prob, rollout_log_probs=rollout_log_prob)
-    level, weigh = {
-        "token": (token_level, partial(token_mean, epsilon=1e-8)),
-        "sequence": (sequence_level, partial(sample_mean, epsilon=1e-8)),
-    }[rollout_is]
+    level, mean = {"token": (token_level, token_mean), "sequence": (sequence_level, sample_mean)}[rollout_is]
     if isinstance(rollout_is_threshold, str) and "_" in rollout_is_threshold:
         floor, cap = map(float, rollout_is_threshold.split("_"))
         batch = mask_weights(batch, floor=floor, cap=cap, level=level)
     else:
         batch = truncate_weights(batch, cap=float(rollout_is_threshold), level=level)
     if rollout_is_batch_normalize:
-        batch = normalize_weights(batch, weigh=weigh)
+        batch = normalize_weights(batch, weigh=partial(mean, epsilon=1e-8))
     return {"weights": batch.importance_weights}
 
 
@@ -206,6 +205,39 @@ def areal_m2po_mask(old_logp: Tensor, prox_logp: Tensor, loss_mask: Tensor, m2_t
     return {"mask": limit_second_moment(batch, threshold=m2_threshold).loss_mask}
 
 
+def areal_prox_logp_approximations(old_logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int) -> dict[str, Any]:
+    batch = make_batch(torch.ones_like(old_logp), rollout_log_probs=old_logp, old_log_probs=logprobs, weight_versions=versions)
+    loglinear = approximate_proximal(batch, current_version=current_version)
+    linear = approximate_proximal(batch, current_version=current_version, interpolate=interpolate_probs)
+    return {"loglinear": loglinear.prox_log_probs, "linear": linear.prox_log_probs, "rollout": batch.rollout_log_probs}
+
+
+def areal_fork_proximal_recompute(
+    versions: list[int],
+    loss_mask: list[int],
+    attention_mask: list[int],
+    proximal_logprobs_t: list[float],
+    engine_logprobs: list[float],
+    current_version: int,
+) -> dict[str, Any]:
+    length = attention_mask.count(1)
+    first = [0.0] * max(loss_mask.index(1), 1) if 1 in loss_mask else []  # the engine's list starts at the first output token
+    known = [*first, *engine_logprobs, *[0.0] * length][:length]
+    sample = Sample(
+        tokens=(0,) * length,
+        loss_mask=tuple(map(float, loss_mask[:length])),
+        weight_versions=tuple(versions[:length]),
+        segment_log_probs=tuple(proximal_logprobs_t[:length]),
+    )
+    patched = with_segment_log_probs(sample, known, current_version)
+    assert patched.segment_log_probs is not None
+    return {
+        "proximal_logprobs_t": [*patched.segment_log_probs, *proximal_logprobs_t[length:]],
+        "patched": len(find_segment_tokens(sample, current_version)),
+        "recompute_version": patched.segment_version,
+    }
+
+
 def geometric_normalize(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
     if kwargs["tis_batch_normalize"] and kwargs["tis_level"] == "geometric":
         return "the peer refuses to normalize geometric weights"
@@ -239,6 +271,12 @@ MAPPINGS: dict[str, Parity] = {
         run=trl_vllm_importance_sampling, ours="corrections.fill_missing_log_probs, then truncate_weights | mask_weights"
     ),
     "trl_off_policy_mask": Parity(run=trl_off_policy_mask, ours="corrections.mask_off_policy_rows"),
+    "areal_prox_logp_approximations": Parity(
+        run=areal_prox_logp_approximations,
+        ours="proximal.approximate_proximal(interpolate=interpolate_log_probs | interpolate_probs)",
+        note="'rollout' is the rollout's own column",
+    ),
+    "areal_fork_proximal_recompute": Parity(run=areal_fork_proximal_recompute, ours="proximal.find_segment_tokens, with_segment_log_probs"),
     "areal_m2po_mask": Parity(run=areal_m2po_mask, ours="corrections.limit_second_moment"),
 }
 NOT_OFFERED: dict[str, str] = {}
