@@ -188,7 +188,7 @@ def greedy_baseline(rewards: Tensor, group_ids: Tensor, trainable: Tensor) -> Te
         trainable: # [B] bool.
 
     Returns: # [B]; NaN in a group whose rows are all trained.
-    Source: Li et al. 2023 (ReMax), equation 3.
+    Source: Li et al. 2023 (ReMax).
     """
     apart = (~trainable).to(rewards.dtype)
     return group_sum(torch.where(trainable, torch.zeros_like(rewards), rewards), group_ids) / group_sum(apart, group_ids)
@@ -203,7 +203,7 @@ def length_weighted_mean(rewards: Tensor, lengths: Tensor, group_ids: Tensor, *,
         singleton: baseline of a group of one: its own reward ("zero"), or 0 ("keep").
 
     Returns: # [B]; the reward itself in groups whose rewards are all equal, 0 in groups without tokens.
-    Source: Hao et al. 2025 (OPO), equation 9.
+    Source: Hao et al. 2025 (On-policy RL with optimal reward baseline).
     """
     lengths = lengths.to(rewards.dtype)
     total = group_sum(lengths, group_ids)
@@ -230,7 +230,7 @@ def gpg_advantages(
         singleton: see normalize_by_group.
 
     Returns: # [B]; all 0 where no row is valid.
-    Source: Chu et al. 2025 (GPG), equations 6 and 7.
+    Source: Chu et al. 2025 (GPG), with the scale of verl or of the paper.
     """
     assert f_norm > 0, f"f_norm is {f_norm}, expected > 0"
     centered = normalize_by_group(rewards, group_ids, std_level=None, singleton=singleton)
@@ -249,7 +249,7 @@ def pass_at_k_advantages(
         epsilon: added to the standard deviation.
 
     Returns: # [B]; 0 for all rows where the best reward is shared, and for groups of one.
-    Source: the leave-one-out estimate of the gradient of E[max_i r_i] over the samples of a group.
+    Source: Tang et al. 2025 (Optimizing language models for inference time objectives): E[max_i r_i] with its leave-one-out baseline.
     """
     check_finite("rewards", rewards)
     best = rewards == group_max(rewards, group_ids)
@@ -296,7 +296,7 @@ def gdpo_advantages(
         std_level, epsilon, singleton: see normalize_by_group.
 
     Returns: # [B].
-    Source: Liu et al. 2026 (GDPO), equations 4 to 6.
+    Source: Liu et al. 2026 (GDPO).
     """
     parts = [
         normalize_by_group(r, group_ids, mask=~r.isnan(), std_level=std_level, epsilon=epsilon, singleton=singleton)
@@ -424,7 +424,7 @@ def lambda_returns(
 
     Arguments as of gae. Returns # [B, T], 0 where mask = 0.
 
-    Source: Sutton and Barto 2018, equation 12.3, in recursive form.
+    Source: Sutton and Barto 2018, section 12.1, in recursive form.
     """
     advantages = gae(token_rewards, values, mask, gamma, lam, bootstrap=bootstrap)
     return torch.where(mask > 0, advantages + values, torch.zeros_like(values))
@@ -473,7 +473,7 @@ def optimal_token_baseline(
         singleton: baseline of a row that is the only one of its group with tokens: its own return ("zero"), or 0 ("keep").
 
     Returns: # [B, T], 0 where mask = 0.
-    Source: Li et al. 2025 (The Optimal Token Baseline); verl's optimal_token_baseline and its multi-turn form.
+    Source: Li et al. 2026 (The Optimal Token Baseline); verl's optimal_token_baseline and its multi-turn form.
     """
     check_shapes(returns=(returns, tuple(mask.shape)), scores=(scores, tuple(mask.shape)), group_ids=(group_ids, (mask.shape[0],)))
     on = mask > 0

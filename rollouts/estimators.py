@@ -137,7 +137,7 @@ def estimate_reinforce_plus_plus_baseline(
         whiten: whether to whiten.
         singleton: see normalize_by_group.
 
-    Source: Hu et al. 2025 (REINFORCE++), section 3, "REINFORCE++ with baseline".
+    Source: Hu et al. 2025 (REINFORCE++), the variant with baseline.
     """
     _check_rewards(batch)
     centered = normalize_by_group(batch.rewards, batch.group_ids, std_level=None, singleton=singleton)
@@ -153,7 +153,7 @@ def estimate_greedy_baseline(batch: TrainBatch, *, kl: KLEstimator | None = None
     Args:
         kl, kl_coef: penalty on each token.
 
-    Source: Li et al. 2023 (ReMax), algorithm 1.
+    Source: Li et al. 2023 (ReMax).
     """
     _check_rewards(batch)
     baseline = greedy_baseline(batch.rewards, batch.group_ids, batch.trainable)
@@ -171,7 +171,7 @@ def estimate_opo(batch: TrainBatch, *, singleton: Singleton = "zero") -> TrainBa
     Args:
         singleton: see length_weighted_mean.
 
-    Source: Hao et al. 2025 (OPO), equation 9.
+    Source: Hao et al. 2025 (On-policy RL with optimal reward baseline).
     """
     _check_rewards(batch)
     lengths = count_tokens(batch.loss_mask)
@@ -215,7 +215,7 @@ def estimate_reinforce_plus_plus(
         kl, kl_coef: penalty on each token; the paper has k1.
         whiten: whether to whiten.
 
-    Source: Hu et al. 2025 (REINFORCE++), equations 5 to 8.
+    Source: Hu et al. 2025 (REINFORCE++).
     """
     _check_rewards(batch)
     returns = discounted_returns(penalized_token_rewards(batch, kl, kl_coef), batch.loss_mask, gamma)
@@ -306,7 +306,7 @@ def estimate_optimal_token_baseline(
         kl, kl_coef: penalty on each token.
         keep_tail, epsilon, singleton: see optimal_token_baseline.
 
-    Source: Li et al. 2025 (The Optimal Token Baseline).
+    Source: Li et al. 2026 (The Optimal Token Baseline).
     """
     _check_rewards(batch)
     returns = discounted_returns(penalized_token_rewards(batch, kl, kl_coef), batch.loss_mask)

@@ -239,7 +239,7 @@ def areal_ppo_compute_advantages(
         log_probs=log_probs,
         ref_log_probs=nothing if ref_logp is None else ref_logp,
         mask=mask,
-        kl_coef=0.0 if ref_logp is None else kl_ctl,
+        kl_coef=kl_ctl,
         kl=kls.bounded(KL[kl_estimator], value=10.0),
     )
     token_rewards, _ = penalize(adv.reward_at_last_token(score, real))
