@@ -1,0 +1,156 @@
+"""How many rollouts may run, and which samples are too old: the arithmetic of bounded staleness, as pure functions.
+
+    capacity = min(max_concurrent - running, (max_staleness + version + 1) * batch_size - (accepted + running)) + filtered
+
+The second term lets the trainer fall at most max_staleness versions behind what is generated: at version v it has consumed v batches,
+and (max_staleness + 1) more may be under way. Samples that were accepted and then dropped never reach the trainer; `filtered` gives
+their room back, else a run whose filter drops whole batches would stop for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from rollouts.samples import describe_sample
+from rollouts.types import Group, Sample
+
+# -- capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessLimits:
+    """What bounds the rollouts under way. Numbers below 1 count as 1 where noted."""
+
+    max_concurrent: int  # rollouts running at once; below 1 counts as 1
+    batch_size: int  # rollouts in one training batch; below 1 counts as 1
+    max_staleness: int  # versions that the trainer may be behind; 0 = one batch ahead, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCounts:
+    """Where the rollouts of a run are. enqueued + running + accepted + rejected counts each of them once."""
+
+    enqueued: int = 0  # waiting for capacity
+    running: int = 0
+    accepted: int = 0  # finished and kept, over the whole run
+    rejected: int = 0  # finished and not kept
+    filtered: int = 0  # accepted, dropped later, and not yet replaced
+
+
+def compute_capacity(limits: StalenessLimits, counts: RolloutCounts, version: int) -> int:
+    """How many more rollouts may start now; 0 or less = none, and a negative number says by how much the limits are exceeded.
+
+    Args:
+        version: of the weights that generate now, from 0.
+
+    Source: Fu et al. 2025 (AReaL), equation 3, with the room of filtered samples given back.
+    """
+    concurrent = max(1, limits.max_concurrent) - counts.running
+    ahead = (limits.max_staleness + version + 1) * max(1, limits.batch_size) - (counts.accepted + counts.running)
+    return min(concurrent, ahead) + counts.filtered
+
+
+def compute_pending_limit(limits: StalenessLimits) -> int:
+    """The most rollouts that are worth keeping in a queue: (max_staleness + 1) * batch_size."""
+    return (limits.max_staleness + 1) * limits.batch_size
+
+
+def with_enqueued(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
+    """The counts after n rollouts began to wait."""
+    return replace(counts, enqueued=counts.enqueued + n)
+
+
+def with_submitted(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
+    """The counts after n rollouts started: waiting ones as far as there are any, else new ones."""
+    return replace(counts, enqueued=max(0, counts.enqueued - n), running=counts.running + n)
+
+
+def with_accepted(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
+    """The counts after n running rollouts finished and were kept."""
+    assert counts.running >= n, f"{n} rollouts accepted, but {counts.running} are running"
+    return replace(counts, running=counts.running - n, accepted=counts.accepted + n)
+
+
+def with_rejected(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
+    """The counts after n running rollouts failed or were refused."""
+    assert counts.running >= n, f"{n} rollouts rejected, but {counts.running} are running"
+    return replace(counts, running=counts.running - n, rejected=counts.rejected + n)
+
+
+def with_filtered(counts: RolloutCounts, n: int) -> RolloutCounts:
+    """The counts after n accepted samples were dropped before training; n <= 0 changes nothing."""
+    return replace(counts, filtered=counts.filtered + max(0, n))
+
+
+def with_replaced(counts: RolloutCounts, n: int) -> RolloutCounts:
+    """The counts after n rollouts started in the room of filtered samples, as far as there was such room."""
+    return replace(counts, filtered=counts.filtered - min(max(0, n), counts.filtered))
+
+
+def with_recovered(counts: RolloutCounts, limits: StalenessLimits, version: int) -> RolloutCounts:
+    """The counts of a run that resumes at `version`: accepted are the rollouts that its batches have used.
+
+    Without it capacity would be that of a run that has consumed nothing, version batches too many.
+    """
+    return replace(counts, accepted=version * max(1, limits.batch_size))
+
+
+# -- samples
+
+
+def compute_staleness(sample: Sample, current_version: int) -> int:
+    """How many versions the sample is behind; 0 for one without a trained token that the policy sampled.
+
+    current_version - the newest version in the sample; with segment_log_probs: - the oldest. The proximal policy of a plain row can only
+    fit its newest part, while segment-wise each part has its own.
+
+    Args:
+        sample: with weight_versions; trained tokens (loss_mask > 0) of versions >= 0 count.
+        current_version: of the weights that train or generate now.
+    """
+    versions = _trained_versions(sample)
+    if not versions:
+        return 0
+    return current_version - (max(versions) if sample.segment_version < 0 else min(versions))
+
+
+def compute_allowed_staleness(sample: Sample, max_staleness: int | None) -> int:
+    """The most that compute_staleness may be: 1, or with segment_log_probs max(1, max_staleness).
+
+    Args:
+        sample: as in compute_staleness.
+        max_staleness: of the run; None = 1.
+    """
+    if sample.segment_version < 0 or max_staleness is None or not _trained_versions(sample):
+        return 1
+    return max(1, max_staleness)
+
+
+def is_too_stale(sample: Sample, current_version: int, max_staleness: int | None = None) -> bool:
+    """Whether the sample is further behind than it may be."""
+    return compute_staleness(sample, current_version) > compute_allowed_staleness(sample, max_staleness)
+
+
+def drop_stale_groups(
+    groups: Iterable[Group], current_version: int, max_staleness: int | None = None
+) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+    """(kept, dropped), each in the order given: a group is used whole or not at all, so one stale sample drops it."""
+    kept: list[Group] = []
+    dropped: list[Group] = []
+    for group in groups:
+        stale = any(is_too_stale(sample, current_version, max_staleness) for sample in group)
+        (dropped if stale else kept).append(group)
+    return tuple(kept), tuple(dropped)
+
+
+def count_token_ages(samples: Iterable[Sample], current_version: int) -> dict[int, int]:
+    """Versions behind -> number of trained tokens of that age, in the order of age."""
+    ages = Counter(current_version - version for sample in samples for version in _trained_versions(sample))
+    return dict(sorted(ages.items()))
+
+
+def _trained_versions(sample: Sample) -> list[int]:
+    assert sample.weight_versions is not None, f"{describe_sample(sample)} has no weight_versions"
+    return [version for version, mask in zip(sample.weight_versions, sample.loss_mask, strict=True) if mask > 0 and version >= 0]
