@@ -26,9 +26,9 @@ _NAMES_OF_MODULES: Final = (
     ("advantages", "compute_advantages discounted_returns gae normalize_by_group"),
     ("loss_weights", "fixed_length_mean group_token_mean sample_mean sample_sum token_mean"),
     ("kl", "k1 k2 k3"),
-    ("surrogates", "cispo clipped importance_weighted sequence_ratio token_ratio"),
+    ("surrogates", "clipped importance_weighted sequence_ratio token_ratio"),
     ("losses", "grpo_loss policy_loss ppo_loss sft_loss value_loss"),
-    ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gpg grpo gspo opo ppo recomputed reinforce reinforce_plus_plus "
+    ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gmpo gpg grpo gspo opo ppo recomputed reinforce reinforce_plus_plus "
                    "reinforce_plus_plus_baseline remax rloo sapo truncated"),
     ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig "
                "from_dict to_dict"),

@@ -30,7 +30,7 @@ from rollouts.estimators import (
 )
 from rollouts.kl import KLEstimator, k1, k2, k3
 from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
-from rollouts.losses import clipped_policy_loss, corrected_loss, policy_loss
+from rollouts.losses import clipped_policy_loss, corrected_loss, gmpo_policy_loss, policy_loss
 from rollouts.statistics import batch_mean, group_mean, group_std, leave_one_out_mean
 from rollouts.surrogates import cispo as cispo_surrogate
 from rollouts.surrogates import clip_fractions, inside_binary_kl, inside_tv, sequence_ratio
@@ -157,6 +157,30 @@ def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4, epsilon: float = 1e-4)
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
         loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=sequence_ratio),
+        requires=frozenset({"rollout_log_probs"}),
+    )
+
+
+def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, epsilon: float = 1e-4) -> Algorithm:
+    """GRPO with the geometric mean of a response's clipped token ratios: loss = -1/B sum_i A_i exp(mean_t d_t).
+
+    d_t is log r_t, clipped to [-clip_low, clip_high] on the side where that lowers the objective.
+
+    When: as gspo; single extreme ratios weigh less than in GRPO's arithmetic mean, yet are clipped token by token.
+
+    Args:
+        clip_low, clip_high: widths in nats.
+        epsilon: added to the standard deviation.
+
+    Source: Zhao et al. 2025 (Geometric-mean policy optimization).
+    """
+    _check(clip_low >= 0, "clip_low", clip_low, "at least 0 (nats)")
+    _check(clip_high >= 0, "clip_high", clip_high, "at least 0 (nats)")
+    _check_epsilon(epsilon)
+    return Algorithm(
+        estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
+        weigh=sample_mean,
+        loss=partial(gmpo_policy_loss, low=clip_low, high=clip_high),
         requires=frozenset({"rollout_log_probs"}),
     )
 
@@ -302,7 +326,7 @@ def opo() -> Algorithm:
 
     When: as rloo; the baseline weighted by length is the one of least variance if a response's gradient grows with its length.
 
-    Source: Hao et al. 2025 (On-policy RL with optimal reward baseline), the length-weighted baseline of its section 3.
+    Source: Hao et al. 2025 (On-policy RL with optimal reward baseline), equation 9.
     """
     return Algorithm(
         estimate=estimate_opo,
@@ -313,14 +337,14 @@ def opo() -> Algorithm:
 
 
 def gpg(f_norm: float = 1.0) -> Algorithm:
-    """A = alpha (r - mean(group)) / f_norm, alpha = rows / rows whose reward is not 0; loss = -mean over tokens of A log p.
+    """A = alpha (r - mean(group)) / f_norm, alpha = rows / rows in groups with unequal rewards; loss = -mean over tokens of A log p.
 
     When: the plainest group-relative policy gradient; alpha makes up for groups that teach nothing.
 
     Args:
         f_norm: > 0; a constant in place of the group's standard deviation.
 
-    Source: Chu et al. 2025 (GPG); alpha as verl computes it.
+    Source: Chu et al. 2025 (GPG), equations 6 and 7. verl's alpha counts the rows whose reward is not 0 instead.
     """
     _check(f_norm > 0, "f_norm", f_norm, "more than 0")
     return Algorithm(
@@ -436,7 +460,7 @@ def decoupled(algorithm: Algorithm, cap: float | None = 5.0, floor: float | None
     Source: Hilton et al. 2022 (Batch size-invariance for policy optimization), equation 2; Fu et al. 2025 (AReaL), equation 5.
     """
     _check(cap is None or cap > 0, "cap", cap, "more than 0, or None")
-    _check(floor is None or floor >= 0, "floor", floor, "at least 0, or None")
+    _check(floor is None or 0 <= floor < (float("inf") if cap is None else cap), "floor", floor, f"in [0, {cap}), or None")
     return replace(
         algorithm,
         loss=partial(corrected_loss, correction=partial(anchor_to_proximal, cap=cap, floor=floor), loss=algorithm.loss),
@@ -470,7 +494,7 @@ def truncated(algorithm: Algorithm, cap: float | None = 2.0, floor: float | None
     Source: Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy RL training).
     """
     _check(cap is None or cap > 0, "cap", cap, "more than 0, or None")
-    _check(floor is None or floor >= 0, "floor", floor, "at least 0, or None")
+    _check(floor is None or 0 <= floor < (float("inf") if cap is None else cap), "floor", floor, f"in [0, {cap}), or None")
     return replace(
         algorithm,
         loss=partial(corrected_loss, correction=partial(truncate_weights, cap=cap, floor=floor), loss=algorithm.loss),

@@ -1,0 +1,139 @@
+"""Every preset on the default task: mean reward and held-out accuracy over the RL stage, for several seeds.
+
+    python -m benchmarks.algorithms [--seeds 0 1 2] [--algorithms grpo 'decoupled(dapo())' ...] [--jobs 2] [--output FILE.json]
+                                    [--picture FILE.png] [--set rl.num_steps=12 ...]
+
+SFT runs once per seed; each algorithm then trains from its last checkpoint for as many RL steps as the default job has, with the default
+settings except those that an algorithm needs by its nature (see SETTINGS). `--jobs` runs go on at the same time, one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import describe_machine, print_table, write_json
+
+ALGORITHMS = (
+    "grpo()", "dr_grpo()", "dapo()", "gspo()", "gmpo()", "cispo()", "sapo()", "dppo()", "dppo_kl()", "rloo()", "reinforce()", "remax()",
+    "opo()", "gpg()", "reinforce_plus_plus()", "reinforce_plus_plus_baseline()", "ppo()", "grpo(kl_coef=0.04)", "decoupled(dapo())",
+    "truncated(grpo())", "recomputed(ppo())",
+)  # fmt: skip
+SETTINGS: dict[str, tuple[str, ...]] = {}
+
+
+def run_training(arguments: Sequence[str], directory: Path) -> float:
+    """One run of the main job in a process of its own, one thread. Returns its seconds."""
+    command = [sys.executable, "-m", "integration.train", "--output-dir", str(directory), "--quiet", "--num-threads", "1", *arguments]
+    start = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return time.perf_counter() - start
+
+
+def read_rl_lines(directory: Path) -> list[dict[str, Any]]:
+    """The RL lines of a run's metrics, step by step."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["stage"] == "rl"]
+
+
+def train_algorithm(algorithm: str, seed: int, model: Path, directory: Path, more: Sequence[str]) -> dict[str, Any]:
+    """RL from an SFT checkpoint. Returns the curves and the seconds."""
+    arguments = ["--mode", "rl", "--model.path", str(model), "--seed", str(seed), "--rl.algorithm", algorithm]
+    seconds = run_training([*arguments, *SETTINGS.get(algorithm, ()), *more], directory)
+    lines = read_rl_lines(directory)
+    return {
+        "seconds": seconds,
+        "accuracy": [line["eval_accuracy"] for line in lines if "eval_accuracy" in line],
+        "reward": [line["reward_mean"] for line in lines if "reward_mean" in line],
+    }
+
+
+def summarize(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Means over seeds of where each algorithm began and ended; the worst seed's end."""
+    table: dict[str, dict[str, float]] = {}
+    for algorithm, of_seeds in runs.items():
+        table[algorithm] = {
+            "accuracy_before": statistics.mean(run["accuracy"][0] for run in of_seeds),
+            "accuracy_after": statistics.mean(run["accuracy"][-1] for run in of_seeds),
+            "worst_seed": min(run["accuracy"][-1] for run in of_seeds),
+            "reward_first": statistics.mean(run["reward"][0] for run in of_seeds),
+            "reward_last": statistics.mean(run["reward"][-1] for run in of_seeds),
+            "seconds_rl": statistics.mean(run["seconds"] for run in of_seeds),
+        }
+    return table
+
+
+def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """One small panel an algorithm: held-out accuracy (solid) and mean reward (dotted) of each seed over RL steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = 6
+    rows = -(-len(runs) // columns)
+    figure = Figure(figsize=(2.3 * columns, 1.9 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    for axis, (algorithm, of_seeds) in zip(axes, runs.items(), strict=False):
+        for number, run in enumerate(of_seeds):
+            axis.plot(range(len(run["accuracy"])), run["accuracy"], color=f"C{number}", linewidth=1.4)
+            axis.plot(range(1, len(run["reward"]) + 1), run["reward"], color=f"C{number}", linewidth=1, linestyle=":")
+        axis.set_title(algorithm, fontsize=8)
+        axis.set_ylim(0, 1.02)
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=7)
+    for axis in axes[len(runs) :]:
+        axis.set_visible(False)
+    figure.supxlabel("RL step", fontsize=9)
+    figure.supylabel("held-out accuracy (solid), mean reward (dotted)", fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Parse arguments, train, print, draw, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS))
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--set", nargs="*", default=[], help="further settings of every run, name=value")
+    parser.add_argument("--output")
+    parser.add_argument("--picture")
+    arguments = parser.parse_args()
+    more = [part for setting in arguments.set for part in (f"--{setting.split('=', 1)[0]}", setting.split("=", 1)[1])]
+    runs: dict[str, list[dict[str, Any]]] = {algorithm: [] for algorithm in arguments.algorithms}
+    seconds_sft: list[float] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in arguments.seeds:
+            base = Path(scratch) / f"seed-{seed}"
+            seconds_sft.append(run_training(["--mode", "sft", "--seed", str(seed)], base / "sft-run"))
+            model = max((base / "sft-run" / "sft" / "checkpoints").glob("step_*"))
+            with ThreadPoolExecutor(arguments.jobs) as pool:
+                jobs = {
+                    algorithm: pool.submit(train_algorithm, algorithm, seed, model, base / f"run-{number}", more)
+                    for number, algorithm in enumerate(runs)
+                }
+                for algorithm, job in jobs.items():
+                    runs[algorithm].append(job.result())
+                    last = runs[algorithm][-1]
+                    line = f"{last['accuracy'][0]:.3f} -> {last['accuracy'][-1]:.3f}, {last['seconds']:.0f} s"
+                    print(f"seed {seed}  {algorithm:34s} {line}", flush=True)
+    table = summarize(runs)
+    print_table(f"default task, seeds {arguments.seeds}, SFT {statistics.mean(seconds_sft):.0f} s each", table)
+    if arguments.picture:
+        draw(runs, Path(arguments.picture))
+    write_json(arguments.output, {"machine": describe_machine(), "seconds_sft": seconds_sft, "table": table, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""Presets against their papers as naive loops (oracles_algorithms), and what must not change a loss or a gradient."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import oracles_algorithms
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles_algorithms import Step
+
+from rollouts import algorithms
+from rollouts.algorithms import (
+    chain,
+    cispo,
+    dapo,
+    decoupled,
+    dppo,
+    dppo_kl,
+    dr_grpo,
+    gmpo,
+    gpg,
+    grpo,
+    gspo,
+    opo,
+    ppo,
+    recomputed,
+    reinforce,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    sapo,
+    truncated,
+)
+from rollouts.batching import select_rows
+from rollouts.errors import ConfigError, DataError
+from rollouts.types import Algorithm, TokenOutputs, TrainBatch
+
+CASES: dict[str, tuple[Algorithm, Callable[[Step], Any]]] = {
+    "grpo": (grpo(), oracles_algorithms.grpo),
+    "grpo, all terms": (
+        grpo(0.1, 0.3, kl_coef=0.2, dual=1.2, entropy_coef=0.05),
+        partial(oracles_algorithms.grpo, clip_low=0.1, clip_high=0.3, kl_coef=0.2, dual=1.2, entropy_coef=0.05),
+    ),
+    "dr_grpo": (dr_grpo(11), partial(oracles_algorithms.dr_grpo, max_tokens=11)),
+    "dapo": (dapo(), oracles_algorithms.dapo),
+    "gspo": (gspo(), oracles_algorithms.gspo),
+    "gspo, wide": (gspo(0.1, 0.2), partial(oracles_algorithms.gspo, clip_low=0.1, clip_high=0.2)),
+    "gmpo": (gmpo(0.3, 0.2), partial(oracles_algorithms.gmpo, clip_low=0.3, clip_high=0.2)),
+    "cispo": (cispo(), oracles_algorithms.cispo),
+    "cispo, both bounds": (cispo(0.1, 0.2), partial(oracles_algorithms.cispo, clip_high=0.1, clip_low=0.2)),
+    "sapo": (sapo(1.5, 2.0), partial(oracles_algorithms.sapo, tau_pos=1.5, tau_neg=2.0)),
+    "dppo": (dppo(0.05, 0.02, cap=1.2), partial(oracles_algorithms.dppo, low=0.05, high=0.02, cap=1.2)),
+    "dppo_kl": (dppo_kl(0.05, 0.02), partial(oracles_algorithms.dppo_kl, low=0.05, high=0.02)),
+    "rloo": (rloo(), oracles_algorithms.rloo),
+    "reinforce": (reinforce(), oracles_algorithms.reinforce),
+    "remax": (remax(), oracles_algorithms.remax),
+    "opo": (opo(), oracles_algorithms.opo),
+    "gpg": (gpg(2.0), partial(oracles_algorithms.gpg, f_norm=2.0)),
+    "reinforce_plus_plus": (reinforce_plus_plus(0.1, 0.9), partial(oracles_algorithms.reinforce_plus_plus, kl_coef=0.1, gamma=0.9)),
+    "reinforce_plus_plus, no KL": (reinforce_plus_plus(0.0), partial(oracles_algorithms.reinforce_plus_plus, kl_coef=0.0)),
+    "reinforce_plus_plus_baseline": (
+        reinforce_plus_plus_baseline(0.3),
+        partial(oracles_algorithms.reinforce_plus_plus_baseline, kl_coef=0.3),
+    ),
+    "ppo": (ppo(0.95, 0.8), partial(oracles_algorithms.ppo, gamma=0.95, lam=0.8)),
+    "ppo, all terms": (
+        ppo(kl_coef=0.1, dual=2.0, entropy_coef=0.02),
+        partial(oracles_algorithms.ppo, kl_coef=0.1, dual=2.0, entropy_coef=0.02),
+    ),
+    "decoupled": (decoupled(dapo(), cap=1.5, floor=0.6), partial(oracles_algorithms.decoupled, cap=1.5, floor=0.6)),
+    "recomputed": (recomputed(dapo()), oracles_algorithms.recomputed),
+    "truncated": (truncated(dapo(), cap=1.1), partial(oracles_algorithms.truncated, cap=1.1)),
+}
+WRAPPERS = {"decoupled", "recomputed", "truncated"}
+PRESETS = {
+    name: function
+    for name, function in inspect.getmembers(algorithms, inspect.isfunction)
+    if function.__module__ == algorithms.__name__ and not name.startswith("_") and name != "chain"
+}
+
+
+def make_rollouts(seed: int, rows: int, width: int, *, with_greedy: bool = False) -> tuple[torch.Tensor, TrainBatch]:
+    """Current log-probs and a ragged float64 batch with every column; groups of uneven size, holes in the masks."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(rows, width, generator=g, dtype=torch.float64) * scale
+
+    lengths = torch.randint(2, width + 1, (rows,), generator=g)
+    positions = torch.arange(width)
+    mask = ((positions > 0) & (positions < lengths[:, None]) & (torch.rand(rows, width, generator=g) < 0.75)).double()
+    mask[:, 1] = 1.0
+    group_ids = torch.randint(0, max(1, rows // 3), (rows,), generator=g)
+    trainable = torch.ones(rows, dtype=torch.bool)
+    if with_greedy:  # the last row of every group stands for the greedy answer
+        for group in group_ids.unique().tolist():
+            trainable[(group_ids == group).nonzero()[-1]] = False
+        if not trainable.any():
+            trainable[0], group_ids = True, torch.zeros_like(group_ids)
+            trainable[-1] = rows == 1
+        mask = mask * trainable[:, None]
+    rollout = -draw().abs() - 0.05
+    batch = TrainBatch(
+        tokens=torch.zeros(rows, width, dtype=torch.int64),
+        lengths=lengths,
+        loss_mask=mask,
+        rewards=torch.randint(0, 3, (rows,), generator=g).double() + 0.1 * torch.randint(0, 2, (rows,), generator=g),
+        group_ids=group_ids,
+        trainable=trainable,
+        rollout_log_probs=rollout,
+        old_log_probs=None,
+        ref_log_probs=rollout + draw(0.3),
+        values=draw(),
+    )
+    return rollout + draw(0.3).clamp(max=0.0) + 0.04, batch
+
+
+def with_columns(algorithm: Algorithm, batch: TrainBatch, seed: int) -> TrainBatch:
+    """What the loop fills: the trainer's log-probs before the update, where they are asked for."""
+    g = torch.Generator().manual_seed(seed + 1)
+    assert batch.rollout_log_probs is not None
+    own = batch.rollout_log_probs + 0.25 * torch.randn(batch.tokens.shape, generator=g, dtype=torch.float64)
+    return replace(batch, **{name: own for name in ("old_log_probs", "prox_log_probs") if name in algorithm.requires})
+
+
+def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
+    return torch.where(log_probs.isfinite(), log_probs, 0.0).square()  # any function of the log-probs will do
+
+
+def run(algorithm: Algorithm, log_probs: torch.Tensor, batch: TrainBatch, parts: list[list[int]] | None = None):
+    """Loss and gradient of a whole step, in one call or as a sum over micro-batches."""
+    leaf = log_probs.detach().clone().requires_grad_()
+    estimated = algorithm.estimate(batch)
+    step = replace(estimated, loss_weights=algorithm.weigh(estimated))
+    total = torch.zeros((), dtype=torch.float64)
+    for rows in parts or [list(range(batch.num_rows))]:
+        micro = select_rows(step, rows)
+        own = leaf[rows, : micro.tokens.shape[1]]
+        loss, metrics = algorithm.loss(TokenOutputs(log_probs=own, entropy=entropy_of(own)), micro)
+        assert all(bool(torch.isfinite(value).all()) for value in metrics.values()), metrics
+        loss.backward()
+        total = total + loss.detach()
+    return total, leaf.grad
+
+
+def run_oracle(oracle: Callable[[Step], Any], log_probs: torch.Tensor, batch: TrainBatch):
+    leaf = log_probs.detach().clone().requires_grad_()
+    own = batch.prox_log_probs if batch.prox_log_probs is not None else batch.old_log_probs
+    step = Step(
+        rewards=batch.rewards.tolist(),
+        groups=batch.group_ids.tolist(),
+        mask=batch.loss_mask.tolist(),
+        log_probs=[list(row) for row in leaf],
+        rollout=batch.rollout_log_probs.tolist(),
+        old=own.tolist() if own is not None else batch.rollout_log_probs.tolist(),
+        ref=batch.ref_log_probs.tolist(),
+        values=batch.values.tolist(),
+        entropy=[list(row) for row in entropy_of(leaf)],
+        trainable=batch.trainable.tolist(),
+    )
+    loss = oracle(step) + 0.0 * leaf.sum()  # clipped everywhere, it is a plain number
+    loss.backward()
+    return loss.detach(), leaf.grad
+
+
+def close(found, expected, tolerance: float = 1e-10):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10_000), rows=st.integers(2, 7), width=st.integers(2, 6))
+def test_value_and_gradient_of_each_preset_are_the_papers(name: str, seed: int, rows: int, width: int):
+    algorithm, oracle = CASES[name]
+    log_probs, batch = make_rollouts(seed, rows, width, with_greedy=name == "remax")
+    batch = with_columns(algorithm, batch, seed)
+    loss, gradient = run(algorithm, log_probs, batch)
+    expected, expected_gradient = run_oracle(oracle, log_probs, batch)
+    close(loss, expected)
+    close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=6)
+@given(seed=st.integers(0, 10_000), cut=st.integers(1, 5))
+def test_micro_batches_row_order_padding_and_garbage_change_nothing(name: str, seed: int, cut: int):
+    algorithm, _ = CASES[name]
+    log_probs, batch = make_rollouts(seed, 6, 5, with_greedy=name == "remax")
+    batch = with_columns(algorithm, batch, seed)
+    loss, gradient = run(algorithm, log_probs, batch)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(seed)).tolist()
+    parts = [p for p in (order[:cut], order[cut:]) if p]
+    split = run(algorithm, log_probs, batch, parts)
+    close(split[0], loss)
+    close(split[1], gradient)
+
+    shuffled = select_rows(replace(batch, lengths=torch.full((6,), 5)), order)  # trimming would hide columns here
+    moved = run(algorithm, log_probs[order], shuffled)
+    close(moved[0], loss)
+    close(moved[1], gradient[order])
+
+    def widen(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.dim() != 2:
+            return x
+        return torch.cat([x, torch.zeros(6, 3, dtype=x.dtype)], dim=1)
+
+    wide = replace(batch, **{name: widen(value) for name, value in vars(batch).items() if name != "turns"})
+    padded = run(algorithm, widen(log_probs), wide)
+    close(padded[0], loss)
+    close(padded[1][:, :5], gradient)
+
+    off = batch.loss_mask == 0
+    columns = ("rollout_log_probs", "old_log_probs", "prox_log_probs", "ref_log_probs", "values")
+    dirty = {c: torch.where(off, torch.nan, getattr(batch, c)) for c in columns if getattr(batch, c) is not None}
+    spoiled = run(algorithm, torch.where(off, torch.inf, log_probs), replace(batch, **dirty))
+    assert torch.equal(spoiled[0], loss)
+    assert torch.equal(spoiled[1], gradient)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_that_sum_their_gradients_have_the_gradient_of_one(name: str):
+    """The step's weights and advantages are computed before rows are dealt out, so a rank's share is just a micro-batch."""
+    algorithm, _ = CASES[name]
+    log_probs, batch = make_rollouts(5, 8, 6, with_greedy=name == "remax")
+    batch = with_columns(algorithm, batch, 5)
+    loss, gradient = run(algorithm, log_probs, batch)
+    shares = run(algorithm, log_probs, batch, [[0, 2, 4, 6], [1, 3], [5], [7]])
+    close(shares[0], loss)
+    close(shares[1], gradient)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_each_preset_has_an_oracle_of_its_name_and_a_case(name: str):
+    assert hasattr(oracles_algorithms, name), f"tests/oracles_algorithms.py has no {name}: write the paper's loss as a loop"
+    assert any(case.split(",")[0] == name for case in CASES), f"CASES has no {name}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_algorithms_are_values_and_their_parts_print(name: str):
+    algorithm = CASES[name][0]
+    copy = pickle.loads(pickle.dumps(algorithm))
+    assert copy.requires == algorithm.requires
+    assert repr(copy) == repr(algorithm)
+    assert "lambda" not in repr(algorithm)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_rewards_give_a_policy_gradient_of_zero_and_nothing_that_is_not_finite(name: str):
+    algorithm, _ = CASES[name]
+    log_probs, batch = make_rollouts(7, 6, 5, with_greedy=name == "remax")
+    batch = with_columns(algorithm, replace(batch, rewards=torch.full((6,), 0.7, dtype=torch.float64)), 7)
+    loss, gradient = run(algorithm, log_probs, batch)
+    assert bool(torch.isfinite(loss))
+    assert bool(torch.isfinite(gradient).all())
+    if not algorithm.requires & {"ref_log_probs", "values", "entropy"} and not name.startswith("reinforce_plus_plus,"):
+        assert float(gradient.abs().sum()) == 0.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_that_is_masked_out_has_loss_and_gradient_zero(name: str):
+    algorithm, _ = CASES[name]
+    log_probs, batch = make_rollouts(7, 6, 5, with_greedy=name == "remax")
+    batch = with_columns(algorithm, replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)), 7)
+    loss, gradient = run(algorithm, log_probs, batch)
+    assert float(loss) == 0.0
+    assert float(gradient.abs().sum()) == 0.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_groups_of_one_are_defined(name: str):
+    algorithm, _ = CASES[name]
+    log_probs, batch = make_rollouts(7, 5, 5)
+    batch = with_columns(algorithm, replace(batch, group_ids=torch.arange(5)), 7)
+    if name == "remax":
+        with pytest.raises(DataError, match="greedy"):
+            run(algorithm, log_probs, batch)
+        return
+    loss, gradient = run(algorithm, log_probs, batch)
+    assert bool(torch.isfinite(loss))
+    assert bool(torch.isfinite(gradient).all())
+
+
+BAD = [
+    (grpo, {"clip_low": 1.0}, "clip_low"),
+    (grpo, {"clip_low": -0.1}, "clip_low"),
+    (grpo, {"clip_high": -0.1}, "clip_high"),
+    (grpo, {"dual": 1.0}, "dual"),
+    (grpo, {"kl_coef": -1.0}, "kl_coef"),
+    (grpo, {"entropy_coef": -1.0}, "entropy_coef"),
+    (grpo, {"epsilon": -1e-9}, "epsilon"),
+    (grpo, {"epsilon": float("nan")}, "epsilon"),
+    (dr_grpo, {"max_tokens": 0}, "max_tokens"),
+    (dapo, {"clip_low": 1.5}, "clip_low"),
+    (gspo, {"clip_low": 1.0}, "clip_low"),
+    (gmpo, {"clip_high": -1.0}, "clip_high"),
+    (cispo, {"clip_low": 1.1}, "clip_low"),
+    (cispo, {"clip_high": -0.1}, "clip_high"),
+    (sapo, {"tau_pos": 0.0}, "tau_pos"),
+    (sapo, {"tau_neg": -1.0}, "tau_neg"),
+    (dppo, {"low": 1.1}, "low"),
+    (dppo, {"cap": 0.0}, "cap"),
+    (dppo_kl, {"high": -0.1}, "high"),
+    (gpg, {"f_norm": 0.0}, "f_norm"),
+    (reinforce_plus_plus, {"gamma": 1.1}, "gamma"),
+    (reinforce_plus_plus, {"kl_coef": -0.1}, "kl_coef"),
+    (ppo, {"lam": -0.1}, "lam"),
+    (ppo, {"gamma": 2.0}, "gamma"),
+    (partial(decoupled, grpo()), {"cap": 0.0}, "cap"),
+    (partial(decoupled, grpo()), {"floor": -1.0}, "floor"),
+    (partial(decoupled, grpo()), {"floor": 6.0}, "floor"),
+    (partial(truncated, grpo()), {"cap": -2.0}, "cap"),
+]
+
+
+@pytest.mark.parametrize(("preset", "arguments", "name"), BAD, ids=lambda x: str(x) if isinstance(x, dict) else None)
+def test_hyper_parameters_out_of_range_are_refused_by_name(preset: Any, arguments: dict[str, float], name: str):
+    with pytest.raises(ConfigError, match=f"{name} is .*expected"):
+        preset(**arguments)
+
+
+def test_an_advantage_that_is_not_finite_is_refused_with_its_row():
+    _, batch = make_rollouts(0, 6, 5)
+    batch = replace(batch, values=torch.full_like(batch.values, torch.nan))
+    with pytest.raises(DataError, match="row 0"):
+        ppo().estimate(batch)
+
+
+def test_what_a_term_needs_is_required_only_where_it_is_on():
+    assert grpo().requires == {"rollout_log_probs"}
+    assert "ref_log_probs" in grpo(kl_coef=0.04).requires
+    assert "entropy" in grpo(entropy_coef=0.01).requires
+    assert ppo().requires == {"rollout_log_probs", "values"}
+    assert "ref_log_probs" in ppo(kl_coef=0.1).requires
+    assert "greedy_rows" in remax().requires
+    assert decoupled(ppo()).requires == {"rollout_log_probs", "values", "prox_log_probs"}
+    assert decoupled(ppo()).loss_only == {"prox_log_probs"}
+    assert truncated(grpo()).loss_only == {"old_log_probs"}
+    assert truncated(ppo(kl_coef=0.1)).loss_only == frozenset(), "the penalty in the rewards reads old_log_probs in estimate"
+
+
+def test_decoupled_is_the_algorithm_itself_where_all_three_policies_agree():
+    log_probs, batch = make_rollouts(3, 6, 5)
+    plain = run(grpo(), log_probs, batch)
+    same = replace(batch, prox_log_probs=batch.rollout_log_probs, old_log_probs=batch.rollout_log_probs)
+    for wrapped in (decoupled(grpo()), truncated(grpo()), recomputed(grpo())):
+        found = run(wrapped, log_probs, same)
+        assert torch.equal(found[0], plain[0])
+        assert torch.equal(found[1], plain[1])
+
+
+def test_chains_apply_from_left_to_right():
+    _, batch = make_rollouts(3, 6, 5)
+    add = chain(grpo().estimate, partial(replace_advantages, scale=2.0, shift=1.0), partial(replace_advantages, scale=3.0, shift=0.0))
+    close(add(batch).advantages, 3 * (2 * grpo().estimate(batch).advantages + 1))
+
+
+def replace_advantages(batch: TrainBatch, scale: float, shift: float) -> TrainBatch:
+    assert batch.advantages is not None
+    return replace(batch, advantages=scale * batch.advantages + shift)
