@@ -276,7 +276,7 @@ def total_loss(parts: Mapping[str, LossOutput]) -> LossOutput:
 def value_loss(
     outputs: TokenOutputs, batch: TrainBatch, *, clip: float | None = 0.2, huber: float | None = None, factor: float = 0.5
 ) -> LossOutput:
-    """factor * sum(loss_weights * max((V - R)^2, (V_clip - R)^2)), V_clip = V_old + clamp(V - V_old, -clip, clip).
+    """factor * sum(loss_weights * max((V - R)^2, (V_clip - R)^2)), V_clip = clamp(V, V_old - clip, V_old + clip).
 
     Args:
         outputs: values # [B, T] of the critic.
@@ -302,7 +302,7 @@ def value_loss(
     if clip is not None:
         assert batch.values is not None, "value_loss with clip needs batch.values of collection time"
         old = _where(mask, batch.values)
-        bounded = _square(old + (values - old).clamp(-clip, clip) - returns, huber)
+        bounded = _square(values.clamp(old - clip, old + clip) - returns, huber)
         metrics["value_clip_fraction"] = _mean((bounded > per_token).to(values.dtype), batch.loss_mask)
         per_token = torch.maximum(per_token, bounded)
     return LossOutput(factor * (weights * per_token).sum(), metrics)
