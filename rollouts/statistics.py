@@ -224,5 +224,5 @@ def whiten(
     mean = masked_mean(x, mask, epsilon=count_epsilon, all_reduce=all_reduce)
     variance = masked_var(x, mask, unbiased=unbiased, epsilon=count_epsilon, all_reduce=all_reduce)
     rounding = 32 * torch.finfo(x.dtype).eps * mean.abs()
-    whitened = torch.where(variance > rounding.square(), (x - mean) * (variance + epsilon).rsqrt(), torch.zeros_like(x))
+    whitened = torch.where(variance <= rounding.square(), torch.zeros_like(x), (x - mean) * (variance + epsilon).rsqrt())
     return torch.where(mask > 0, whitened if shift_mean else whitened + mean, torch.zeros_like(x))
