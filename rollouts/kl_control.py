@@ -72,7 +72,7 @@ def measure_kl(
     on = loss_mask > 0
     zeros = torch.zeros_like(log_probs)
     per_token = torch.where(on, kl(torch.where(on, log_probs, zeros), torch.where(on, ref_log_probs, zeros)), zeros)
-    counts = on.sum(-1)  # [B]
+    counts = on.sum(-1).to(log_probs.dtype)  # [B]
     row_means = per_token.sum(-1) / torch.where(counts > 0, counts + epsilon, torch.ones_like(zeros[:, 0]))
     num_rows = row_means.numel() if count_empty_rows else int((counts > 0).sum())
     return row_means.sum() / max(num_rows, 1)
