@@ -145,20 +145,22 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How batches of rollouts are produced. A group is the n_samples_per_prompt samples of one prompt."""
+    """How batches of rollouts are produced. A group is all samples of one prompt."""
 
     batch_size: int  # groups per batch
-    n_samples_per_prompt: int = 1  # G
+    n_samples_per_prompt: int = 1  # that are trained on
+    n_baseline_samples: int = 0  # further ones in each group that only count in its statistics, for example ReMax's one greedy sample
     over_sampling_factor: float = 1.0  # groups in flight per group wanted; what finishes too late is used in the next batch
     generate_fn: Callable[..., Any] | None = None  # (prompt, n[, partial]) -> group; sync or async
     reward_fn: Callable[[Sample], Any] | None = None  # sample -> float; sync or async
-    filter_fn: Callable[[Group], bool] | None = None  # group -> keep it; sees rewards
+    filter_fn: Callable[[Group], bool] | None = None  # group -> keep it; sees rewards, and no baseline samples
     max_filter_attempts: int = 10  # rounds of generation for one batch before a filter that passes too little is an error
     grace_s: float = 5.0  # for unfinished groups to return what they have, once the batch is full
     reward: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "n_samples_per_prompt", "max_filter_attempts")
+        check_count(self, "n_baseline_samples")
         factor = self.over_sampling_factor
         enough = _is_number(factor) and math.isfinite(factor) and factor >= 1.0
         check_setting(enough, "RolloutConfig.over_sampling_factor", factor, "a finite number, at least 1.0")
@@ -166,6 +168,11 @@ class RolloutConfig:
         for name in ("generate_fn", "reward_fn", "filter_fn"):
             function = getattr(self, name)
             check_setting(function is None or callable(function), f"RolloutConfig.{name}", function, "a function or None")
+
+    @property
+    def group_size(self) -> int:
+        """Samples in a group, baseline samples included."""
+        return self.n_samples_per_prompt + self.n_baseline_samples
 
 
 @dataclass(frozen=True, kw_only=True)

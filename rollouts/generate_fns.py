@@ -4,6 +4,10 @@
     generate_fn(prompt: Prompt, n: int, partial: Group) -> Group    partial = () or a group that was stopped before its end: its ABORTED
                                                                     samples are to be continued, its PENDING ones to be begun
 
+With RolloutConfig.n_baseline_samples = m the group has n + m samples: after the n that are trained on, m that only count in the group's
+statistics, such as the greedy answer that ReMax compares with (create_generate_fn(..., num_greedy=1)). The caller gives these the
+metadata trainable = False.
+
 It may be an `async def`, a plain function (which runs in a thread) or any object with __call__. It returns the n samples of the prompt's
 rollout; group_index and index are set by the caller. A group with an ABORTED or PENDING sample is unfinished.
 """
@@ -71,21 +75,23 @@ def accepts_partial(generate_fn: GenerateFn) -> bool:
 
 
 def bind_generate_fn(
-    generate_fn: GenerateFn, num_samples: int, *, thread_limiter: trio.CapacityLimiter | None = None
+    generate_fn: GenerateFn, num_samples: int, *, num_baseline: int = 0, thread_limiter: trio.CapacityLimiter | None = None
 ) -> Callable[[PendingGroup], Awaitable[Group]]:
     """Turn a user's generate function into an async one from PendingGroup to a checked Group.
 
     Args:
         generate_fn: see the module's docstring. Without a `partial` parameter an unfinished group is generated anew from its prompt.
         num_samples: n of each call.
+        num_baseline: samples that each call returns after these n.
         thread_limiter: of the threads that sync functions run in; None = trio's default one. A function that blocks on something which
             itself needs one of trio's threads must have its own.
 
     A thread cannot be stopped: cancelling the call of a sync function waits for its end.
 
-    Returns: a function that raises what generate_fn raises, and GenerationError for a result that is not num_samples Samples.
+    Returns: a function that raises what generate_fn raises, and GenerationError for a result of another number of Samples.
     """
     assert num_samples >= 1, f"num_samples is {num_samples}, expected at least 1"
+    assert num_baseline >= 0, f"num_baseline is {num_baseline}, expected at least 0"
     continues, is_async = accepts_partial(generate_fn), is_async_function(generate_fn)
 
     async def generate(pending: PendingGroup) -> Group:
@@ -98,26 +104,33 @@ def bind_generate_fn(
             (result,) = await trio.to_thread.run_sync(lambda: (call(),), limiter=thread_limiter)
         if inspect.isawaitable(result):
             result = await result
-        return check_generated_group(result, pending.prompt, num_samples, describe_function(generate_fn))
+        return check_generated_group(result, pending.prompt, num_samples, describe_function(generate_fn), num_baseline=num_baseline)
 
     return generate
 
 
-def check_generated_group(result: Iterable[Sample], prompt: Prompt, num_samples: int, function_name: str) -> Group:
+def check_generated_group(
+    result: Iterable[Sample], prompt: Prompt, num_samples: int, function_name: str, *, num_baseline: int = 0
+) -> Group:
     """The result of a generate function as a Group with the indices that belong to the prompt.
 
-    Returns: sample k has group_index = prompt.index and index = prompt.index * num_samples + k.
-    Raises: GenerationError if it is not num_samples Samples.
+    Returns: sample k has group_index = prompt.index and index = prompt.index * (num_samples + num_baseline) + k; the last num_baseline
+        have metadata trainable = False.
+    Raises: GenerationError if it is not num_samples + num_baseline Samples.
     """
+    size = num_samples + num_baseline
     samples = tuple(result) if isinstance(result, Sequence) else (result,)
     wrong = sorted({type(sample).__name__ for sample in samples if not isinstance(sample, Sample)})
     if wrong:
         raise GenerationError(
-            f"{function_name} returned {', '.join(wrong)} for prompt {prompt.index}, expected a sequence of {num_samples} Samples"
+            f"{function_name} returned {', '.join(wrong)} for prompt {prompt.index}, expected a sequence of {size} Samples"
         )
-    if len(samples) != num_samples:
+    if len(samples) != size:
+        beside = (
+            f" and {num_baseline} baseline samples (such as num_greedy={num_baseline} of create_generate_fn gives)" if num_baseline else ""
+        )
         raise GenerationError(
-            f"{function_name} returned {len(samples)} samples for prompt {prompt.index}, expected n = {num_samples}: "
+            f"{function_name} returned {len(samples)} samples for prompt {prompt.index}, expected n = {num_samples}{beside}: "
             "a group is the n samples of one prompt; return FAILED samples for those that could not be generated"
         )
     for sample in samples:
@@ -126,12 +139,17 @@ def check_generated_group(result: Iterable[Sample], prompt: Prompt, num_samples:
                 f"{function_name} returned a sample of prompt {prompt.index} with {len(sample.tokens)} tokens and status pending: "
                 "set status to COMPLETED, TRUNCATED, or ABORTED if it is to be continued"
             )
-    frame = create_pending_group(prompt, num_samples)
+    frame = create_pending_group(prompt, num_samples, num_baseline=num_baseline)
     return tuple(
-        replace(sample, group_index=place.group_index, index=place.index)
+        replace(sample, group_index=place.group_index, index=place.index, metadata={**sample.metadata, **_role(place)})
         for sample, place in zip(samples, frame, strict=True)
         if isinstance(sample, Sample)
     )
+
+
+def _role(place: Sample) -> dict[str, bool]:
+    """What a sample's place in its group says about its metadata."""
+    return {} if place.metadata.get("trainable", True) else {"trainable": False}
 
 
 class note_prompt:  # a context manager reads as a verb

@@ -22,7 +22,14 @@ from rollouts.generate_fns import UNFINISHED, check_generated_group, describe_fu
 from rollouts.group_race import CollectedGroups as CollectedGroups
 from rollouts.group_race import collect_groups as collect_groups
 from rollouts.rewards.evaluate import score_group
-from rollouts.samples import apply_sample_transforms, completion_to_sample, convert_to_batch, create_pending_group, derive_seed
+from rollouts.samples import (
+    apply_sample_transforms,
+    completion_to_sample,
+    convert_to_batch,
+    create_pending_group,
+    derive_seed,
+    passes_filter,
+)
 from rollouts.types import Group, Prompt, RolloutBatch, Sample, SamplingParams, Status
 
 if TYPE_CHECKING:
@@ -44,8 +51,9 @@ async def generate_group(
     seed: int = 0,
     partial: Group = (),
     template_kwargs: Mapping[str, Any] | None = None,
+    num_greedy: int = 0,
 ) -> Group:
-    """Generate the n samples of one prompt at once.
+    """Generate the n samples of one prompt at once, and beside them num_greedy greedy ones that are not trained on.
 
     Args:
         tokenizer: the engine's; tokenizes the prompt (once for all samples) and decodes responses.
@@ -55,14 +63,16 @@ async def generate_group(
         partial: the group as an earlier call returned it, some samples ABORTED or PENDING. ABORTED ones go on from the tokens they
             have with the rest of params.max_tokens; finished ones are returned as they are.
         template_kwargs: for the chat template, for example {"enable_thinking": False}.
+        num_greedy: 1 for ReMax, whose baseline is the reward of the greedy answer. The n samples are the same with it and without.
 
-    Returns: n samples in the order of their index (prompt.index * n + k), group_index = prompt.index, metadata copied from the prompt.
+    Returns: n + num_greedy samples in the order of their index (prompt.index * (n + num_greedy) + k), group_index = prompt.index,
+        metadata copied from the prompt; the greedy ones are the last and have trainable = False in it.
         Status is COMPLETED, TRUNCATED (max_tokens reached) or ABORTED (the engine was told to abort).
     Raises: what the engine raises (the error itself, not an ExceptionGroup, where one request failed).
     """
     prompt = parse_prompt(prompt)
-    samples = list(partial or create_pending_group(prompt, n))
-    assert len(samples) == n, f"partial has {len(samples)} samples, expected n = {n}"
+    samples = list(partial or create_pending_group(prompt, n, num_baseline=num_greedy))
+    assert len(samples) == n + num_greedy, f"partial has {len(samples)} samples, expected n + num_greedy = {n} + {num_greedy}"
     assert all(sample.group_index == prompt.index for sample in samples), f"partial is not of prompt {prompt.index}"
     prompt_tokens = tokenize_prompt(tokenizer, prompt.content, **(template_kwargs or {}))
 
@@ -74,6 +84,8 @@ async def generate_group(
             samples[k] = replace(pending, status=Status.TRUNCATED)
             return
         request = params.new(max_tokens=params.max_tokens - num_done, seed=derive_seed(seed, prompt.index, k, num_done))
+        if k >= n:
+            request = request.new(greedy=True, top_p=1.0, top_k=0)
         completion = await engine.generate(tokens, request, request_id=make_request_id(prompt.index, k))
         response_tokens = [*tokens[len(prompt_tokens) :], *completion.output_tokens]
         text = str(tokenizer.decode(response_tokens, skip_special_tokens=True))
@@ -94,12 +106,14 @@ def create_generate_fn(
     *,
     seed: int = 0,
     template_kwargs: Mapping[str, Any] | None = None,
+    num_greedy: int = 0,
 ) -> Callable[..., Awaitable[Group]]:
     """The generate function of single-turn rollouts, for RolloutConfig.generate_fn.
 
     Args:
         engines: at least one. The prompt with index i goes to engine i % len(engines), so the same run asks the same engine again.
         params, seed, template_kwargs: see generate_group.
+        num_greedy: greedy samples beside the n of each call; the same as RolloutConfig.n_baseline_samples.
 
     Returns: async generate_fn(prompt, n, partial=()) -> Group, which continues unfinished groups.
     """
@@ -109,7 +123,9 @@ def create_generate_fn(
 
     async def generate_fn(prompt: Prompt, n: int, partial: Group = ()) -> Group:
         engine = serving[prompt.index % len(serving)]
-        return await generate_group(engine, tokenizer, prompt, n, params, seed=seed, partial=partial, template_kwargs=template_kwargs)
+        return await generate_group(
+            engine, tokenizer, prompt, n, params, seed=seed, partial=partial, template_kwargs=template_kwargs, num_greedy=num_greedy
+        )
 
     return generate_fn
 
@@ -199,7 +215,7 @@ def _iterate_batches(data_buffer: DataBuffer, config: RolloutConfig, generate: C
             num_rounds += 1
             for prompt in data_buffer.get_prompts(config.batch_size - len(kept)):
                 with note_prompt(prompt):
-                    group = check_generated_group(generate(prompt, n), prompt, n, name)
+                    group = check_generated_group(generate(prompt, n), prompt, n, name, num_baseline=config.n_baseline_samples)
                     if not is_finished(group):
                         raise GenerationError(
                             f"{name} returned an unfinished group, although nothing stopped it: see the status of its samples"
@@ -208,7 +224,7 @@ def _iterate_batches(data_buffer: DataBuffer, config: RolloutConfig, generate: C
                         num_dropped += 1
                         continue
                     scored = apply_sample_transforms(group, config.reward_fn)
-                    passes = config.filter_fn is None or config.filter_fn(scored)
+                    passes = passes_filter(scored, config.filter_fn)
                 (kept if passes else rejected).append(scored)
         counts = {"num_groups_generated": len(kept) + len(rejected) + num_dropped, "num_groups_filtered": len(rejected)}
         yield convert_to_batch((sample for group in kept for sample in group), {**counts, "num_groups_dropped": num_dropped})

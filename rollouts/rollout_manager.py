@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,7 @@ from rollouts.generate_fns import PendingGroup, bind_generate_fn, is_finished
 from rollouts.generation import create_starvation_error
 from rollouts.group_race import CollectedGroups, collect_groups
 from rollouts.rewards.evaluate import score_group
-from rollouts.samples import convert_to_batch, group_samples
+from rollouts.samples import convert_to_batch, group_samples, passes_filter
 from rollouts.types import Group, Prompt, RolloutBatch, Sample, Status
 
 RewardFn = Callable[[Sample], Any]
@@ -65,7 +66,7 @@ class AsyncRolloutManager:
         self._config = config
         self._generate_fn = config.generate_fn
         self._engines = tuple(engines)
-        groups = group_samples(partial_samples, config.n_samples_per_prompt)
+        groups = group_samples(partial_samples, config.group_size)
         self._complete = [group for group in groups if is_finished(group)]  # passed the filter, in the order of use
         self._pending = [_to_pending(group) for group in groups if not is_finished(group)]  # in the order of their prompts
         self._num_batches = 0
@@ -158,7 +159,12 @@ class AsyncRolloutManager:
         carried, waiting = self._pending[:num_issued], self._pending[num_issued:]
         issued = [*carried, *(PendingGroup(prompt) for prompt in self._data_buffer.get_prompts(num_issued - len(carried)))]
         self._pending = [*issued, *waiting]
-        generate = bind_generate_fn(self._generate_fn, config.n_samples_per_prompt, thread_limiter=trio.CapacityLimiter(num_issued))
+        generate = bind_generate_fn(
+            self._generate_fn,
+            config.n_samples_per_prompt,
+            num_baseline=config.n_baseline_samples,
+            thread_limiter=trio.CapacityLimiter(num_issued),
+        )
 
         async def generate_and_score(pending: PendingGroup) -> Group | None:
             group = await generate(pending)
@@ -170,7 +176,7 @@ class AsyncRolloutManager:
             issued,
             generate_and_score,
             num_wanted=num_wanted,
-            keep=config.filter_fn,
+            keep=partial(passes_filter, filter_fn=config.filter_fn),
             stop=self._abort_engines,
             grace_s=config.grace_s,
             abort=self._abort,
@@ -193,6 +199,7 @@ class AsyncRolloutManager:
             "buffer": self._data_buffer.save_state(),
             "num_batches": self._num_batches,
             "n_samples_per_prompt": self._config.n_samples_per_prompt,
+            "n_baseline_samples": self._config.n_baseline_samples,
             "complete": [[sample.to_dict() for sample in group] for group in self._complete],
             "pending": [pending.to_dict() for pending in self._pending],
         }
@@ -200,18 +207,19 @@ class AsyncRolloutManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of state_dict; moves the data buffer, too.
 
-        Raises: CheckpointError if the state is not one, or is of another n_samples_per_prompt; DataError if the data differ.
+        Raises: CheckpointError if the state is not one, or is of another group size; DataError if the data differ.
         """
         assert not self._running, "load_state_dict was called while generate_batch is running"
         missing = sorted({"buffer", "num_batches", "n_samples_per_prompt", "complete", "pending"} - set(state))
         if missing:
             raise CheckpointError(f"the saved state of the rollout manager lacks {missing}; it has {sorted(map(str, state))}")
-        n = self._config.n_samples_per_prompt
-        if state["n_samples_per_prompt"] != n:
-            raise CheckpointError(
-                f"the saved rollouts have n_samples_per_prompt {state['n_samples_per_prompt']}, but the config has {n}: "
-                "groups that were carried over would not fit. Resume with the saved value."
-            )
+        for name in ("n_samples_per_prompt", "n_baseline_samples"):
+            saved, own = state.get(name, 0), getattr(self._config, name)
+            if saved != own:
+                raise CheckpointError(
+                    f"the saved rollouts have {name} {saved}, but the config has {own}: "
+                    "groups that were carried over would not fit. Resume with the saved value."
+                )
         self._data_buffer.load_state(state["buffer"])
         self._num_batches = int(state["num_batches"])
         self._complete = [tuple(Sample.from_dict(sample) for sample in group) for group in state["complete"]]
@@ -221,6 +229,6 @@ class AsyncRolloutManager:
 def _to_pending(group: Group) -> PendingGroup:
     """An unfinished group that comes without its Prompt, which is read off a sample."""
     first = group[0]
-    generated = ("truncated_sampling", "untempered_log_probs")  # what completion_to_sample adds
+    generated = ("truncated_sampling", "untempered_log_probs")  # what completion_to_sample adds; the first sample is never a baseline one
     metadata = {key: value for key, value in first.metadata.items() if key not in generated}
     return PendingGroup(Prompt(content=first.prompt, index=first.group_index, metadata=metadata), group)
