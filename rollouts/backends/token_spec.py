@@ -37,8 +37,11 @@ class DescribesTokens(Protocol):
 def describe_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> TokenSpec:
     """The TokenSpec of a model and its tokenizer."""
     num_embeddings = int(cast("Any", model).get_input_embeddings().weight.shape[0])
-    if tokenizer is None:
-        return TokenSpec(num_embeddings)
+    return TokenSpec(num_embeddings) if tokenizer is None else describe_tokenizer(tokenizer, num_embeddings)
+
+
+def describe_tokenizer(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> TokenSpec:
+    """The TokenSpec of a tokenizer and of a model that is known by its number of embeddings only."""
     special_ids = {name: cast("int | None", getattr(tokenizer, name)) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     backend = getattr(tokenizer, "backend_tokenizer", None)  # of the tokenizers library
     rules = None
