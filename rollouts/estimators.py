@@ -31,6 +31,7 @@ from rollouts.advantages import (
     vtrace,
 )
 from rollouts.errors import DataError
+from rollouts.gigpo import turn_advantages
 from rollouts.kl import KLEstimator
 from rollouts.loss_weights import trained_mask
 from rollouts.statistics import GroupStatistic, count_tokens, group_mean, group_std
@@ -316,3 +317,26 @@ def estimate_optimal_token_baseline(
         returns, scores, batch.loss_mask, batch.group_ids, keep_tail=keep_tail, epsilon=epsilon, singleton=singleton
     )
     return _fill(batch, returns - baseline, returns)
+
+
+def estimate_gigpo(
+    batch: TrainBatch,
+    *,
+    gamma: float = 0.95,
+    omega: float = 1.0,
+    std_level: GroupStatistic | None = group_std,
+    epsilon: float = 1e-6,
+    singleton: Singleton = "zero",
+) -> TrainBatch:
+    """A_t = A_E + omega * A_S: the episode in its group, plus the step among all visits to the same anchor state; see turn_advantages.
+
+    Reads batch.turns: the turn of each token, anchor state and reward of each turn.
+
+    Source: Feng et al. 2025 (GiGPO), equation 8.
+    """
+    _check_rewards(batch)
+    assert batch.turns is not None, "GiGPO needs turns: the samples must carry the turns of their episodes"
+    found = turn_advantages(
+        batch.rewards, batch.group_ids, batch.turns, gamma=gamma, omega=omega, std_level=std_level, epsilon=epsilon, singleton=singleton
+    )
+    return _fill(batch, found)

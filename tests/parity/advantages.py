@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from parity.mapping import Parity, group_numbers, pad_rows
 from torch import Tensor
 
+from parity.mapping import Parity, group_numbers, pad_rows
 from rollouts import advantages as adv
 from rollouts import kl as kls
 from rollouts import statistics as stats
