@@ -71,7 +71,8 @@ def policy_loss(
             a mask of rows that have drifted too far.
         clip_metrics: (log_ratio, advantages) -> further per-token metrics.
 
-    Returns: the loss (a sum, so micro-batches add up); metrics are means over tokens with loss_mask > 0.
+    Returns: the loss (a sum, so micro-batches add up); metrics are means over tokens with loss_mask > 0. Where the batch has the columns:
+        importance_weight, dropped_fraction (weight 0), rollout_kl (k1 of KL(rollout || anchor)).
     Asserts: the columns named above are there.
     """
     weights, mask = _weights_and_mask(outputs, batch)
@@ -84,6 +85,7 @@ def policy_loss(
     extra: dict[str, Tensor] = {}
     if batch.importance_weights is not None:
         extra["importance_weight"] = _where(mask, batch.importance_weights)
+        extra["dropped_fraction"] = (extra["importance_weight"] == 0).to(log_probs.dtype)
         per_token = per_token * extra["importance_weight"]
     if reweigh is not None:
         extra["policy_weight"] = _where(mask, reweigh(log_probs.detach(), batch).detach().expand_as(log_probs))
@@ -103,6 +105,8 @@ def policy_loss(
         assert entropy_coef == 0.0, f"entropy_coef is {entropy_coef}, but outputs.entropy is None: add 'entropy' to Algorithm.requires"
     if clip_metrics is not None:
         extra.update(clip_metrics(log_ratio.detach(), advantages))
+    if batch.old_log_probs is not None and batch.rollout_log_probs is not None:
+        extra["rollout_kl"] = _where(mask, batch.rollout_log_probs) - anchor  # k1 of KL(rollout || anchor)
     metrics = _ratio_metrics(log_ratio, log_probs, batch.loss_mask) | {name: _mean(x, batch.loss_mask) for name, x in extra.items()}
     return LossOutput((weights * _where(mask, per_token)).sum(), metrics)
 
