@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from rollouts.advantages import compute_advantages
 from rollouts.algorithms import grpo
 from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
@@ -23,7 +25,7 @@ from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.kl_control import KLControl, update_kl_control
 from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
-from rollouts.samples import derive_seed
+from rollouts.samples import derive_seed, select_trainable
 from rollouts.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.train_on_rollouts import check_requirements
 from rollouts.train_on_rollouts import train_on_rollouts as train_on_rollouts
@@ -35,7 +37,7 @@ from rollouts.training_steps import (
     require_checkpointing,
     save_training_checkpoint,
 )
-from rollouts.types import Algorithm, RolloutBatch, TrainBatch
+from rollouts.types import Algorithm, RolloutBatch, Sample, Status, TrainBatch
 
 CRITIC_DIRECTORY = "critic"
 """Where in a checkpoint the critic is."""
@@ -117,6 +119,10 @@ def resolve_algorithm(config: RLTrainingConfig) -> Algorithm:
     algorithm = grpo() if config.algorithm is None else config.algorithm
     if config.baseline is None:
         return algorithm
+    if "values" in algorithm.requires:
+        raise ConfigError(
+            f"baseline is {config.baseline}, but the algorithm's baseline is its critic: set baseline=None, or choose another"
+        )
     return replace(algorithm, estimate=partial(estimate_with_baseline, baseline=config.baseline))
 
 
@@ -200,6 +206,8 @@ async def run_rl_training(
         if on_rollouts is not None:
             on_rollouts(step + 1, rollouts)
         batch = collate_samples(rollouts.samples, pad_id=pad_id, require_rewards=True)
+        if config.mask_truncated:
+            batch = mask_truncated_rows(batch, rollouts.samples)
         only_critic = step < config.critic_warmup_steps
         metrics = await train_on_rollouts(
             backend,
@@ -215,7 +223,7 @@ async def run_rl_training(
             only_critic=only_critic,
             kl_coef=None if kl_control is None else kl_control.kl_coef,
         )
-        if kl_control is not None and not only_critic:
+        if kl_control is not None and "reference_kl" in metrics and not only_critic:
             kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
         trained = clock()
         finished = step + 1
@@ -265,6 +273,12 @@ async def run_rl_training(
     return history
 
 
+def mask_truncated_rows(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:
+    """samples.mask_truncated on the rows of a batch. They stay trainable, so nobody takes them for an algorithm's baseline samples."""
+    ended = torch.tensor([sample.status is not Status.TRUNCATED for sample in samples])
+    return replace(batch, loss_mask=batch.loss_mask * ended[:, None])
+
+
 async def _write_beside_policy(directory: Path, *, served: ServedWeights | None, version: int, critic: CheckpointingBackend | None) -> None:
     """What a checkpoint of the RL stage holds besides the policy."""
     await write_served_weights(directory, served=served, version=version)
@@ -274,8 +288,14 @@ async def _write_beside_policy(directory: Path, *, served: ServedWeights | None,
 
 
 def summarize_rollouts(rollouts: RolloutBatch, weight_version: int) -> Metrics:
-    """Reward and length statistics, the manager's counts, and how many weight versions behind the oldest token is."""
+    """Reward and length statistics, the manager's counts, and how many weight versions behind the oldest token is.
+
+    They are of the samples that are trained on; of the others there is baseline_reward_mean, where there are any.
+    """
+    trained = select_trainable(rollouts.samples)
+    others = [sample.reward or 0.0 for sample in rollouts.samples if not sample.metadata.get("trainable", True)]
+    baseline = {"baseline_reward_mean": sum(others) / len(others)} if others else {}
     oldest = [min((v for v in s.weight_versions if v >= 0), default=weight_version) for s in rollouts.samples if s.weight_versions]
     counts = {key: float(value) for key, value in rollouts.metadata.items() if isinstance(value, int | float)}
     staleness = {"max_staleness": float(weight_version - min(oldest))} if oldest else {}
-    return summarize_samples(rollouts.samples) | counts | staleness | {"weight_version": float(weight_version)}
+    return summarize_samples(trained or rollouts.samples) | baseline | counts | staleness | {"weight_version": float(weight_version)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.backends.token_spec import DescribesTokens, explain_token_differences
 from rollouts.batching import plan_minibatches, select_rows
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, DataError
 from rollouts.kl_control import measure_kl
 from rollouts.loss_weights import token_mean
 from rollouts.losses import value_loss
@@ -29,6 +29,9 @@ from rollouts.types import Algorithm, LossFn, LossOutput, TokenOutputs, TrainBat
 
 POLICY_COLUMNS = ("old_log_probs", "prox_log_probs")
 """Log-probs of the policy before its first update on the batch."""
+
+SAMPLE_COLUMNS = ("rollout_log_probs", "segment_log_probs")
+"""What comes with the samples."""
 
 
 def check_requirements(
@@ -48,7 +51,7 @@ def check_requirements(
         backend: the policy, whose tokens a critic must know.
         controls_kl: whether a KL controller sets the coefficient of the algorithm's KL term.
     """
-    fillable = {*POLICY_COLUMNS, "ref_log_probs", "values", "rollout_log_probs", "entropy"}
+    fillable = {*POLICY_COLUMNS, *SAMPLE_COLUMNS, "ref_log_probs", "values", "entropy"}
     unknown = sorted(algorithm.requires - fillable)
     if unknown:
         raise ConfigError(f"the algorithm requires {unknown}, which this loop cannot fill; it can fill {sorted(fillable)}")
@@ -118,8 +121,13 @@ async def fill_columns(
 
     Args:
         skip: columns to leave out, because the loss fills them.
+
+    Raises: DataError if the algorithm requires a column that comes with the samples, and the samples do not have it.
     """
     wanted = algorithm.requires - frozenset(skip)
+    missing = [column for column in SAMPLE_COLUMNS if column in wanted and getattr(batch, column) is None]
+    if missing:
+        raise DataError(f"the algorithm requires {missing}, which the samples do not have: fill them where the samples are generated")
     forward = partial(forward_batch, batch=batch, max_tokens_per_microbatch=max_tokens_per_microbatch)
     filled: dict[str, Tensor] = {}
     own_columns = [column for column in POLICY_COLUMNS if column in wanted]
@@ -156,9 +164,10 @@ def deal_minibatches(batch: TrainBatch, num_minibatches: int, *, seed: int) -> l
     """
     trained = find_trained_rows(batch)
     others = sorted(set(range(batch.num_rows)) - set(trained))
-    count = max(1, min(num_minibatches, len(trained)))
-    plan = [[trained[i] for i in part] for part in plan_minibatches([0] * len(trained), count, seed=seed)] if trained else [[]]
-    return [select_rows(batch, [*part, *others[i::count]]) for i, part in enumerate(plan)]
+    assert trained, "no row of the batch has a token to train on"
+    count = min(num_minibatches, len(trained))
+    plan = plan_minibatches([0] * len(trained), count, seed=seed)
+    return [select_rows(batch, [*(trained[k] for k in part), *others[i::count]]) for i, part in enumerate(plan)]
 
 
 async def train_on_rollouts(
@@ -191,11 +200,15 @@ async def train_on_rollouts(
         only_critic: leave the policy as it is.
         kl_coef: of a KL controller; fills the column of that name and has the KL measured.
 
+    A batch without a token to train on changes nothing; its metrics are num_tokens and num_updates, both 0.
+
     Returns: token-weighted means over the optimizer steps; num_tokens is their sum; lr is the last one's; num_updates. With a critic its
         critic_loss, critic_grad_norm, critic_lr, value_mean, value_clip_fraction, and explained_variance of the values before the
         update. With kl_coef also kl_coef and reference_kl, see measure_kl.
     """
     num_updates = 0 if only_critic else num_epochs * num_minibatches
+    if not find_trained_rows(batch):
+        return {"num_tokens": 0.0, "num_updates": 0.0}
     skipped = columns_from_loss(algorithm, num_updates=num_updates, measures_kl=kl_coef is not None)
     batch = await fill_columns(
         batch, algorithm, backend, reference, critic, max_tokens_per_microbatch=max_tokens_per_microbatch, skip=skipped
