@@ -1,9 +1,9 @@
 """Estimators, TrainBatch -> TrainBatch: from rewards (and values) to advantages (and returns), once per rollout batch.
 
 Every estimator fills advantages [B, T], 0 where loss_mask = 0. Rows that are not trainable count in the statistics of their group, not in
-those over tokens. Several subtract a KL penalty from the reward of each token: pass kl (an estimator of rollouts.kl) and kl_coef, for which
-the column kl_coef of a controller stands in where it is filled. The policy's log-probs are then old_log_probs or, without them,
-rollout_log_probs. An advantage that is not finite raises DataError.
+those over tokens: whitened advantages of such a row are 0. Several subtract a KL penalty from the reward of each token: pass kl (an
+estimator of rollouts.kl) and kl_coef, for which the column kl_coef of a controller stands in where it is filled. The policy's log-probs
+are then old_log_probs or, without them, rollout_log_probs. An advantage that is not finite raises DataError.
 """
 
 from __future__ import annotations
@@ -81,12 +81,16 @@ def _subtract_kl(batch: TrainBatch, token_rewards: Tensor, kl: KLEstimator | Non
     return apply_kl_penalty(token_rewards, policy_log_probs(batch), batch.ref_log_probs, batch.loss_mask, coefficient, kl)[0]
 
 
-def _fill(batch: TrainBatch, advantages: Tensor, returns: Tensor | None = None) -> TrainBatch:
-    """Advantages [B] or [B, T] and returns [B, T], zeroed where loss_mask = 0, checked."""
+def _fill(batch: TrainBatch, advantages: Tensor, returns: Tensor | None = None, *, whiten: bool = False) -> TrainBatch:
+    """Advantages [B] or [B, T] and returns [B, T], zeroed where loss_mask = 0 and checked; then whitened over the trained tokens."""
     on, nothing = batch.loss_mask > 0, torch.zeros_like(batch.loss_mask)
     advantages = torch.where(on, advantages[:, None] if advantages.dim() == 1 else advantages, nothing)
     returns = batch.returns if returns is None else torch.where(on, returns, nothing)
-    return check_advantages(replace(batch, advantages=advantages, returns=returns))
+    filled = check_advantages(replace(batch, advantages=advantages, returns=returns))  # before whitening, which spreads a NaN to all rows
+    if not whiten:
+        return filled
+    trained = (trained_mask(batch) > 0).to(advantages.dtype)
+    return check_advantages(replace(filled, advantages=whiten_tokens(advantages, trained)))
 
 
 def _check_rewards(batch: TrainBatch) -> None:
@@ -96,10 +100,6 @@ def _check_rewards(batch: TrainBatch) -> None:
         raise DataError(
             f"the reward of row {row} (group {int(batch.group_ids[row])}) is {batch.rewards[row].item()}: rewards must be finite"
         )
-
-
-def _whiten(batch: TrainBatch, advantages: Tensor, epsilon: float = 1e-8) -> Tensor:
-    return whiten_tokens(advantages, (trained_mask(batch) > 0).to(advantages.dtype), epsilon=epsilon)
 
 
 # -- from the rewards of a group
@@ -143,7 +143,7 @@ def estimate_reinforce_plus_plus_baseline(
     _check_rewards(batch)
     centered = normalize_by_group(batch.rewards, batch.group_ids, std_level=None, singleton=singleton)
     advantages = _subtract_kl(batch, centered[:, None].expand_as(batch.loss_mask), kl, kl_coef)
-    return _fill(batch, _whiten(batch, advantages) if whiten else advantages)
+    return _fill(batch, advantages, whiten=whiten)
 
 
 def estimate_greedy_baseline(batch: TrainBatch, *, kl: KLEstimator | None = None, kl_coef: float = 0.0) -> TrainBatch:
@@ -220,7 +220,7 @@ def estimate_reinforce_plus_plus(
     """
     _check_rewards(batch)
     returns = discounted_returns(penalized_token_rewards(batch, kl, kl_coef), batch.loss_mask, gamma)
-    return _fill(batch, _whiten(batch, returns) if whiten else returns, returns)
+    return _fill(batch, returns, returns, whiten=whiten)
 
 
 def estimate_gae(
@@ -244,7 +244,7 @@ def estimate_gae(
     _check_rewards(batch)
     assert batch.values is not None, "GAE needs values: name it in Algorithm.requires"
     advantages = gae(penalized_token_rewards(batch, kl, kl_coef), batch.values, batch.loss_mask, gamma, lam)
-    return _fill(batch, _whiten(batch, advantages) if whiten else advantages, advantages + batch.values)
+    return _fill(batch, advantages, advantages + batch.values, whiten=whiten)
 
 
 def estimate_vtrace(
@@ -286,8 +286,7 @@ def estimate_vtrace(
         clip_rho=clip_rho,
         clip_pg_rho=clip_pg_rho,
     )
-    advantages = _whiten(batch, found.advantages) if whiten else found.advantages
-    return _fill(batch, advantages, found.errors + batch.values)
+    return _fill(batch, found.advantages, found.errors + batch.values, whiten=whiten)
 
 
 def estimate_optimal_token_baseline(
@@ -332,7 +331,7 @@ def estimate_gigpo(
 
     Reads batch.turns: the turn of each token, anchor state and reward of each turn.
 
-    Source: Feng et al. 2025 (GiGPO), equation 8.
+    Source: Feng et al. 2025 (GiGPO).
     """
     _check_rewards(batch)
     assert batch.turns is not None, "GiGPO needs turns: the samples must carry the turns of their episodes"

@@ -116,7 +116,6 @@ def episode_advantages(
         std_level, epsilon, singleton: see normalize_by_group; a group is single if it has one entry that counts.
 
     Returns: # [N].
-    Source: equations 3 and 4.
     """
     check_shapes(group_ids=(group_ids, tuple(rewards.shape)), trajectory_ids=(trajectory_ids, tuple(rewards.shape)))
     if across_steps:
@@ -137,7 +136,6 @@ def step_advantages(returns: Tensor, step_groups: Tensor, *, std_level: GroupSta
         step_groups: # [N] see anchor_groups.
 
     Returns: # [N].
-    Source: equation 7.
     """
     return normalize_by_group(returns, step_groups, std_level=std_level, epsilon=epsilon)
 
@@ -167,7 +165,6 @@ def gigpo_advantages(
         across_steps, std_level, epsilon, singleton: see episode_advantages; std_level None is the paper's leave-one-out form up to scale.
 
     Returns: # [N].
-    Source: equation 8.
     """
     episode = episode_advantages(
         rewards, group_ids, trajectory_ids, across_steps=across_steps, std_level=std_level, epsilon=epsilon, singleton=singleton
