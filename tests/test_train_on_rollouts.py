@@ -1,0 +1,230 @@
+"""One rollout batch: which columns are filled by whom, how rows are dealt, and steps that anchor their ratio to themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from rollouts.algorithms import grpo, ppo, recomputed
+from rollouts.backends.factory import create_critic_backend, create_pytorch_backend
+from rollouts.batching import collate_samples
+from rollouts.config import RLTrainingConfig
+from rollouts.errors import ConfigError, DataError
+from rollouts.estimators import estimate_group_relative
+from rollouts.kl import k1
+from rollouts.loss_weights import token_mean
+from rollouts.losses import clipped_policy_loss
+from rollouts.rl_loop import resolve_algorithm
+from rollouts.samples import derive_seed
+from rollouts.testing import FakeBackend, create_tiny_model
+from rollouts.train_on_rollouts import (
+    check_requirements,
+    columns_from_loss,
+    deal_minibatches,
+    summarize_values,
+    train_on_rollouts,
+)
+from rollouts.types import Algorithm, Sample, TrainBatch
+
+
+def make_batch(rows: int = 8, untrainable: tuple[int, ...] = (), masked: tuple[int, ...] = (), seed: int = 0) -> TrainBatch:
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(rows):
+        n = int(torch.randint(3, 12, (1,), generator=generator))
+        tokens = tuple(torch.randint(3, 64, (n,), generator=generator).tolist())
+        mask = (0.0,) * n if i in masked else (0.0, *(1.0,) * (n - 1))
+        samples.append(
+            Sample(tokens=tokens, loss_mask=mask, rollout_log_probs=(0.0, *(-4.0,) * (n - 1)), index=i, group_index=i // 4,
+                   reward=float(derive_seed(*tokens) % 3), metadata={"trainable": i not in untrainable})
+        )  # fmt: skip
+    return collate_samples(samples)
+
+
+ANCHORED = Algorithm(
+    estimate=estimate_group_relative,
+    weigh=token_mean,
+    loss=partial(clipped_policy_loss, low=0.2, high=0.2),
+    requires=frozenset({"old_log_probs", "prox_log_probs"}),
+    loss_only=frozenset({"old_log_probs", "prox_log_probs"}),
+)
+
+
+def count(backend: FakeBackend, method: str) -> int:
+    return sum(call.method == method for call in backend.calls)
+
+
+# log-probs from the pass that is trained on
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 20])
+@pytest.mark.parametrize("algorithm", [ANCHORED, recomputed(grpo(kl_coef=0.1)), recomputed(ppo())], ids=["both", "grpo+kl", "ppo"])
+async def test_a_single_update_needs_no_forward_pass_and_gives_the_same_numbers(algorithm: Algorithm, max_tokens: int):
+    results = []
+    for loss_only in (algorithm.loss_only, frozenset()):
+        backend, reference = (create_pytorch_backend(create_tiny_model(seed=seed), lr=1e-2) for seed in (0, 5))
+        critic = create_critic_backend(create_tiny_model(seed=1), lr=1e-2) if "values" in algorithm.requires else None
+        metrics = await train_on_rollouts(
+            backend,
+            make_batch(),
+            replace(algorithm, loss_only=loss_only),
+            max_tokens_per_microbatch=max_tokens,
+            reference=reference,
+            critic=critic,
+        )
+        results.append((metrics, await backend.get_weights().result()))
+    (saved, weights), (full, expected) = results
+    assert saved == pytest.approx(full, abs=1e-6, rel=1e-5)
+    assert saved["ratio_mean"] == 1.0
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "passes"),
+    [
+        ({}, {}, 0),
+        ({}, {"num_minibatches": 2}, 1),
+        ({}, {"num_epochs": 2}, 1),
+        ({"loss_only": frozenset({"old_log_probs"})}, {}, 1),
+        ({"loss_only": frozenset()}, {}, 1),
+        ({"requires": frozenset({"prox_log_probs"}), "loss_only": frozenset({"prox_log_probs"})}, {}, 0),
+        ({"requires": frozenset({"rollout_log_probs"}), "loss_only": frozenset()}, {"num_epochs": 3}, 0),
+    ],
+)
+async def test_the_policy_is_asked_at_most_once_and_only_where_it_must_be(changes: dict, options: dict, passes: int):
+    backend = FakeBackend()
+    await train_on_rollouts(backend, make_batch(), replace(ANCHORED, **changes), **options)
+    assert count(backend, "forward") == passes
+    assert count(backend, "optim_step") == options.get("num_epochs", 1) * options.get("num_minibatches", 1)
+
+
+def test_a_measured_kl_reads_the_old_log_probs():
+    assert columns_from_loss(ANCHORED, num_updates=1) == {"old_log_probs", "prox_log_probs"}
+    assert columns_from_loss(ANCHORED, num_updates=1, measures_kl=True) == set()
+    assert columns_from_loss(grpo(), num_updates=1, measures_kl=True) == set()
+
+
+async def test_the_anchor_of_several_updates_is_the_policy_before_the_first():
+    anchors = []
+
+    def loss(outputs, batch):
+        anchors.append(batch.old_log_probs[batch.loss_mask > 0])
+        return ANCHORED.loss(outputs, batch)
+
+    await train_on_rollouts(FakeBackend(), make_batch(), replace(ANCHORED, loss=loss), num_epochs=2, num_minibatches=2)
+    assert len(anchors) == 4
+    assert set(torch.cat(anchors).tolist()) == {-1.0}  # the fake policy's log-prob before any update; afterwards -1/2, -1/3, ...
+
+
+# rows
+
+
+async def test_rows_that_are_not_trained_on_count_in_the_estimate_and_cost_nothing():
+    backend, seen = FakeBackend(), []
+
+    def estimate(batch: TrainBatch) -> TrainBatch:
+        seen.append((batch.num_rows, batch.old_log_probs))
+        return estimate_group_relative(batch)
+
+    batch = make_batch(untrainable=(3, 7), masked=(1,))
+    await train_on_rollouts(backend, batch, replace(ANCHORED, estimate=estimate, loss_only=frozenset()), num_minibatches=2)
+    (rows, old), *_ = seen
+    assert rows == 8
+    assert old[[1, 3, 7]].abs().sum() == 0
+    assert sum(call.arguments["rows"] for call in backend.calls if call.method == "forward") == 5
+    assert sum(call.arguments["rows"] for call in backend.calls if call.method == "forward_backward") == 5
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 3, 8])
+def test_minibatches_share_trained_rows_evenly_and_every_row_is_in_one(num_minibatches: int):
+    batch = replace(make_batch(12, untrainable=(3, 7, 11), masked=(1,)), rewards=torch.arange(12.0))
+    parts = deal_minibatches(batch, num_minibatches, seed=4)
+    assert len(parts) == num_minibatches
+    assert sorted(torch.cat([part.rewards for part in parts]).tolist()) == list(range(12))
+    trained = [int((part.loss_mask > 0).any(1).sum()) for part in parts]
+    assert max(trained) - min(trained) <= 1
+    assert sum(trained) == 8
+
+
+def test_there_are_no_more_minibatches_than_trained_rows():
+    parts = deal_minibatches(make_batch(8, masked=(0, 1, 2, 3, 4, 5)), 4, seed=0)
+    assert [int((part.loss_mask > 0).any(1).sum()) for part in parts] == [1, 1]
+
+
+async def test_a_batch_without_a_trained_token_changes_nothing():
+    batch = make_batch()
+    backend = FakeBackend()
+    metrics = await train_on_rollouts(backend, replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)), ANCHORED)
+    assert metrics == {"num_tokens": 0.0, "num_updates": 0.0}
+    assert backend.calls == []
+
+
+async def test_a_batch_without_a_column_that_comes_with_the_samples_is_refused():
+    with pytest.raises(DataError, match="rollout_log_probs"):
+        await train_on_rollouts(FakeBackend(), replace(make_batch(), rollout_log_probs=None), grpo())
+
+
+# KL control
+
+
+async def test_a_kl_coefficient_fills_its_column_and_the_kl_is_measured_on_trained_rows():
+    coefficients = []
+    batch = make_batch(untrainable=(3,))
+
+    def loss(outputs, batch):
+        coefficients.append(batch.kl_coef)
+        return grpo(kl_coef=1.0).loss(outputs, batch)
+
+    reference = FakeBackend(name="reference")
+    reference.num_updates = 1  # log-prob -1/2 everywhere
+    metrics = await train_on_rollouts(FakeBackend(), batch, replace(grpo(kl_coef=1.0), loss=loss), reference=reference, kl_coef=0.25)
+    assert torch.cat(coefficients).tolist() == [0.25] * 7
+    assert metrics["kl_coef"] == 0.25
+    assert metrics["reference_kl"] == pytest.approx(float(k1(torch.tensor(-4.0), torch.tensor(-0.5))))
+    anchored = recomputed(grpo(kl_coef=1.0))
+    metrics = await train_on_rollouts(FakeBackend(), batch, anchored, reference=reference, kl_coef=0.25)
+    assert metrics["reference_kl"] == pytest.approx(-1.0 + 0.5)
+
+
+# requirements
+
+
+def test_what_is_missing_is_named_before_anything_runs():
+    critic = FakeBackend(name="critic")
+    check_requirements(ppo(), None, critic)
+    check_requirements(grpo(), FakeBackend())  # a reference that is not needed is not used
+    for algorithm, reference, given_critic, controls_kl, message in (
+        (ppo(), None, None, False, "pass critic="),
+        (grpo(kl_coef=0.1), None, None, False, "pass reference="),
+        (grpo(), None, critic, False, "critic= was given"),
+        (grpo(), FakeBackend(), None, True, "kl_control is set"),
+        (replace(grpo(), requires=frozenset({"turns"})), None, None, False, "cannot fill"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_requirements(algorithm, reference, given_critic, controls_kl=controls_kl)
+
+
+def test_a_scalar_baseline_beside_a_critic_is_refused():
+    with pytest.raises(ConfigError, match="baseline is 0"):
+        resolve_algorithm(RLTrainingConfig(algorithm=ppo(), baseline=0.5))
+
+
+# values
+
+
+def test_explained_variance_is_1_for_perfect_values_and_0_for_constant_ones():
+    batch = make_batch()
+    returns = torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(0))
+    trained = batch.loss_mask > 0
+    noise = torch.where(trained, 0.0, math.nan)  # masked places do not count
+    assert summarize_values(replace(batch, returns=returns + noise, values=returns))["explained_variance"] == pytest.approx(1.0)
+    constant = replace(batch, returns=returns, values=torch.full_like(returns, 3.0))
+    assert summarize_values(constant)["explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert summarize_values(replace(batch, returns=torch.ones_like(returns), values=returns))["explained_variance"] == 0.0
+    opposite = summarize_values(replace(batch, returns=returns, values=-returns))["explained_variance"]
+    assert opposite == pytest.approx(-3.0, rel=1e-4)
