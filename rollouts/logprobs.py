@@ -173,22 +173,23 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         precise = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.empty(hidden.shape[0], dtype=precise, device=hidden.device)
+        log_z = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
             logits = _chunk_logits(hidden[rows], weight, bias, temperatures, rows)  # [C, V]
-            log_z = logits.logsumexp(-1, keepdim=True)
-            log_probs[rows] = (logits.gather(1, targets[rows, None]) - log_z)[:, 0]
+            log_z[rows] = logits.logsumexp(-1)
+            log_probs[rows] = logits.gather(1, targets[rows, None])[:, 0] - log_z[rows]
             if with_entropy:
-                log_p = logits.sub_(log_z).clamp_(min=torch.finfo(precise).min)  # 0 * log 0 = 0
-                entropy[rows] = -(log_p.exp() * log_p).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, entropy)
+                log_p = logits.sub_(log_z[rows, None]).clamp_(min=torch.finfo(precise).min)  # 0 * log 0 = 0
+                entropy[rows] = -(log_p.exp().mul_(log_p)).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, log_z, entropy)
         ctx.chunk_size, ctx.with_entropy = chunk_size, with_entropy
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperatures, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, temperatures, log_z, entropy = ctx.saved_tensors
         grad_log_probs, grad_entropy = grads
         precise = torch.promote_types(hidden.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -197,16 +198,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
             logits = _chunk_logits(hidden[rows], weight, bias, temperatures, rows)
-            log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
-            if ctx.with_entropy:
-                log_p.clamp_(min=torch.finfo(precise).min)  # 0 * log 0 = 0
-            p = log_p.exp()
-            grad = torch.zeros_like(p)  # dL/dlogits [C, V]
-            if grad_log_probs is not None:  # d log p(y) / d logit_v = 1[v = y] - p_v
-                upstream = grad_log_probs[rows, None].to(precise)
-                grad.sub_(p * upstream).scatter_add_(1, targets[rows, None], upstream)
-            if ctx.with_entropy and grad_entropy is not None:  # d H / d logit_v = -p_v (log p_v + H)
-                grad.sub_(p * (log_p + entropy[rows, None]) * grad_entropy[rows, None].to(precise))
+            log_p = logits.sub_(log_z[rows, None])
+            upstream = torch.zeros_like(log_z[rows, None]) if grad_log_probs is None else grad_log_probs[rows, None].to(precise)
+            # d log p(y) / d logit_v = 1[v = y] - p_v; d H / d logit_v = -p_v (log p_v + H). In place: a chunk is large
+            if ctx.with_entropy and grad_entropy is not None:
+                p = log_p.clamp_(min=torch.finfo(precise).min).exp()  # 0 * log 0 = 0
+                grad = log_p.add_(entropy[rows, None]).mul_(p).mul_(grad_entropy[rows, None].to(precise))
+                grad.addcmul_(p, upstream).neg_()
+            else:
+                grad = log_p.exp_().mul_(-upstream)
+            grad.scatter_add_(1, targets[rows, None], upstream)
             if temperatures is not None:
                 grad.div_(temperatures[rows, None])
             if grad_bias is not None:

@@ -238,6 +238,21 @@ def test_chunked_gradients_are_the_numerical_ones(with_bias, with_temperatures, 
     assert torch.autograd.gradcheck(function, leaves)
 
 
+@given(st.integers(0, 10_000), st.integers(1, 40), st.integers(2, 60), st.integers(1, 50))
+@settings(max_examples=25)
+def test_chunked_log_probs_of_random_layers_equal_the_plain_ones(seed, n, v, chunk_size):
+    hidden, weight, bias, targets, temperatures = random_layer(seed, n=n, h=8, v=v)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    found = chunked_log_probs(hidden, weight, targets, bias=bias, temperatures=temperatures, chunk_size=chunk_size, with_entropy=True)
+    expected = plain(hidden, weight, targets, bias, temperatures)
+    factors = random_logits(seed + 1, 2, n)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    gradients = [torch.autograd.grad((factors[0] * p + factors[1] * h).sum(), leaves) for p, h in (found, expected)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_what_needs_no_gradient_gets_none(frozen):
     hidden, weight, _, targets, _ = random_layer(14)
@@ -259,7 +274,7 @@ def test_tokens_that_cannot_be_drawn_leave_entropy_and_gradients_finite():
     expected = plain(hidden, weight, targets, bias)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
-    gradients = [torch.autograd.grad(log_probs.sum() + entropy.sum(), [hidden])[0] for log_probs, entropy in (found, expected)]
+    gradients = [torch.autograd.grad(log_probs.sum() + 7 * entropy.sum(), [hidden])[0] for log_probs, entropy in (found, expected)]
     torch.testing.assert_close(*gradients)
 
 
