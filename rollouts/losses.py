@@ -81,15 +81,18 @@ def policy_loss(
     assert batch.advantages is not None, "policy_loss needs batch.advantages: call algorithm.estimate first"
     log_probs, anchor, advantages = _where(mask, outputs.log_probs), _where(mask, anchor), _where(mask, batch.advantages)
     log_ratio = ratio(log_probs, anchor, batch.loss_mask)
-    per_token = surrogate(log_ratio, log_probs, advantages)
     extra: dict[str, Tensor] = {}
+    scale: Tensor | None = None
     if batch.importance_weights is not None:
-        extra["importance_weight"] = _where(mask, batch.importance_weights)
-        extra["dropped_fraction"] = (extra["importance_weight"] == 0).to(log_probs.dtype)
-        per_token = per_token * extra["importance_weight"]
+        scale = extra["importance_weight"] = _where(mask, batch.importance_weights)
+        extra["dropped_fraction"] = (scale == 0).to(log_probs.dtype)
     if reweigh is not None:
         extra["policy_weight"] = _where(mask, reweigh(log_probs.detach(), batch).detach().expand_as(log_probs))
-        per_token = per_token * extra["policy_weight"]
+        scale = extra["policy_weight"] if scale is None else scale * extra["policy_weight"]
+    if scale is None:
+        per_token = surrogate(log_ratio, log_probs, advantages)
+    else:  # a dropped token is often one whose ratio overflows, and 0 * inf is NaN
+        per_token = scale * surrogate(_where(scale != 0, log_ratio), _where(scale != 0, log_probs), advantages)
     if kl is not None:
         assert batch.ref_log_probs is not None, "policy_loss with a KL term needs batch.ref_log_probs"
         ref_log_probs = _where(mask, batch.ref_log_probs)
