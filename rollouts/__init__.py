@@ -17,7 +17,7 @@ _NAMES_OF_MODULES: Final = (
     ("errors", "BackendError CheckpointError ConfigError DataError EngineError EngineProtocolError EngineStatusError EngineTimeout "
                "GenerationError RewardError RolloutsError"),
     ("chat", "compute_loss_mask prepare_sft_sample tokenize_conversation tokenize_prompt"),
-    ("samples", "apply_sample_transforms convert_to_batch derive_seed with_reward"),
+    ("samples", "apply_sample_transforms convert_to_batch derive_seed mask_truncated with_reward"),
     ("filters", "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length check_response_diversity "
                 "check_reward_nonzero_std make_length_filter make_threshold_filter"),
     ("batching", "collate_samples prepare_grpo_batch prepare_sft_batch select_rows shard_rows split_microbatches split_minibatches"),
@@ -30,6 +30,7 @@ _NAMES_OF_MODULES: Final = (
     ("losses", "grpo_loss policy_loss ppo_loss sft_loss value_loss"),
     ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gmpo gpg grpo gspo opo ppo recomputed reinforce reinforce_plus_plus "
                    "reinforce_plus_plus_baseline remax rloo sapo truncated"),
+    ("kl_control", "KLControl update_kl_control"),
     ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig "
                "from_dict to_dict"),
     ("char_tokenizer", "create_char_tokenizer"),
@@ -38,7 +39,7 @@ _NAMES_OF_MODULES: Final = (
     ("checkpoints", "latest_checkpoint load_run_state save_checkpoint verify_checkpoint"),
     ("metrics", "CompositeLogger JSONLLogger MetricsLogger StageLogger WandbLogger"),
     ("trajectories", "read_samples write_samples"),
-    ("rewards.evaluate", "compute_reward score_group"),
+    ("rewards.evaluate", "compute_reward score_group with_overlong_penalty"),
     ("rewards.answers", "exact_match gsm8k_reward"),
     ("engines.protocol", "InferenceEngine InMemoryWeightUpdates"),
     ("engines.inprocess", "InProcessEngine"),
@@ -46,8 +47,8 @@ _NAMES_OF_MODULES: Final = (
     ("backends.protocol", "CheckpointingBackend TrainingBackend"),
     ("backends.futures", "ImmediateTrainFuture TrainFuture open_pipeline"),
     ("backends.pytorch", "PyTorchTrainingBackend"),
-    ("backends.factory", "create_adamw_optimizer create_backend_with_scheduler create_cross_entropy_loss create_pytorch_backend "
-                         "create_warmup_cosine_scheduler load_hf_model parse_dtype"),
+    ("backends.factory", "create_adamw_optimizer create_backend_with_scheduler create_critic_backend create_cross_entropy_loss "
+                         "create_pytorch_backend create_reference_backend create_warmup_cosine_scheduler load_hf_model parse_dtype"),
     ("generation", "create_generate_fn evaluate_prompts generate_group generate_rollout_batch generate_rollout_batches"),
     ("rollout_manager", "AsyncRolloutManager"),
     ("weight_sync", "sync_weights_in_memory sync_weights_to_engines"),
