@@ -25,8 +25,9 @@ from torch import Tensor
 from rollouts.checks import check_shapes
 from rollouts.kl import KLEstimator, k3
 from rollouts.loss_weights import token_mean, trained_mask
+from rollouts.losses import clipped_policy_loss, plain_batch
 from rollouts.statistics import masked_mean
-from rollouts.types import TrainBatch
+from rollouts.types import LossOutput, TokenOutputs, TrainBatch
 
 Level: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """f(x, mask), each [B, T] and x = 0 where mask = 0 -> [B, T]."""
@@ -192,6 +193,40 @@ def normalize_weights(batch: TrainBatch, *, weigh: Callable[[TrainBatch], Tensor
     shares = weigh(batch)
     mean = torch.where(shares > 0, shares * weights, torch.zeros_like(weights)).sum()
     return replace(batch, importance_weights=torch.where(mean > 0, weights / torch.where(mean > 0, mean, torch.ones_like(mean)), weights))
+
+
+def decoupled_ppo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    clip_range: float = 0.2,
+    dual: float | None = None,
+    proximal_log_probs: Tensor | None = None,
+    behav_imp_weight_cap: float | None = None,
+) -> LossOutput:
+    """Mean over trained tokens of w * (PPO's clipped loss against the proximal policy), w = proximal / old, 0 above the cap.
+
+    Args:
+        log_probs: # [B, T] of the current policy, with gradient.
+        old_log_probs: # [B, T] of the policy that sampled.
+        advantages: # [B] or [B, T].
+        loss_mask: # [B, T].
+        clip_range: width on both sides of 1, in [0, 1).
+        dual: > 1, bound of the loss where A < 0 and the ratio is large; None = off.
+        proximal_log_probs: # [B, T]; None = plain PPO against old_log_probs, w = 1.
+        behav_imp_weight_cap: of w; None = no cap.
+
+    Source: Hilton et al. 2022 (Batch size-invariance for policy optimization), equation 4; Fu et al. 2025 (AReaL), equation 5.
+    """
+    assert proximal_log_probs is not None or behav_imp_weight_cap is None, (
+        f"behav_imp_weight_cap is {behav_imp_weight_cap}, but there are no proximal_log_probs: without them the weight is 1"
+    )
+    batch = plain_batch(torch.zeros_like(loss_mask, dtype=torch.int64), loss_mask, advantages, old_log_probs)
+    if proximal_log_probs is not None:
+        batch = replace(batch, prox_log_probs=proximal_log_probs, rollout_log_probs=old_log_probs)
+        batch = anchor_to_proximal(batch, cap=behav_imp_weight_cap)
+    return clipped_policy_loss(TokenOutputs(log_probs=log_probs), batch, low=clip_range, high=clip_range, dual=dual)
 
 
 # -- rejection

@@ -341,6 +341,31 @@ def merge_metrics(parts: Sequence[tuple[Mapping[str, float | Tensor], int]]) -> 
 # -- named losses on logits, for a first look and for comparing with other code
 
 
+def plain_batch(tokens: Tensor, loss_mask: Tensor, advantages: Tensor, old_log_probs: Tensor | None = None) -> TrainBatch:
+    """The columns that policy_loss reads, with token_mean weights; every row is a group of its own and trained on.
+
+    Args:
+        tokens, loss_mask: # [B, T].
+        advantages: # [B] or [B, T].
+        old_log_probs: # [B, T]; None = 0, for losses without a ratio.
+    """
+    rows, width = tokens.shape
+    check_shapes(loss_mask=(loss_mask, (rows, width)), old_log_probs=(old_log_probs, (rows, width)))
+    mask = loss_mask.to(advantages.dtype)
+    total = mask.sum()
+    return TrainBatch(
+        tokens=tokens,
+        lengths=torch.full((rows,), width, device=tokens.device),
+        loss_mask=mask,
+        rewards=torch.zeros(rows, device=tokens.device),
+        group_ids=torch.arange(rows, device=tokens.device),
+        trainable=torch.ones(rows, dtype=torch.bool, device=tokens.device),
+        old_log_probs=torch.zeros_like(mask) if old_log_probs is None else old_log_probs,
+        advantages=advantages[:, None].expand(rows, width) if advantages.dim() == 1 else advantages,
+        loss_weights=torch.where(total > 0, mask / total.clamp(min=1e-30), torch.zeros_like(mask)),
+    )
+
+
 def reinforce_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> LossOutput:
     """-mean over trained tokens of A * log p(label).
 
@@ -352,7 +377,7 @@ def reinforce_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages
 
     Returns: loss 0 and gradient 0 for a batch that is masked out entirely.
     """
-    batch = _batch_of(labels, loss_mask, advantages)
+    batch = plain_batch(labels, loss_mask, advantages)
     return policy_loss(TokenOutputs(log_probs=token_log_probs(logits, labels)), batch, surrogate=reinforce)
 
 
@@ -374,7 +399,7 @@ def ppo_loss(
         old_log_probs: # [B, T] aligned with labels.
         clip_range: width on both sides.
     """
-    batch = _batch_of(labels, loss_mask, advantages, old_log_probs)
+    batch = plain_batch(labels, loss_mask, advantages, old_log_probs)
     return clipped_policy_loss(TokenOutputs(log_probs=token_log_probs(logits, labels)), batch, low=clip_range, high=clip_range)
 
 
@@ -382,7 +407,7 @@ def compute_policy_loss(
     old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, response_mask: Tensor, clip_ratio: float = 0.2
 ) -> LossOutput:
     """PPO's clipped loss, token mean, on log-probs: all arguments # [B, T] and aligned with each other."""
-    batch = _batch_of(torch.zeros_like(response_mask, dtype=torch.int64), response_mask, advantages, old_log_probs)
+    batch = plain_batch(torch.zeros_like(response_mask, dtype=torch.int64), response_mask, advantages, old_log_probs)
     return clipped_policy_loss(TokenOutputs(log_probs=log_probs), batch, low=clip_ratio, high=clip_ratio)
 
 
@@ -394,7 +419,7 @@ def compute_value_loss(
     cliprange_value: float | None = 0.2,
 ) -> LossOutput:
     """value_loss, token mean: all tensors # [B, T]. old_values may be None if cliprange_value is (no clipping)."""
-    batch = _batch_of(torch.zeros_like(response_mask, dtype=torch.int64), response_mask, returns)
+    batch = plain_batch(torch.zeros_like(response_mask, dtype=torch.int64), response_mask, returns)
     batch = replace(batch, returns=returns, values=old_values)
     return value_loss(TokenOutputs(log_probs=torch.zeros_like(vpreds), values=vpreds), batch, clip=cliprange_value)
 
@@ -409,30 +434,11 @@ def compute_entropy_loss(entropy_or_logits: Tensor, mask: Tensor) -> LossOutput:
     Returns: the loss; `entropy` among the metrics is the mean entropy. 0 for a batch that is masked out.
     """
     entropy = entropy_from_logits(entropy_or_logits) if entropy_or_logits.dim() == 3 else entropy_or_logits
-    batch = _batch_of(torch.zeros_like(mask, dtype=torch.int64), mask, torch.zeros_like(entropy))
+    batch = plain_batch(torch.zeros_like(mask, dtype=torch.int64), mask, torch.zeros_like(entropy))
     return entropy_loss(TokenOutputs(log_probs=torch.zeros_like(entropy), entropy=entropy), batch, coef=1.0)
 
 
 # -- parts
-
-
-def _batch_of(tokens: Tensor, loss_mask: Tensor, advantages: Tensor, old_log_probs: Tensor | None = None) -> TrainBatch:
-    """The columns that policy_loss reads, token-mean weights."""
-    rows, width = tokens.shape
-    check_shapes(loss_mask=(loss_mask, (rows, width)), old_log_probs=(old_log_probs, (rows, width)))
-    mask = loss_mask.to(advantages.dtype)
-    total = mask.sum()
-    return TrainBatch(
-        tokens=tokens,
-        lengths=torch.full((rows,), width, device=tokens.device),
-        loss_mask=mask,
-        rewards=torch.zeros(rows, device=tokens.device),
-        group_ids=torch.arange(rows, device=tokens.device),
-        trainable=torch.ones(rows, dtype=torch.bool, device=tokens.device),
-        old_log_probs=torch.zeros_like(mask) if old_log_probs is None else old_log_probs,
-        advantages=advantages[:, None].expand(rows, width) if advantages.dim() == 1 else advantages,
-        loss_weights=torch.where(total > 0, mask / total.clamp(min=1e-30), torch.zeros_like(mask)),
-    )
 
 
 def _weights_and_mask(outputs: TokenOutputs, batch: TrainBatch) -> tuple[Tensor, Tensor]:
