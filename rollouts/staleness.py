@@ -3,8 +3,8 @@
     capacity = min(max_concurrent - running, (max_staleness + version + 1) * batch_size - (accepted + running)) + filtered
 
 The second term lets the trainer fall at most max_staleness versions behind what is generated: at version v it has consumed v batches,
-and (max_staleness + 1) more may be under way. Samples that were accepted and then dropped never reach the trainer; `filtered` gives
-their room back, else a run whose filter drops whole batches would stop for ever.
+and (max_staleness + 1) more may be under way. Accepted samples that are dropped before training must give their room back, or a run that
+drops enough of them stops for ever: with_dropped takes them out of `accepted`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RolloutCounts:
     running: int = 0
     accepted: int = 0  # finished and kept, over the whole run
     rejected: int = 0  # finished and not kept
-    filtered: int = 0  # accepted, dropped later, and not yet replaced
+    filtered: int = 0  # room on top of the limits (with_filtered)
 
 
 def compute_capacity(limits: StalenessLimits, counts: RolloutCounts, version: int) -> int:
@@ -45,7 +45,7 @@ def compute_capacity(limits: StalenessLimits, counts: RolloutCounts, version: in
     Args:
         version: of the weights that generate now, from 0.
 
-    Source: Fu et al. 2025 (AReaL), equation 3, with the room of filtered samples given back.
+    Source: Fu et al. 2025 (AReaL), equation 3.
     """
     concurrent = max(1, limits.max_concurrent) - counts.running
     ahead = (limits.max_staleness + version + 1) * max(1, limits.batch_size) - (counts.accepted + counts.running)
@@ -79,13 +79,22 @@ def with_rejected(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
     return replace(counts, running=counts.running - n, rejected=counts.rejected + n)
 
 
+def with_dropped(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
+    """The counts after n accepted rollouts were dropped before training: they count as rejected, and others may take their place."""
+    assert counts.accepted >= n, f"{n} accepted rollouts dropped, but {counts.accepted} are accepted"
+    return replace(counts, accepted=counts.accepted - n, rejected=counts.rejected + n)
+
+
 def with_filtered(counts: RolloutCounts, n: int) -> RolloutCounts:
-    """The counts after n accepted samples were dropped before training; n <= 0 changes nothing."""
+    """The counts with room for n more, also beyond max_concurrent; n <= 0 changes nothing.
+
+    For rollouts that stay in `accepted` although they were dropped; where they can be named, with_dropped is exact.
+    """
     return replace(counts, filtered=counts.filtered + max(0, n))
 
 
-def with_replaced(counts: RolloutCounts, n: int) -> RolloutCounts:
-    """The counts after n rollouts started in the room of filtered samples, as far as there was such room."""
+def with_consumed(counts: RolloutCounts, n: int) -> RolloutCounts:
+    """The counts after n samples went to training, which ends as much of the room that with_filtered gave."""
     return replace(counts, filtered=counts.filtered - min(max(0, n), counts.filtered))
 
 

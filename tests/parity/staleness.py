@@ -15,11 +15,11 @@ from rollouts.staleness import (
     compute_staleness,
     is_too_stale,
     with_accepted,
+    with_consumed,
     with_enqueued,
     with_filtered,
     with_recovered,
     with_rejected,
-    with_replaced,
     with_submitted,
 )
 from rollouts.types import Sample
@@ -30,7 +30,7 @@ UPDATES = {
     "accept": with_accepted,
     "reject": with_rejected,
     "filter": with_filtered,
-    "consume": with_replaced,
+    "consume": with_consumed,
 }
 
 
@@ -87,7 +87,7 @@ def recomputed_at_0(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> st
 
 MAPPINGS: dict[str, Parity] = {
     "areal_staleness_capacity": Parity(run=replay, ours="staleness.compute_capacity after with_submitted, with_accepted, ..."),
-    "areal_fork_filtered_capacity": Parity(run=replay, ours="staleness.compute_capacity after with_filtered, with_replaced, ..."),
+    "areal_fork_filtered_capacity": Parity(run=replay, ours="staleness.compute_capacity after with_filtered, with_consumed, ..."),
     "areal_staleness_capacity_table": Parity(run=areal_staleness_capacity_table, ours="staleness.compute_capacity"),
     "areal_fork_segment_staleness_check": Parity(
         run=areal_fork_segment_staleness_check,
