@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from integration.algorithm_expression import resolve_algorithm
-from rollouts.algorithms import grpo
+from integration.algorithm_expression import find_argument, resolve_algorithm
 from rollouts.config import (
     CheckpointConfig,
     GenerationConfig,
@@ -17,6 +16,7 @@ from rollouts.config import (
     RewardConfig,
     RLTrainingConfig,
     SFTTrainingConfig,
+    check_count,
     check_not_negative,
     check_positive,
     check_setting,
@@ -24,6 +24,7 @@ from rollouts.config import (
 )
 from rollouts.errors import ConfigError
 from rollouts.filters import check_any_success, check_response_diversity, check_reward_nonzero_std
+from rollouts.kl_control import KLControl
 from rollouts.rewards.answers import load_function
 from rollouts.types import Algorithm, Group
 
@@ -89,6 +90,15 @@ class SFTSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KLControlSection:
+    """The coefficient of the algorithm's KL term from step to step."""
+
+    kl_coef: float | None = None  # at the beginning; None = the kl_coef in rl.algorithm
+    target: float | None = None  # KL per token in nats that the coefficient is adapted to; None = it stays as it is
+    horizon: float = 10_000.0  # samples over which the coefficient changes by at most a fifth
+
+
+@dataclass(frozen=True, kw_only=True)
 class RLSection:
     """Reinforcement learning."""
 
@@ -98,6 +108,7 @@ class RLSection:
     num_epochs: int = 1  # passes over each rollout batch
     num_minibatches: int = 2  # optimizer steps in each pass
     algorithm: str = "grpo"  # an expression of presets, as grpo, dapo(clip_high=0.28) or module:function that returns an Algorithm
+    kl_control: KLControlSection = field(default_factory=KLControlSection)
     filter: str = "none"  # groups to train on: none, nonzero_std, any_success, diversity, or module:function
     over_sampling_factor: float = 1.0  # groups in flight per group wanted
     max_filter_attempts: int = 10  # rounds of generation for one batch
@@ -118,6 +129,26 @@ class RLSection:
             )
         resolve_algorithm(self.algorithm, max_tokens=1)  # a mistake in it must not be found out after the SFT stage
         resolve_filter(self.filter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSection:
+    """The frozen model of a KL term; loaded only if the algorithm has one."""
+
+    path: str | None = None  # Hugging Face model directory; None = the policy as it is when RL begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSection:
+    """The model behind an algorithm's values (ppo); made only if the algorithm requires them."""
+
+    path: str | None = None  # directory of a saved critic or of a language model; None = the policy as it is when RL begins
+    warmup_steps: int = 0  # first RL steps in which only the critic is trained
+    value_clip: float | None = 0.2  # how far values may move from those at collection time, in reward units; None = no clipping
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
+
+    def __post_init__(self) -> None:
+        check_count(self, "warmup_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +244,8 @@ class Config:
     data: DataSection = field(default_factory=DataSection)
     sft: SFTSection = field(default_factory=SFTSection)
     rl: RLSection = field(default_factory=RLSection)
+    reference: ReferenceSection = field(default_factory=ReferenceSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     generation: GenerationSection = field(default_factory=GenerationSection)
     reward: RewardSection = field(default_factory=RewardSection)
     backend: BackendSection = field(default_factory=BackendSection)
@@ -231,8 +264,27 @@ class Config:
         check_setting(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1, or None")
         check_not_negative(self, "seed")
         sft_training_config(self)
-        rl_training_config(self, grpo())
+        algorithm = resolve_algorithm(self.rl.algorithm, max_tokens=1)
+        check_companion_settings(self, algorithm)
+        rl_training_config(self, algorithm)
         reward_config(self)
+
+
+def check_companion_settings(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError for settings of a model that the algorithm does not use: they would change nothing."""
+    name, critic = config.rl.algorithm, config.critic
+    if config.reference.path is not None and "ref_log_probs" not in algorithm.requires:
+        raise ConfigError(
+            f"reference.path is {config.reference.path!r}, but rl.algorithm {name!r} has no KL term: "
+            "give it a kl_coef, as in grpo(kl_coef=0.04), or leave --reference.path out"
+        )
+    if critic != CriticSection() and "values" not in algorithm.requires:
+        changed = next(f"critic.{key} is {value!r}" for key, value in vars(critic).items() if value != getattr(CriticSection(), key))
+        raise ConfigError(f"{changed}, but rl.algorithm {name!r} has no critic: choose one that has, as ppo(), or leave it out")
+    if critic.warmup_steps >= config.rl.num_steps:
+        raise ConfigError(
+            f"critic.warmup_steps is {critic.warmup_steps} of rl.num_steps = {config.rl.num_steps}: the policy would never be trained"
+        )
 
 
 def sft_training_config(config: Config) -> SFTTrainingConfig:
@@ -246,6 +298,30 @@ def sft_training_config(config: Config) -> SFTTrainingConfig:
         max_tokens_per_microbatch=config.sft.max_tokens_per_microbatch,
         seed=config.seed,
     )
+
+
+def create_kl_control(config: Config, algorithm: Algorithm) -> KLControl | None:
+    """The controller of the algorithm's KL term, so that its coefficient and the measured KL are logged; None without such a term.
+
+    None, too, for an algorithm of the user's own whose coefficient is not known, unless the configuration gives one.
+    """
+    section = config.rl.kl_control
+    if "ref_log_probs" not in algorithm.requires:
+        if section != KLControlSection():
+            raise ConfigError(
+                f"rl.kl_control is set, but rl.algorithm {config.rl.algorithm!r} has no KL term: give it a kl_coef, as in ppo(kl_coef=0.05)"
+            )
+        return None
+    kl_coef = find_argument(config.rl.algorithm, "kl_coef") if section.kl_coef is None else section.kl_coef
+    if not isinstance(kl_coef, int | float):
+        if section.target is not None:
+            raise ConfigError(
+                f"rl.algorithm {config.rl.algorithm!r} does not say its kl_coef: give --rl.kl-control.kl-coef, where it begins"
+            )
+        return None
+    if section.target is not None and kl_coef == 0:
+        raise ConfigError("rl.kl_control.target is set, but kl_coef is 0, from where no factor leads away: give one above 0")
+    return KLControl(kl_coef=float(kl_coef), target=section.target, horizon=section.horizon)
 
 
 def rl_training_config(config: Config, algorithm: Algorithm) -> RLTrainingConfig:
@@ -262,6 +338,9 @@ def rl_training_config(config: Config, algorithm: Algorithm) -> RLTrainingConfig
         max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,
         weight_sync="memory",
         seed=config.seed,
+        value_clip=config.critic.value_clip,
+        critic_warmup_steps=config.critic.warmup_steps,
+        kl_control=create_kl_control(config, algorithm),
     )
 
 
@@ -313,7 +392,12 @@ def create_output_dir(config: Config, timestamp: str) -> Path:
 
 
 def count_rl_updates(config: Config) -> int:
-    """Optimizer steps of the RL stage."""
+    """Optimizer steps of the policy in the RL stage."""
+    return (config.rl.num_steps - config.critic.warmup_steps) * config.rl.num_epochs * config.rl.num_minibatches
+
+
+def count_critic_updates(config: Config) -> int:
+    """Optimizer steps of the critic, which is also trained while the policy waits for it."""
     return config.rl.num_steps * config.rl.num_epochs * config.rl.num_minibatches
 
 

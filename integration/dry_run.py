@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from integration.algorithm_expression import describe_algorithm
+from integration.algorithm_expression import describe_algorithm, resolve_algorithm
 from integration.command_line import Mode
-from integration.config import Config, count_rl_updates, create_model_config
-from rollouts.backends.factory import check_model_directory
+from integration.config import Config, count_critic_updates, count_rl_updates
+from integration.models import read_model_config
 from rollouts.config import to_dict
 from rollouts.errors import ConfigError
+from rollouts.types import Algorithm
 
 RESPONSE_TOKENS = {"sort": 8, "sort-long": 10}  # most tokens of a response, unless the user sets it
 OWN_DATA_RESPONSE_TOKENS = 512
@@ -43,6 +43,7 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     if "rl" in mode:
         per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
         facts["RL algorithm"] = describe_algorithm(config.rl.algorithm, response_tokens(config))
+        facts |= describe_companions(config, resolve_algorithm(config.rl.algorithm, response_tokens(config)))
         facts["RL samples per step"] = f"{per_step:,} ({config.rl.prompts_per_step} prompts x {config.rl.samples_per_prompt})"
         facts["RL optimizer steps per step"] = (
             f"{config.rl.num_epochs * config.rl.num_minibatches} of {per_step // config.rl.num_minibatches} rows"
@@ -50,7 +51,19 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
         facts["RL optimizer steps"] = f"{count_rl_updates(config):,}"
         facts["RL samples"] = f"{config.rl.num_steps * per_step:,}"
         facts["RL weight syncs"] = f"{config.rl.num_steps // config.rl.sync_every:,}"
-    facts |= estimate_memory(config, model, num_parameters)
+    facts |= estimate_memory(config, mode, model, num_parameters)
+    return facts
+
+
+def describe_companions(config: Config, algorithm: Algorithm) -> dict[str, str]:
+    """Where the models come from that the algorithm needs beside the policy."""
+    facts: dict[str, str] = {}
+    if "ref_log_probs" in algorithm.requires:
+        facts["RL reference model"] = config.reference.path or "the policy as RL begins"
+    if "values" in algorithm.requires:
+        start = config.critic.path or "the policy as RL begins, with a new value head"
+        alone = f", {config.critic.warmup_steps} RL steps of them alone" if config.critic.warmup_steps else ""
+        facts["RL critic"] = f"{start}; {count_critic_updates(config):,} optimizer steps{alone}"
     return facts
 
 
@@ -59,8 +72,12 @@ def response_tokens(config: Config) -> int:
     return config.generation.max_tokens or RESPONSE_TOKENS.get(config.task, OWN_DATA_RESPONSE_TOKENS)
 
 
-def estimate_memory(config: Config, model: Any, num_parameters: int) -> dict[str, str]:
-    """Weights, gradients, Adam's two moments and the engine's copy, all float32; keys and values at full slots; logits of one chunk."""
+def estimate_memory(config: Config, mode: Mode, model: Any, num_parameters: int) -> dict[str, str]:
+    """Weights, gradients, Adam's two moments and the engine's copy, all float32; keys and values at full slots; logits of one chunk.
+
+    Reference and critic, where the algorithm has them, count as models of the policy's size.
+    """
+    requires = resolve_algorithm(config.rl.algorithm, response_tokens(config)).requires if "rl" in mode else frozenset[str]()
     model = model.get_text_config()  # the language model, where there are others beside it
     training = 4 * 4 * num_parameters
     engine = 4 * num_parameters
@@ -73,6 +90,8 @@ def estimate_memory(config: Config, model: Any, num_parameters: int) -> dict[str
     parts = {
         "memory: training state": training,
         "memory: engine weights": engine,
+        **({"memory: reference weights": 4 * num_parameters} if "ref_log_probs" in requires else {}),
+        **({"memory: critic's training state": training} if "values" in requires else {}),
         "memory: keys and values": cache,
         "memory: logits": logits,
     }
@@ -88,20 +107,6 @@ def format_bytes(size: float) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
-
-
-def read_model_config(config: Config) -> Any:
-    """The Hugging Face configuration of the model, without its weights."""
-    from transformers import AutoConfig
-
-    section = config.model
-    if section.path is not None:
-        path = check_model_directory(Path(section.path))
-        try:
-            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=section.trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{path} has no model configuration that can be read: {error}") from error
-    return create_model_config(section)
 
 
 def count_parameters(model_config: Any, *, trust_remote_code: bool = False) -> int:

@@ -14,28 +14,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from integration.algorithm_expression import resolve_algorithm
 from integration.config import (
     Config,
+    count_critic_updates,
     count_rl_updates,
-    create_model_config,
     generation_config,
     resolve_filter,
     reward_config,
     rl_training_config,
     sft_training_config,
 )
+from integration.models import check_companions, create_backend, create_companions, create_model, open_companions
 from integration.tasks import Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
-from rollouts.backends.factory import create_backend_with_scheduler, load_hf_model, load_tokenizer, parse_device
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import TrainingBackend
-from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.chat import ensure_pad_token
 from rollouts.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state
-from rollouts.config import OptimizerConfig, RolloutConfig, check_rl_batch_sizes
+from rollouts.config import RolloutConfig, check_rl_batch_sizes
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.inprocess import InProcessEngine
 from rollouts.errors import CheckpointError, ConfigError
@@ -159,23 +155,29 @@ async def run_rl(
     Returns: the last checkpoint; None if control.should_stop ended the stage before its last step.
     """
     control = control or RunControl()
+    check_companions(config, source_checkpoint)
     model, tokenizer = create_model(config, source_checkpoint)
     task = create_task(config, tokenizer, "rl") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "rl")
     algorithm = resolve_algorithm(config.rl.algorithm, generation_config(config, task.max_tokens).max_tokens)
     training = rl_training_config(config, algorithm)
     backend = create_backend(config, model, tokenizer, config.rl.optimizer, count_rl_updates(config))
+    companions = create_companions(config, algorithm, model, tokenizer, count_critic_updates(config))
     checkpoint_dir = output_dir / CHECKPOINTS
     source = find_checkpoint(checkpoint_dir, control)
     buffer = DataBuffer(task.train_prompts, seed=config.seed)
-    async with open_pipeline(backend) as pipeline, create_engine(config, model, tokenizer) as engine:
+    async with (
+        open_pipeline(backend) as pipeline,
+        open_companions(companions) as beside,
+        create_engine(config, model, tokenizer) as engine,
+    ):
         evaluation = Evaluation(engine, tokenizer, task, config, output_dir / "examples.jsonl")
         rollout = create_rollout_config(config, task, engine, tokenizer)
         check_rl_batch_sizes(rollout, training)
         async with AsyncRolloutManager(buffer, rollout, engines=[engine]) as manager:
             resume = None
             if source is not None:
-                resume = await restore_rl_run(source, pipeline, manager, [engine], training)
+                resume = await restore_rl_run(source, pipeline, manager, [engine], training, critic=beside.critic)
                 control.say(f"RL goes on after step {resume.step} of {config.rl.num_steps}")
             elif source_checkpoint is None and task.heldout_prompts and logger is not None:
                 logger.log(await evaluation.measure(), 0)
@@ -187,6 +189,8 @@ async def run_rl(
                     [engine],
                     training,
                     logger,
+                    reference=beside.reference,
+                    critic=beside.critic,
                     pad_id=ensure_pad_token(tokenizer),
                     evaluate=evaluation.measure,
                     checkpoint_dir=checkpoint_dir,
@@ -199,21 +203,6 @@ async def run_rl(
             elif logger is not None:  # killed between the last checkpoint and its line
                 logger.log(dict(resume.metrics) | await evaluation.measure(), resume.step)
     return finished_checkpoint(checkpoint_dir, config.rl.num_steps)
-
-
-def create_model(config: Config, source: Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model of a directory with its tokenizer, or the built-in one from random weights (a function of the seed)."""
-    section = config.model
-    path = source or (None if section.path is None else Path(section.path))
-    if path is not None:
-        model = load_hf_model(path, device=parse_device(section.device), trust_remote_code=section.trust_remote_code)
-        return model, load_tokenizer(path, trust_remote_code=section.trust_remote_code)
-    from transformers import Qwen3ForCausalLM
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = Qwen3ForCausalLM(create_model_config(section))
-    return model.to(parse_device(section.device)), create_char_tokenizer(section.vocab_size)  # type: ignore[arg-type]
 
 
 def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = "sft+rl") -> Task:
@@ -244,27 +233,6 @@ def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = 
     if config.reward.function is None:
         return task
     return Task(**{**vars(task), "reward_fn": load_function(config.reward.function)})
-
-
-def create_backend(
-    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: OptimizerConfig, total_steps: int
-) -> PyTorchTrainingBackend:
-    """The backend of config.backend.kind; "pytorch" is the only one."""
-    return create_backend_with_scheduler(
-        model,
-        lr=optimizer.lr,
-        total_steps=total_steps,
-        warmup_steps=optimizer.warmup_steps,
-        min_lr_ratio=optimizer.min_lr_ratio,
-        schedule=optimizer.schedule,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.max_grad_norm,
-        device=parse_device(config.model.device),
-        compute_dtype=config.backend.compute_dtype,
-        tokenizer=tokenizer,
-    )
 
 
 def create_engine(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> InProcessEngine:

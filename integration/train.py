@@ -21,7 +21,8 @@ from integration.command_line import CONFIG_FILE, RUN_FILE, CommandLine, Mode, p
 from integration.config import Config, create_output_dir
 from integration.display import Progress
 from integration.dry_run import describe_run
-from integration.stages import CHECKPOINTS, RunControl, check_data_given, create_model, create_task, run_rl, run_sft
+from integration.models import check_companions, create_model
+from integration.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
 from integration.summary import draw_curves, summarize_run, tell_story
 from rollouts.checkpoints import latest_checkpoint, load_run_state, lock_run_directory
 from rollouts.config import save_config, to_dict
@@ -148,6 +149,8 @@ def run(command: CommandLine) -> int:
     """Carry out a command line. Returns the exit status."""
     config = command.config
     check_data_given(config)
+    if "rl" in command.mode:
+        check_companions(config)
     if command.dry_run:
         print(describe_run(config, command.mode))
         return 0

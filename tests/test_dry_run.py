@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from integration.config import Config, DataSection, EngineSection, GenerationSection, ModelSection, RLSection, SFTSection
-from integration.dry_run import count_parameters, derive_numbers, describe_run, format_bytes, read_model_config
-from integration.stages import create_model
+from integration.dry_run import count_parameters, derive_numbers, describe_run, format_bytes
+from integration.models import create_model, read_model_config
 from rollouts.config import from_dict
 from rollouts.errors import ConfigError
 

@@ -1,0 +1,244 @@
+"""The RL stage with what its algorithm needs beside the policy: a reference model, a critic, a KL controller; interrupted and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from integration import models
+from integration.config import (
+    Config,
+    CriticSection,
+    EvaluationSection,
+    KLControlSection,
+    ModelSection,
+    ReferenceSection,
+    RLSection,
+)
+from integration.models import Companions, check_companions, create_companions, create_model
+from integration.stages import RunControl, run_rl
+from integration.tasks import create_sort_task
+from rollouts.algorithms import decoupled, grpo, ppo
+from rollouts.backends.factory import create_reference_backend
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.checkpoints import latest_checkpoint, load_run_state
+from rollouts.config import OptimizerConfig
+from rollouts.errors import ConfigError
+from rollouts.metrics import JSONLLogger, read_metrics, truncate_log
+from rollouts.testing import create_tiny_model
+from rollouts.types import Sample
+
+
+def count_even(sample: Sample) -> float:
+    """A reward that differs from sample to sample, whatever the model has learned."""
+    return sum(token % 2 == 0 for token in sample.tokens[-4:]) / 4
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Makes the configuration of a run that takes a second, whose rewards differ from sample to sample."""
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+
+    def create(algorithm: str, **sections: Any) -> Config:
+        rl = {"num_steps": 4, "prompts_per_step": 4, "samples_per_prompt": 4, "algorithm": algorithm, **sections.pop("rl", {})}
+        return Config(
+            rl=RLSection(**{"optimizer": OptimizerConfig(lr=3e-3), **rl}),
+            model=ModelSection(hidden_size=32, intermediate_size=32, num_layers=1),
+            evaluation=EvaluationSection(num_prompts=4, sampled=False),
+            **sections,
+        )
+
+    return create
+
+
+async def run(config: Config, directory: Path, stop_after: int | None = None) -> list[dict[str, Any]]:
+    """The RL lines of a run; stopped after so many steps, if given."""
+    directory.mkdir(exist_ok=True)
+    steps_done: list[int] = []
+
+    def should_stop() -> bool:
+        steps_done.append(1)
+        return stop_after is not None and len(steps_done) >= stop_after
+
+    checkpoint = latest_checkpoint(directory / "rl" / "checkpoints")
+    if checkpoint is not None:
+        truncate_log(directory / "metrics.jsonl", load_run_state(checkpoint)["metrics_bytes"])
+    logger = JSONLLogger(directory / "metrics.jsonl")
+    task = replace(create_sort_task(num_train=64, num_heldout=4), reward_fn=count_even)
+    await run_rl(config, directory / "rl", None, RunControl(logger=logger, should_stop=should_stop), task=task)
+    logger.finish()
+    return [line for line in read_metrics(directory / "metrics.jsonl") if line["step"] > 0]
+
+
+def values(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if not key.endswith("_s")} for line in lines]
+
+
+RESUMED = {
+    "ppo": ("ppo(kl_coef=0.05)", {}),
+    "ppo with a critic that begins alone": ("ppo()", {"critic": CriticSection(warmup_steps=1, value_clip=0.05)}),
+    "adaptive kl_coef": ("ppo(kl_coef=0.05)", {"rl": {"kl_control": KLControlSection(target=1e-4, horizon=100.0)}}),
+    "kl in the loss": ("grpo(kl_coef=0.5)", {}),
+    "decoupled": ("decoupled(dapo(clip_high=0.28), cap=5.0)", {"rl": {"sync_every": 2, "num_minibatches": 4}}),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+async def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(name: str, start: Callable[..., Config], tmp_path: Path):
+    algorithm, sections = RESUMED[name]
+    config = start(algorithm, **sections)
+    whole = await run(config, tmp_path / "whole")
+    await run(config, tmp_path / "parts", stop_after=2)
+    assert values(await run(config, tmp_path / "parts")) == values(whole)
+    assert [line["step"] for line in whole] == [1, 2, 3, 4]
+
+
+async def test_the_options_of_an_algorithm_show_in_its_metrics(start: Callable[..., Config], tmp_path: Path):
+    plain = (await run(start("grpo"), tmp_path / "grpo"))[-1]
+    assert not {"kl_coef", "reference_kl", "ref_kl", "critic_loss", "importance_weight"} & set(plain)
+    in_loss = (await run(start("grpo(kl_coef=0.5)"), tmp_path / "loss"))[-1]
+    assert (in_loss["kl_coef"], in_loss["ref_kl"] > 0, in_loss["reference_kl"] != 0) == (0.5, True, True)
+    lines = await run(start("ppo(kl_coef=0.05)", critic=CriticSection(optimizer=OptimizerConfig(lr=0.02))), tmp_path / "reward")
+    assert {line["kl_coef"] for line in lines} == {0.05} and {line["critic_lr"] for line in lines} == {0.02}
+    assert {"reference_kl", "critic_loss", "value_mean", "explained_variance"} <= set(lines[-1])
+    assert (await run(start("decoupled(grpo())"), tmp_path / "decoupled"))[-1]["importance_weight"] == pytest.approx(1.0, abs=1e-3)
+
+
+async def test_an_adaptive_kl_coefficient_moves_towards_its_target(start: Callable[..., Config], tmp_path: Path):
+    control = KLControlSection(kl_coef=0.1, target=1e-3, horizon=100.0)
+    lines = await run(start("ppo(kl_coef=0.05)", rl={"kl_control": control}), tmp_path / "run")
+    kl_coef = 0.1
+    for line in lines:
+        assert line["kl_coef"] == pytest.approx(kl_coef)
+        kl_coef *= 1 + min(max(line["reference_kl"] / 1e-3 - 1, -0.2), 0.2) * 16 / 100
+    assert len({line["kl_coef"] for line in lines}) == 4
+
+
+async def test_a_critic_that_begins_alone_leaves_the_policy_as_it_is(start: Callable[..., Config], tmp_path: Path):
+    lines = await run(start("ppo()", critic=CriticSection(warmup_steps=2)), tmp_path / "run")
+    assert [line["num_updates"] for line in lines] == [0, 0, 2, 2]
+    assert [line["eval_accuracy"] for line in lines[:2]] == [lines[0]["eval_accuracy"]] * 2
+    assert all("critic_loss" in line for line in lines)
+
+
+def count_models(config: Config, algorithm: Any) -> tuple[int, Companions]:
+    """Parameters beside the policy's."""
+    model, tokenizer = create_model(config)
+    companions = create_companions(config, algorithm, model, tokenizer, critic_steps=8)
+    backends: list[Any] = [backend for backend in (companions.reference, companions.critic) if backend is not None]
+    return sum(p.numel() for backend in backends for p in backend.model.parameters()), companions
+
+
+def test_no_model_is_made_that_the_algorithm_does_not_need(start: Callable[..., Config], monkeypatch: pytest.MonkeyPatch):
+    config = start("grpo")
+    policy = sum(p.numel() for p in create_model(config)[0].parameters())
+    assert count_models(config, grpo()) == (0, Companions())
+    assert count_models(config, decoupled(grpo())) == (0, Companions())
+    assert count_models(config, grpo(kl_coef=0.1))[0] == policy
+    assert policy < count_models(config, ppo())[0] < policy + 100  # the value head in place of the tied output layer
+    assert count_models(config, ppo(kl_coef=0.1))[0] == policy + count_models(config, ppo())[0]
+    model, tokenizer = create_model(config)
+    monkeypatch.setattr(models.copy, "deepcopy", lambda model: pytest.fail("a model was copied"))
+    assert create_companions(config, grpo(), model, tokenizer, critic_steps=8) == Companions()
+
+
+async def test_the_reference_is_the_policy_as_it_was_when_rl_began_also_after_resume(
+    start: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[torch.Tensor] = []
+
+    def remember(model: Any, **options: Any) -> Any:
+        made.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
+        return create_reference_backend(model, **options)
+
+    monkeypatch.setattr(models, "create_reference_backend", remember)
+    config = start("grpo(kl_coef=0.1)")
+    first = torch.cat([p.detach().flatten() for p in create_model(config)[0].parameters()])
+    await run(config, tmp_path / "run", stop_after=2)
+    await run(config, tmp_path / "run")
+    assert len(made) == 2 and all(torch.equal(weights, first) for weights in made)
+
+
+@pytest.fixture
+def same_tokens(tmp_path: Path) -> Path:
+    """A language model of the built-in tokenizer."""
+    create_tiny_model(seed=3).save_pretrained(tmp_path / "same")
+    create_char_tokenizer().save_pretrained(tmp_path / "same")
+    return tmp_path / "same"
+
+
+@pytest.fixture
+def other_tokens(tmp_path: Path) -> Path:
+    """A language model of another tokenizer."""
+    create_tiny_model(vocab_size=80).save_pretrained(tmp_path / "other")
+    create_char_tokenizer(80).save_pretrained(tmp_path / "other")
+    return tmp_path / "other"
+
+
+@pytest.mark.parametrize("name", ["reference", "critic"])
+def test_a_model_with_other_tokens_is_refused(name: str, start: Callable[..., Config], same_tokens: Path, other_tokens: Path):
+    def create(path: Path) -> Config:
+        section = ReferenceSection(path=str(path)) if name == "reference" else CriticSection(path=str(path))
+        return start("ppo(kl_coef=0.1)", **{name: section})
+
+    check_companions(create(same_tokens))
+    with pytest.raises(ConfigError, match=rf"{name}\.path is .*other, whose tokens are not the policy's: .* leave --{name}\.path out"):
+        check_companions(create(other_tokens))
+    with pytest.raises(ConfigError, match="is not a directory"):
+        check_companions(create(other_tokens / "nowhere"))
+    check_companions(create(other_tokens), other_tokens)  # the policy that RL begins with
+
+
+async def test_other_models_can_be_named(start: Callable[..., Config], same_tokens: Path, tmp_path: Path):
+    config = start("ppo(kl_coef=0.1)", reference=ReferenceSection(path=str(same_tokens)))
+    _, companions = count_models(config, ppo(kl_coef=0.1))
+    reference: Any = companions.reference
+    expected = create_tiny_model(seed=3).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in reference.model.state_dict().items())
+    assert (await run(config, tmp_path / "run"))[0]["reference_kl"] > 1e-3, "another model from the first step on"
+    critic = tmp_path / "run" / "rl" / "checkpoints" / "step_0004" / "critic"
+    config = start("ppo", critic=CriticSection(path=str(critic)))
+    again: Any = count_models(config, ppo())[1].critic
+    saved: Any = count_models(replace(config, critic=CriticSection()), ppo())[1].critic
+    assert not torch.equal(again.model.score.weight, saved.model.score.weight)
+    check_companions(config)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sections", "message"),
+    [
+        (
+            "grpo",
+            {"reference": ReferenceSection(path="x")},
+            r"reference.path is 'x', but rl.algorithm 'grpo' has no KL term: give it a kl_coef",
+        ),
+        (
+            "grpo",
+            {"critic": CriticSection(path="x")},
+            r"critic.path is 'x', but rl.algorithm 'grpo' has no critic: choose one that has, as ppo",
+        ),
+        ("grpo", {"critic": CriticSection(warmup_steps=1)}, "critic.warmup_steps is 1, but .* no critic"),
+        (
+            "ppo",
+            {"critic": CriticSection(warmup_steps=4)},
+            "critic.warmup_steps is 4 of rl.num_steps = 4: the policy would never be trained",
+        ),
+        ("ppo", {"rl": {"kl_control": KLControlSection(target=0.1)}}, r"rl.kl_control is set, but rl.algorithm 'ppo' has no KL term"),
+        ("ppo(kl_coef=0.1)", {"rl": {"kl_control": KLControlSection(kl_coef=0.0, target=0.1)}}, "no factor leads away"),
+        ("ppo(kl_coef=0.1)", {"rl": {"kl_control": KLControlSection(target=-0.1)}}, "target is -0.1"),
+        ("ppo", {"critic": CriticSection(value_clip=0.0)}, "value_clip is 0.0"),
+        ("own.py:own", {"rl": {"kl_control": KLControlSection(target=0.1)}}, "does not say its kl_coef: give --rl.kl-control.kl-coef"),
+    ],
+)
+def test_settings_that_would_change_nothing_are_refused(
+    algorithm: str, sections: dict[str, Any], message: str, start: Callable[..., Config], tmp_path: Path
+):
+    (tmp_path / "own.py").write_text("from rollouts.algorithms import grpo\ndef own():\n    return grpo(kl_coef=0.1)\n")
+    with pytest.raises(ConfigError, match=message):
+        start(algorithm, **sections)
