@@ -51,7 +51,7 @@ def check_requirements(
         backend: the policy, whose tokens a critic must know.
         controls_kl: whether a KL controller sets the coefficient of the algorithm's KL term.
     """
-    fillable = {*POLICY_COLUMNS, *SAMPLE_COLUMNS, "ref_log_probs", "values", "entropy"}
+    fillable = {*POLICY_COLUMNS, *SAMPLE_COLUMNS, "ref_log_probs", "values", "entropy", "greedy_rows"}  # the last are looked for in a batch
     unknown = sorted(algorithm.requires - fillable)
     if unknown:
         raise ConfigError(f"the algorithm requires {unknown}, which this loop cannot fill; it can fill {sorted(fillable)}")
