@@ -124,10 +124,16 @@ def main() -> None:
                     for number, algorithm in enumerate(runs)
                 }
                 for algorithm, job in jobs.items():
-                    runs[algorithm].append(job.result())
-                    last = runs[algorithm][-1]
+                    try:
+                        last = job.result()
+                    except RuntimeError as error:  # one algorithm that fails must not cost the results of the others
+                        print(f"seed {seed}  {algorithm:34s} FAILED: {error}", flush=True)
+                        continue
+                    runs[algorithm].append(last)
                     line = f"{last['accuracy'][0]:.3f} -> {last['accuracy'][-1]:.3f}, {last['seconds']:.0f} s"
                     print(f"seed {seed}  {algorithm:34s} {line}", flush=True)
+                write_json(arguments.output, {"machine": describe_machine(), "seconds_sft": seconds_sft, "runs": runs})
+    runs = {algorithm: of_seeds for algorithm, of_seeds in runs.items() if of_seeds}
     table = summarize(runs)
     print_table(f"default task, seeds {arguments.seeds}, SFT {statistics.mean(seconds_sft):.0f} s each", table)
     if arguments.picture:
