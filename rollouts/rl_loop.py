@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -60,6 +60,16 @@ class RestorableRolloutSource(RolloutSource, Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of state_dict."""
+        ...
+
+
+@runtime_checkable
+class BaselineSource(Protocol):
+    """A rollout source that says beforehand how many samples of each group are not trained on."""
+
+    @property
+    def num_baseline_samples(self) -> int:
+        """For example 1, the greedy one of ReMax."""
         ...
 
 
@@ -172,6 +182,11 @@ async def run_rl_training(
     """
     algorithm = resolve_algorithm(config)
     check_requirements(algorithm, reference, critic, backend=backend, controls_kl=config.kl_control is not None)
+    if "greedy_rows" in algorithm.requires and isinstance(rollout_manager, BaselineSource) and not rollout_manager.num_baseline_samples:
+        raise ConfigError(
+            "the algorithm requires greedy_rows, an answer in each group that is not trained on: pass a rollout_manager with "
+            "RolloutConfig(n_baseline_samples=1, generate_fn=create_generate_fn(..., num_greedy=1))"
+        )
     if config.critic_warmup_steps and critic is None:
         raise ConfigError(f"critic_warmup_steps is {config.critic_warmup_steps}, but there is no critic: pass critic=, or set it to 0")
     saver = None if checkpoint_dir is None and config.weight_sync == "memory" else require_checkpointing(backend)

@@ -81,6 +81,11 @@ class AsyncRolloutManager:
             self.request_abort()
 
     @property
+    def num_baseline_samples(self) -> int:
+        """Samples of each group that are not trained on."""
+        return self._config.n_baseline_samples
+
+    @property
     def partial_samples(self) -> tuple[Sample, ...]:
         """Everything that is carried over, finished groups and unfinished ones that have samples, in the order of index."""
         groups = [*self._complete, *(pending.samples for pending in self._pending)]

@@ -8,19 +8,20 @@ import pytest
 import torch
 import trio
 
-from rollouts.algorithms import grpo
+from rollouts.algorithms import grpo, remax
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.checkpoints import load_run_state
 from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer
-from rollouts.errors import CheckpointError, ConfigError
+from rollouts.errors import CheckpointError, ConfigError, DataError, GenerationError
+from rollouts.filters import check_reward_nonzero_std
 from rollouts.generation import create_generate_fn
 from rollouts.metrics import JSONLLogger, read_metrics
 from rollouts.rl_loop import restore_rl_run, run_rl_training, train_on_rollouts
 from rollouts.rollout_manager import AsyncRolloutManager
 from rollouts.samples import derive_seed
-from rollouts.testing import Call, FakeBackend, FakeEngine
-from rollouts.types import Sample, SamplingParams
+from rollouts.testing import Call, FakeBackend, FakeEngine, script_answer
+from rollouts.types import RolloutBatch, Sample, SamplingParams, Status, TrainBatch
 
 
 def random_reward(sample: Sample) -> float:
@@ -196,3 +197,81 @@ async def test_two_loops_in_one_program_do_not_disturb_each_other():
         nursery.start_soon(one, 1)
         nursery.start_soon(one, 2)
     assert [together[1], together[2]] == alone
+
+
+async def test_remax_compares_with_a_greedy_sample_that_is_not_trained_on():
+    parts = make_run()
+    backend, buffer, _, engine = parts
+    generate = create_generate_fn([engine], create_char_tokenizer(), SamplingParams(max_tokens=6), num_greedy=1)
+    rollout = RolloutConfig(batch_size=4, n_samples_per_prompt=3, n_baseline_samples=1, generate_fn=generate, reward_fn=random_reward)
+    rollouts: list[RolloutBatch] = []
+    parts = (backend, buffer, AsyncRolloutManager(buffer, rollout, engines=[engine]), engine)
+    config = replace(IN_MEMORY, num_steps=2, num_minibatches=2, algorithm=remax())
+    history = await run(parts, config, on_rollouts=lambda step, batch: rollouts.append(batch))
+    greedy = [s.reward for s in rollouts[0].samples if not s.metadata.get("trainable", True)]
+    sampled = [s.reward for s in rollouts[0].samples if s.metadata.get("trainable", True)]
+    assert (len(greedy), len(sampled)) == (4, 12)
+    assert history[0]["baseline_reward_mean"] == sum(greedy) / 4
+    assert history[0]["reward_mean"] == pytest.approx(sum(sampled) / 12)
+    assert history[0]["num_samples"] == 12
+    assert [call.arguments["rows"] for call in backend.calls if call.method == "forward_backward"] == [6, 6] * 2
+
+
+async def test_remax_without_a_greedy_sample_is_refused_with_what_to_do_before_the_first_rollout():
+    parts = make_run()
+    with pytest.raises(ConfigError, match=r"greedy_rows.*n_baseline_samples=1.*num_greedy=1"):
+        await run(parts, replace(IN_MEMORY, algorithm=remax()))
+    assert parts[3].calls == []
+
+    class Source:  # says nothing about its groups beforehand
+        def __init__(self, manager: AsyncRolloutManager) -> None:
+            self.generate_batch, self.state_dict = manager.generate_batch, manager.state_dict
+
+    backend, buffer, manager, engine = parts
+    with pytest.raises(DataError, match="greedy"):
+        await run_rl_training(backend, buffer, Source(manager), [engine], replace(IN_MEMORY, algorithm=remax()))
+
+
+async def test_truncated_samples_can_be_left_out_of_the_loss_and_still_count_in_their_groups():
+    seen: list[TrainBatch] = []
+    algorithm = grpo()
+
+    def estimate(batch: TrainBatch) -> TrainBatch:
+        seen.append(batch)
+        return algorithm.estimate(batch)
+
+    rollouts: list[RolloutBatch] = []
+    config = replace(IN_MEMORY, mask_truncated=True, algorithm=replace(algorithm, estimate=estimate))
+    history = await run(make_run(), config, on_rollouts=lambda step, batch: rollouts.append(batch))
+    for batch, rollout, metrics in zip(seen, rollouts, history, strict=True):
+        truncated = torch.tensor([sample.status is Status.TRUNCATED for sample in rollout.samples])
+        assert 0 < int(truncated.sum()) < len(truncated)
+        assert float(batch.loss_mask[truncated].sum()) == 0
+        assert bool((batch.loss_mask[~truncated].sum(1) > 0).all())
+        assert bool(batch.trainable.all())
+        assert batch.rewards.tolist() == rollout.rewards
+        lengths = [length for length, cut in zip(rollout.response_lengths, truncated.tolist(), strict=True) if not cut]
+        assert metrics["num_tokens"] == sum(lengths)
+        assert metrics["response_length_mean"] == sum(rollout.response_lengths) / 16
+
+
+async def test_a_step_of_truncated_samples_only_trains_nothing_and_the_run_goes_on():
+    parts, engine = make_run(), FakeEngine(script_answer([5, 6, 7, 1]))
+    generate = create_generate_fn([engine], create_char_tokenizer(), SamplingParams(max_tokens=2))
+    rollout = RolloutConfig(batch_size=2, n_samples_per_prompt=2, generate_fn=generate, reward_fn=random_reward)
+    parts = (parts[0], parts[1], AsyncRolloutManager(parts[1], rollout, engines=[engine]), engine)
+    history = await run(parts, replace(IN_MEMORY, num_steps=2, mask_truncated=True))
+    assert [(m["num_updates"], m["num_tokens"], m["truncated_fraction"]) for m in history] == [(0.0, 0.0, 1.0)] * 2
+
+
+async def test_a_filter_that_refuses_every_group_ends_with_what_to_do():
+    parts = make_run()
+    generate = create_generate_fn([parts[3]], create_char_tokenizer(), SamplingParams(max_tokens=6))
+    rollout = RolloutConfig(
+        batch_size=2, n_samples_per_prompt=4, generate_fn=generate, reward_fn=lambda sample: 1.0,
+        filter_fn=check_reward_nonzero_std, max_filter_attempts=3,
+    )  # fmt: skip
+    parts = (parts[0], parts[1], AsyncRolloutManager(parts[1], rollout, engines=[parts[3]]), parts[3])
+    message = r"0 of the 2 groups .* in 3 rounds .* check_reward_nonzero_std passed 0 of 6 .* raise n_samples_per_prompt"
+    with pytest.raises(GenerationError, match=message):
+        await run(parts, IN_MEMORY)
