@@ -87,7 +87,7 @@ def policy_loss(
         scale = extra["importance_weight"] = _where(mask, batch.importance_weights)
         extra["dropped_fraction"] = (scale == 0).to(log_probs.dtype)
     if reweigh is not None:
-        extra["policy_weight"] = _where(mask, reweigh(log_probs.detach(), batch).detach().expand_as(log_probs))
+        extra["policy_weight"] = _where(mask, reweigh(log_probs.detach(), batch).detach().to(log_probs.dtype).expand_as(log_probs))
         scale = extra["policy_weight"] if scale is None else scale * extra["policy_weight"]
     if scale is None:
         per_token = surrogate(log_ratio, log_probs, advantages)
@@ -351,7 +351,7 @@ def plain_batch(tokens: Tensor, loss_mask: Tensor, advantages: Tensor, old_log_p
     """
     rows, width = tokens.shape
     check_shapes(loss_mask=(loss_mask, (rows, width)), old_log_probs=(old_log_probs, (rows, width)))
-    mask = loss_mask.to(advantages.dtype)
+    mask = loss_mask.to(advantages.dtype if advantages.is_floating_point() else torch.float32)
     total = mask.sum()
     return TrainBatch(
         tokens=tokens,

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from functools import partial
 
 import oracles
+import oracles_losses
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,21 +14,45 @@ from hypothesis import strategies as st
 
 from rollouts.algorithms import chain, dapo, dr_grpo, grpo, reinforce, rloo
 from rollouts.batching import select_rows
-from rollouts.kl import abs_kl, k1, k2, k3
-from rollouts.loss_weights import fixed_length_mean, group_token_mean, sample_mean, sample_sum, token_mean
+from rollouts.corrections import decoupled_ppo_loss
+from rollouts.kl import abs_kl, bounded, k1, k2, k3, straight_through
+from rollouts.loss_weights import fixed_length_mean, group_token_mean, sample_mean, sample_sum, scaled, token_mean
 from rollouts.losses import (
     clipped_policy_loss,
+    compute_entropy_loss,
     compute_policy_loss,
+    compute_value_loss,
     dft_loss,
+    distillation_loss,
+    entropy_loss,
+    gmpo_policy_loss,
     grpo_loss,
+    kl_cov_policy_loss,
     merge_metrics,
     policy_loss,
     ppo_loss,
     reinforce_loss,
     sft_loss,
+    total_loss,
     value_loss,
 )
-from rollouts.surrogates import cispo, clipped, importance_weighted, sequence_ratio
+from rollouts.surrogates import (
+    capped,
+    cispo,
+    clipped,
+    dppo,
+    dro,
+    importance_weighted,
+    inside_binary_kl,
+    inside_tv,
+    penalized_ratio,
+    sapo,
+    sequence_mean_ratio,
+    sequence_ratio,
+    sequence_sum_ratio,
+    token_ratio,
+    vespo,
+)
 from rollouts.surrogates import reinforce as reinforce_surrogate
 from rollouts.types import TokenOutputs, TrainBatch
 
@@ -58,6 +83,7 @@ def make_batch(seed: int = 0, rows: int = 6, width: int = 7, num_groups: int = 2
         advantages=draw(),
         values=draw(),
         returns=draw(),
+        selected=draw() > 0.5,
     )
     return log_probs, batch
 
@@ -109,6 +135,12 @@ SURROGATES = {
     "importance_weighted": importance_weighted,
     "clipped": partial(clipped, low=0.2, high=0.2, dual=3.0),
     "cispo": partial(cispo, low=1.0, high=0.28),
+    "sapo": sapo,
+    "dro": dro,
+    "vespo": vespo,
+    "dppo": partial(dppo, low=0.1, high=0.1),
+    "dppo_kl": partial(dppo, low=0.02, high=0.02, inside=inside_binary_kl),
+    "penalized_ratio": partial(penalized_ratio, inside=partial(inside_tv, low=0.1, high=0.1)),
 }
 
 
@@ -119,11 +151,27 @@ def loss_and_gradient(log_probs, batch, loss_fn):
     return loss.detach(), leaf.grad, {k: float(v) for k, v in metrics.items()}
 
 
+def never_far(log_probs, batch):
+    """A weight of the policy term that depends on the current policy."""
+    return (log_probs - batch.rollout_log_probs).abs() < 0.5
+
+
 LOSSES = {
     **{name: partial(policy_loss, surrogate=s, kl=k3, kl_coef=0.1, entropy_coef=0.01) for name, s in SURROGATES.items()},
     "sequence": partial(policy_loss, surrogate=clipped, ratio=sequence_ratio),
+    "sequence_mean": partial(policy_loss, surrogate=clipped, ratio=sequence_mean_ratio),
+    "sequence_sum": partial(policy_loss, surrogate=vespo, ratio=sequence_sum_ratio),
+    "capped": partial(clipped_policy_loss, ratio=capped(token_ratio, cap=1.5), kl=bounded(k3, value=1.0), kl_coef=0.1, unbiased_kl=True),
+    "reweighed": partial(clipped_policy_loss, reweigh=never_far, kl=straight_through(k1), kl_coef=0.1),
+    "gmpo": partial(gmpo_policy_loss, kl=k2, kl_coef=0.1, entropy_coef=0.01),
+    "kl_cov": partial(kl_cov_policy_loss, coef=0.5),
+    "distillation": distillation_loss,
+    "entropy": partial(entropy_loss, coef=0.3),
     "sft": sft_loss,
+    "dft": dft_loss,
     "value": value_loss,
+    "value_huber": partial(value_loss, huber=0.5, factor=1.0),
+    "value_plain": partial(value_loss, clip=None),
 }
 
 
@@ -139,7 +187,7 @@ def test_what_stands_at_masked_places_changes_nothing_bit_for_bit(name, garbage)
         return torch.where(off, garbage, x)
 
     columns = ("rollout_log_probs", "ref_log_probs", "advantages", "importance_weights", "values", "returns")
-    dirty = replace(batch, **{c: spoil(getattr(batch, c)) for c in columns})
+    dirty = replace(batch, selected=batch.selected ^ off, **{c: spoil(getattr(batch, c)) for c in columns})
     loss, gradient, metrics = loss_and_gradient(spoil(log_probs.detach()), dirty, LOSSES[name])
     assert torch.equal(loss, clean[0])
     assert torch.equal(gradient, clean[1])
@@ -147,9 +195,10 @@ def test_what_stands_at_masked_places_changes_nothing_bit_for_bit(name, garbage)
     assert float(gradient[off].abs().sum()) == 0
 
 
-@settings(deadline=None, max_examples=25)
-@given(seed=st.integers(0, 1000), cut=st.integers(1, 5), name=st.sampled_from(sorted(LOSSES)), how=st.sampled_from(sorted(AGGREGATIONS)))
-def test_micro_batches_row_order_and_padding_never_change_loss_or_gradient(seed, cut, name, how):
+@pytest.mark.parametrize("name", LOSSES)
+@settings(deadline=None, max_examples=8)
+@given(seed=st.integers(0, 1000), cut=st.integers(1, 5), how=st.sampled_from(sorted(AGGREGATIONS)))
+def test_micro_batches_row_order_and_padding_never_change_loss_or_gradient(name, seed, cut, how):
     log_probs, batch = make_batch(seed)
     batch = replace(batch, loss_weights=AGGREGATIONS[how](batch))
     whole, gradient, metrics = loss_and_gradient(log_probs, batch, LOSSES[name])
@@ -164,6 +213,214 @@ def test_micro_batches_row_order_and_padding_never_change_loss_or_gradient(seed,
         parts.append((values, int((micro.loss_mask > 0).sum())))
     torch.testing.assert_close(total, whole)
     assert merge_metrics(parts) == pytest.approx(metrics)
+
+
+WHOLE = {  # the aggregation of a part of a step, given the numbers of the whole
+    "token_mean": lambda step: partial(token_mean, num_tokens=float(step.loss_mask.sum())),
+    "sample_mean": lambda step: partial(sample_mean, num_rows=step.num_rows),
+    "sample_sum": lambda step: partial(sample_sum, num_rows=step.num_rows),
+    "group_token_mean": lambda step: partial(group_token_mean, num_groups=2),
+    "fixed_length_mean": lambda step: partial(fixed_length_mean, length=5, num_rows=step.num_rows),
+}
+
+
+@pytest.mark.parametrize("how", AGGREGATIONS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@settings(deadline=None, max_examples=5)
+@given(seed=st.integers(0, 1000), name=st.sampled_from(sorted(LOSSES)))
+def test_ranks_that_weigh_their_own_rows_add_up_to_the_step(how, num_ranks, seed, name):
+    log_probs, batch = make_batch(seed, rows=8)
+    whole, gradient, _ = loss_and_gradient(log_probs, replace(batch, loss_weights=AGGREGATIONS[how](batch)), LOSSES[name])
+    weigh = WHOLE[how](batch)
+    if how == "group_token_mean":  # a group lies on one rank
+        num_ranks = 2
+    total = torch.zeros((), dtype=torch.float64)
+    for rank in range(num_ranks):
+        rows = list(range(rank, 8, num_ranks))
+        shard = select_rows(batch, rows)
+        width = shard.tokens.shape[1]
+        loss, part, _ = loss_and_gradient(log_probs[rows, :width], replace(shard, loss_weights=weigh(shard)), LOSSES[name])
+        total = total + loss
+        torch.testing.assert_close(part, gradient[rows, :width])
+        averaged = partial(scaled, weigh=weigh, factor=num_ranks)(shard)
+        torch.testing.assert_close(averaged / num_ranks, weigh(shard))
+    torch.testing.assert_close(total, whole)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 10**6),
+    clip=st.sampled_from([None, 0.05, 0.5]),
+    huber=st.sampled_from([None, 0.1, 1.0]),
+    factor=st.sampled_from([0.5, 1.0]),
+)
+def test_the_value_loss_matches_the_loop_in_value_and_gradient(seed, clip, huber, factor):
+    values, batch = make_batch(seed)
+    batch = replace(batch, loss_weights=token_mean(batch))
+    loss, metrics = value_loss(
+        TokenOutputs(log_probs=torch.zeros_like(values), values=values), batch, clip=clip, huber=huber, factor=factor
+    )
+    theirs, clipped_tokens = torch.zeros((), dtype=torch.float64), 0
+    for b, row in enumerate(values):
+        for t in oracles_losses.on(batch.loss_mask[b].tolist()):
+            old, target = float(batch.values[b, t]), float(batch.returns[b, t])
+            token = oracles_losses.value_loss(row[t], old, target, clip, huber)
+            clipped_tokens += float(token.detach()) > float(oracles_losses.huber(row[t].detach() - target, huber)) + 1e-12
+            theirs = theirs + factor * batch.loss_weights[b, t] * token
+    torch.testing.assert_close(loss, theirs, rtol=1e-10, atol=1e-10)
+    (ours_grad,), (theirs_grad,) = (torch.autograd.grad(x, values) for x in (loss, theirs))
+    torch.testing.assert_close(ours_grad, theirs_grad, rtol=1e-10, atol=1e-10)
+    if clip is not None:
+        assert float(metrics["value_clip_fraction"]) == pytest.approx(clipped_tokens / float(batch.loss_mask.sum()))
+
+
+def test_gradients_of_whole_losses_are_those_of_their_values():
+    log_probs, batch = make_batch(rows=3, width=4)
+    batch = replace(batch, loss_weights=sample_mean(batch))
+    for name in ("importance_weighted", "clipped", "sapo", "dro", "sequence_mean", "gmpo", "kl_cov", "sft", "value", "value_huber"):
+
+        def value(x, loss=LOSSES[name]):
+            return loss(TokenOutputs(log_probs=x, values=x * 2, entropy=x.square()), batch).loss
+
+        assert torch.autograd.gradcheck(value, (log_probs,)), name
+
+
+def test_gmpo_is_its_paper_on_whole_rows_and_averages_importance_weights_geometrically():
+    log_probs, batch = make_batch(5)
+    advantages = batch.advantages[:, :1].expand_as(batch.advantages)
+    batch = replace(batch, advantages=advantages, loss_weights=sample_mean(batch))
+    weights = torch.rand(6, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
+    plain = gmpo_policy_loss(TokenOutputs(log_probs=log_probs), batch, low=0.2, high=0.3)
+    weighted = gmpo_policy_loss(TokenOutputs(log_probs=log_probs), replace(batch, importance_weights=weights), low=0.2, high=0.3)
+    expected = [torch.zeros((), dtype=torch.float64)] * 2
+    for b, row in enumerate(log_probs):
+        mask = batch.loss_mask[b].tolist()
+        term = oracles_losses.gmpo_row(list(row), batch.rollout_log_probs[b].tolist(), mask, advantages[b].tolist(), 0.2, 0.3) / 6
+        mean = math.prod(float(weights[b, t]) for t in oracles_losses.on(mask)) ** (1 / len(oracles_losses.on(mask)))
+        expected = [expected[0] + term, expected[1] + mean * term]
+    torch.testing.assert_close(plain.loss, expected[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(weighted.loss, expected[1], rtol=1e-8, atol=1e-8)
+    (ours,), (theirs,) = (torch.autograd.grad(x, log_probs) for x in (plain.loss, expected[0]))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    log_ratio, on = (log_probs - batch.rollout_log_probs).detach(), batch.loss_mask > 0
+    outside = ((log_ratio > 0.3) & (advantages > 0)) | ((log_ratio < -0.2) & (advantages < 0))
+    assert float(plain.metrics["clip_fraction"]) == pytest.approx(float(outside[on].double().mean()))
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_dropped_token_may_have_any_ratio(name):
+    """float32 overflows at e^89; a token of weight 0 neither enters the loss nor turns it into NaN."""
+    log_probs, batch = make_batch()
+    far = torch.zeros(6, 7, dtype=torch.bool)
+    far[:, 1] = True
+    weights = torch.where(far, 0.0, 1.0)
+    batch = replace(batch, loss_weights=token_mean(batch))
+    calm = loss_and_gradient(log_probs, replace(batch, importance_weights=weights), partial(policy_loss, surrogate=SURROGATES[name]))
+    wild = replace(batch, rollout_log_probs=torch.where(far, -800.0, batch.rollout_log_probs))
+    for loss in (
+        partial(policy_loss, surrogate=SURROGATES[name], reweigh=lambda *_: weights),
+        lambda outputs, b: policy_loss(outputs, replace(b, importance_weights=weights), surrogate=SURROGATES[name]),
+    ):
+        found = loss_and_gradient(log_probs, wild, loss)
+        assert torch.equal(found[0], calm[0])
+        assert torch.equal(found[1], calm[1])
+
+
+def test_compute_value_loss_is_the_clipped_loss_by_hand():
+    vpreds, returns = torch.tensor([[0.5, 0.9, 7.0]]), torch.tensor([[1.0, 0.0, 0.0]])
+    old, mask = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    loss, metrics = compute_value_loss(vpreds, returns, old, mask, cliprange_value=0.2)
+    assert float(loss) == pytest.approx(0.5 * (0.8**2 + 0.9**2) / 2)
+    assert float(metrics["value_clip_fraction"]) == 0.5
+    assert float(compute_value_loss(vpreds, returns, None, mask, cliprange_value=None).loss) == pytest.approx(0.5 * (0.5**2 + 0.9**2) / 2)
+    assert float(compute_value_loss(vpreds, returns, old, torch.zeros(1, 3)).loss) == 0
+
+
+def test_compute_entropy_loss_falls_as_the_entropy_rises():
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    p = logits.detach().softmax(-1)
+    entropy = -(p * p.log()).sum(-1)
+    loss, metrics = compute_entropy_loss(logits, mask)
+    assert float(loss) == pytest.approx(-float(entropy[mask > 0].mean()))
+    assert float(metrics["entropy"]) == pytest.approx(float(entropy[mask > 0].mean()))
+    assert float(compute_entropy_loss(entropy, mask).loss) == pytest.approx(float(loss))
+    assert float(compute_entropy_loss(torch.where(mask > 0, entropy, math.nan), mask).loss) == pytest.approx(float(loss))
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert float(compute_entropy_loss(logits.detach() - 0.1 * gradient, mask).metrics["entropy"]) > float(metrics["entropy"])
+
+
+@pytest.mark.parametrize("dual", [None, 1.5])
+@pytest.mark.parametrize("proximal", [False, True])
+@pytest.mark.parametrize("cap", [None, 1.1])
+def test_decoupled_ppo_matches_the_loop_in_value_and_gradient(dual, proximal, cap):
+    log_probs, batch = make_batch(9)
+    old, prox, mask = batch.rollout_log_probs, batch.ref_log_probs, batch.loss_mask
+    if not proximal and cap is not None:
+        with pytest.raises(AssertionError, match=r"behav_imp_weight_cap is 1\.1, but there are no proximal_log_probs"):
+            decoupled_ppo_loss(log_probs, old, batch.advantages, mask, behav_imp_weight_cap=cap)
+        return
+    loss, _ = decoupled_ppo_loss(log_probs, old, batch.advantages, mask, 0.2, dual, prox if proximal else None, cap)
+    theirs = torch.zeros((), dtype=torch.float64)
+    for b, row in enumerate(log_probs):
+        for t in oracles_losses.on(mask[b].tolist()):
+            anchor = float(prox[b, t]) if proximal else float(old[b, t])
+            weight = math.exp(anchor - float(old[b, t]))
+            if cap is None or weight <= cap:
+                theirs = theirs + weight * oracles_losses.clipped(row[t] - anchor, row[t], float(batch.advantages[b, t]), 0.2, 0.2, dual)
+    theirs = theirs / float(mask.sum())
+    torch.testing.assert_close(loss, theirs, rtol=1e-10, atol=1e-10)
+    (ours_grad,), (theirs_grad,) = (torch.autograd.grad(x, log_probs) for x in (loss, theirs))
+    torch.testing.assert_close(ours_grad, theirs_grad, rtol=1e-10, atol=1e-10)
+
+
+def test_a_coefficient_in_the_batch_replaces_that_of_the_loss():
+    log_probs, batch = make_batch()
+    batch = replace(batch, loss_weights=token_mean(batch))
+    outputs = TokenOutputs(log_probs=log_probs)
+    given = policy_loss(outputs, replace(batch, kl_coef=torch.full((6,), 0.3).double()), surrogate=clipped, kl=k3, kl_coef=9.0)
+    torch.testing.assert_close(given.loss, policy_loss(outputs, batch, surrogate=clipped, kl=k3, kl_coef=0.3).loss)
+
+
+def test_importance_weights_and_masks_of_the_policy_act_on_the_policy_term_only():
+    log_probs, batch = make_batch()
+    batch = replace(batch, loss_weights=token_mean(batch))
+    outputs = TokenOutputs(log_probs=log_probs, entropy=log_probs.abs())
+    rest = {"kl": k3, "kl_coef": 0.2, "entropy_coef": 0.1}
+    nothing = policy_loss(outputs, replace(batch, importance_weights=torch.zeros(6, 7)), surrogate=clipped, **rest).loss
+    silent = policy_loss(outputs, replace(batch, advantages=torch.zeros(6, 7).double()), surrogate=clipped, **rest).loss
+    torch.testing.assert_close(nothing, silent)
+    reweighed = policy_loss(outputs, batch, surrogate=clipped, reweigh=lambda p, _: torch.zeros(6, 1), **rest).loss
+    torch.testing.assert_close(reweighed, silent)
+
+
+def test_parts_of_a_total_add_up_and_keep_their_metrics_apart():
+    log_probs, batch = make_batch()
+    batch = replace(batch, loss_weights=token_mean(batch))
+    outputs = TokenOutputs(log_probs=log_probs)
+    policy, sft = policy_loss(outputs, batch, surrogate=clipped), sft_loss(outputs, batch)
+    total = total_loss({"policy": policy, "sft": sft})
+    torch.testing.assert_close(total.loss, policy.loss + sft.loss)
+    assert {"log_prob_mean/policy", "log_prob_mean/sft"} <= set(total.metrics)
+    with pytest.raises(AssertionError, match="at least one"):
+        total_loss({})
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (partial(clipped_policy_loss, low=1.0), r"low is 1\.0"),
+        (partial(gmpo_policy_loss, low=-0.1), r"low is -0\.1"),
+        (partial(kl_cov_policy_loss, coef=-1.0), r"coef is -1\.0"),
+        (partial(value_loss, clip=0.0), r"clip is 0\.0"),
+        (partial(value_loss, huber=-1.0), r"huber is -1\.0"),
+        (partial(value_loss, factor=0.0), r"factor is 0\.0"),
+    ],
+)
+def test_hyper_parameters_out_of_range_say_which_and_what(loss, message):
+    log_probs, batch = make_batch()
+    with pytest.raises(AssertionError, match=message):
+        loss(TokenOutputs(log_probs=log_probs, values=log_probs), replace(batch, loss_weights=token_mean(batch)))
 
 
 def test_dft_loss_matches_the_loop_in_value_and_gradient():
@@ -290,7 +547,7 @@ def test_each_algorithm_is_its_paper(name):
         [oracles.clip_loss(math.exp(p - o), a, *clip) if clip else -a * p for p, o in zip(ps, os, strict=True)]
         for ps, os, a in zip(log_probs.tolist(), batch.rollout_log_probs.tolist(), expected, strict=True)
     ]
-    assert float(loss) == pytest.approx(oracles.aggregate(rows, batch.loss_mask.tolist(), how, length=5), abs=1e-9)
+    assert float(loss.detach()) == pytest.approx(oracles.aggregate(rows, batch.loss_mask.tolist(), how, length=5), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
