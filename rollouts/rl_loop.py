@@ -313,4 +313,5 @@ def summarize_rollouts(rollouts: RolloutBatch, weight_version: int) -> Metrics:
     oldest = [min((v for v in s.weight_versions if v >= 0), default=weight_version) for s in rollouts.samples if s.weight_versions]
     counts = {key: float(value) for key, value in rollouts.metadata.items() if isinstance(value, int | float)}
     staleness = {"max_staleness": float(weight_version - min(oldest))} if oldest else {}
-    return summarize_samples(trained or rollouts.samples) | baseline | counts | staleness | {"weight_version": float(weight_version)}
+    counts.update(summarize_samples(trained or rollouts.samples))  # num_samples, which both know, without baseline samples
+    return counts | baseline | staleness | {"weight_version": float(weight_version)}
