@@ -447,8 +447,9 @@ def ppo(
 def decoupled(algorithm: Algorithm, cap: float | None = 5.0, floor: float | None = None) -> Algorithm:
     """The algorithm with its ratio anchored to the policy before the update, and each token weighted by proximal / behaviour.
 
-    w = p_prox / p_rollout, 0 where w > cap or w < floor (denominators unchanged); ratio = p / p_prox. Where the samples carry proximal
-    log-probs of their own version (segment-wise decoupled PPO), w uses those.
+    w = p_prox / p_rollout, 0 where w > cap or w < floor (denominators unchanged); ratio = p / p_prox
+
+    Where the samples carry proximal log-probs of their own version (segment-wise decoupled PPO), w uses those.
 
     When: rollouts are older than the weights (asynchronous training) or the engine's numbers differ from the trainer's.
 
@@ -473,6 +474,9 @@ def recomputed(algorithm: Algorithm) -> Algorithm:
     """The algorithm with its ratio anchored to the trainer's own log-probs of the policy before the update, without a weight.
 
     When: the engine's log-probs are not to be trusted, or to compare with frameworks that always do so (verl's default).
+
+    Args:
+        algorithm: any whose loss uses the ratio.
     """
     return replace(
         algorithm,
