@@ -152,8 +152,8 @@ def normalize_by_group(
         std_of: "rewards", or "centered": what is left after the mean is subtracted. They differ where the levels do: TRL divides group-
             centered rewards by the std of all rewards, AReaL by that of the centered ones (and about 0: group_rms, batch_rms).
         epsilon: added to the standard deviation. The paper has none; TRL uses 1e-4, AReaL 1e-5, verl and slime 1e-6; we follow TRL.
-        singleton: of a group with one entry: "zero" where a mean of the group is subtracted, or "keep" its reward with mean 0 and, where
-            std_level is of the group, std 1.
+        singleton: of a group with one entry: "zero" where a mean of the group is subtracted, or "keep" its reward, with mean 0. Its std
+            counts as 1 where it is 0.
 
     Returns: the shape of rewards, 0 where mask = 0.
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2.

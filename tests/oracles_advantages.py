@@ -69,7 +69,7 @@ def normalized(
         if std_of is not None:
             entries = [values[j] for j in pool[std_of]]
             n = len(entries)
-            scale = std(entries) * (1.0 if unbiased or n < 2 else math.sqrt((n - 1) / n))
+            scale = 0.0 if len(set(entries)) == 1 else std(entries) * (1.0 if unbiased or n < 2 else math.sqrt((n - 1) / n))
             scale = (1.0 if len(own) == 1 and scale == 0 else scale) + epsilon
         out.append((value - middle) / scale)
     return out
