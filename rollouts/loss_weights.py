@@ -40,6 +40,8 @@ def token_mean(batch: TrainBatch, *, num_tokens: float | None = None, epsilon: f
         num_tokens: of the whole step, where the batch is a part of it; None = those of the batch.
         epsilon: added to the number of tokens (AReaL's SFT 1e-5).
     """
+    assert num_tokens is None or num_tokens >= 0, f"num_tokens is {num_tokens}, expected at least 0"
+    assert epsilon >= 0, f"epsilon is {epsilon}, expected at least 0"
     mask = trained_mask(batch)
     return _divide(mask, (mask.sum() if num_tokens is None else mask.new_tensor(num_tokens)) + epsilon)
 
@@ -79,6 +81,7 @@ def group_token_mean(batch: TrainBatch, *, num_groups: float | None = None) -> T
     Args:
         num_groups: of the whole step, where the batch is a part of it (groups must be whole); None = those with a trained token.
     """
+    assert num_groups is None or num_groups >= 0, f"num_groups is {num_groups}, expected at least 0"
     mask = trained_mask(batch)
     per_group = group_sum(mask.sum(1), batch.group_ids)  # [B]
     count = batch.group_ids[mask.sum(1) > 0].unique().numel() if num_groups is None else num_groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -9,7 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.loss_weights import fixed_length_mean, group_token_mean, sample_mean, sample_sum, scaled, token_mean, trained_mask
+from rollouts.loss_weights import (
+    fixed_length_mean,
+    group_token_mean,
+    sample_mean,
+    sample_sum,
+    scaled,
+    token_mean,
+    trained_mask,
+    weighted_sum,
+)
 from rollouts.types import TrainBatch
 
 fixed_mean = partial(fixed_length_mean, length=8)
@@ -146,3 +156,42 @@ def test_an_epsilon_adds_to_the_count_and_a_factor_scales():
     torch.testing.assert_close(token_mean(batch, epsilon=1.0), batch.loss_mask / 5)
     torch.testing.assert_close(sample_mean(batch, epsilon=1.0), batch.loss_mask / torch.tensor([[8.0], [4.0]]))
     torch.testing.assert_close(scaled(batch, weigh=token_mean, factor=3), batch.loss_mask * 0.75)
+
+
+def test_rows_without_tokens_count_where_asked_and_lengths_may_be_given():
+    batch = make_batch([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
+    close = partial(torch.testing.assert_close, rtol=1e-6, atol=0)
+    close(sample_mean(batch, count_empty_rows=True), batch.loss_mask / torch.tensor([[6.0], [1.0], [3.0]]))
+    close(sample_sum(batch, count_empty_rows=True), batch.loss_mask / 3)
+    close(fixed_length_mean(batch, 4, count_empty_rows=True), batch.loss_mask / 12)
+    close(sample_mean(batch, row_lengths=torch.tensor([4, 4, 8])), batch.loss_mask / torch.tensor([[8.0], [8.0], [16.0]]))
+    close(sample_mean(batch, num_rows=10), batch.loss_mask / torch.tensor([[20.0], [1.0], [10.0]]))
+    assert not sample_mean(batch, row_lengths=torch.zeros(3)).any()
+    assert not token_mean(batch, num_tokens=0).any()
+
+
+def test_a_weighted_sum_does_not_read_what_has_no_weight():
+    x = torch.tensor([[1.0, math.nan], [math.inf, 2.0]], requires_grad=True)
+    weights = torch.tensor([[0.5, 0.0], [0.0, 2.0]])
+    total = weighted_sum(x, weights)
+    assert float(total.detach()) == 4.5
+    assert torch.equal(torch.autograd.grad(total, x)[0], weights)
+    with pytest.raises(AssertionError, match=r"weights has shape \(2, 1\)"):
+        weighted_sum(x, weights[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (partial(token_mean, num_tokens=-1), "num_tokens is -1"),
+        (partial(sample_mean, num_rows=-1), "num_rows is -1"),
+        (partial(sample_mean, epsilon=-1e-8), "epsilon is -1e-08"),
+        (partial(sample_mean, row_lengths=torch.ones(3)), r"row_lengths has shape \(3,\), expected \(1,\)"),
+        (partial(group_token_mean, num_groups=-1), "num_groups is -1"),
+        (partial(fixed_length_mean, length=-1.0), r"length is -1\.0"),
+        (partial(scaled, weigh=token_mean, factor=0.0), r"factor is 0\.0"),
+    ],
+)
+def test_denominators_out_of_range_say_which_and_what(call, message):
+    with pytest.raises(AssertionError, match=message):
+        call(make_batch([[1.0, 0.0]]))
