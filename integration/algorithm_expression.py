@@ -39,6 +39,7 @@ PRESETS: Mapping[str, Preset] = {
         algorithms.dr_grpo,
         algorithms.dapo,
         algorithms.gspo,
+        algorithms.gmpo,
         algorithms.cispo,
         algorithms.sapo,
         algorithms.dppo,

@@ -30,6 +30,8 @@ from rollouts.types import Algorithm, Group
 
 SELF_MADE_TASKS = ("sort", "sort-long")  # these need no data
 TASKS = (*SELF_MADE_TASKS, "gsm8k", "jsonl")
+RESPONSE_TOKENS = {"sort": 8, "sort-long": 10}  # most tokens of a response, unless the user sets it
+OWN_DATA_RESPONSE_TOKENS = 512
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
 
 
@@ -109,6 +111,9 @@ class RLSection:
     num_minibatches: int = 2  # optimizer steps in each pass
     algorithm: str = "grpo"  # an expression of presets, as grpo, dapo(clip_high=0.28) or module:function that returns an Algorithm
     kl_control: KLControlSection = field(default_factory=KLControlSection)
+    mask_truncated: bool = False  # answers cut by the token budget are not trained on; their rewards still count in their groups
+    overlong_buffer: int = 0  # last tokens of the budget in which a penalty for long answers grows (DAPO); 0 = no penalty
+    overlong_penalty: float = 1.0  # the whole penalty, subtracted from the reward of an answer that uses up the budget
     filter: str = "none"  # groups to train on: none, nonzero_std, any_success, diversity, or module:function
     over_sampling_factor: float = 1.0  # groups in flight per group wanted
     max_filter_attempts: int = 10  # rounds of generation for one batch
@@ -127,6 +132,8 @@ class RLSection:
                 f"rl.prompts_per_step x rl.samples_per_prompt = {self.prompts_per_step} x {self.samples_per_prompt} = {rows} rows do not "
                 f"divide into rl.num_minibatches = {self.num_minibatches}: choose a divisor of {rows}"
             )
+        check_count(self, "overlong_buffer")
+        check_not_negative(self, "overlong_penalty")
         resolve_algorithm(self.algorithm, max_tokens=1)  # a mistake in it must not be found out after the SFT stage
         resolve_filter(self.filter)
 
@@ -264,7 +271,10 @@ class Config:
         check_setting(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1, or None")
         check_not_negative(self, "seed")
         sft_training_config(self)
-        algorithm = resolve_algorithm(self.rl.algorithm, max_tokens=1)
+        budget = response_tokens(self)
+        buffer = self.rl.overlong_buffer
+        check_setting(buffer <= budget, "rl.overlong_buffer", buffer, f"at most the token budget of a response, {budget}")
+        algorithm = resolve_algorithm(self.rl.algorithm, budget)
         check_companion_settings(self, algorithm)
         rl_training_config(self, algorithm)
         reward_config(self)
@@ -298,6 +308,16 @@ def sft_training_config(config: Config) -> SFTTrainingConfig:
         max_tokens_per_microbatch=config.sft.max_tokens_per_microbatch,
         seed=config.seed,
     )
+
+
+def response_tokens(config: Config) -> int:
+    """Most tokens of a response: the user's, or the task's."""
+    return config.generation.max_tokens or RESPONSE_TOKENS.get(config.task, OWN_DATA_RESPONSE_TOKENS)
+
+
+def count_greedy_samples(algorithm: Algorithm) -> int:
+    """Greedy samples in each group that an algorithm compares with and does not train on: 1 for ReMax."""
+    return int("greedy_rows" in algorithm.requires)
 
 
 def create_kl_control(config: Config, algorithm: Algorithm) -> KLControl | None:
@@ -338,6 +358,7 @@ def rl_training_config(config: Config, algorithm: Algorithm) -> RLTrainingConfig
         max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,
         weight_sync="memory",
         seed=config.seed,
+        mask_truncated=config.rl.mask_truncated,
         value_clip=config.critic.value_clip,
         critic_warmup_steps=config.critic.warmup_steps,
         kl_control=create_kl_control(config, algorithm),

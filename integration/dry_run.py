@@ -9,14 +9,12 @@ import torch
 
 from integration.algorithm_expression import describe_algorithm, resolve_algorithm
 from integration.command_line import Mode
-from integration.config import Config, count_critic_updates, count_rl_updates
+from integration.config import Config, count_critic_updates, count_greedy_samples, count_rl_updates, response_tokens
 from integration.models import read_model_config
 from rollouts.config import to_dict
 from rollouts.errors import ConfigError
 from rollouts.types import Algorithm
 
-RESPONSE_TOKENS = {"sort": 8, "sort-long": 10}  # most tokens of a response, unless the user sets it
-OWN_DATA_RESPONSE_TOKENS = 512
 PROMPT_TOKENS = 64  # assumed
 SORT_ROW_TOKENS = {"sort": 12, "sort-long": 16}  # prompt and answer of an average problem, rounded up
 
@@ -43,8 +41,12 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     if "rl" in mode:
         per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
         facts["RL algorithm"] = describe_algorithm(config.rl.algorithm, response_tokens(config))
-        facts |= describe_companions(config, resolve_algorithm(config.rl.algorithm, response_tokens(config)))
+        algorithm = resolve_algorithm(config.rl.algorithm, response_tokens(config))
+        facts |= describe_companions(config, algorithm)
         facts["RL samples per step"] = f"{per_step:,} ({config.rl.prompts_per_step} prompts x {config.rl.samples_per_prompt})"
+        greedy = count_greedy_samples(algorithm) * config.rl.prompts_per_step
+        if greedy:
+            facts["RL greedy samples per step"] = f"{greedy:,}, not trained on"
         facts["RL optimizer steps per step"] = (
             f"{config.rl.num_epochs * config.rl.num_minibatches} of {per_step // config.rl.num_minibatches} rows"
         )
@@ -65,11 +67,6 @@ def describe_companions(config: Config, algorithm: Algorithm) -> dict[str, str]:
         alone = f", {config.critic.warmup_steps} RL steps of them alone" if config.critic.warmup_steps else ""
         facts["RL critic"] = f"{start}; {count_critic_updates(config):,} optimizer steps{alone}"
     return facts
-
-
-def response_tokens(config: Config) -> int:
-    """Most tokens of a response: the user's, or the task's."""
-    return config.generation.max_tokens or RESPONSE_TOKENS.get(config.task, OWN_DATA_RESPONSE_TOKENS)
 
 
 def estimate_memory(config: Config, mode: Mode, model: Any, num_parameters: int) -> dict[str, str]:

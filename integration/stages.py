@@ -18,9 +18,11 @@ from integration.algorithm_expression import resolve_algorithm
 from integration.config import (
     Config,
     count_critic_updates,
+    count_greedy_samples,
     count_rl_updates,
     generation_config,
     resolve_filter,
+    response_tokens,
     reward_config,
     rl_training_config,
     sft_training_config,
@@ -38,11 +40,12 @@ from rollouts.errors import CheckpointError, ConfigError
 from rollouts.generation import create_generate_fn, evaluate_prompts
 from rollouts.metrics import MetricsLogger, StageLogger
 from rollouts.rewards.answers import load_function
+from rollouts.rewards.evaluate import with_overlong_penalty
 from rollouts.rl_loop import restore_rl_run, run_rl_training
 from rollouts.rollout_manager import AsyncRolloutManager
 from rollouts.sft_loop import run_sft_training
 from rollouts.trajectories import select_samples, write_samples
-from rollouts.types import RolloutBatch, Sample, SamplingParams
+from rollouts.types import Algorithm, RolloutBatch, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -172,7 +175,7 @@ async def run_rl(
         create_engine(config, model, tokenizer) as engine,
     ):
         evaluation = Evaluation(engine, tokenizer, task, config, output_dir / "examples.jsonl")
-        rollout = create_rollout_config(config, task, engine, tokenizer)
+        rollout = create_rollout_config(config, task, algorithm, engine, tokenizer)
         check_rl_batch_sizes(rollout, training)
         async with AsyncRolloutManager(buffer, rollout, engines=[engine]) as manager:
             resume = None
@@ -220,7 +223,7 @@ def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = 
         assert data.path is not None, "Config checks that a task on the user's data has data.path"
         own_data: dict[str, Any] = {
             "num_heldout": num_heldout,
-            "max_tokens": config.generation.max_tokens or 512,
+            "max_tokens": response_tokens(config),
             "max_length": data.max_length,
             "truncate": data.truncate,
             "skip_bad_rows": data.skip_bad_rows,
@@ -240,15 +243,31 @@ def create_engine(config: Config, model: PreTrainedModel, tokenizer: PreTrainedT
     return InProcessEngine(copy.deepcopy(model), tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
 
 
-def create_rollout_config(config: Config, task: Task, engine: InProcessEngine, tokenizer: PreTrainedTokenizerBase) -> RolloutConfig:
-    """How rollouts of the task are produced."""
-    params = generation_config(config, task.max_tokens).sampling_params()
+def create_rollout_config(
+    config: Config, task: Task, algorithm: Algorithm, engine: InProcessEngine, tokenizer: PreTrainedTokenizerBase
+) -> RolloutConfig:
+    """How rollouts of the task are produced for the algorithm."""
+    generation = generation_config(config, task.max_tokens)
+    reward_fn = task.reward_fn
+    if config.rl.overlong_buffer:
+        reward_fn = with_overlong_penalty(
+            reward_fn, max_tokens=generation.max_tokens, buffer=config.rl.overlong_buffer, factor=config.rl.overlong_penalty
+        )
+    num_greedy = count_greedy_samples(algorithm)
     return RolloutConfig(
         batch_size=config.rl.prompts_per_step,
         n_samples_per_prompt=config.rl.samples_per_prompt,
+        n_baseline_samples=num_greedy,
         over_sampling_factor=config.rl.over_sampling_factor,
-        generate_fn=create_generate_fn([engine], tokenizer, params, seed=config.seed, template_kwargs=template_kwargs(config)),
-        reward_fn=task.reward_fn,
+        generate_fn=create_generate_fn(
+            [engine],
+            tokenizer,
+            generation.sampling_params(),
+            seed=config.seed,
+            template_kwargs=template_kwargs(config),
+            num_greedy=num_greedy,
+        ),
+        reward_fn=reward_fn,
         filter_fn=resolve_filter(config.rl.filter),
         max_filter_attempts=config.rl.max_filter_attempts,
         reward=reward_config(config),

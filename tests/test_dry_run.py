@@ -7,9 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from integration.config import Config, DataSection, EngineSection, GenerationSection, ModelSection, RLSection, SFTSection
+from integration.config import (
+    Config,
+    CriticSection,
+    DataSection,
+    EngineSection,
+    GenerationSection,
+    ModelSection,
+    RLSection,
+    SFTSection,
+    response_tokens,
+)
 from integration.dry_run import count_parameters, derive_numbers, describe_run, format_bytes
 from integration.models import create_model, read_model_config
+from integration.stages import create_task
 from rollouts.config import from_dict
 from rollouts.errors import ConfigError
 
@@ -40,6 +51,27 @@ def test_the_algorithm_is_shown_with_every_argument():
     assert derive_numbers(config, "rl")["RL algorithm"] == "dr_grpo(max_tokens=36, clip_low=0.1, clip_high=0.2)"
     config = Config(task="sort-long", rl=RLSection(algorithm="dr_grpo"))
     assert derive_numbers(config, "rl")["RL algorithm"].startswith("dr_grpo(max_tokens=10, ")
+
+
+def test_the_models_beside_the_policy_are_named_and_count_in_memory():
+    plain = derive_numbers(Config(), "rl")
+    assert not {"RL reference model", "RL critic", "RL greedy samples per step", "memory: reference weights"} & set(plain)
+    config = Config(rl=RLSection(algorithm="ppo(kl_coef=0.1)"), critic=CriticSection(warmup_steps=2))
+    facts = derive_numbers(config, "rl")
+    assert facts["RL reference model"] == "the policy as RL begins"
+    assert facts["RL critic"] == "the policy as RL begins, with a new value head; 24 optimizer steps, 2 RL steps of them alone"
+    assert facts["RL optimizer steps"] == "20"
+    num_parameters = int(facts["parameters"].replace(",", ""))
+    assert facts["memory: reference weights"] == format_bytes(4 * num_parameters)
+    assert facts["memory: critic's training state"] == format_bytes(16 * num_parameters)
+    assert "memory: critic's training state" not in derive_numbers(config, "sft")
+    assert derive_numbers(Config(rl=RLSection(algorithm="remax")), "rl")["RL greedy samples per step"] == "64, not trained on"
+
+
+@pytest.mark.parametrize("task", ["sort", "sort-long"])
+def test_the_token_budget_of_a_task_is_known_beforehand(task: str):
+    _, tokenizer = create_model(Config())
+    assert create_task(Config(task=task), tokenizer).max_tokens == response_tokens(Config(task=task))
 
 
 def test_a_mode_shows_its_own_stages():

@@ -19,6 +19,7 @@ from integration.config import (
     ModelSection,
     ReferenceSection,
     RLSection,
+    TrajectorySection,
 )
 from integration.models import Companions, check_companions, create_companions, create_model
 from integration.stages import RunControl, run_rl
@@ -30,7 +31,9 @@ from rollouts.checkpoints import latest_checkpoint, load_run_state
 from rollouts.config import OptimizerConfig
 from rollouts.errors import ConfigError
 from rollouts.metrics import JSONLLogger, read_metrics, truncate_log
+from rollouts.samples import group_samples
 from rollouts.testing import create_tiny_model
+from rollouts.trajectories import read_samples
 from rollouts.types import Sample
 
 
@@ -85,6 +88,7 @@ RESUMED = {
     "ppo with a critic that begins alone": ("ppo()", {"critic": CriticSection(warmup_steps=1, value_clip=0.05)}),
     "adaptive kl_coef": ("ppo(kl_coef=0.05)", {"rl": {"kl_control": KLControlSection(target=1e-4, horizon=100.0)}}),
     "kl in the loss": ("grpo(kl_coef=0.5)", {}),
+    "remax": ("remax", {"rl": {"samples_per_prompt": 2}}),
     "decoupled": ("decoupled(dapo(clip_high=0.28), cap=5.0)", {"rl": {"sync_every": 2, "num_minibatches": 4}}),
 }
 
@@ -108,6 +112,27 @@ async def test_the_options_of_an_algorithm_show_in_its_metrics(start: Callable[.
     assert {line["kl_coef"] for line in lines} == {0.05} and {line["critic_lr"] for line in lines} == {0.02}
     assert {"reference_kl", "critic_loss", "value_mean", "explained_variance"} <= set(lines[-1])
     assert (await run(start("decoupled(grpo())"), tmp_path / "decoupled"))[-1]["importance_weight"] == pytest.approx(1.0, abs=1e-3)
+
+
+async def test_remax_gets_a_greedy_sample_in_each_group_and_trains_on_the_others(start: Callable[..., Config], tmp_path: Path):
+    config = start("remax", rl={"samples_per_prompt": 2}, trajectories=TrajectorySection(every=1))
+    lines = await run(config, tmp_path / "run")
+    assert {line["num_samples"] for line in lines} == {8} and all("baseline_reward_mean" in line for line in lines)
+    groups = group_samples(read_samples(tmp_path / "run" / "rl" / "trajectories" / "step_0001.jsonl"), group_size=3)
+    assert [[sample.metadata.get("trainable", True) for sample in group] for group in groups] == [[True, True, False]] * 4
+    plain = await run(start("rloo", rl={"samples_per_prompt": 2}), tmp_path / "plain")
+    assert plain[0]["reward_mean"] == lines[0]["reward_mean"], "the samples that are trained on are the same ones"
+
+
+async def test_long_answers_are_penalized_and_cut_ones_left_out_on_request(start: Callable[..., Config], tmp_path: Path):
+    plain = (await run(start("dapo"), tmp_path / "plain"))[0]
+    assert plain["num_truncated"] > 0
+    masked = (await run(start("dapo", rl={"mask_truncated": True}), tmp_path / "masked"))[0]
+    assert masked["num_tokens"] < plain["num_tokens"] and masked["reward_mean"] == plain["reward_mean"]
+    rl = {"overlong_buffer": 4, "overlong_penalty": 0.5}
+    penalized = (await run(start("dapo", rl=rl), tmp_path / "penalized"))[0]
+    assert penalized["reward_mean"] <= plain["reward_mean"] - 0.5 * plain["truncated_fraction"] + 1e-6
+    assert penalized["num_tokens"] == plain["num_tokens"]
 
 
 async def test_an_adaptive_kl_coefficient_moves_towards_its_target(start: Callable[..., Config], tmp_path: Path):
@@ -233,6 +258,9 @@ async def test_other_models_can_be_named(start: Callable[..., Config], same_toke
         ("ppo(kl_coef=0.1)", {"rl": {"kl_control": KLControlSection(kl_coef=0.0, target=0.1)}}, "no factor leads away"),
         ("ppo(kl_coef=0.1)", {"rl": {"kl_control": KLControlSection(target=-0.1)}}, "target is -0.1"),
         ("ppo", {"critic": CriticSection(value_clip=0.0)}, "value_clip is 0.0"),
+        ("dapo", {"rl": {"overlong_buffer": 9}}, "rl.overlong_buffer is 9, expected at most the token budget of a response, 8"),
+        ("dapo", {"rl": {"overlong_buffer": -1}}, "overlong_buffer is -1"),
+        ("dapo", {"rl": {"overlong_penalty": -1.0}}, "overlong_penalty is -1.0"),
         ("own.py:own", {"rl": {"kl_control": KLControlSection(target=0.1)}}, "does not say its kl_coef: give --rl.kl-control.kl-coef"),
     ],
 )
