@@ -1,0 +1,184 @@
+"""Anchor states, step returns and the two levels of advantages against loops and by hand."""
+
+from __future__ import annotations
+
+import oracles
+import oracles_advantages as naive
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.gigpo import (
+    anchor_groups,
+    episode_advantages,
+    gigpo_advantages,
+    similarity,
+    state_key,
+    step_advantages,
+    step_returns,
+    turn_advantages,
+)
+from rollouts.types import Turns
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 2), st.sampled_from("abc"), st.sampled_from([0.0, 1.0, -0.5, 2.0])),
+    min_size=1,
+    max_size=12,
+)  # group, trajectory of the group, state, reward
+
+
+def close(found, expected, tolerance=1e-10):
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=torch.float64), rtol=tolerance, atol=tolerance)
+
+
+def columns(steps):
+    groups = torch.tensor([group for group, *_ in steps])
+    trajectories = torch.tensor([10 * group + number for group, number, *_ in steps])
+    return groups, trajectories, [state for *_, state, _ in steps], torch.tensor([r for *_, r in steps], dtype=torch.float64)
+
+
+# -- anchor states
+
+
+@given(STEPS)
+def test_equal_states_of_one_group_are_one_anchor(steps):
+    groups, _, states, _ = columns(steps)
+    found = anchor_groups(states, groups).tolist()
+    keys = list(zip(groups.tolist(), states, strict=True))
+    assert found == [list(dict.fromkeys(keys)).index(key) for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("same", "other"),
+    [
+        ([[1, 0], [2, 3]], [[1, 0], [2, 4]]),
+        ({"room": "hall", "bag": ["key"]}, {"room": "hall", "bag": []}),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])),
+        (("a", 1), ["a", "1"]),
+        (7, "7"),
+        ([], {}),
+    ],
+)
+def test_states_may_be_nested(same, other):
+    again = {**same} if isinstance(same, dict) else same
+    found = anchor_groups([same, other, again], torch.zeros(3, dtype=torch.int64))
+    assert found.tolist() == [0, 1, 0]
+
+
+def test_the_order_of_keys_and_the_kind_of_sequence_do_not_matter():
+    assert state_key({"a": 1, "b": [2, 3]}) == state_key({"b": (2, 3), "a": 1})
+    with pytest.raises(AssertionError, match="a state of type set cannot be compared"):
+        state_key({1, 2})
+
+
+def test_similar_texts_join_the_first_that_is_near_enough():
+    states = ["You see a red apple.", "You see a red apple!", "A dark cave.", "You see a red apple.", "You see a red appl"]
+    groups = torch.tensor([0, 0, 0, 1, 0])
+    assert anchor_groups(states, groups, threshold=0.9).tolist() == [0, 0, 1, 2, 0]
+    assert anchor_groups(states, groups, threshold=1.0).tolist() == [0, 1, 2, 3, 4]
+    assert similarity("abcd", "bcde") == pytest.approx(0.75)
+    with pytest.raises(AssertionError, match="threshold is 0"):
+        anchor_groups(states, groups, threshold=0)
+    with pytest.raises(AssertionError, match="similarity needs states that are text, found int"):
+        anchor_groups([1], torch.tensor([0]), threshold=0.5)
+    with pytest.raises(AssertionError, match="group_ids has shape"):
+        anchor_groups(["a"], groups)
+
+
+# -- one row a step
+
+
+@given(STEPS, st.sampled_from([0.0, 0.5, 1.0]))
+def test_step_returns_against_loops(steps, gamma):
+    _, trajectories, _, rewards = columns(steps)
+    ids, values = trajectories.tolist(), rewards.tolist()
+    expected = [sum(gamma**k * values[j] for k, j in enumerate(j for j in range(i, len(ids)) if ids[j] == ids[i])) for i in range(len(ids))]
+    close(step_returns(rewards, trajectories, gamma), expected)
+
+
+def test_no_step_has_no_return():
+    assert step_returns(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0.9).shape == (0,)
+
+
+@given(STEPS, st.booleans())
+def test_episode_advantages_against_loops(steps, across_steps):
+    groups, trajectories, _, _ = columns(steps)
+    rewards = (trajectories * 7 % 5).double()  # one for each trajectory
+    ids = trajectories.tolist()
+    entries = [i for i in range(len(ids)) if across_steps or ids[i] not in ids[:i]]
+    expected: list[float] = []
+    for i, group in enumerate(groups.tolist()):
+        pool = [rewards[j].item() for j in entries if groups[j] == group]
+        expected.append((rewards[i].item() - oracles.mean(pool)) / (oracles.std(pool) + 0.1))
+    close(episode_advantages(rewards, groups, trajectories, across_steps=across_steps, epsilon=0.1), expected)
+
+
+def test_a_group_of_one_episode_is_zero_or_keeps_its_reward():
+    rewards, groups, trajectories = torch.tensor([2.0, 2.0, 1.0, 3.0]), torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 2])
+    assert episode_advantages(rewards, groups, trajectories, std_level=None).tolist() == [0.0, 0.0, -1.0, 1.0]
+    assert episode_advantages(rewards, groups, trajectories, std_level=None, singleton="keep").tolist() == [2.0, 2.0, -1.0, 1.0]
+    across = episode_advantages(rewards, groups, trajectories, std_level=None, singleton="keep", across_steps=True)
+    assert across.tolist() == [0.0, 0.0, -1.0, 1.0]  # two entries, the steps of one episode
+
+
+def test_a_state_visited_once_has_no_step_advantage():
+    returns, anchors = torch.tensor([5.0, 1.0, 3.0]), torch.tensor([4, 2, 2])
+    assert step_advantages(returns, anchors, std_level=None).tolist() == [0.0, -1.0, 1.0]
+    assert step_advantages(returns, anchors).tolist()[0] == 0.0
+
+
+# -- both levels, and rows that are episodes
+
+
+@st.composite
+def episodes(draw):
+    rows, turns = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(0, turns), min_size=rows, max_size=rows))
+    pick = st.lists(st.integers(0, 2), min_size=turns, max_size=turns)
+    states = [[s if k < n else -1 for k, s in enumerate(draw(pick))] for n in lengths]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    step_rewards = torch.rand(rows, turns, generator=generator, dtype=torch.float64)
+    rewards = torch.rand(rows, generator=generator, dtype=torch.float64)
+    groups = draw(st.lists(st.integers(0, 1), min_size=rows, max_size=rows))
+    return rewards, torch.tensor(groups), torch.tensor(states), torch.where(torch.tensor(states) >= 0, step_rewards, torch.nan)
+
+
+@pytest.mark.parametrize("omega", [0.0, 1.0, 0.3])
+@given(case=episodes())
+def test_advantages_of_turns_against_loops(omega, case):
+    rewards, groups, states, step_rewards = case
+    rows, num_turns = states.shape
+    ids = torch.arange(num_turns).repeat_interleave(2).expand(rows, -1)
+    ids = torch.where(states.repeat_interleave(2, dim=1) >= 0, ids, -1)
+    turns = Turns(ids=ids, states=states, rewards=step_rewards)
+    found = turn_advantages(rewards, groups, turns, gamma=0.9, omega=omega, epsilon=0.1)
+    expected = naive.gigpo(rewards.tolist(), groups.tolist(), states.tolist(), step_rewards.tolist(), 0.9, omega, 0.1)
+    episode = oracles.grpo_advantages(rewards.tolist(), groups.tolist(), 0.1)
+    for b in range(rows):
+        for t, k in enumerate(ids[b].tolist()):
+            close(found[b, t], expected[b][k] if k >= 0 else episode[b], 1e-9)
+
+
+@pytest.mark.parametrize("omega", [1.0, 0.4])
+@given(case=episodes())
+def test_steps_as_rows_and_turns_of_episodes_agree(omega, case):
+    rewards, groups, states, step_rewards = case
+    rows, num_turns = states.shape
+    turns = Turns(ids=torch.where(states >= 0, torch.arange(num_turns), -1), states=states, rewards=step_rewards)
+    by_turn = turn_advantages(rewards, groups, turns, gamma=0.9, omega=omega, epsilon=0.1)
+    steps = [(b, k) for b in range(rows) for k in range(num_turns) if states[b, k] >= 0]
+    row = torch.tensor([b for b, _ in steps], dtype=torch.int64)
+    if set(row.tolist()) != set(range(rows)):
+        return  # an episode without a step has no row of its own, but counts in the mean of its group
+    anchors = anchor_groups([states[b, k].item() for b, k in steps], groups[row])
+    step_values = torch.stack([step_rewards[b, k] for b, k in steps])
+    by_step = gigpo_advantages(rewards[row], step_values, groups[row], row, anchors, gamma=0.9, omega=omega, epsilon=0.1)
+    close(by_step, torch.stack([by_turn[b, k] for b, k in steps]), 1e-9)
+
+
+def test_two_answers_to_one_state_by_hand():
+    states, rewards = torch.tensor([[0, 1], [0, 2]]), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    turns = Turns(ids=torch.tensor([[0, -1, 1], [0, -1, 1]]), states=states, rewards=rewards)
+    found = turn_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), turns, gamma=0.5, omega=2.0, std_level=None)
+    torch.testing.assert_close(found, torch.tensor([[0.5 + 2 * 0.25, 0.5, 0.5], [-0.5 - 2 * 0.25, -0.5, -0.5]]))
