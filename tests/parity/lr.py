@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parity.mapping import Parity
-from rollouts.backends.factory import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
+from rollouts.backends.schedules import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 
 PAST_THE_END = 3  # updates behind num_training_steps that are recorded of transformers
 
@@ -69,12 +69,12 @@ FIRST_UPDATE = "our default warm-up gives the first of W updates lr / W"
 MAPPINGS: dict[str, Parity] = {
     "transformers_schedules": Parity(
         run=transformers_schedules,
-        ours="backends.factory.warmup_constant, warmup_linear, warmup_cosine(num_cycles=..., periodic=True), each with warmup_from=0",
+        ours="backends.schedules.warmup_constant, warmup_linear, warmup_cosine(num_cycles=..., periodic=True), each with warmup_from=0",
         note=f"{FIRST_UPDATE}, theirs 0; our default cosine stays at its end, theirs rises again",
     ),
     "verl_areal_prime_cosine": Parity(
         run=other_schedules,
-        ours="backends.factory.warmup_cosine, warmup_stable_decay, each with warmup_from",
+        ours="backends.schedules.warmup_cosine, warmup_stable_decay, each with warmup_from",
         note=f"{FIRST_UPDATE}; verl's gives it 0, AReaL's the lowest rate, prime-rl's the lowest rate or 1e-8 of the peak",
     ),
 }
