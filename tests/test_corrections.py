@@ -451,6 +451,7 @@ def test_bounds():
     assert clamp_weights(weights, floor=0.5, cap=2.0).tolist() == [0.5, 1.0, 2.0]
     assert drop_outside(weights, floor=0.5, cap=2.0).tolist() == [0.0, 1.0, 0.0]
     assert drop_outside(weights).tolist() == weights.tolist()
+    assert drop_outside(weights, floor=1.0, cap=1.0).tolist() == [0.0, 1.0, 0.0]
     assert reciprocal_bounds(2.0) == (0.5, 2.0)
     with pytest.raises(AssertionError, match=r"cap is 0\.5"):
         reciprocal_bounds(0.5)

@@ -172,6 +172,13 @@ def test_ages_of_tokens():
     assert count_token_ages([make_sample((-2, 3, 5)), make_sample((5, -1))], 5) == {0: 2, 2: 1}
 
 
+def test_tokens_that_are_not_trained_do_not_count():
+    sample = replace(make_sample((1, 3, 4)), loss_mask=(0.0, 1.0, 0.0))
+    assert compute_staleness(sample, 5) == 2
+    assert compute_staleness(replace(sample, segment_version=5), 5) == 2
+    assert count_token_ages([sample], 5) == {2: 1}
+
+
 def test_versions_are_needed():
     with pytest.raises(AssertionError, match=r"sample 4 .* has no weight_versions"):
         compute_staleness(replace(make_sample((1,), index=4), weight_versions=None), 2)
