@@ -56,7 +56,7 @@ PRESETS: Mapping[str, Preset] = {
         algorithms.recomputed,
         algorithms.truncated,
     )
-}
+} | {"gae": algorithms.ppo}  # by its estimator, as verl calls it
 KL_ESTIMATORS: Mapping[str, KLEstimator] = {estimator.__name__: estimator for estimator in (k1, abs_kl, k2, k3)}  # as kl=k2
 MAX_LENGTH = 2000  # characters
 MAX_DEPTH = 8  # presets inside of presets

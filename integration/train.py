@@ -25,7 +25,7 @@ from integration.models import check_companions, create_model
 from integration.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
 from integration.summary import draw_curves, summarize_run, tell_story
 from rollouts.checkpoints import latest_checkpoint, load_run_state, lock_run_directory
-from rollouts.config import save_config, to_dict
+from rollouts.config import load_config, save_config, to_dict
 from rollouts.errors import ConfigError, DataError, RolloutsError, raise_single_errors
 from rollouts.metrics import CompositeLogger, JSONLLogger, read_metrics, truncate_log
 
@@ -102,7 +102,7 @@ def prepare_run(command: CommandLine, output_dir: Path) -> None:
         save_config(replace(command.config, output_dir=str(output_dir)), output_dir / CONFIG_FILE)
         (output_dir / RUN_FILE).write_text(json.dumps({"mode": command.mode}) + "\n")
         return
-    saved = json.loads((output_dir / CONFIG_FILE).read_text())
+    saved = to_dict(load_config(Config, output_dir / CONFIG_FILE))  # with defaults for settings that it does not have
     changed = [
         f"{name}: {before!r} -> {after!r}"
         for name, (before, after) in sorted(compare_settings(saved, to_dict(command.config)).items())

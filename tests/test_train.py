@@ -172,7 +172,14 @@ def test_dry_run_prints_settings_and_counts_and_leaves_nothing(capsys, tmp_path:
     monkeypatch.chdir(tmp_path)
     assert main(["--dry-run"]) == 0
     out = capsys.readouterr().out
-    for expected in ('"task": "sort"', "512 (64 prompts x 8)", "parameters", "SFT tokens", "memory: sum"):
+    for expected in (
+        '"task": "sort"',
+        "grpo(clip_low=0.2, clip_high=0.2, kl_coef=0.0,",
+        "512 (64 prompts x 8)",
+        "parameters",
+        "SFT tokens",
+        "memory: sum",
+    ):
         assert expected in out
     assert list(tmp_path.iterdir()) == []
 
@@ -185,6 +192,12 @@ def test_dry_run_prints_settings_and_counts_and_leaves_nothing(capsys, tmp_path:
         (["--task", "srot"], "did you mean 'sort'?"),
         (["--rl.num-minibatches", "3"], "divide"),
         (["--rl.algorithm", "grop"], "did you mean 'grpo'?"),
+        (["--rl.algorithm", "decoupled(dapo(clip_hi=0.3))"], "did you mean 'clip_high'?"),
+        (["--rl.algorithm", "dapo(clip_low=1.5)"], "clip_low is 1.5, expected in [0, 1)"),
+        (["--rl.kl-control.target", "0.1"], "has no KL term"),
+        (["--critic.path", "/nowhere"], "has no critic"),
+        (["--rl.algorithm", "ppo", "--critic.path", "/nowhere"], "is not a directory"),
+        (["--rl.overlong-buffer", "9"], "at most the token budget"),
         (["--rl.filter", "nonzero"], "did you mean 'nonzero_std'?"),
         (["--sft.batch-size", "0"], "batch_size"),
         (["--generation.top-p", "0.9"], "whole distribution"),
@@ -206,6 +219,18 @@ def test_bad_settings_end_in_one_message_and_a_status(capsys, tmp_path: Path, mo
     status, error = one_message(capsys, *fast, *arguments)
     assert status == 2, error
     assert expected in error
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_critic_of_another_tokenizer_is_refused_before_anything_is_done(capsys, tmp_path: Path, monkeypatch, more):
+    monkeypatch.chdir(tmp_path)
+    create_tiny_model(vocab_size=80).save_pretrained(tmp_path / "other")
+    create_char_tokenizer(80).save_pretrained(tmp_path / "other")
+    arguments = ["--rl.algorithm", "ppo()", "--critic.path", "other", *more]
+    status, error = one_message(capsys, *arguments)
+    assert status == 2
+    assert "critic.path is other, whose tokens are not the policy's: the tokenizer has 80 tokens, the policy's has 64" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 def test_an_unknown_key_in_a_configuration_file_is_refused_with_a_suggestion(capsys, tmp_path: Path):
