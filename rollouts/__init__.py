@@ -27,7 +27,8 @@ _NAMES_OF_MODULES: Final = (
     ("loss_weights", "fixed_length_mean group_token_mean sample_mean sample_sum token_mean"),
     ("kl", "k1 k2 k3"),
     ("surrogates", "clipped importance_weighted sequence_ratio token_ratio"),
-    ("losses", "grpo_loss policy_loss ppo_loss sft_loss value_loss"),
+    ("losses", "dft_loss grpo_loss policy_loss ppo_loss sft_loss value_loss"),
+    ("preferences", "bradley_terry_loss dpo_loss pair_mean preference_loss score_loss split_pairs"),
     ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gmpo gpg grpo gspo opo ppo recomputed reinforce reinforce_plus_plus "
                    "reinforce_plus_plus_baseline remax rloo sapo truncated"),
     ("kl_control", "KLControl update_kl_control"),

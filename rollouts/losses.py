@@ -233,7 +233,7 @@ def dft_loss(outputs: TokenOutputs, batch: TrainBatch) -> LossOutput:
 
     The gradient of -log p is that of a policy with reward 1 / p; the factor takes the 1 / p away.
 
-    Source: Wu et al. 2025 (On the generalization of SFT: dynamic fine-tuning), equation 9.
+    Source: Wu et al. 2025 (On the generalization of SFT: dynamic fine-tuning), its token-level loss.
     """
     weights, mask = _weights_and_mask(outputs, batch)
     log_probs = _where(mask, outputs.log_probs)

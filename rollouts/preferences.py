@@ -56,7 +56,7 @@ def conservative_pair_loss(h: Tensor, beta: float, *, label_smoothing: float = 0
     Args:
         label_smoothing: e, in [0, 0.5).
 
-    Source: Mitchell 2023 (A note on DPO with noisy preferences), equation 3.
+    Source: Mitchell 2023 (A note on DPO with noisy preferences), the conservative loss.
     """
     assert 0 <= label_smoothing < 0.5, f"label_smoothing is {label_smoothing}, expected in [0, 0.5)"
     return -(1 - label_smoothing) * logsigmoid(beta * h) - label_smoothing * logsigmoid(-beta * h)
