@@ -444,12 +444,12 @@ def ppo(
 # -- wrappers: an algorithm to an algorithm
 
 
-def decoupled(algorithm: Algorithm, cap: float | None = 5.0, floor: float | None = None) -> Algorithm:
+def decoupled(
+    algorithm: Algorithm, cap: float | None = 5.0, floor: float | None = None, drop: bool = True, segment_wise: bool = False
+) -> Algorithm:
     """The algorithm with its ratio anchored to the policy before the update, and each token weighted by proximal / behaviour.
 
     w = p_prox / p_rollout, 0 where w > cap or w < floor (denominators unchanged); ratio = p / p_prox
-
-    Where the samples carry proximal log-probs of their own version (segment-wise decoupled PPO), w uses those.
 
     When: rollouts are older than the weights (asynchronous training) or the engine's numbers differ from the trainer's.
 
@@ -457,15 +457,22 @@ def decoupled(algorithm: Algorithm, cap: float | None = 5.0, floor: float | None
         algorithm: any whose loss uses the ratio.
         cap: largest weight, > 0; tokens above are dropped. AReaL's behav_imp_weight_cap; None = no bound.
         floor: smallest weight, >= 0; tokens below are dropped. None = no bound.
+        drop: False clamps weights to the bounds instead of dropping their tokens.
+        segment_wise: w uses segment_log_probs, each token's log-prob one weight version after the one that sampled it; the ratio keeps
+            prox_log_probs. The samples must carry them (rollouts.proximal).
 
-    Source: Hilton et al. 2022 (Batch size-invariance for policy optimization), equation 2; Fu et al. 2025 (AReaL), equation 5.
+    Source: Hilton et al. 2022 (Batch size-invariance for policy optimization); Fu et al. 2025 (AReaL).
     """
     _check(cap is None or cap > 0, "cap", cap, "more than 0, or None")
     _check(floor is None or 0 <= floor < (float("inf") if cap is None else cap), "floor", floor, f"in [0, {cap}), or None")
     return replace(
         algorithm,
-        loss=partial(corrected_loss, correction=partial(anchor_to_proximal, cap=cap, floor=floor), loss=algorithm.loss),
-        requires=algorithm.requires | {"prox_log_probs", "rollout_log_probs"},
+        loss=partial(
+            corrected_loss,
+            correction=partial(anchor_to_proximal, cap=cap, floor=floor, drop=drop, segment_wise=segment_wise),
+            loss=algorithm.loss,
+        ),
+        requires=algorithm.requires | {"prox_log_probs", "rollout_log_probs"} | ({"segment_log_probs"} if segment_wise else set()),
         loss_only=algorithm.loss_only | {"prox_log_probs"},
     )
 

@@ -25,6 +25,7 @@ class Step:
     log_probs: Sequence[Sequence[Number]]  # of the policy
     rollout: Sequence[Sequence[float]]  # log-probs of the engine
     old: Sequence[Sequence[float]]  # of the trainer before the update
+    segment: Sequence[Sequence[float]]  # of the policy one version after the one that sampled the token
     ref: Sequence[Sequence[float]]  # of the reference model
     values: Sequence[Sequence[float]]  # of the critic
     entropy: Sequence[Sequence[Number]]
@@ -343,14 +344,17 @@ def ppo(
 # -- wrappers, round DAPO
 
 
-def decoupled(step: Step, cap: float | None = 5.0, floor: float | None = None) -> Number:
-    """Fu et al. 2025: ratio against the policy before the update; proximal over behaviour as a weight, 0 outside the bounds."""
+def decoupled(step: Step, cap: float | None = 5.0, floor: float | None = None, drop: bool = True, segment_wise: bool = False) -> Number:
+    """Fu et al. 2025: ratio against the policy before the update; proximal over behaviour as a weight, 0 outside the bounds.
+
+    Segment-wise, the weight's proximal policy is that of each token's own segment.
+    """
     a = group_normalized(step, 1e-4)
 
     def loss(b: int, t: int) -> Number:
-        w = math.exp(step.old[b][t] - step.rollout[b][t])
+        w = math.exp((step.segment if segment_wise else step.old)[b][t] - step.rollout[b][t])
         if (cap is not None and w > cap) or (floor is not None and w < floor):
-            w = 0.0
+            w = 0.0 if drop else (cap if cap is not None and w > cap else floor)
         return w * clip_loss(ratio(step, b, t, step.old), a[b], 0.2, 0.28)
 
     return per_token(step, loss)

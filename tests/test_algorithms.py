@@ -77,6 +77,11 @@ CASES: dict[str, tuple[Algorithm, Callable[[Step], Any]]] = {
         partial(oracles_algorithms.ppo, kl_coef=0.1, dual=2.0, entropy_coef=0.02),
     ),
     "decoupled": (decoupled(dapo(), cap=1.5, floor=0.6), partial(oracles_algorithms.decoupled, cap=1.5, floor=0.6)),
+    "decoupled, clamped": (decoupled(dapo(), 1.2, 0.9, drop=False), partial(oracles_algorithms.decoupled, cap=1.2, floor=0.9, drop=False)),
+    "decoupled, segment-wise": (
+        decoupled(dapo(), cap=1.5, segment_wise=True),
+        partial(oracles_algorithms.decoupled, cap=1.5, segment_wise=True),
+    ),
     "recomputed": (recomputed(dapo()), oracles_algorithms.recomputed),
     "truncated": (truncated(dapo(), cap=1.1), partial(oracles_algorithms.truncated, cap=1.1)),
 }
@@ -118,6 +123,7 @@ def make_rollouts(seed: int, rows: int, width: int, *, with_greedy: bool = False
         trainable=trainable,
         rollout_log_probs=rollout,
         old_log_probs=None,
+        segment_log_probs=rollout + draw(0.2),
         ref_log_probs=rollout + draw(0.3),
         values=draw(),
     )
@@ -162,6 +168,7 @@ def run_oracle(oracle: Callable[[Step], Any], log_probs: torch.Tensor, batch: Tr
         log_probs=[list(row) for row in leaf],
         rollout=batch.rollout_log_probs.tolist(),
         old=own.tolist() if own is not None else batch.rollout_log_probs.tolist(),
+        segment=batch.segment_log_probs.tolist(),
         ref=batch.ref_log_probs.tolist(),
         values=batch.values.tolist(),
         entropy=[list(row) for row in entropy_of(leaf)],
@@ -219,7 +226,7 @@ def test_micro_batches_row_order_padding_and_garbage_change_nothing(name: str, s
     close(padded[1][:, :5], gradient)
 
     off = batch.loss_mask == 0
-    columns = ("rollout_log_probs", "old_log_probs", "prox_log_probs", "ref_log_probs", "values")
+    columns = ("rollout_log_probs", "old_log_probs", "prox_log_probs", "segment_log_probs", "ref_log_probs", "values")
     dirty = {c: torch.where(off, torch.nan, getattr(batch, c)) for c in columns if getattr(batch, c) is not None}
     spoiled = run(algorithm, torch.where(off, torch.inf, log_probs), replace(batch, **dirty))
     assert torch.equal(spoiled[0], loss)
