@@ -114,6 +114,27 @@ async def test_the_options_of_an_algorithm_show_in_its_metrics(start: Callable[.
     assert (await run(start("decoupled(grpo())"), tmp_path / "decoupled"))[-1]["importance_weight"] == pytest.approx(1.0, abs=1e-3)
 
 
+async def test_each_option_of_an_algorithm_changes_what_is_trained(start: Callable[..., Config], tmp_path: Path):
+    changed = {
+        "as it is": start("ppo(kl_coef=0.05)", rl={"num_steps": 2}),
+        "by its estimator": start("gae(kl_coef=0.05)", rl={"num_steps": 2}),
+        "discount": start("ppo(gamma=0.5, kl_coef=0.05)", rl={"num_steps": 2}),
+        "lambda": start("ppo(lam=0.5, kl_coef=0.05)", rl={"num_steps": 2}),
+        "clip": start("ppo(clip_low=0.001, clip_high=0.001, kl_coef=0.05)", rl={"num_steps": 2}),
+        "penalty": start("ppo(kl_coef=5.0)", rl={"num_steps": 2}),
+        "entropy": start("ppo(entropy_coef=0.1, kl_coef=0.05)", rl={"num_steps": 2}),
+        "epochs": start("ppo(kl_coef=0.05)", rl={"num_steps": 2, "num_epochs": 2}),
+        "learning rate": start("ppo(kl_coef=0.05)", rl={"num_steps": 2, "optimizer": OptimizerConfig(lr=1e-3)}),
+        "value clip": start("ppo(kl_coef=0.05)", rl={"num_steps": 2}, critic=CriticSection(value_clip=1e-4)),
+    }
+    last = {name: (await run(config, tmp_path / name))[-1] for name, config in changed.items()}
+    seen = {name: (line["loss"], line["grad_norm"], line["critic_loss"]) for name, line in last.items()}
+    assert seen.pop("by its estimator") == seen["as it is"]
+    assert len(set(seen.values())) == len(seen), seen
+    assert last["clip"]["clip_fraction"] > last["as it is"]["clip_fraction"]
+    assert last["value clip"]["value_clip_fraction"] > last["as it is"]["value_clip_fraction"]
+
+
 async def test_remax_gets_a_greedy_sample_in_each_group_and_trains_on_the_others(start: Callable[..., Config], tmp_path: Path):
     config = start("remax", rl={"samples_per_prompt": 2}, trajectories=TrajectorySection(every=1))
     lines = await run(config, tmp_path / "run")
