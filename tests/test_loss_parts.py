@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_losses import make_batch
 
+from rollouts.kl import k2
 from rollouts.loss_weights import token_mean
 from rollouts.losses import distillation_loss, entropy_loss, policy_loss, sft_loss, total_loss
 from rollouts.statistics import top_share
-from rollouts.surrogates import capped, cispo, clipped, importance_weighted, inside_tv_lower, sequence_mean_ratio, token_ratio
+from rollouts.surrogates import capped, cispo, clipped, importance_weighted, inside_tv_lower, reinforce, sequence_mean_ratio, token_ratio
 from rollouts.types import TokenOutputs, TrainBatch
 
 
@@ -120,3 +121,16 @@ def test_the_top_share_is_what_lies_at_or_above_the_quantile(entries: list[tuple
 def test_a_share_outside_its_range_is_refused():
     with pytest.raises(AssertionError, match="share is 0"):
         top_share(torch.ones(3), torch.ones(3), share=0)
+
+
+def test_weights_of_both_kinds_multiply_the_policy_term_alone():
+    log_probs, batch = weighted_batch(6)
+    given = torch.rand(batch.tokens.shape, dtype=torch.float64)
+    batch = replace(batch, importance_weights=given)
+    outputs = TokenOutputs(log_probs=log_probs)
+    found = policy_loss(outputs, batch, surrogate=reinforce, kl=k2, kl_coef=0.1, reweigh=lambda p, rows: (2 * p).exp()).loss
+    rows = triples(log_probs, batch.ref_log_probs, batch.advantages, given, batch.loss_weights)
+    expected = sum(w * (v * math.exp(2 * p) * -a * p + 0.1 * (p - q) ** 2 / 2) for p, q, a, v, w in rows)
+    assert found.item() == pytest.approx(expected, abs=1e-12)
+    gradient = [w * (v * math.exp(2 * p) * -a + 0.1 * (p - q)) for p, q, a, v, w in rows]  # none through the weights
+    assert torch.autograd.grad(found, log_probs)[0].flatten().tolist() == pytest.approx(gradient, abs=1e-12)
