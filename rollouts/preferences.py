@@ -226,7 +226,7 @@ def score_loss(outputs: TokenOutputs, batch: TrainBatch, *, margin_from_rewards:
     """bradley_terry_loss of the answers in a batch; the score of an answer is the value at its last trained token.
 
     Args:
-        outputs: values # [B, T] of a model with a value head.
+        outputs: values # [B, T] of a reward model, a backend with compute_outputs=compute_scores.
         batch: loss_weights of pair_mean.
         margin_from_rewards: the margin of a pair is rewards[2i] - rewards[2i + 1], for example of ratings.
 

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts import preferences
-from rollouts.backends.factory import create_pytorch_backend
+from rollouts.backends.factory import create_adamw_optimizer, create_critic_model, create_pytorch_backend
+from rollouts.backends.outputs import compute_scores
+from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.batching import collate_samples, select_rows
 from rollouts.losses import merge_metrics
 from rollouts.preferences import (
@@ -382,3 +384,20 @@ async def test_a_policy_learns_which_answer_is_preferred():
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)  # the policy is the reference
     assert margins[0] == pytest.approx(0.0, abs=1e-5)
     assert losses[-1] < 0.5 < losses[0] and margins[-1] > 0.5
+
+
+async def test_a_reward_model_learns_to_score_by_the_last_token():
+    def answer(last: int, pair: int) -> Sample:
+        return Sample(tokens=(1, 2 + pair, 9, last), loss_mask=(0.0, 0.0, 1.0, 1.0), group_index=pair, index=last)
+
+    model = create_critic_model(create_tiny_model(), seed=0)
+    optimizer = create_adamw_optimizer(model, lr=3e-3)
+    backend = PyTorchTrainingBackend(model, optimizer, compute_outputs=compute_scores)
+    batch = collate_samples([answer(last, pair) for pair in range(3) for last in (10, 11)])
+    batch = replace(batch, loss_weights=pair_mean(batch))
+    found = await backend.forward(batch, lambda outputs: outputs.values).result()
+    assert torch.equal(found[0, :3], found[1, :3]) and found[0, 3] != found[1, 3]  # the score at t has seen token t, and no later one
+    for _ in range(12):
+        metrics = await backend.forward_backward(batch, score_loss).result()
+        await backend.optim_step().result()
+    assert metrics["score_accuracy"] == 1.0 and metrics["loss"] < 0.5

@@ -72,6 +72,18 @@ def compute_values(
     return TokenOutputs(log_probs=torch.zeros(packed.shape, device=hidden.device), values=_place(values, packed, shift.positions))
 
 
+def compute_scores(
+    model: PreTrainedModel, hidden: Tensor, packed: PackedRows, temperatures: Tensor | None, options: OutputOptions
+) -> TokenOutputs:
+    """Score of the text up to and with tokens[:, t], from the hidden state at t, in float32; 0 on pads. The head of a reward model.
+
+    Unlike compute_values it knows tokens[:, t], so that the score of a text is the one at its last token (preferences.score_loss).
+    """
+    head = get_value_head(model)
+    scores = torch.nn.functional.linear(hidden.float(), head.weight, head.bias).squeeze(-1)
+    return TokenOutputs(log_probs=torch.zeros(packed.shape, device=hidden.device), values=packed.unpack(scores))
+
+
 def get_value_head(model: PreTrainedModel) -> torch.nn.Linear:
     """The layer [1, H] from hidden states to values of a token-classification model. Raises ConfigError if there is none."""
     for name in ("score", "classifier"):  # the names in transformers
