@@ -309,7 +309,8 @@ def reinforce() -> Algorithm:
 def remax() -> Algorithm:
     """A = r - r(greedy answer to the same prompt); loss = -1/B sum_i A_i log p(y_i), on policy.
 
-    When: few samples per prompt: the baseline costs one greedy sample a group, which is not trained on. Generate with add_greedy_sample.
+    When: few samples per prompt: the baseline costs one greedy sample a group, which is not trained on. Generate with
+    create_generate_fn(num_greedy=1) and RolloutConfig(n_baseline_samples=1).
 
     Source: Li et al. 2023 (ReMax), algorithm 2.
     """
