@@ -307,6 +307,32 @@ def test_gmpo_is_its_paper_on_whole_rows_and_averages_importance_weights_geometr
     assert float(plain.metrics["clip_fraction"]) == pytest.approx(float(outside[on].double().mean()))
 
 
+def test_the_clip_of_gmpo_is_in_nats():
+    old, advantages = torch.full((1, 4), -2.0).double(), torch.tensor([[1.0, 1.0, -1.0, -1.0]]).double()
+    log_probs = old + torch.tensor([[0.55, 0.65, -0.55, -0.65]]).double()
+    _, batch = make_batch(rows=1, width=4)
+    batch = replace(batch, loss_mask=torch.ones(1, 4).double(), rollout_log_probs=old, advantages=advantages)
+    metrics = gmpo_policy_loss(TokenOutputs(log_probs=log_probs), replace(batch, loss_weights=token_mean(batch)), low=0.6, high=0.6).metrics
+    assert float(metrics["clip_fraction_low"]) == 0.25
+    assert float(metrics["clip_fraction_high"]) == 0.25
+
+
+@pytest.mark.parametrize("kl", KL, ids=lambda f: f.__name__)
+def test_the_unbiased_kl_is_multiplied_by_the_ratio_with_its_gradient(kl):
+    log_probs, batch = make_batch()
+    batch = replace(batch, loss_weights=token_mean(batch))
+    loss = clipped_policy_loss(TokenOutputs(log_probs=log_probs), batch, kl=kl, kl_coef=0.7, unbiased_kl=True).loss
+    estimator = getattr(oracles_losses, kl.__name__)
+    theirs = clipped_policy_loss(TokenOutputs(log_probs=log_probs), batch).loss
+    for b, row in enumerate(log_probs):
+        for t in oracles_losses.on(batch.loss_mask[b].tolist()):
+            ratio = (row[t] - batch.rollout_log_probs[b, t]).exp()
+            theirs = theirs + 0.7 * batch.loss_weights[b, t] * ratio * estimator(row[t], float(batch.ref_log_probs[b, t]))
+    torch.testing.assert_close(loss, theirs, rtol=1e-10, atol=1e-10)
+    (ours_grad,), (theirs_grad,) = (torch.autograd.grad(x, log_probs) for x in (loss, theirs))
+    torch.testing.assert_close(ours_grad, theirs_grad, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", SURROGATES)
 def test_a_dropped_token_may_have_any_ratio(name):
     """float32 overflows at e^89; a token of weight 0 neither enters the loss nor turns it into NaN."""
