@@ -32,6 +32,9 @@ SELF_MADE_TASKS = ("sort", "sort-long")  # these need no data
 TASKS = (*SELF_MADE_TASKS, "gsm8k", "jsonl")
 RESPONSE_TOKENS = {"sort": 8, "sort-long": 10}  # most tokens of a response, unless the user sets it
 OWN_DATA_RESPONSE_TOKENS = 512
+FILLED = frozenset(  # what an algorithm may require
+    {"rollout_log_probs", "old_log_probs", "prox_log_probs", "ref_log_probs", "values", "entropy", "greedy_rows"}
+)
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
 
 
@@ -275,14 +278,20 @@ class Config:
         buffer = self.rl.overlong_buffer
         check_setting(buffer <= budget, "rl.overlong_buffer", buffer, f"at most the token budget of a response, {budget}")
         algorithm = resolve_algorithm(self.rl.algorithm, budget)
-        check_companion_settings(self, algorithm)
+        check_algorithm_settings(self, algorithm)
         rl_training_config(self, algorithm)
         reward_config(self)
 
 
-def check_companion_settings(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError for settings of a model that the algorithm does not use: they would change nothing."""
+def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError if a run cannot give the algorithm what it requires, or if a setting is of a model that it does not use."""
     name, critic = config.rl.algorithm, config.critic
+    unknown = sorted(algorithm.requires - FILLED)
+    if unknown:
+        raise ConfigError(
+            f"rl.algorithm {name!r} requires {', '.join(unknown)}, which the rollouts of this command do not have; they have "
+            f"{', '.join(sorted(FILLED))}. Choose another, or call run_rl_training with samples that carry it"
+        )
     if config.reference.path is not None and "ref_log_probs" not in algorithm.requires:
         raise ConfigError(
             f"reference.path is {config.reference.path!r}, but rl.algorithm {name!r} has no KL term: "
