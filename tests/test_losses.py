@@ -308,10 +308,10 @@ def test_gmpo_is_its_paper_on_whole_rows_and_averages_importance_weights_geometr
 
 
 def test_the_clip_of_gmpo_is_in_nats():
-    old, advantages = torch.full((1, 4), -2.0).double(), torch.tensor([[1.0, 1.0, -1.0, -1.0]]).double()
-    log_probs = old + torch.tensor([[0.55, 0.65, -0.55, -0.65]]).double()
-    _, batch = make_batch(rows=1, width=4)
-    batch = replace(batch, loss_mask=torch.ones(1, 4).double(), rollout_log_probs=old, advantages=advantages)
+    old, advantages = torch.full((2, 2), -2.0).double(), torch.tensor([[1.0, 1.0], [-1.0, -1.0]]).double()
+    log_probs = old + torch.tensor([[0.55, 0.65], [-0.55, -0.65]]).double()
+    _, batch = make_batch(rows=2, width=2)
+    batch = replace(batch, loss_mask=torch.ones(2, 2).double(), rollout_log_probs=old, advantages=advantages)
     metrics = gmpo_policy_loss(TokenOutputs(log_probs=log_probs), replace(batch, loss_weights=token_mean(batch)), low=0.6, high=0.6).metrics
     assert float(metrics["clip_fraction_low"]) == 0.25
     assert float(metrics["clip_fraction_high"]) == 0.25
