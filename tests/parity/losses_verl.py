@@ -174,18 +174,13 @@ def clipped_value(
     return {"loss": loss, "vf_clipfrac": metrics["value_clip_fraction"]}
 
 
-def nothing_to_train(mask_name: str) -> Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]:
-    """For a batch without a token theirs is 0 / 0."""
-
-    def differs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-        empty = not bool(kwargs[mask_name].any()) and outputs["loss"] != outputs["loss"]
-        return "no token to train on: theirs is NaN, ours 0" if empty else None
-
-    return differs
+def theirs_is_nan(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
+    """Their means are 0 / 0 where no token is left, and their means over rows read masked places."""
+    return "theirs is NaN where no token is left (ours is 0) or a masked place holds NaN" if outputs["loss"] != outputs["loss"] else None
 
 
 def loss_parity(run: Callable[..., Any], ours: str, note: str = "") -> Parity:
-    return Parity(run=run, ours=ours, wrt=("log_prob",), differs=nothing_to_train("response_mask"), note=note)
+    return Parity(run=run, ours=ours, wrt=("log_prob",), differs=theirs_is_nan, note=note)
 
 
 BOUND = "policy_loss(surrogate={}, ratio=partial(token_ratio, bound=20))"
@@ -195,7 +190,7 @@ MAPPINGS: dict[str, Parity] = {
         run=agg_loss,
         ours="loss_weights.weighted_sum(x, token_mean | token_sum | sample_sum | fixed_length_mean | sample_mean(epsilon=1e-8))",
         wrt=("loss_mat",),
-        differs=nothing_to_train("loss_mask"),
+        differs=theirs_is_nan,
         note="a batch without tokens gives 0, not NaN; dp_size is loss_weights.scaled",
     ),
     "verl_ppo_clip_dual": loss_parity(with_loss(ppo), BOUND.format("clipped(dual=3)")),
@@ -235,6 +230,6 @@ MAPPINGS: dict[str, Parity] = {
         "policy_loss(surrogate=reinforce | clipped(dual=3)) after corrections.reject_ratios | reject_divergence (from the mask), "
         "truncate_weights | mask_weights, normalize_weights",
     ),
-    "verl_value_loss_clip": Parity(run=clipped_value, ours="losses.value_loss", wrt=("vpreds",), differs=nothing_to_train("response_mask")),
+    "verl_value_loss_clip": Parity(run=clipped_value, ours="losses.value_loss", wrt=("vpreds",), differs=theirs_is_nan),
 }
 NOT_OFFERED: dict[str, str] = {}
