@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mapping import Parity, group_numbers, pad_rows
+from parity.mapping import Parity, flatten, group_numbers, pad_rows
 from rollouts import advantages as adv
 from rollouts import kl as kls
 from rollouts import statistics as stats
@@ -122,6 +122,13 @@ def verl_optimal_token_baseline(
     return {"returns": returns, "advantages": adv.compute_advantages(returns, baseline)}
 
 
+def verl_lone_row(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+    groups, filled = group_numbers(kwargs["index"]), (kwargs["response_mask"] > 0).any(dim=1)
+    lone = any(int(filled[groups == g].sum()) == 1 < int((groups == g).sum()) for g in groups.unique())
+    reason = "a group with one row that has tokens is a group of one here; there the row is its own baseline"
+    return reason if lone and not kwargs["handle_zero_tail"] else None
+
+
 VERL = {
     "verl_grpo": Parity(run=verl_grpo, ours="advantages.normalize_by_group(singleton='keep')", mask="response_mask"),
     "verl_grpo_vectorized": Parity(run=verl_grpo, ours="advantages.normalize_by_group(singleton='keep')", mask="response_mask"),
@@ -149,6 +156,7 @@ VERL = {
         run=partial(verl_optimal_token_baseline, compact=False),
         ours="advantages.optimal_token_baseline(compact=False)",
         mask="response_mask",
+        differs=verl_lone_row,
     ),
     "verl_tir_optimal_token_baseline": Parity(
         run=partial(verl_optimal_token_baseline, compact=True), ours="advantages.optimal_token_baseline", mask="response_mask"
@@ -163,6 +171,11 @@ def areal_masked_normalization(x, mask, unbiased, eps):
     std_level = partial(stats.batch_std, unbiased=unbiased)
     one_group = torch.zeros(x.shape[0], dtype=torch.int64)
     return {"out": adv.normalize_by_group(x, one_group, mask=mask, mean_level=stats.batch_mean, std_level=std_level, epsilon=eps)}
+
+
+def undefined(_: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
+    found = any(isinstance(x, float) and math.isnan(x) for x in flatten(outputs))
+    return "a statistic of one or no entry is NaN there; here its result is 0" if found else None
 
 
 def blocks(rows: int, size: int) -> Tensor:
@@ -197,9 +210,18 @@ def areal_normalization(x, loss_mask, eps, **config):
     return {"out": areal_normalize(x, loss_mask, {**config, "eps": eps})}
 
 
-def areal_leftover(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
-    uneven = kwargs["x"].shape[0] % kwargs["group_size"] and "group" in (kwargs["mean_level"], kwargs["std_level"])
+def leftover(rows: int, config: Mapping[str, Any]) -> str | None:
+    uneven = rows % config["group_size"] and "group" in (config["mean_level"], config["std_level"])
     return "rows behind the last whole group have mean 0 and std 0 there; here they are a smaller group" if uneven else None
+
+
+def areal_leftover(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+    return leftover(kwargs["x"].shape[0], kwargs)
+
+
+def areal_pipeline_leftover(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+    configs = [kwargs[name] for name in ("reward_norm", "adv_norm") if kwargs[name] is not None]
+    return next((reason for config in configs if (reason := leftover(kwargs["rewards"].shape[0], config))), None)
 
 
 def shift(x: Tensor) -> Tensor:
@@ -298,7 +320,10 @@ def areal_packed_gae(
 
 AREAL = {
     "areal_masked_normalization": Parity(
-        run=areal_masked_normalization, ours="advantages.normalize_by_group(mean_level=batch_mean, std_level=batch_std)", mask="mask"
+        run=areal_masked_normalization,
+        ours="advantages.normalize_by_group(mean_level=batch_mean, std_level=batch_std)",
+        mask="mask",
+        differs=undefined,
     ),
     "areal_normalization": Parity(
         run=areal_normalization,
@@ -310,6 +335,7 @@ AREAL = {
         run=areal_ppo_compute_advantages,
         ours="advantages.shape_rewards, apply_kl_penalty, gae(bootstrap=...), normalize_by_group",
         mask=lambda kwargs: shift(kwargs["loss_mask"]),
+        differs=areal_pipeline_leftover,
     ),
     "areal_realhf_packed_rewards_gae_v0_3_0": Parity(
         run=areal_packed_gae, ours="advantages.shape_rewards, apply_kl_penalty, gae(bootstrap=...), lambda_returns"
@@ -390,11 +416,6 @@ def slime_group_reward_norm(rewards, n_samples_per_prompt, rollout_batch_size, a
     return {"rewards": adv.normalize_by_group(rewards, groups, std_level=stats.group_std if divides else None, epsilon=1e-6)}
 
 
-def slime_undefined(_: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    undefined = any(math.isnan(x) for x in outputs["rewards"])
-    return "the standard deviation of one row is NaN there; here its advantage is 0" if undefined else None
-
-
 def slime_reinforce_plus_plus(rewards, kl, loss_masks, kl_coef, gamma):
     lengths = [row.numel() for row in kl]
     mask, kl_rows = pad_rows(loss_masks), pad_rows(kl)
@@ -459,7 +480,7 @@ def rlax_vtrace(v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_, clip_rho_threshol
 
 OTHERS = {
     "slime_gae": Parity(run=slime_gae, ours="advantages.gae, lambda_returns"),
-    "slime_group_reward_norm": Parity(run=slime_group_reward_norm, ours="advantages.normalize_by_group", differs=slime_undefined),
+    "slime_group_reward_norm": Parity(run=slime_group_reward_norm, ours="advantages.normalize_by_group", differs=undefined),
     "slime_reinforce_plus_plus": Parity(
         run=slime_reinforce_plus_plus,
         ours="advantages.apply_kl_penalty, discounted_returns, statistics.whiten",
