@@ -20,7 +20,6 @@ import torch
 from benchmarks.measure import MODEL_SIZES, compare, create_model, memory_mb, print_table, write_json
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples
-from rollouts.logprobs import chunked_log_probs
 from rollouts.loss_weights import token_mean
 from rollouts.losses import sft_loss
 from rollouts.types import Sample, TrainBatch
@@ -69,22 +68,6 @@ def packed_backend(size: str, batch: TrainBatch) -> Callable[[], int]:
     return step
 
 
-def log_prob_memory(name: str) -> float:
-    """Extra megabytes of log-probs of 4,096 tokens over 32,000 words, forward and backward."""
-    torch.manual_seed(0)
-    hidden = torch.randn(4096, 768, requires_grad=True)
-    weight = (torch.randn(32000, 768) * 0.02).requires_grad_()
-    targets = torch.randint(0, 32000, (4096,))
-    torch.randn(512, 512) @ torch.randn(512, 512)
-    before = memory_mb("VmRSS")
-    if name == "full logits":
-        log_probs = torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None])[:, 0]
-    else:
-        log_probs, _ = chunked_log_probs(hidden, weight, targets, chunk_size=512)
-    log_probs.sum().backward()
-    return memory_mb("VmHWM") - before
-
-
 CONTENDERS = {"padded Hugging Face loop": padded_loop, "rollouts": packed_backend}
 
 
@@ -104,9 +87,6 @@ def main() -> None:
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    if arguments.memory_of in ("full logits", "chunks of 512"):
-        print(log_prob_memory(arguments.memory_of))
-        return
     batch = create_rows(arguments.size)
     if arguments.memory_of:
         before = memory_mb("VmRSS")
@@ -122,9 +102,7 @@ def main() -> None:
     names = ["--size", arguments.size, "--threads", str(arguments.threads), "--memory-of"]
     memory = {name: {"peak_extra_mb": measure_in_process_of_its_own(*names, name)} for name in CONTENDERS}
     print_table("memory of two steps", memory)
-    log_probs = {name: {"peak_extra_mb": measure_in_process_of_its_own(*names, name)} for name in ("full logits", "chunks of 512")}
-    print_table("memory of log-probs, 4,096 tokens x 32,000 words", log_probs)
-    write_json(arguments.output, {"size": arguments.size, "speed": speed, "memory": memory, "log_prob_memory": log_probs})
+    write_json(arguments.output, {"size": arguments.size, "speed": speed, "memory": memory})
 
 
 if __name__ == "__main__":
