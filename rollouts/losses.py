@@ -4,7 +4,7 @@
 
 Nothing here is a statistic over rows, so the sum over micro-batches is the loss of the whole.
 
-Each part is one plain function; a surrogate is a loss, so it is minimised. What stands at masked places (loss_mask = 0) is replaced by 0
+Each part is one plain function; a surrogate is a loss, so it is minimized. What stands at masked places (loss_mask = 0) is replaced by 0
 before anything is computed from it: a NaN or infinity there changes neither the loss nor a gradient. Masking after exp would leave NaN
 gradients (0 * inf).
 """
@@ -425,7 +425,7 @@ def compute_value_loss(
 
 
 def compute_entropy_loss(entropy_or_logits: Tensor, mask: Tensor) -> LossOutput:
-    """Mean over trained tokens of minus the entropy, in nats: minimised, it keeps the policy from collapsing.
+    """Mean over trained tokens of minus the entropy, in nats: minimized, it keeps the policy from collapsing.
 
     Args:
         entropy_or_logits: # [B, T] of the distribution that each token was drawn from, or # [B, T, V] logits, each position's own.

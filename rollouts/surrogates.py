@@ -1,4 +1,4 @@
-"""Log-ratios between the policy and its anchor, and the surrogates made of them. A surrogate is a loss, so it is minimised.
+"""Log-ratios between the policy and its anchor, and the surrogates made of them. A surrogate is a loss, so it is minimized.
 
 Callers put 0 at masked places before anything is computed there: masking after exp would leave NaN gradients (0 * inf).
 """
@@ -366,7 +366,7 @@ def clip_fractions(log_ratio: Tensor, advantages: Tensor, *, low: float, high: f
 def cispo_fractions(
     log_ratio: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 0.28, cap: float | None = None
 ) -> dict[str, Tensor]:
-    """At which tokens CISPO's weight is bounded, whatever the advantage; with their gradient kept. # [B, T] of 0 and 1; arguments of cispo."""
+    """Where CISPO bounds the weight, whatever the advantage (the gradient stays): # [B, T] of 0 and 1; arguments as in cispo."""
     ratio = log_ratio.exp()
     below = (ratio < 1 - low).to(log_ratio.dtype)
     above = (ratio > (1 + high if cap is None else cap)).to(log_ratio.dtype)

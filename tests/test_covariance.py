@@ -166,13 +166,13 @@ def test_what_is_missing_or_out_of_range_is_named():
     batch = make_batch()
     with pytest.raises(AssertionError, match=r"select_kl_cov needs batch\.advantages"):
         select_kl_cov(replace(batch, advantages=None))
-    with pytest.raises(AssertionError, match="drop_clip_cov needs batch.old_log_probs or batch.rollout_log_probs"):
+    with pytest.raises(AssertionError, match=r"drop_clip_cov needs batch\.old_log_probs or batch\.rollout_log_probs"):
         drop_clip_cov(replace(batch, old_log_probs=None))
-    with pytest.raises(AssertionError, match="fraction is 1.5"):
+    with pytest.raises(AssertionError, match=r"fraction is 1\.5"):
         select_kl_cov(batch, fraction=1.5)
-    with pytest.raises(AssertionError, match="fraction is -0.1"):
+    with pytest.raises(AssertionError, match=r"fraction is -0\.1"):
         drop_clip_cov(batch, fraction=-0.1)
-    with pytest.raises(AssertionError, match="cov_low is 5.0, expected less than cov_high"):
+    with pytest.raises(AssertionError, match=r"cov_low is 5\.0, expected less than cov_high"):
         drop_clip_cov(batch, cov_low=5.0, cov_high=5.0)
     with pytest.raises(AssertionError, match=r"needs batch\.selected"):
         kl_cov_policy_loss(TokenOutputs(log_probs=batch.old_log_probs), replace(batch, loss_weights=token_mean(batch)))
