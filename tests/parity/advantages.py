@@ -129,25 +129,37 @@ def verl_lone_row(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None
     return reason if lone and not kwargs["handle_zero_tail"] else None
 
 
+SINGLE = "a group of one gets 0 by default; with singleton='keep' it keeps its reward, as here"
+
 VERL = {
-    "verl_grpo": Parity(run=verl_grpo, ours="advantages.normalize_by_group(singleton='keep')", mask="response_mask"),
-    "verl_grpo_vectorized": Parity(run=verl_grpo, ours="advantages.normalize_by_group(singleton='keep')", mask="response_mask"),
+    "verl_grpo": Parity(run=verl_grpo, ours="advantages.normalize_by_group(singleton='keep')", mask="response_mask", note=SINGLE),
+    "verl_grpo_vectorized": Parity(
+        run=verl_grpo, ours="advantages.normalize_by_group(singleton='keep')", mask="response_mask", note=SINGLE
+    ),
     "verl_grpo_passk": Parity(run=verl_passk, ours="advantages.pass_at_k_advantages", mask="response_mask"),
     "verl_rloo": Parity(
-        run=partial(verl_rloo, singleton="keep"), ours="advantages.normalize_by_group(mean_level=leave_one_out_mean)", mask="response_mask"
+        run=partial(verl_rloo, singleton="keep"),
+        ours="advantages.normalize_by_group(mean_level=leave_one_out_mean)",
+        mask="response_mask",
+        note=SINGLE,
     ),
     "verl_rloo_vectorized": Parity(
         run=partial(verl_rloo, singleton="zero"), ours="advantages.normalize_by_group(mean_level=leave_one_out_mean)", mask="response_mask"
     ),
-    "verl_opo": Parity(run=verl_opo, ours="advantages.length_weighted_mean", mask="response_mask"),
-    "verl_gpg": Parity(run=verl_gpg, ours="advantages.gpg_advantages(valid='nonzero')", mask="response_mask"),
-    "verl_gdpo_single": Parity(run=verl_gdpo_single, ours="advantages.gdpo_advantages, statistics.whiten", mask="response_mask"),
-    "verl_gdpo_multi": Parity(run=verl_gdpo_multi, ours="advantages.gdpo_advantages, statistics.whiten", mask="response_mask"),
+    "verl_opo": Parity(run=verl_opo, ours="advantages.length_weighted_mean", mask="response_mask", note=SINGLE),
+    "verl_gpg": Parity(run=verl_gpg, ours="advantages.gpg_advantages(valid='nonzero')", mask="response_mask", note=SINGLE),
+    "verl_gdpo_single": Parity(
+        run=verl_gdpo_single, ours="advantages.gdpo_advantages, statistics.whiten", mask="response_mask", note=SINGLE
+    ),
+    "verl_gdpo_multi": Parity(run=verl_gdpo_multi, ours="advantages.gdpo_advantages, statistics.whiten", mask="response_mask", note=SINGLE),
     "verl_reinforce_plus_plus": Parity(
         run=verl_reinforce_plus_plus, ours="advantages.discounted_returns, statistics.whiten", mask="response_mask"
     ),
     "verl_reinforce_plus_plus_baseline": Parity(
-        run=verl_reinforce_plus_plus_baseline, ours="advantages.normalize_by_group(std_level=None), statistics.whiten", mask="response_mask"
+        run=verl_reinforce_plus_plus_baseline,
+        ours="advantages.normalize_by_group(std_level=None), statistics.whiten",
+        mask="response_mask",
+        note=SINGLE,
     ),
     "verl_remax": Parity(run=verl_remax, ours="advantages.discounted_returns, compute_advantages", mask="response_mask"),
     "verl_gae": Parity(run=verl_gae, ours="advantages.gae, lambda_returns, statistics.whiten", mask="response_mask"),
@@ -156,10 +168,11 @@ VERL = {
         run=partial(verl_optimal_token_baseline, compact=False),
         ours="advantages.optimal_token_baseline(compact=False)",
         mask="response_mask",
+        note=SINGLE,
         differs=verl_lone_row,
     ),
     "verl_tir_optimal_token_baseline": Parity(
-        run=partial(verl_optimal_token_baseline, compact=True), ours="advantages.optimal_token_baseline", mask="response_mask"
+        run=partial(verl_optimal_token_baseline, compact=True), ours="advantages.optimal_token_baseline", mask="response_mask", note=SINGLE
     ),
 }
 
@@ -328,6 +341,7 @@ AREAL = {
     "areal_normalization": Parity(
         run=areal_normalization,
         ours="advantages.normalize_by_group(std_of='centered', std_level=group_rms)",
+        note="the std is of the rewards by default; AReaL's is of what the mean leaves",
         mask="loss_mask",
         differs=areal_leftover,
     ),

@@ -80,11 +80,13 @@ def outcome_advantage(
     }
 
 
+NOTE = "by default every episode counts once, as in the paper, and a group of one gets 0"
+
 MAPPINGS: dict[str, Parity] = {
     "gigpo_anchor_groups": Parity(run=anchor_groups, ours="gigpo.anchor_groups"),
     "gigpo_step_discounted_returns": Parity(run=step_returns, ours="gigpo.step_returns"),
-    "gigpo_episode_norm_reward": Parity(run=episode_norm_reward, ours="gigpo.episode_advantages(singleton='keep')"),
+    "gigpo_episode_norm_reward": Parity(run=episode_norm_reward, ours="gigpo.episode_advantages(singleton='keep')", note=NOTE),
     "gigpo_step_norm_reward": Parity(run=step_norm_reward, ours="gigpo.step_advantages"),
-    "gigpo_outcome_advantage": Parity(run=outcome_advantage, ours="gigpo.gigpo_advantages(across_steps=True, singleton='keep')"),
+    "gigpo_outcome_advantage": Parity(run=outcome_advantage, ours="gigpo.gigpo_advantages(across_steps=True, singleton='keep')", note=NOTE),
 }
 NOT_OFFERED: dict[str, str] = {}
