@@ -1,0 +1,975 @@
+"""Mistakes that the tests must see: each is made in a copy of the package, and the tests named beside it must then fail.
+
+    python tests/mutations.py              all of them, with a table
+    python tests/mutations.py kl "clip"    those whose file or description contains one of these texts
+    python tests/mutations.py --fast       the few that the default run of the tests makes
+
+Each runs in a process of its own, forked from one that has imported PyTorch and pytest but nothing of the package.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PASSED, FAILED = 0, 1  # pytest's exit codes; others are errors of collection, usage and the like
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One mistake."""
+
+    file: str  # of rollouts/
+    what: str  # the mistake, in words
+    old: str  # text that stands in the file exactly once
+    new: str
+    tests: tuple[str, ...]  # of tests/, at least one of which must fail: as few and as fast as possible
+    fast: bool = False  # made in the default run of the tests, too
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+
+def parity(name: str) -> str:
+    """The test against the recorded vectors of one function."""
+    return f"test_parity.py::test_our_composition_gives_their_numbers[{name}]"
+
+
+def mutated(source: str, mutation: Mutation) -> str:
+    """The text of the file with the mistake in it."""
+    count = source.count(mutation.old)
+    assert count == 1, f"{mutation}: its old text occurs {count} times, expected once: adapt tests/mutations.py to the file"
+    assert mutation.new != mutation.old, f"{mutation}: nothing changes"
+    return source.replace(mutation.old, mutation.new)
+
+
+def run_tests(tests: Sequence[str], mutation: Mutation | None = None) -> tuple[int, str]:
+    """pytest's exit code and output for tests on a copy of the package, with a mistake in it or without."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "rollouts", Path(folder, "rollouts"), ignore=shutil.ignore_patterns("__pycache__"))
+        if mutation is not None:
+            path = Path(folder, "rollouts", mutation.file)
+            path.write_text(mutated(path.read_text(), mutation))
+        log = Path(folder, "log")
+        child = os.fork()
+        if child == 0:
+            _run_in_this_process(folder, tests, log)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status), log.read_text(errors="replace")
+
+
+def _run_in_this_process(folder: str, tests: Sequence[str], log: Path) -> None:
+    """Runs the tests on the package in `folder` and ends the process with pytest's exit code."""
+    code = -1
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.dont_write_bytecode = True
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = folder
+        os.environ.pop("ROLLOUTS_GOLDEN_DIR", None)  # the tests below are named after the vectors that are shipped
+        import pytest
+
+        import rollouts
+
+        assert Path(rollouts.__file__).is_relative_to(folder), f"{rollouts.__file__} is not the copy in {folder}"
+        names = [str(ROOT / "tests" / test) for test in tests]
+        code = int(pytest.main(["-x", "--timeout=60", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *names]))
+        sys.stdout.flush()
+    finally:
+        os._exit(code & 255)  # without the exit handlers of the process that it was forked from
+
+
+def results(mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, int, str, float]]:
+    """(mutation, exit code, output, seconds), one after the other."""
+    for mutation in mutations:
+        start = time.monotonic()
+        code, output = run_tests(mutation.tests, mutation)
+        yield mutation, code, output, time.monotonic() - start
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        "surrogates.py",
+        "the log-ratio has the wrong sign",
+        "log_ratio = torch.where(mask > 0, log_probs - old_log_probs, 0.0)\n    return log_ratio if bound",
+        "log_ratio = torch.where(mask > 0, old_log_probs - log_probs, 0.0)\n    return log_ratio if bound",
+        ("test_losses.py::test_the_sequence_ratio_is_the_geometric_mean_with_the_gradient_of_each_token",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "masked after the subtraction instead of before",
+        "log_ratio = torch.where(mask > 0, log_probs - old_log_probs, 0.0)\n    return log_ratio if bound",
+        "log_ratio = (mask > 0) * (log_probs - old_log_probs)\n    return log_ratio if bound",
+        ("test_surrogates.py::test_ratios_do_not_read_masked_places",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "row means divide by the padded width",
+        "return x.sum(1, keepdim=True) / (on.sum(1, keepdim=True) + epsilon).clamp(min=1)",
+        "return x.sum(1, keepdim=True) / (on.shape[1] + epsilon)",
+        ("test_surrogates.py::test_row_means",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "GSPO has a gradient through the row's mean as well",
+        "mean.detach() + own",
+        "mean + own",
+        ("test_surrogates.py::test_both_forms_of_the_sequence_ratio_have_one_gradient_under_the_mean_over_rows",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "the sequence ratio is a sum, not a mean",
+        "return torch.where(mask > 0, _row_mean(token_ratio(log_probs, old_log_probs, mask), mask), 0.0)",
+        "return torch.where(mask > 0, token_ratio(log_probs, old_log_probs, mask).sum(1, keepdim=True), 0.0)",
+        ("test_surrogates.py::test_both_forms_of_the_sequence_ratio_have_one_gradient_under_the_mean_over_rows",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "a cap is taken for its logarithm",
+        "clamp(max=math.log(cap))",
+        "clamp(max=cap)",
+        ("test_loss_parts.py::test_a_capped_ratio_is_never_larger_than_its_cap_and_has_no_gradient_above",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "GMPO clips on the optimistic side",
+        "pessimistic = sign * torch.minimum(",
+        "pessimistic = sign * torch.maximum(",
+        ("test_losses.py::test_gmpo_is_its_paper_on_whole_rows_and_averages_importance_weights_geometrically",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "the clip is optimistic",
+        "loss = torch.maximum(-advantages * ratio, ",
+        "loss = torch.minimum(-advantages * ratio, ",
+        ("test_surrogates.py::test_a_capped_ratio_is_the_dual_clip_from_one_plus_high_on",),
+        fast=True,
+    ),
+    Mutation(
+        "surrogates.py",
+        "low and high of the clip are swapped",
+        "-advantages * ratio.clamp(1 - low, 1 + high)",
+        "-advantages * ratio.clamp(1 - high, 1 + low)",
+        ("test_losses.py::test_each_algorithm_is_its_paper",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "the clip's lower bound is low itself",
+        "-advantages * ratio.clamp(1 - low, 1 + high)",
+        "-advantages * ratio.clamp(low, 1 + high)",
+        ("test_losses.py::test_the_ppo_gradient_is_zero_outside_the_clip_on_the_pessimistic_side_only",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "the dual clip acts on good tokens",
+        "torch.where(advantages < 0, torch.minimum(loss, ",
+        "torch.where(advantages > 0, torch.minimum(loss, ",
+        ("test_losses.py::test_dual_clip_bounds_the_loss_of_a_bad_token_and_takes_its_gradient",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "CISPO's weight has a gradient",
+        "1 + high if cap is None else cap).detach() *",
+        "1 + high if cap is None else cap) *",
+        (parity("losses/trl_cispo"),),
+    ),
+    Mutation(
+        "surrogates.py",
+        "CISPO takes the width for the cap",
+        "clamp(1 - low, 1 + high if cap is None else cap).detach()",
+        "clamp(1 - low, high if cap is None else cap).detach()",
+        (parity("losses/verl_cispo"),),
+    ),
+    Mutation(
+        "surrogates.py",
+        "SAPO's temperatures are swapped",
+        "torch.where(advantages > 0, torch.full_like(advantages, tau_pos)",
+        "torch.where(advantages < 0, torch.full_like(advantages, tau_pos)",
+        (parity("losses/areal_sapo"),),
+    ),
+    Mutation(
+        "surrogates.py",
+        "SAPO is not normalized to slope 1",
+        "* 4 / tau",
+        "* 4",
+        ("test_surrogates.py::test_sapo_starts_as_policy_gradient_and_fades_on_both_sides",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "DRO rewards drift",
+        "-(advantages * log_probs - 0.5 * beta",
+        "-(advantages * log_probs + 0.5 * beta",
+        (parity("losses/verl_dro"),),
+    ),
+    Mutation(
+        "surrogates.py",
+        "KL-Cov penalizes the signed log-ratio",
+        "torch.where(selected, log_ratio.abs(), 0.0)",
+        "torch.where(selected, log_ratio, 0.0)",
+        (parity("losses/verl_kl_cov"),),
+    ),
+    Mutation(
+        "surrogates.py",
+        "VESPO's weight has a gradient",
+        "clamp(math.log(floor), bound).detach()",
+        "clamp(math.log(floor), bound)",
+        (parity("losses/trl_vespo"),),
+    ),
+    Mutation(
+        "surrogates.py",
+        "the trust region's sides are swapped",
+        "torch.where(advantages > 0, moved <= high, moved >= -low)",
+        "torch.where(advantages > 0, moved >= -low, moved <= high)",
+        ("test_surrogates.py::test_trust_regions_close_in_the_direction_of_the_advantage_only",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "DPPO keeps what left the region",
+        "return torch.where(keep, -weight",
+        "return torch.where(~keep, -weight",
+        ("test_surrogates.py::test_the_gradient_of_a_weight_that_is_data_is_the_weight",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "the pull to the anchor stops outside the region",
+        "return policy + penalty * log_ratio.square()",
+        "return policy + penalty * torch.where(keep, log_ratio, 0.0).square()",
+        (parity("losses/prime_default_dppo"),),
+    ),
+    Mutation(
+        "surrogates.py",
+        "clip fractions count the wrong signs",
+        "below = ((ratio < 1 - low) & (advantages < 0))",
+        "below = ((ratio < 1 - low) & (advantages > 0))",
+        ("test_losses.py::test_gmpo_is_its_paper_on_whole_rows_and_averages_importance_weights_geometrically",),
+    ),
+    Mutation(
+        "losses.py",
+        "log-probs are not masked before exp",
+        "log_probs, anchor, advantages = _where(mask, outputs.log_probs), ",
+        "log_probs, anchor, advantages = outputs.log_probs, ",
+        ("test_losses.py::test_what_stands_at_masked_places_changes_nothing_bit_for_bit",),
+    ),
+    Mutation(
+        "losses.py",
+        "the anchor is the rollout even with old log-probs",
+        "_where(mask, anchor), ",
+        "_where(mask, anchor if batch.rollout_log_probs is None else batch.rollout_log_probs), ",
+        (parity("losses/areal_realhf_actor_loss_v0_3_0"),),
+    ),
+    Mutation(
+        "losses.py",
+        "importance weights are ignored",
+        'scale = extra["importance_weight"] = _where(mask, batch.importance_weights)',
+        'scale = extra["importance_weight"] = torch.ones_like(log_probs)',
+        ("test_loss_parts.py::test_weights_of_both_kinds_multiply_the_policy_term_alone",),
+    ),
+    Mutation(
+        "losses.py",
+        "importance weights scale the KL term, too",
+        "if unbiased_kl:\n",
+        "if scale is not None:\n            divergence = divergence * scale\n        if unbiased_kl:\n",
+        ("test_loss_parts.py::test_weights_of_both_kinds_multiply_the_policy_term_alone",),
+    ),
+    Mutation(
+        "losses.py",
+        "weights of the current policy replace the importance weights",
+        'scale = extra["policy_weight"] if scale is None else scale * extra["policy_weight"]',
+        'scale = extra["policy_weight"]',
+        ("test_loss_parts.py::test_weights_of_both_kinds_multiply_the_policy_term_alone",),
+    ),
+    Mutation(
+        "losses.py",
+        "dropped tokens are multiplied by 0 after exp",
+        "scale * surrogate(_where(scale != 0, log_ratio), _where(scale != 0, log_probs), advantages)",
+        "scale * surrogate(log_ratio, log_probs, advantages)",
+        ("test_losses.py::test_a_dropped_token_may_have_any_ratio",),
+    ),
+    Mutation(
+        "losses.py",
+        "the KL term has the wrong sign",
+        "per_token = per_token + (kl_coef if",
+        "per_token = per_token - (kl_coef if",
+        ("test_losses.py::test_the_clipped_loss_matches_the_loop_in_value_and_gradient",),
+        fast=True,
+    ),
+    Mutation(
+        "losses.py",
+        "the KL controller is ignored",
+        "(kl_coef if batch.kl_coef is None else batch.kl_coef[:, None])",
+        "kl_coef",
+        ("test_losses.py::test_a_coefficient_in_the_batch_replaces_that_of_the_loss",),
+    ),
+    Mutation(
+        "losses.py",
+        "the unbiased KL has no gradient through its ratio",
+        "divergence = divergence * log_ratio.exp()",
+        "divergence = divergence * log_ratio.exp().detach()",
+        (parity("losses/trl_bnpo"),),
+    ),
+    Mutation(
+        "losses.py",
+        "entropy is a cost",
+        'per_token = per_token - entropy_coef * extra["entropy"]',
+        'per_token = per_token + entropy_coef * extra["entropy"]',
+        (parity("losses/slime_policy_loss_full"),),
+    ),
+    Mutation(
+        "losses.py",
+        "the loss is a mean over tokens, not a weighted sum",
+        "return LossOutput((weights * _where(mask, per_token)).sum(), metrics)",
+        "return LossOutput((weights * _where(mask, per_token)).mean(), metrics)",
+        ("test_losses.py::test_sft_is_reinforce_with_advantage_one_and_the_cross_entropy_of_trained_tokens",),
+    ),
+    Mutation(
+        "losses.py",
+        "SFT learns to avoid its targets",
+        "return LossOutput(-(weights * log_probs).sum(), metrics)",
+        "return LossOutput((weights * log_probs).sum(), metrics)",
+        ("test_losses.py::test_sft_is_reinforce_with_advantage_one_and_the_cross_entropy_of_trained_tokens",),
+        fast=True,
+    ),
+    Mutation(
+        "losses.py",
+        "DFT's factor has a gradient",
+        "probability = log_probs.detach().exp()",
+        "probability = log_probs.exp()",
+        ("test_losses.py::test_dft_loss_matches_the_loop_in_value_and_gradient",),
+    ),
+    Mutation(
+        "losses.py",
+        "distillation differentiates its advantage",
+        "(batch.ref_log_probs - outputs.log_probs).detach()",
+        "(batch.ref_log_probs - outputs.log_probs)",
+        ("test_loss_parts.py::test_distillation_has_the_gradient_of_the_divergence_from_the_teacher",),
+    ),
+    Mutation(
+        "losses.py",
+        "distillation moves away from the teacher",
+        "(batch.ref_log_probs - outputs.log_probs).detach()",
+        "(outputs.log_probs - batch.ref_log_probs).detach()",
+        ("test_loss_parts.py::test_distillation_has_the_gradient_of_the_divergence_from_the_teacher",),
+    ),
+    Mutation(
+        "losses.py",
+        "an entropy bonus of its own is a cost",
+        "return LossOutput(-coef * (weights",
+        "return LossOutput(coef * (weights",
+        ("test_loss_parts.py::test_parts_add_up_each_with_its_own_weights",),
+    ),
+    Mutation(
+        "losses.py",
+        "the value loss takes the smaller error",
+        "per_token = torch.maximum(per_token, bounded)",
+        "per_token = torch.minimum(per_token, bounded)",
+        (parity("losses/areal_critic_loss"),),
+    ),
+    Mutation(
+        "losses.py",
+        "values are clipped about the returns",
+        "values.clamp(old - clip, old + clip)",
+        "values.clamp(returns - clip, returns + clip)",
+        (parity("losses/areal_critic_loss"),),
+    ),
+    Mutation(
+        "losses.py",
+        "Huber's line is not continuous",
+        "huber * (2 * error.abs() - huber)",
+        "huber * (2 * error.abs() + huber)",
+        (parity("losses/areal_critic_loss"),),
+    ),
+    Mutation(
+        "losses.py",
+        "metrics of micro-batches are averaged without their sizes",
+        "sum(value * count for value, count in values) / sum(count for _, count in values)",
+        "sum(value for value, count in values) / len(values)",
+        ("test_losses.py::test_max_and_min_metrics_merge_as_such_and_parts_without_tokens_say_nothing",),
+    ),
+    Mutation(
+        "loss_weights.py",
+        "rows that are not trainable are trained",
+        "return batch.loss_mask * batch.trainable[:, None].to(batch.loss_mask.dtype)",
+        "return batch.loss_mask",
+        ("test_losses.py::test_weights_leave_out_rows_that_are_not_trainable_and_scale_with_fractions",),
+        fast=True,
+    ),
+    Mutation(
+        "loss_weights.py",
+        "rows are divided by the padded width",
+        "lengths = mask.sum(1) if row_lengths is None",
+        "lengths = torch.full_like(mask[:, 0], mask.shape[1]) if row_lengths is None",
+        ("test_loss_weights.py::test_weights_by_hand",),
+    ),
+    Mutation(
+        "loss_weights.py",
+        "empty rows count",
+        "if count_empty_rows else (mask.sum(1) > 0)",
+        "if not count_empty_rows else (mask.sum(1) > 0)",
+        ("test_loss_weights.py::test_weights_by_hand",),
+    ),
+    Mutation(
+        "loss_weights.py",
+        "the constant length is ignored",
+        "num_rows=num_rows, count_empty_rows=count_empty_rows) / length",
+        "num_rows=num_rows, count_empty_rows=count_empty_rows) / batch.loss_mask.shape[1]",
+        ("test_loss_weights.py::test_weights_by_hand",),
+    ),
+    Mutation(
+        "loss_weights.py",
+        "groups without a trained token count",
+        "batch.group_ids[mask.sum(1) > 0].unique().numel()",
+        "batch.group_ids.unique().numel()",
+        ("test_loss_weights.py::test_means_sum_to_one_or_to_nothing",),
+    ),
+    Mutation(
+        "loss_weights.py",
+        "the tokens of the whole step are ignored",
+        "(mask.sum() if num_tokens is None else mask.new_tensor(num_tokens))",
+        "mask.sum()",
+        (parity("losses/prime_default_dppo"),),
+    ),
+    Mutation(
+        "loss_weights.py",
+        "an empty batch divides by 0",
+        "return torch.where(denominator > 0, numerator / torch.where(denominator > 0, denominator, torch.ones_like(denominator)), 0.0)",
+        "return numerator / denominator",
+        ("test_loss_weights.py::test_weights_by_hand",),
+    ),
+    Mutation(
+        "loss_weights.py",
+        "fractional masks count as whole tokens",
+        "mask = trained_mask(batch)\n    return _divide(mask, (mask.sum() if",
+        "mask = (trained_mask(batch) > 0).to(batch.loss_mask.dtype)\n    return _divide(mask, (mask.sum() if",
+        ("test_loss_weights.py::test_fractions_scale_a_token",),
+    ),
+    Mutation(
+        "kl.py",
+        "k1 has the wrong sign",
+        "return log_probs - ref_log_probs",
+        "return ref_log_probs - log_probs",
+        ("test_losses.py::test_the_clipped_loss_matches_the_loop_in_value_and_gradient",),
+    ),
+    Mutation(
+        "kl.py",
+        "k3 is of KL(reference || policy)",
+        "log_ratio = ref_log_probs - log_probs",
+        "log_ratio = log_probs - ref_log_probs",
+        ("test_losses.py::test_the_clipped_loss_matches_the_loop_in_value_and_gradient",),
+        fast=True,
+    ),
+    Mutation(
+        "kl.py",
+        "k3 adds the log-ratio",
+        "log_ratio.exp() - 1 - log_ratio",
+        "log_ratio.exp() - 1 + log_ratio",
+        ("test_losses.py::test_the_clipped_loss_matches_the_loop_in_value_and_gradient",),
+    ),
+    Mutation(
+        "kl.py",
+        "k2 lacks its half",
+        "return 0.5 * (log_probs",
+        "return (log_probs",
+        ("test_losses.py::test_the_clipped_loss_matches_the_loop_in_value_and_gradient",),
+    ),
+    Mutation(
+        "kl.py",
+        "the straight-through KL keeps its own gradient",
+        "kl(log_probs, ref_log_probs).detach()",
+        "kl(log_probs, ref_log_probs)",
+        (parity("kl/verl_kl_penalty"),),
+    ),
+    Mutation(
+        "kl.py",
+        "the straight-through KL adds k2's value",
+        "return carrier - carrier.detach() + kl",
+        "return carrier + kl",
+        (parity("kl/verl_kl_penalty"),),
+    ),
+    Mutation(
+        "kl.py",
+        "the bound is on one side only",
+        "(log_probs - ref_log_probs).clamp(-log_ratio, log_ratio)",
+        "(log_probs - ref_log_probs).clamp(max=log_ratio)",
+        ("test_kl.py::test_bounds_act_on_the_log_ratio_and_on_the_result",),
+    ),
+    Mutation(
+        "statistics.py",
+        "the std of a group is biased",
+        "squares = group_sum(group_centered(x, group_ids).square(), group_ids)\n    return (squares / (count - 1 if unbiased else count)",
+        "squares = group_sum(group_centered(x, group_ids).square(), group_ids)\n    return (squares / count",
+        ("test_statistics.py::test_a_group_by_hand",),
+        fast=True,
+    ),
+    Mutation(
+        "statistics.py",
+        "equal rewards leave rounding behind",
+        "return torch.where(equal, torch.zeros_like(x), x - group_mean(x, group_ids))",
+        "return x - group_mean(x, group_ids)",
+        ("test_advantages.py::test_equal_rewards_give_exactly_zero",),
+    ),
+    Mutation(
+        "statistics.py",
+        "leave-one-out divides by the size of the group",
+        "count / (count - 1).clamp(min=1))",
+        "count / count)",
+        (parity("advantages/verl_rloo_vectorized"),),
+    ),
+    Mutation(
+        "statistics.py",
+        "a batch statistic is of the group",
+        "return group_mean(x, torch.zeros_like(group_ids))",
+        "return group_mean(x, group_ids)",
+        ("test_statistics.py::test_batch_statistics_are_those_of_one_group",),
+    ),
+    Mutation(
+        "statistics.py",
+        "a mean counts masked entries",
+        "sums = torch.stack((masked_sum(x, mask), mask.sum().to(x.dtype)))",
+        "sums = torch.stack((masked_sum(x, mask), x.new_tensor(mask.numel())))",
+        (parity("advantages/verl_gae"),),
+    ),
+    Mutation(
+        "statistics.py",
+        "a sum multiplies by the mask and does not select",
+        "return (torch.where(mask > 0, x, torch.zeros_like(x)) * mask).sum()",
+        "return (x * mask).sum()",
+        ("test_statistics.py::test_what_stands_at_masked_places_does_not_matter",),
+    ),
+    Mutation(
+        "statistics.py",
+        "the variance over tokens is biased",
+        "variance * count / torch.where(count > 1, count - 1, 1)",
+        "variance * count / torch.where(count > 1, count, 1)",
+        (parity("advantages/verl_gdpo_single"),),
+    ),
+    Mutation(
+        "statistics.py",
+        "whitening divides by the variance",
+        "(x - mean) * (variance + epsilon).rsqrt()",
+        "(x - mean) / (variance + epsilon)",
+        (parity("advantages/verl_reinforce_plus_plus_baseline"),),
+    ),
+    Mutation(
+        "statistics.py",
+        "the lowest share instead of the top",
+        "return (x >= ordered[rank]) & (mask > 0)",
+        "return (x <= ordered[rank]) & (mask > 0)",
+        ("test_loss_parts.py::test_the_top_share_is_what_lies_at_or_above_the_quantile",),
+    ),
+    Mutation(
+        "statistics.py",
+        "the top share is one token short",
+        "- 1e-9)  # rounding",
+        "+ 1 - 1e-9)  # rounding",
+        ("test_loss_parts.py::test_the_top_share_is_what_lies_at_or_above_the_quantile",),
+    ),
+    Mutation(
+        "advantages.py",
+        "the overlong penalty begins at the end of the buffer",
+        "(lengths.to(rewards.dtype) - (max_tokens - buffer)) / buffer",
+        "(lengths.to(rewards.dtype) - max_tokens) / buffer",
+        (parity("filters/areal_overlong_penalty"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "the overlong penalty is a bonus",
+        "return rewards - factor * (excess",
+        "return rewards + factor * (excess",
+        (parity("filters/areal_overlong_penalty"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "rewards are clipped before they are scaled",
+        "((rewards + bias) * scale).clamp(low, high)",
+        "(rewards + bias).clamp(low, high) * scale",
+        (parity("advantages/areal_ppo_compute_advantages"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "epsilon is subtracted from the std",
+        "return centered / (torch.where(alone & (std == 0), torch.ones_like(std), std) + epsilon)",
+        "return centered / (torch.where(alone & (std == 0), torch.ones_like(std), std) - epsilon)",
+        (parity("advantages/trl_rloo_advantages"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "the std multiplies instead of dividing",
+        "return centered / (torch.where(alone",
+        "return centered * (torch.where(alone",
+        (parity("advantages/slime_group_reward_norm"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "singletons keep their reward",
+        'if singleton == "keep":\n        centered =',
+        'if singleton == "zero":\n        centered =',
+        (parity("advantages/prime_grpo"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "the greedy sample counts among the sampled ones",
+        "group_sum(torch.where(trainable, torch.zeros_like(rewards), rewards), group_ids) / group_sum(apart, group_ids)",
+        "group_mean(rewards, group_ids)",
+        ("test_advantages.py::test_the_greedy_baseline_is_the_mean_of_the_rows_that_are_not_trained",),
+    ),
+    Mutation(
+        "advantages.py",
+        "OPO's weights are missing",
+        "shifted = group_sum(lengths * (rewards - offset), group_ids) / total.clamp(min=1)",
+        "shifted = group_mean(rewards - offset, group_ids)",
+        (parity("advantages/verl_opo"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "GPG's share of useful rows is upside down",
+        "(rewards.numel() / counted.sum().clamp(min=1).to(rewards.dtype))",
+        "(counted.sum().clamp(min=1).to(rewards.dtype) / rewards.numel())",
+        (parity("advantages/verl_gpg"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "the best of k is compared with itself",
+        "torch.where(best, torch.full_like(rewards, -torch.inf), rewards)",
+        "torch.where(~best, torch.full_like(rewards, -torch.inf), rewards)",
+        (parity("advantages/verl_grpo_passk"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "the reward stands one token early",
+        "torch.where(positions == last[:, None], rewards",
+        "torch.where(positions == last[:, None] - 1, rewards",
+        (parity("advantages/areal_realhf_packed_rewards_gae_v0_3_0"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "the KL penalty is a bonus",
+        "return rewards - (penalty if rewards.dim() == 2",
+        "return rewards + (penalty if rewards.dim() == 2",
+        (parity("advantages/areal_realhf_packed_rewards_gae_v0_3_0"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "returns are discounted at tokens that are stepped over",
+        "token_rewards[:, t] + _at(gamma, t) * running, running)",
+        "token_rewards[:, t] + _at(gamma, t) * running, _at(gamma, t) * running)",
+        (parity("advantages/verl_reinforce_plus_plus"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "returns are not bootstrapped",
+        "torch.zeros_like(token_rewards[:, 0]) if bootstrap is None else bootstrap",
+        "torch.zeros_like(token_rewards[:, 0])",
+        (parity("advantages/rlax_gae_lambda_returns"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "advantages are discounted at tokens that are stepped over",
+        "advantage = torch.where(on, here, advantage)",
+        "advantage = torch.where(on, here, _at(gamma, t) * _at(lam, t) * advantage)",
+        (parity("advantages/verl_gae"),),
+        fast=True,
+    ),
+    Mutation(
+        "advantages.py",
+        "GAE is not bootstrapped",
+        "next_value = advantage if bootstrap is None else bootstrap",
+        "next_value = advantage",
+        (parity("advantages/areal_ppo_compute_advantages"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "GAE forgets lambda",
+        "(next_value + _at(lam, t) * advantage) - values[:, t]",
+        "(next_value + advantage) - values[:, t]",
+        (parity("advantages/rlax_gae_lambda_returns"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "GAE takes the value of a token that is stepped over",
+        "next_value = torch.where(on, values[:, t], next_value)\n        columns.append(torch.where(on, advantage, torch",
+        "next_value = values[:, t]\n        columns.append(torch.where(on, advantage, torch",
+        (parity("advantages/areal_realhf_packed_rewards_gae_v0_3_0"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "V-trace does not clip its trace",
+        "_at(lam, t) * rho.clamp(max=1) * error",
+        "_at(lam, t) * rho * error",
+        (parity("advantages/rlax_vtrace"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "V-trace's advantage uses the clip of the trace",
+        "advantage = rho.clamp(max=clip_pg_rho) *",
+        "advantage = rho.clamp(max=clip_rho) *",
+        (parity("advantages/rlax_vtrace"),),
+    ),
+    Mutation(
+        "estimators.py",
+        "advantages stay at masked places",
+        "advantages = torch.where(on, advantages[:, None] if advantages.dim() == 1 else advantages, nothing)",
+        "advantages = (advantages[:, None] if advantages.dim() == 1 else advantages) + nothing",
+        ("test_estimators.py::test_what_stands_where_nothing_is_trained_does_not_matter",),
+    ),
+    Mutation(
+        "estimators.py",
+        "untrained rows count in the whitening",
+        "trained = (trained_mask(batch) > 0)",
+        "trained = (batch.loss_mask > 0)",
+        ("test_estimators.py::test_rows_that_are_not_trained_count_in_their_group_but_not_among_the_tokens",),
+    ),
+    Mutation(
+        "estimators.py",
+        "returns are whitened, too",
+        "replace(filled, advantages=whiten_tokens(advantages, trained))",
+        "replace(filled, advantages=(w := whiten_tokens(advantages, trained)), returns=w)",
+        ("test_estimators.py::test_each_estimator_is_its_paper[reinforce++]",),
+    ),
+    Mutation(
+        "estimators.py",
+        "the KL penalty compares the rollout's log-probs",
+        "found = batch.rollout_log_probs if batch.old_log_probs is None else batch.old_log_probs",
+        "found = batch.old_log_probs if batch.rollout_log_probs is None else batch.rollout_log_probs",
+        ("test_estimators.py::test_the_policy_is_the_anchor_or_else_the_behaviour",),
+    ),
+    Mutation(
+        "estimators.py",
+        "V-trace's ratio is upside down",
+        "torch.where(batch.loss_mask > 0, target - batch.rollout_log_probs",
+        "torch.where(batch.loss_mask > 0, batch.rollout_log_probs - target",
+        ("test_estimators.py::test_each_estimator_is_its_paper[vtrace]",),
+    ),
+    Mutation(
+        "estimators.py",
+        "the KL controller is ignored",
+        "coefficient = kl_coef if batch.kl_coef is None else batch.kl_coef",
+        "coefficient = kl_coef",
+        ("test_estimators.py::test_a_controller_sets_the_coefficient_of_the_kl",),
+    ),
+    Mutation(
+        "corrections.py",
+        "weights are upside down",
+        "(log_probs - behavior_log_probs).detach()",
+        "(behavior_log_probs - log_probs).detach()",
+        (parity("rollout_correction/verl_is_weights"),),
+    ),
+    Mutation(
+        "corrections.py",
+        "weights have a gradient",
+        "(log_probs - behavior_log_probs).detach()",
+        "(log_probs - behavior_log_probs)",
+        ("test_corrections.py::test_weights_carry_no_gradient",),
+        fast=True,
+    ),
+    Mutation(
+        "corrections.py",
+        "a sequence is its mean",
+        "return x.sum(1, keepdim=True).expand_as(x)",
+        "return x.mean(1, keepdim=True).expand_as(x)",
+        (parity("rollout_correction/trl_vllm_importance_sampling"),),
+    ),
+    Mutation(
+        "corrections.py",
+        "tokens outside the bounds keep their weight",
+        "return torch.where(_inside(weights, floor, cap), weights, torch.zeros_like(weights))",
+        "return weights",
+        (parity("rollout_correction/slime_tis_icepop"),),
+    ),
+    Mutation(
+        "corrections.py",
+        "a bound is exclusive",
+        "return keep if high is None else keep & (x <= high)",
+        "return keep if high is None else keep & (x < high)",
+        ("test_corrections.py::test_bounds",),
+    ),
+    Mutation(
+        "corrections.py",
+        "dropped inside the bounds",
+        "return torch.where(_inside(weights, floor, cap), weights, torch.zeros_like(weights))",
+        "return torch.where(~_inside(weights, floor, cap), weights, torch.zeros_like(weights))",
+        (parity("rollout_correction/verl_is_weights"),),
+    ),
+    Mutation(
+        "corrections.py",
+        "decoupled: the ratio stays against the rollout",
+        "old_log_probs=prox.detach())",
+        "old_log_probs=rollout.detach())",
+        (parity("losses/areal_decoupled_ppo_cap_v0_3_4"),),
+    ),
+    Mutation(
+        "corrections.py",
+        "decoupled: weights beyond the cap are kept as the cap",
+        "bound = drop_outside if drop else clamp_weights",
+        "bound = clamp_weights",
+        ("test_corrections.py::test_tokens_beyond_the_cap_are_excluded_and_still_counted",),
+    ),
+    Mutation(
+        "corrections.py",
+        "the second correction replaces the first",
+        "importance_weights=weights if own is None else own * weights",
+        "importance_weights=weights",
+        (parity("rollout_correction/slime_tis_icepop"),),
+    ),
+    Mutation(
+        "corrections.py",
+        "good rows are masked, too",
+        "((batch.advantages >= 0) | (drift <= threshold))",
+        "(drift <= threshold)",
+        (parity("rollout_correction/slime_opsm_mask"),),
+    ),
+    Mutation(
+        "corrections.py",
+        "drift has the wrong sign",
+        "torch.where(on, anchor - log_probs, ",
+        "torch.where(on, log_probs - anchor, ",
+        (parity("rollout_correction/slime_opsm_mask"),),
+    ),
+    Mutation(
+        "covariance.py",
+        "products of what is not centered",
+        "return kept - kept.sum() / count",
+        "return kept",
+        ("test_covariance.py::test_covariances_are_those_of_the_loop_and_sum_to_the_covariance",),
+    ),
+    Mutation(
+        "covariance.py",
+        "the smallest covariances are chosen",
+        "covariances = torch.where(on, token_covariances(log_probs, advantages, mask), -torch.inf)",
+        "covariances = torch.where(on, -token_covariances(log_probs, advantages, mask), -torch.inf)",
+        ("test_covariance.py::test_kl_cov_takes_the_largest",),
+    ),
+    Mutation(
+        "covariance.py",
+        "tokens that the clip has taken out are candidates",
+        "candidates = (on & ~clipped & (covariances",
+        "candidates = (on & (covariances",
+        ("test_covariance.py::test_clip_cov_takes_the_first_candidates_that_the_clip_leaves",),
+    ),
+    Mutation(
+        "proximal.py",
+        "the tokens of the current version are due",
+        "version == current_version - 1)",
+        "version == current_version)",
+        ("test_proximal.py::test_tokens_of_the_version_before_are_due",),
+    ),
+    Mutation(
+        "proximal.py",
+        "the proximal policy is the current one",
+        "torch.where(earlier, (age - 1) / ",
+        "torch.where(earlier, age / ",
+        ("test_proximal.py::test_fractions",),
+    ),
+    Mutation(
+        "kl_control.py",
+        "the error is clipped above only",
+        "error = min(max(current_kl / control.target - 1, -0.2), 0.2)",
+        "error = min(current_kl / control.target - 1, 0.2)",
+        ("test_kl_control.py::test_the_coefficient_follows_the_paper",),
+    ),
+    Mutation(
+        "kl_control.py",
+        "the coefficient falls where the KL is too large",
+        "control.kl_coef * (1 + error *",
+        "control.kl_coef * (1 - error *",
+        ("test_kl_control.py::test_the_coefficient_rises_above_the_target_and_falls_below_it",),
+    ),
+    Mutation(
+        "gigpo.py",
+        "the step level is left out",
+        "return episode + omega * step_advantages(",
+        "return episode + 0 * step_advantages(",
+        (parity("gigpo/gigpo_outcome_advantage"),),
+    ),
+    Mutation(
+        "gigpo.py",
+        "steps come in any order",
+        "order = trajectory_ids.argsort(stable=True)",
+        "order = trajectory_ids.argsort(stable=True, descending=True).flip(0)",
+        (parity("gigpo/gigpo_step_discounted_returns"),),
+    ),
+    Mutation(
+        "staleness.py",
+        "one batch fewer may be ahead",
+        "ahead = (limits.max_staleness + version + 1) *",
+        "ahead = (limits.max_staleness + version) *",
+        ("test_staleness.py::test_capacity_is_the_smaller_of_two_limits",),
+    ),
+    Mutation(
+        "staleness.py",
+        "the larger of the two limits holds",
+        "return min(concurrent, ahead) + counts.filtered",
+        "return max(concurrent, ahead) + counts.filtered",
+        ("test_staleness.py::test_capacity_is_the_smaller_of_two_limits",),
+    ),
+    Mutation(
+        "staleness.py",
+        "a sample at the limit is too old",
+        "return compute_staleness(sample, current_version) > compute_allowed",
+        "return compute_staleness(sample, current_version) >= compute_allowed",
+        ("test_staleness.py::test_staleness",),
+    ),
+    Mutation(
+        "preferences.py",
+        "the rejected answer is preferred",
+        "return -logsigmoid(beta * h)",
+        "return -logsigmoid(-beta * h)",
+        ("test_preferences.py::test_losses_of_pairs_are_those_of_the_papers",),
+    ),
+    Mutation(
+        "preferences.py",
+        "IPO's margin is twice too large",
+        "return (h - 1 / (2 * beta)).square()",
+        "return (h - 1 / beta).square()",
+        ("test_preferences.py::test_ipo_is_smallest_at_its_margin",),
+    ),
+    Mutation(
+        "preferences.py",
+        "the margin of a reward model helps it",
+        "difference if margin is None else difference - margin",
+        "difference if margin is None else difference + margin",
+        ("test_preferences.py::test_bradley_terry_is_that_of_the_paper",),
+    ),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints a line a mutation as it goes. Returns 0 if every one was caught, else 1."""
+    import hypothesis  # noqa: F401 - before the forks, which then need not import it
+    import pytest  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    fast = "--fast" in arguments
+    texts = [text for text in arguments if text != "--fast"]
+    chosen = [m for m in MUTATIONS if (m.fast or not fast) and (not texts or any(text in str(m) for text in texts))]
+    assert chosen, f"no mutation matches {texts}"
+    if not fast:  # the default run of the tests has shown that they pass
+        names = sorted({test for mutation in chosen for test in mutation.tests})
+        code, output = run_tests(names)
+        if code != PASSED:
+            print(output)
+            print("the tests fail without any mutation")
+            return 1
+    missed: list[Mutation] = []
+    for number, (mutation, code, output, seconds) in enumerate(results(chosen), 1):
+        verdict = {FAILED: "caught", PASSED: "MISSED"}.get(code, f"BROKEN (exit code {code})")
+        print(f"[{number:3}/{len(chosen)}] {verdict:8} {seconds:5.1f} s  {mutation}", flush=True)
+        if code != FAILED:
+            missed.append(mutation)
+            if code != PASSED:
+                print(output)
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} mutations caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
