@@ -185,6 +185,7 @@ class GenerationConfig:
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0  # 1 = off
     top_k: int = 0  # 0 = off
+    min_p: float = 0.0  # 0 = off
     greedy: bool = False  # take the most probable token whatever temperature says
     enable_thinking: bool | None = None  # passed to the chat template; None = the template's own default
     stop: tuple[str, ...] = ()  # strings that end a response
@@ -195,6 +196,7 @@ class GenerationConfig:
         check_not_negative(self, "temperature")
         check_count(self, "top_k")
         check_setting(_is_number(self.top_p) and 0 < self.top_p <= 1, "GenerationConfig.top_p", self.top_p, "more than 0, at most 1")
+        check_setting(_is_number(self.min_p) and 0 <= self.min_p <= 1, "GenerationConfig.min_p", self.min_p, "at least 0, at most 1")
 
     def new(self, **changes: Any) -> GenerationConfig:
         """A copy with some fields changed."""
@@ -202,8 +204,8 @@ class GenerationConfig:
 
     @property
     def truncates(self) -> bool:
-        """Whether top_p or top_k cut the distribution, so that its log-probs are not those that a trainer computes."""
-        return not self.greedy and self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+        """Whether top_p, top_k or min_p cut the distribution, so that its log-probs are not those that a trainer computes."""
+        return self.sampling_params().truncates
 
     def sampling_params(self, seed: int | None = None) -> SamplingParams:
         """The parameters of one request."""
@@ -212,6 +214,7 @@ class GenerationConfig:
             temperature=0.0 if self.greedy else self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             seed=seed,

@@ -85,7 +85,7 @@ async def generate_group(
             return
         request = params.new(max_tokens=params.max_tokens - num_done, seed=derive_seed(seed, prompt.index, k, num_done))
         if k >= n:
-            request = request.new(greedy=True, top_p=1.0, top_k=0)
+            request = request.new(greedy=True, top_p=1.0, top_k=0, min_p=0.0)
         completion = await engine.generate(tokens, request, request_id=make_request_id(prompt.index, k))
         response_tokens = [*tokens[len(prompt_tokens) :], *completion.output_tokens]
         text = str(tokenizer.decode(response_tokens, skip_special_tokens=True))

@@ -113,8 +113,8 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
         response_text: the text of the WHOLE response, continued parts included: decoded piece by piece, a character that spans two
             tokens would break.
 
-    Returns: a Sample with status COMPLETED, TRUNCATED or ABORTED for finish_reason "stop", "length" or "abort". Where top_p or top_k
-        cut the distribution, metadata["truncated_sampling"] is True: the log-probs are not those of the full policy. Log-probs of the
+    Returns: a Sample with status COMPLETED, TRUNCATED or ABORTED for finish_reason "stop", "length" or "abort". Where top_p, top_k or
+        min_p cut the distribution, metadata["truncated_sampling"] is True: the log-probs are not those of the full policy. Log-probs of the
         untempered policy, if the engine was asked for them every time, are metadata["untempered_log_probs"], aligned with tokens.
     Asserts: pending's status; that the engine's input is what the sample already has; one temperature over all parts.
     """

@@ -157,7 +157,7 @@ class FakeEngine:
             output_versions=versions,
             finish_reason=reason,
             temperature=params.temperature or 1.0,
-            truncated_sampling=not params.greedy and (params.top_p < 1.0 or params.top_k > 0),
+            truncated_sampling=params.truncates,
             untempered_log_probs=log_probs if params.untempered_log_probs else None,
         )
 

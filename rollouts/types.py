@@ -171,6 +171,7 @@ class SamplingParams:
     temperature: float = 1.0  # 0 means greedy
     top_p: float = 1.0  # nucleus: keep the smallest set of tokens with at least this probability; 1 = off
     top_k: int = 0  # keep the k most probable tokens; 0 = off
+    min_p: float = 0.0  # keep tokens with at least this share of the largest probability; 0 = off
     stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end of text; the stop token is part of the output
     stop: tuple[str, ...] = ()  # strings that end the text; their tokens are part of the output
     seed: int | None = None  # same prompt, weights and seed: same completion, whatever else runs; None = engine's own
@@ -180,6 +181,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most probable token is taken at every position."""
         return self.temperature == 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a cut distribution, whose log-probs are not those that a trainer computes."""
+        return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
     def new(self, *, greedy: bool | None = None, **changes: Any) -> SamplingParams:
         """A copy with some fields changed; greedy=True is short for temperature=0."""
@@ -191,6 +197,10 @@ class SamplingParams:
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
+LogProbKind: TypeAlias = Literal["sampled", "tempered", "untempered"]
+"""What log-probs are of: "sampled" = the distribution really sampled from; "tempered" = after the temperature, before top_p, top_k and
+min_p (SGLang); "untempered" = the policy at temperature 1, whole (vLLM in raw mode). Where two are the same, "sampled"."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
@@ -199,11 +209,12 @@ class Completion:
     request_id: str
     input_tokens: tuple[int, ...]
     output_tokens: tuple[int, ...]
-    output_log_probs: tuple[float, ...]  # nats, under the distribution really sampled from (greedy: temperature 1)
+    output_log_probs: tuple[float, ...]  # nats, of the distribution that log_prob_kind says (greedy: temperature 1, whole)
     output_versions: tuple[int, ...]  # weight version that sampled each token
     finish_reason: FinishReason
-    temperature: float = 1.0  # that output_log_probs are under (greedy: 1)
-    truncated_sampling: bool = False  # True if top_p or top_k cut the distribution that output_log_probs are under
+    temperature: float = 1.0  # that output_log_probs are under (greedy and untempered: 1)
+    truncated_sampling: bool = False  # True if top_p, top_k or min_p cut the distribution that the tokens were drawn from
+    log_prob_kind: LogProbKind = "sampled"  # what output_log_probs are of
     untempered_log_probs: tuple[float, ...] | None = None  # at temperature 1, full distribution, when asked for
 
     def __post_init__(self) -> None:

@@ -115,6 +115,7 @@ BAD_VALUES = [
     (GenerationConfig, {"top_p": 0}, "top_p"),
     (GenerationConfig, {"top_p": 1.1}, "top_p"),
     (GenerationConfig, {"top_k": -1}, "top_k"),
+    (GenerationConfig, {"min_p": 1.5}, "min_p"),
     (OptimizerConfig, {"lr": math.nan}, "lr is nan"),
     (OptimizerConfig, {"betas": (0.9, 1.0)}, "betas"),
     (OptimizerConfig, {"betas": (0.9,)}, "betas"),
@@ -143,10 +144,11 @@ def test_batch_sizes_must_divide():
 
 
 def test_generation_config_derives_and_gives_sampling_params():
-    config = GenerationConfig(n_samples=4, temperature=0.7, top_k=5, stop=("\n",), stop_token_ids=(3,), enable_thinking=False)
+    config = GenerationConfig(n_samples=4, temperature=0.7, top_k=5, min_p=0.1, stop=("\n",), stop_token_ids=(3,), enable_thinking=False)
     greedy = config.new(greedy=True)
     assert (config.greedy, greedy.greedy, greedy.n_samples, greedy.enable_thinking) == (False, True, 4, False)
     params = config.sampling_params(seed=3)
+    assert params.min_p == 0.1
     assert (params.temperature, params.top_k, params.stop, params.stop_token_ids, params.seed) == (0.7, 5, ("\n",), (3,), 3)
     assert greedy.sampling_params().greedy
     assert greedy.sampling_params().temperature == 0.0
@@ -154,7 +156,7 @@ def test_generation_config_derives_and_gives_sampling_params():
 
 @pytest.mark.parametrize(
     ("changes", "truncates"),
-    [({}, 0), ({"top_p": 0.9}, 1), ({"top_k": 3}, 1), ({"top_k": 3, "greedy": True}, 0), ({"top_p": 0.5, "temperature": 0}, 0)],
+    [({}, 0), ({"top_p": 0.9}, 1), ({"top_k": 3}, 1), ({"min_p": 0.1}, 1), ({"top_k": 3, "greedy": True}, 0), ({"top_p": 0.5, "temperature": 0}, 0)],
 )  # fmt: skip
 def test_generation_config_says_whether_it_truncates(changes, truncates):
     assert GenerationConfig(**changes).truncates == truncates

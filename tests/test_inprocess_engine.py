@@ -79,6 +79,21 @@ async def test_weights_change_between_two_steps_and_each_token_is_stamped(on_upd
     assert same == (on_update == "recompute")  # kept keys and values are those of the old weights
 
 
+async def test_min_p_keeps_tokens_of_a_share_of_the_largest_probability():
+    model = create_tiny_model()
+    async with InProcessEngine(model, create_char_tokenizer()) as engine:
+        cut = await engine.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0.5, min_p=0.4, seed=1))
+        whole = await engine.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0.5, seed=1))
+    assert (cut.truncated_sampling, whole.truncated_sampling) == (True, False)
+    tokens = torch.tensor([cut.input_tokens + cut.output_tokens])
+    with torch.no_grad():
+        probabilities = (model(tokens).logits[0, len(PROMPT) - 1 : -1] / 0.5).softmax(-1)
+    kept = probabilities * (probabilities >= 0.4 * probabilities.amax(-1, keepdim=True))
+    expected = (kept / kept.sum(-1, keepdim=True)).gather(-1, tokens[0, len(PROMPT) :, None]).squeeze(-1)
+    torch.testing.assert_close(torch.tensor(cut.output_log_probs).exp(), expected, atol=1e-5, rtol=1e-4)
+    assert (kept > 0).sum(-1).max() < 64
+
+
 async def test_untempered_log_probs_come_when_asked_for():
     engine = InProcessEngine(create_tiny_model())
     params = SamplingParams(max_tokens=10, temperature=0.5, top_k=5, seed=1, untempered_log_probs=True)

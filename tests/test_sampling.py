@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from rollouts.engines.sampling import SamplingRows, UniformStream, sample_tokens, truncate_logits
 
 
-def rows(n: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingRows:
-    return SamplingRows(torch.full((n,), temperature), torch.full((n,), top_p), torch.full((n,), top_k), top_p < 1 or top_k > 0)
+def rows(n: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> SamplingRows:
+    settings = (torch.full((n,), value) for value in (temperature, top_p, top_k, min_p))
+    return SamplingRows(*settings, truncates=top_p < 1 or top_k > 0 or min_p > 0)
 
 
-def naive_distribution(logits: list[float], temperature: float, top_p: float, top_k: int) -> list[float]:
+def naive_distribution(logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float) -> list[float]:
     """Sort, cut, renormalise, in float64 and in Python."""
     p = np.exp((np.array(logits, dtype=np.float64) - max(logits)) / temperature)
     p /= p.sum()
@@ -21,7 +22,7 @@ def naive_distribution(logits: list[float], temperature: float, top_p: float, to
     kept = order[: top_k or len(order)]
     total, out, collected = sum(p[i] for i in kept), np.zeros(len(logits)), 0.0
     for i in kept:
-        if collected >= top_p and out.any():
+        if (collected >= top_p and out.any()) or p[i] < min_p * p[order[0]]:
             break
         out[i] = p[i]
         collected += p[i] / total
@@ -31,12 +32,25 @@ def naive_distribution(logits: list[float], temperature: float, top_p: float, to
 LOGITS = [2.0, -1.0, 0.5, 1.5, 0.0, -3.0]
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.0, 0.7, 0), (2.0, 1.0, 3), (1.3, 0.8, 4)])
-def test_draws_follow_the_distribution_and_report_its_log_probs(temperature, top_p, top_k):
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k", "min_p"),
+    [
+        (1.0, 1.0, 0, 0.0),
+        (0.5, 1.0, 0, 0.0),
+        (1.0, 0.7, 0, 0.0),
+        (2.0, 1.0, 3, 0.0),
+        (1.3, 0.8, 4, 0.0),
+        (1.0, 1.0, 0, 0.2),
+        (2.0, 1.0, 0, 0.2),  # of the tempered distribution: five tokens stay instead of three
+        (1.0, 1.0, 0, 1.0),
+        (1.5, 0.9, 4, 0.3),
+    ],
+)
+def test_draws_follow_the_distribution_and_report_its_log_probs(temperature, top_p, top_k, min_p):
     n = 20000
     uniforms = torch.tensor(np.random.Generator(np.random.Philox(key=1)).random(n))
-    tokens, log_probs = sample_tokens(torch.tensor([LOGITS]).expand(n, -1), rows(n, temperature, top_p, top_k), uniforms)
-    expected = np.array(naive_distribution(LOGITS, temperature, top_p, top_k))
+    tokens, log_probs = sample_tokens(torch.tensor([LOGITS]).expand(n, -1), rows(n, temperature, top_p, top_k, min_p), uniforms)
+    expected = np.array(naive_distribution(LOGITS, temperature, top_p, top_k, min_p))
     counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
     assert (counts[expected == 0] == 0).all()
     live = expected > 0
@@ -58,7 +72,7 @@ def test_a_token_outside_the_kept_set_is_never_drawn(u, k):
 
 
 def test_the_best_token_survives_any_cut():
-    cut = truncate_logits(torch.tensor([LOGITS]), torch.tensor([1]), torch.tensor([1e-9]))
+    cut = truncate_logits(torch.tensor([LOGITS]), torch.tensor([1]), torch.tensor([1e-9]), torch.tensor([1.0]))
     assert cut[0, 0] == LOGITS[0]
     assert torch.isinf(cut[0, 1:]).all()
 

@@ -335,7 +335,8 @@ class InProcessEngine:
             temperatures=torch.tensor([p.temperature for p in params], device=device),
             top_p=torch.tensor([p.top_p for p in params], device=device),
             top_k=torch.tensor([p.top_k for p in params], device=device),
-            truncates=any(p.top_p < 1 or p.top_k > 0 for p in params),
+            min_p=torch.tensor([p.min_p for p in params], device=device),
+            truncates=any(p.truncates for p in params),
         )
         uniforms = torch.tensor([r.uniforms[len(r.tokens)] for r in requests], dtype=torch.float64)
         with torch.inference_mode():
@@ -435,7 +436,7 @@ class InProcessEngine:
             output_versions=tuple(request.versions),
             finish_reason=request.finish_reason,
             temperature=1.0 if params.greedy else params.temperature,
-            truncated_sampling=not params.greedy and (params.top_p < 1 or params.top_k > 0),
+            truncated_sampling=params.truncates,
             untempered_log_probs=tuple(request.untempered) if params.untempered_log_probs else None,
         )
 

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits: temperature, top-k, top-p, one uniform number a row. Pure."""
+"""Drawing tokens from logits: temperature, top-k, top-p, min-p, one uniform number a row. Pure."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ class SamplingRows:
     temperatures: Tensor  # [R] float32; 0 = greedy
     top_p: Tensor  # [R] float32 in (0, 1]; 1 = off
     top_k: Tensor  # [R] int64; 0 = off
-    truncates: bool  # whether any row has top_p or top_k on
+    min_p: Tensor  # [R] float32 in [0, 1]; 0 = off
+    truncates: bool  # whether any row is cut
 
     def select(self, index: Tensor) -> SamplingRows:
         """The rows at the given positions."""
-        return SamplingRows(self.temperatures[index], self.top_p[index], self.top_k[index], self.truncates)
+        return SamplingRows(self.temperatures[index], self.top_p[index], self.top_k[index], self.min_p[index], self.truncates)
 
 
-def truncate_logits(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def truncate_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Logits with -inf at tokens outside the kept set. The most probable token always stays.
 
     top-k keeps the k largest; top-p then keeps, from the largest down, the tokens before which less than top_p of the probability of
-    what top-k left has been collected.
+    what top-k left has been collected; min-p keeps those with at least min_p times the largest probability.
 
     Args:
         logits: # [R, V], already divided by the temperature.
         top_k: # [R] int64, 0 = off.
         top_p: # [R], 1 = off.
+        min_p: # [R], 0 = off.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
@@ -41,6 +43,7 @@ def truncate_logits(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     drop = (before >= top_p[:, None]) & (top_p[:, None] < 1) & (rank > 0)
+    drop |= ordered < ordered[:, :1] + min_p[:, None].log()  # a ratio of probabilities, whatever they are normalised over
     return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(drop, -torch.inf))
 
 
@@ -57,8 +60,8 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor) -> tuple
     greedy = rows.temperatures == 0
     scaled = logits / torch.where(greedy, torch.ones_like(rows.temperatures), rows.temperatures)[:, None]
     if rows.truncates:
-        full_k, full_p = torch.where(greedy, 0, rows.top_k), torch.where(greedy, 1.0, rows.top_p)
-        scaled = truncate_logits(scaled, full_k, full_p)
+        top_k, top_p, min_p = (torch.where(greedy, off, value) for off, value in ((0, rows.top_k), (1.0, rows.top_p), (0.0, rows.min_p)))
+        scaled = truncate_logits(scaled, top_k, top_p, min_p)
     log_probs = scaled.log_softmax(-1)
     cumulative = log_probs.to(torch.float64).exp_().cumsum(-1)
     threshold = uniforms.to(cumulative.device)[:, None] * cumulative[:, -1:]
