@@ -1,0 +1,292 @@
+"""What SGLang's HTTP routes take and give back, as pure functions. Measured with SGLang 0.5.23.
+
+Tokens go in and out as ids. Log-probs of sampled tokens are log_softmax(logits / temperature), before top_p, top_k and min_p; greedy ones
+are under temperature 1. A server started with SGLANG_RETURN_ORIGINAL_LOGPROB reports them under temperature 1 always.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from torch import Tensor
+
+from rollouts.errors import EngineProtocolError
+from rollouts.types import FinishReason, SamplingParams
+
+PauseMode = Literal["abort", "retract"]
+"""What becomes of requests in flight. SGLang's third mode, in_place, mixes keys and values of two policies and is not offered."""
+
+TESTED_VERSIONS = ("0.5.23",)
+INITIAL_LABEL = "default"  # weight_version of a server that was not told one
+_NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
+_INPUT_MARGIN = 5  # the server keeps these back: max_req_input_len is the longest request minus 5
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one request brought: tokens with their log-probs, the server's labels of the weights that made them, and why it ended."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    labels: tuple[str, ...]  # of the weights, one for each token
+    finish_reason: FinishReason
+
+
+def max_new_tokens_for(prompt_len: int, max_tokens: int, max_input_len: int) -> int:
+    """How many tokens to ask for: a request beyond the context is refused by the server, not cut.
+
+    Args:
+        prompt_len: below max_input_len.
+        max_input_len: max_req_input_len of /server_info.
+    """
+    return min(max_tokens, max_input_len + _INPUT_MARGIN - 1 - prompt_len)
+
+
+def sglang_sampling_params(params: SamplingParams, max_new_tokens: int, *, seeded: bool) -> dict[str, Any]:
+    """The sampling_params of /generate. What changes the distribution is always sent, so that a server's preferred values have no say.
+
+    Args:
+        seeded: whether the server runs --enable-deterministic-inference; else a seed has no effect and is not sent.
+    """
+    sampling: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k if params.top_k > 0 else -1,
+        "min_p": params.min_p,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    if params.stop_token_ids:
+        sampling["stop_token_ids"] = list(params.stop_token_ids)
+    if params.stop:
+        sampling["stop"] = list(params.stop)
+    if seeded and params.seed is not None:
+        sampling["sampling_seed"] = params.seed
+    return sampling
+
+
+def sglang_payload(
+    prompts: Sequence[Sequence[int]], sampling: Sequence[Mapping[str, Any]], request_ids: Sequence[str], *, stream: bool = False
+) -> dict[str, Any]:
+    """The body of /generate for one prompt or several.
+
+    n samples of a prompt are n equal prompts, each with an id: n > 1 in sampling_params would throw the id away, and nothing could be aborted.
+
+    Args:
+        sampling: of each prompt, from sglang_sampling_params.
+        request_ids: of each prompt; all of one length, because an abort hits every id that begins with the one given.
+    """
+    assert len(prompts) == len(sampling) == len(request_ids) >= 1, f"{len(prompts)} prompts, {len(sampling)} params, {len(request_ids)} ids"
+    alone = len(prompts) == 1
+    return {
+        "input_ids": list(prompts[0]) if alone else [list(prompt) for prompt in prompts],
+        "sampling_params": dict(sampling[0]) if alone else [dict(one) for one in sampling],
+        "rid": request_ids[0] if alone else list(request_ids),
+        "return_logprob": True,
+        "stream": stream,
+    }
+
+
+def parse_sglang_response(response: Any, request_ids: Sequence[str]) -> tuple[Generated, ...]:
+    """The answer of /generate to sglang_payload with these ids, in their order. Raises EngineProtocolError for anything unexpected."""
+    answers = cast("list[Any]", response) if isinstance(response, list) else [response]
+    if len(answers) != len(request_ids):
+        raise EngineProtocolError(f"/generate gave {len(answers)} answers to {len(request_ids)} requests")
+    return tuple(_parse_answer(answer, request_id) for answer, request_id in zip(answers, request_ids, strict=True))
+
+
+def parse_sglang_event(event: Any, request_id: str) -> tuple[tuple[int, ...], tuple[float, ...], Generated | None]:
+    """One event of a stream: all tokens and log-probs up to now (streams are cumulative), and the whole once it has ended."""
+    with _protocol_errors("an event of /generate", event):
+        if event["meta_info"]["finish_reason"] is not None:
+            whole = _parse_answer(event, request_id)
+            return whole.tokens, whole.log_probs, whole
+        tokens, log_probs = _read_tokens(event, request_id)
+    return tokens, log_probs, None
+
+
+def parse_prompt_log_probs(response: Any, tokens: Sequence[int], start_index: int) -> tuple[float, ...]:
+    """Log-probs of tokens[start_index:] out of the answer to a request with logprob_start_len 0, under temperature 1."""
+    with _protocol_errors("/generate", response):
+        entries = response["meta_info"]["input_token_logprobs"]
+        ids = [entry[1] for entry in entries]
+        log_probs = [entry[0] for entry in entries]
+    if ids != list(tokens):
+        raise EngineProtocolError(f"/generate gave log-probs of {len(ids)} prompt tokens, expected those of the {len(tokens)} given")
+    return tuple(_check_log_probs(log_probs[start_index:], "a prompt"))
+
+
+def parse_weight_label(label: str, initial_version: int) -> int:
+    """Our weight version out of a server's label. "default" is the version that the engine was constructed with."""
+    if label == INITIAL_LABEL:
+        return initial_version
+    try:
+        return int(label)
+    except ValueError as error:
+        raise EngineProtocolError(
+            f"the server says that its weights are {label!r}, which is no version of ours (a whole number, or {INITIAL_LABEL!r} for those that "
+            "it started with): start it without --weight-version, or with a number"
+        ) from error
+
+
+def is_updated_but_not_flushed(status: int, body: str) -> bool:
+    """Whether a weight update that was refused has in truth taken place, with the old prefix cache still in use."""
+    return status == 400 and _NOT_FLUSHED in body
+
+
+def parse_update_answer(route: str, response: Any) -> None:
+    """Raise EngineProtocolError unless a weight route says that it succeeded."""
+    if not isinstance(response, dict) or cast("dict[str, Any]", response).get("success") is not True:
+        raise EngineProtocolError(f'{route} answered {str(response)[:500]}, expected {{"success": true}}')
+
+
+def sglang_tensor_payload(
+    weights: Iterable[tuple[str, Tensor]], tensor_parallel_size: int, *, is_last: bool, label: str | None
+) -> dict[str, Any]:
+    """The body of /update_weights_from_tensor for one bucket: a plain pickle of CPU tensors, once for each tensor parallel rank.
+
+    Args:
+        is_last: of the update; only then is the cache flushed and the label set.
+        label: of the new weights.
+    """
+    named = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in weights]  # clone: a view would carry its whole storage
+    data = base64.b64encode(pickle.dumps(named, protocol=pickle.HIGHEST_PROTOCOL)).decode()
+    body: dict[str, Any] = {"serialized_named_tensors": [data] * tensor_parallel_size, "flush_cache": is_last}
+    if is_last:
+        body["weight_version"] = label
+    return body
+
+
+def split_into_buckets(weights: Mapping[str, Tensor], max_bytes: int) -> list[list[tuple[str, Tensor]]]:
+    """Weights in consecutive buckets of one dtype and at most max_bytes each; a larger tensor stands alone."""
+    assert max_bytes >= 1, f"max_bytes is {max_bytes}, expected at least 1"
+    buckets: list[list[tuple[str, Tensor]]] = []
+    size = 0
+    for name, tensor in sorted(weights.items(), key=lambda item: str(item[1].dtype)):  # a stable sort: the order within a dtype stays
+        if not buckets or size + tensor.nbytes > max_bytes or buckets[-1][0][1].dtype != tensor.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, tensor))
+        size += tensor.nbytes
+    return buckets
+
+
+@dataclass(frozen=True)
+class SGLangFacts:
+    """What /server_info, /model_info and /v1/models say of a server."""
+
+    version: str
+    model_path: str
+    weight_label: str
+    context_length: int
+    max_input_len: int  # a prompt must be shorter
+    has_tokenizer: bool  # without one it knows no stop strings
+    seeded: bool  # --enable-deterministic-inference: seeds have an effect
+    tensor_parallel_size: int
+    data_parallel_size: int
+    incremental_streaming: bool
+    preferred_sampling_params: str | None
+
+
+def parse_server_facts(server_info: Any, model_info: Any, models: Any) -> SGLangFacts:
+    """Facts out of the answers of /server_info, /model_info and /v1/models. Raises EngineProtocolError if one is missing."""
+    with _protocol_errors("/server_info, /model_info or /v1/models", server_info):
+        preferred = model_info.get("preferred_sampling_params")
+        return SGLangFacts(
+            version=str(server_info["version"]),
+            model_path=str(model_info["model_path"]),
+            weight_label=str(model_info["weight_version"]),
+            context_length=int(models["data"][0]["max_model_len"]),
+            max_input_len=int(server_info["max_req_input_len"]),
+            has_tokenizer=not server_info["skip_tokenizer_init"],
+            seeded=bool(server_info["enable_deterministic_inference"]),
+            tensor_parallel_size=int(server_info["tp_size"]),
+            data_parallel_size=int(server_info["dp_size"]),
+            incremental_streaming=bool(server_info["incremental_streaming_output"]),
+            preferred_sampling_params=None if preferred is None else str(preferred),
+        )
+
+
+def probe_payload(prompt: Sequence[int]) -> dict[str, Any]:
+    """The body of /generate that shows which log-probs a server reports: the first one and the likeliest, at temperatures 1 and 2."""
+    return {
+        "input_ids": [list(prompt)] * 2,
+        "sampling_params": [{"max_new_tokens": 1, "temperature": t, "ignore_eos": True} for t in (1.0, 2.0)],
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "stream": False,
+    }
+
+
+def parse_probe(response: Any) -> Literal["tempered", "untempered"] | None:
+    """The kind of log-probs, from how far apart the two likeliest tokens are at temperatures 1 and 2; None where that shows nothing."""
+    with _protocol_errors("/generate", response):
+        at_1, at_2 = (answer["meta_info"]["output_top_logprobs"][0] for answer in response)
+        gap_1, gap_2 = (float(first[0]) - float(second[0]) for first, second in (at_1, at_2))
+    if gap_1 < 1e-3:  # a tie looks the same at any temperature
+        return None
+    for kind, expected in (("tempered", gap_1 / 2), ("untempered", gap_1)):
+        if abs(gap_2 - expected) < 0.1 * gap_1:
+            return cast("Literal['tempered', 'untempered']", kind)
+    return None
+
+
+def _parse_answer(answer: Any, request_id: str) -> Generated:
+    with _protocol_errors("/generate", answer):
+        tokens, log_probs = _read_tokens(answer, request_id)
+        meta = answer["meta_info"]
+        finish_reason = meta["finish_reason"]["type"]
+        if finish_reason not in ("stop", "length", "abort"):
+            raise EngineProtocolError(f"request {request_id} ended with the unknown finish reason {meta['finish_reason']!r}")
+        labels = _expand_spans(meta["weight_versions"], len(tokens), request_id)
+    return Generated(tokens=tokens, log_probs=log_probs, labels=labels, finish_reason=finish_reason)
+
+
+def _read_tokens(answer: Any, request_id: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    meta = answer["meta_info"]
+    if meta["id"] != request_id:
+        raise EngineProtocolError(f"/generate answered about request {meta['id']!r}, expected {request_id!r}")
+    tokens = tuple(int(token) for token in answer["output_ids"])
+    entries = meta["output_token_logprobs"]
+    if [entry[1] for entry in entries] != list(tokens):
+        raise EngineProtocolError(
+            f"request {request_id} has {len(tokens)} tokens and log-probs of {len(entries)} tokens that are not the same ones"
+        )
+    return tokens, tuple(_check_log_probs([entry[0] for entry in entries], f"request {request_id}"))
+
+
+def _check_log_probs(values: Iterable[Any], where: str) -> list[float]:
+    checked: list[float] = []
+    for value in values:
+        if not isinstance(value, (int, float)) or not value <= 1e-4:
+            raise EngineProtocolError(f"a log-prob of {where} is {value!r}, expected a number of at most 0")
+        checked.append(float(value))
+    return checked
+
+
+def _expand_spans(spans: Sequence[Mapping[str, Any]], num_tokens: int, request_id: str) -> tuple[str, ...]:
+    """One label for each token."""
+    labels: list[str] = []
+    for span in spans:
+        if span["start"] != len(labels):
+            break
+        labels.extend([str(span["version"])] * (span["end"] - span["start"]))
+    if len(labels) != num_tokens:
+        raise EngineProtocolError(f"request {request_id} has {num_tokens} tokens, but its weight versions {list(spans)} do not cover them")
+    return tuple(labels)
+
+
+@contextmanager
+def _protocol_errors(route: str, answer: Any) -> Generator[None]:
+    """What a missing or misshapen field raises, as an EngineProtocolError that shows the answer."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise EngineProtocolError(f"{route} answered with something else than expected ({error!r}): {str(answer)[:500]}") from error
