@@ -60,14 +60,15 @@ class EngineTimeout(EngineError):
 class EngineStatusError(EngineError):
     """An engine answered with an HTTP error status."""
 
-    def __init__(self, status: int, url: str, body: str) -> None:
-        super().__init__(f"{url} answered with HTTP status {status}: {body[:2000]}")
+    def __init__(self, status: int, url: str, body: str, reason: str = "") -> None:
+        super().__init__(f"{url} answered with HTTP status {status}: {reason or body[:2000]}")
         self.status = status
         self.url = url
         self.body = body
+        self.reason = reason  # what the body says, where that is known
 
-    def __reduce__(self) -> tuple[type[EngineStatusError], tuple[int, str, str]]:
-        return type(self), (self.status, self.url, self.body)
+    def __reduce__(self) -> tuple[type[EngineStatusError], tuple[int, str, str, str]]:
+        return type(self), (self.status, self.url, self.body, self.reason)
 
 
 class EngineProtocolError(EngineError):

@@ -1,0 +1,214 @@
+"""One HTTP/1.1 connection: h11 over a trio stream, one request at a time.
+
+Much of this is about one question: can the server have read a request whose answer never came? Only where it cannot, a request may be sent
+a second time. A server that closes a connection with unread input, or gets input on a connection it has closed, resets it; a server that
+read everything and then went away just closes it.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import h11
+import httpx
+import trio
+
+READ_SIZE = 65536
+MAX_HEAD_BYTES = 65536
+ROUND_TRIP_S = 0.5  # at most: a reset that comes later than this is no answer to what was sent just now
+
+Origin = tuple[str, str, int]
+"""Scheme, host, port."""
+
+
+class ServerHungUp(httpx.RemoteProtocolError):
+    """The server closed the connection before its answer was complete."""
+
+
+class KeptConnectionLost(ServerHungUp):
+    """A connection that had served before ended before the first byte of this answer."""
+
+    def __init__(self, message: str, *, request: httpx.Request, is_unread: bool) -> None:
+        """
+        Args:
+            is_unread: the server has certainly not read the whole request, as when it closed the connection while that was on its way.
+        """
+        super().__init__(message, request=request)
+        self.is_unread = is_unread
+
+
+async def open_connection(origin: Origin, request: httpx.Request, timeout_s: float | None, context: ssl.SSLContext | None) -> Connection:
+    """Connect, over TLS if a context is given.
+
+    Raises: httpx.ConnectError with the system's reasons, httpx.ConnectTimeout.
+    """
+    _, host, port = origin
+    with limit_time(timeout_s, httpx.ConnectTimeout, request, f"no connection to {host}:{port}"):
+        try:
+            stream = await trio.open_tcp_stream(host, port)
+        except OSError as error:
+            raise httpx.ConnectError(f"cannot connect to {host}:{port}: {_list_reasons(error)}", request=request) from error
+        if context is None:
+            return Connection(stream, stream.socket, origin)
+        is_secure = False
+        try:
+            secure = trio.SSLStream(stream, context, server_hostname=host, https_compatible=True)
+            await secure.do_handshake()
+            is_secure = True
+        except trio.BrokenResourceError as error:
+            raise httpx.ConnectError(f"no TLS with {host}:{port}: {error.__cause__ or error}", request=request) from error
+        finally:
+            if not is_secure:
+                stream.socket.close()
+        return Connection(secure, stream.socket, origin)
+
+
+class Connection:
+    """A connection and the state of HTTP/1.1 on it."""
+
+    def __init__(self, stream: trio.abc.Stream, sock: trio.socket.SocketType, origin: Origin) -> None:
+        self.origin = origin
+        self.idle_since = 0.0  # on the clock of the pool
+        self._stream = stream
+        self._socket = sock
+        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._is_kept = False  # whether it has served a request
+        self._sent_at = 0.0
+        self._has_answer = False  # whether a byte of the present answer has come
+        self._has_ended = False  # whether the server has closed its side
+        self._input = select.poll()
+        self._input.register(sock.fileno(), select.POLLIN)
+        _watch_for_silence(sock)
+
+    def has_input(self) -> bool:
+        """Whether something can be read, which between two requests is a hang-up or garbage: the connection is of no more use."""
+        return bool(self._input.poll(0))
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the exchange has come to its end on both sides, neither wants to close, and nothing came after the end."""
+        http = self._http
+        return http.our_state is h11.DONE and http.their_state is h11.DONE and not http.trailing_data[0]
+
+    def close_now(self) -> None:
+        """Close without waiting for anything. A task that still uses the connection gets httpx.CloseError."""
+        self._socket.close()
+
+    async def begin(self, request: httpx.Request, body: bytes) -> h11.Response:
+        """Send the request and read the head of the response. After an error the connection is to be closed.
+
+        Raises: httpx.WriteError if the server closed before it had the request, KeptConnectionLost, ServerHungUp, httpx.ReadError,
+            RemoteProtocolError, LocalProtocolError, CloseError, and the timeouts that the request sets for writing and reading.
+        """
+        timeouts: dict[str, float | None] = request.extensions.get("timeout", {})
+        if self._is_kept:
+            self._http.start_next_cycle()
+        self._has_answer = False
+        data = self._encode(request, body)
+        is_sent = True
+        with limit_time(timeouts.get("write"), httpx.WriteTimeout, request, "the request could not be written"):
+            try:
+                await self._stream.send_all(data)
+            except trio.BrokenResourceError:
+                is_sent = False  # the server may have refused a request before it came to its end, and have said why
+            except trio.ClosedResourceError as error:
+                raise httpx.CloseError("the connection was closed on this side", request=request) from error
+        self._sent_at = trio.current_time()
+        with limit_time(timeouts.get("read"), httpx.ReadTimeout, request, "no response"):
+            while True:
+                event = await self._next_event(request, is_sent)
+                if type(event) is h11.Response:
+                    self._is_kept = True
+                    return event
+                assert type(event) is h11.InformationalResponse, f"{event!r} came before a response"
+
+    async def read_chunk(self, request: httpx.Request, timeout_s: float | None) -> bytes:
+        """The next bytes of the body; none at its end. Raises as begin."""
+        with limit_time(timeout_s, httpx.ReadTimeout, request, "the response stopped"):
+            event = await self._next_event(request)
+        return bytes(event.data) if type(event) is h11.Data else b""
+
+    def _encode(self, request: httpx.Request, body: bytes) -> bytes:
+        try:
+            head = self._http.send(h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw))
+            data = self._http.send(h11.Data(data=body)) if body else b""
+            end = self._http.send(h11.EndOfMessage())
+        except h11.LocalProtocolError as error:
+            raise httpx.LocalProtocolError(str(error), request=request) from error
+        return b"".join((head or b"", data or b"", end or b""))
+
+    async def _next_event(self, request: httpx.Request, is_sent: bool = True) -> h11.Event:
+        while True:
+            try:
+                event = self._http.next_event()
+            except h11.RemoteProtocolError as error:
+                if not self._has_ended:
+                    raise httpx.RemoteProtocolError(str(error), request=request) from error
+                raise ServerHungUp(f"the server closed the connection in the middle of its answer ({error})", request=request) from error
+            if event is not h11.NEED_DATA:
+                assert not isinstance(event, type), f"h11 gave {event!r} in the middle of an exchange"
+                return event
+            try:
+                data = bytes(await self._stream.receive_some(READ_SIZE))
+            except trio.BrokenResourceError as error:
+                if self._has_answer:
+                    raise httpx.ReadError(f"the connection broke while the answer was read: {error}", request=request) from error
+                is_reset = isinstance(error.__cause__, ConnectionResetError | BrokenPipeError)
+                raise self._describe_loss(request, is_sent, is_reset and trio.current_time() - self._sent_at <= ROUND_TRIP_S) from error
+            except trio.ClosedResourceError as error:
+                raise httpx.CloseError("the connection was closed on this side", request=request) from error
+            if not data and not self._has_answer:
+                raise self._describe_loss(request, is_sent, self._is_kept and is_sent and await self._is_reset_after_close())
+            self._has_answer = True
+            self._has_ended = not data
+            self._http.receive_data(data)
+
+    def _describe_loss(self, request: httpx.Request, is_sent: bool, is_reset: bool) -> httpx.TransportError:
+        """The error for an answer of which no byte came."""
+        if self._is_kept:
+            return KeptConnectionLost(
+                "the server closed a kept connection without an answer", request=request, is_unread=is_reset or not is_sent
+            )
+        if not is_sent:
+            return httpx.WriteError("the server closed the connection before it had read the request", request=request)
+        return ServerHungUp("the server closed the connection without an answer", request=request)
+
+    async def _is_reset_after_close(self) -> bool:
+        """Whether the server's close is followed by a reset. The stream shows the close alone, even where both have come."""
+        with trio.move_on_after(ROUND_TRIP_S):
+            while not self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                await trio.sleep(0.01)
+            return True
+        return False
+
+
+@contextmanager
+def limit_time(seconds: float | None, timeout: type[httpx.TimeoutException], request: httpx.Request, what: str) -> Generator[None]:
+    """Cancel the block after that many seconds, and say so as httpx does."""
+    if seconds is None:
+        yield
+        return
+    with trio.move_on_after(seconds) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise timeout(f"{what} within {seconds:g} s ({request.method} {request.url})", request=request)
+
+
+def _watch_for_silence(sock: trio.socket.SocketType) -> None:
+    """Let the system find out within about two minutes that the other machine is gone, and keep routers from forgetting the connection."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):  # names of Linux; others keep their defaults
+        option = getattr(socket, name, None)
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _list_reasons(error: OSError) -> str:
+    """What the system said: of a connection that was tried at several addresses, what it said of each, once."""
+    if isinstance(error.__cause__, ExceptionGroup):
+        return ", ".join(dict.fromkeys(str(cause) for cause in error.__cause__.exceptions))
+    return str(error)
