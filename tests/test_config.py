@@ -156,7 +156,10 @@ def test_generation_config_derives_and_gives_sampling_params():
 
 @pytest.mark.parametrize(
     ("changes", "truncates"),
-    [({}, 0), ({"top_p": 0.9}, 1), ({"top_k": 3}, 1), ({"min_p": 0.1}, 1), ({"top_k": 3, "greedy": True}, 0), ({"top_p": 0.5, "temperature": 0}, 0)],
+    [
+        ({}, 0), ({"top_p": 0.9}, 1), ({"top_k": 3}, 1), ({"min_p": 0.1}, 1),
+        ({"top_k": 3, "greedy": True}, 0), ({"top_p": 0.5, "temperature": 0}, 0),
+    ],
 )  # fmt: skip
 def test_generation_config_says_whether_it_truncates(changes, truncates):
     assert GenerationConfig(**changes).truncates == truncates

@@ -1,0 +1,456 @@
+"""What the engines of SGLang and vLLM share: checks of requests, the requests in flight, and completions from several answers.
+
+A generate() call may need more than one HTTP request: where a weight sync aborts what runs, the engine sends prompt and partial answer
+again and returns one completion whose tokens carry the versions of both parts.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import trio
+
+from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo
+from rollouts.errors import EngineError, EngineProtocolError, raise_single_errors
+from rollouts.samples import derive_seed
+from rollouts.types import Completion, FinishReason, LogProbKind, SamplingParams
+
+_ABORT_REPEATS_S = (0.05, 0.2, 0.5)  # an abort that overtakes its request on the way to the server is lost
+
+
+@dataclass(frozen=True)
+class WireRequest:
+    """One HTTP request for n samples."""
+
+    wire_id: str  # no other id of this process, nor of another, begins with it
+    tokens: tuple[int, ...]  # the prompt, and what was generated before a sync aborted it
+    params: SamplingParams  # max_tokens and seed are those of this part
+    n: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one HTTP request brought for one sample."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    labels: tuple[str, ...]  # the server's name of the weights that sampled each token
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        assert len(self.log_probs) == n, f"{len(self.log_probs)} log-probs for {n} tokens"
+        assert len(self.labels) == n, f"{len(self.labels)} labels for {n} tokens"
+
+
+Send = Callable[[WireRequest], Awaitable[Sequence[Generated]]]
+"""Send a request and return its n results in order. Raises EngineError."""
+
+AbortOnServer = Callable[[Sequence[str]], Awaitable[None]]
+"""Tell the server to end the requests of these wire ids, with what they have. Unknown ids are no error."""
+
+
+# -- requests
+
+
+def check_request(
+    name: str,
+    request_id: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    n: int,
+    info: ServerInfo,
+    *,
+    max_prompt: int | None = None,
+    max_total: int | None = None,
+) -> SamplingParams:
+    """The parameters to send, max_tokens cut to what the context leaves (the completion then ends with "length").
+
+    Args:
+        max_prompt: most tokens of a prompt; default: one less than the context, so that a token can be generated.
+        max_total: most tokens of prompt and output; default: the context.
+
+    Raises: EngineError for what the server would refuse, or die of.
+    """
+    most, total = max_prompt or info.context_length - 1, max_total or info.context_length
+    check_tokens(name, request_id, prompt, info.vocab_size)
+    if len(prompt) > most:
+        raise EngineError(
+            f"{name}: {request_id} has {len(prompt)} prompt tokens, more than the {most} that fit into the context of "
+            f"{info.context_length}: shorten the prompt, or start the server with a longer context"
+        )
+    if n < 1 or (n > 1 and params.greedy):
+        raise EngineError(f"{name}: {request_id} asks for {n} samples{' of greedy decoding, which are all equal' if n > 1 else ''}")
+    _check_params(name, request_id, params, info)
+    return params.new(max_tokens=min(params.max_tokens, total - len(prompt)))
+
+
+def check_tokens(name: str, request_id: str, tokens: Sequence[int], vocab_size: int | None) -> None:
+    """Raise EngineError for no tokens, or one outside the vocabulary, which kills some servers."""
+    if not tokens:
+        raise EngineError(f"{name}: {request_id} has an empty prompt; give it at least one token")
+    low, high = min(tokens), max(tokens)
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
+        raise EngineError(
+            f"{name}: {request_id} has token {low if low < 0 else high}, outside the vocabulary of {vocab_size}: is it another tokenizer's?"
+        )
+
+
+def _check_params(name: str, request_id: str, params: SamplingParams, info: ServerInfo) -> None:
+    def refuse(field: str, expected: str) -> EngineError:
+        return EngineError(f"{name}: {request_id} has {field} = {getattr(params, field)!r}, expected {expected}")
+
+    if params.max_tokens < 1:
+        raise refuse("max_tokens", "at least 1")
+    if not 0 <= params.temperature < float("inf"):
+        raise refuse("temperature", "at least 0")
+    if not 0 < params.top_p <= 1:
+        raise refuse("top_p", "more than 0, at most 1")
+    if not 0 <= params.min_p <= 1:
+        raise refuse("min_p", "between 0 and 1")
+    if params.top_k < 0:
+        raise refuse("top_k", "at least 0 (0 = off)")
+    if params.stop_token_ids and not all(0 <= i < (info.vocab_size or i + 1) for i in params.stop_token_ids):
+        raise refuse("stop_token_ids", f"ids below the vocabulary size of {info.vocab_size}")
+    if params.stop and not info.has_tokenizer:
+        raise refuse("stop", "none: the server runs without a tokenizer; use stop_token_ids, or start it with its tokenizer")
+    if params.untempered_log_probs and not gives_untempered_log_probs(info.log_prob_kind, params):
+        raise EngineError(
+            f"{name}: {request_id} asks for untempered log-probs, but this server's are {info.log_prob_kind}, at temperature "
+            f"{params.temperature:g}: sample from the whole distribution at temperature 1, or use the engine in this process"
+        )
+
+
+def classify_log_probs(kind: LogProbKind, params: SamplingParams) -> LogProbKind:
+    """What a server's log-probs are of for these parameters: "sampled" wherever that is the same thing.
+
+    Args:
+        kind: of the server.
+    """
+    if kind == "tempered" and not params.truncates:
+        return "sampled"
+    if kind == "untempered" and not params.truncates and temperature_of_log_probs("sampled", params) == 1.0:
+        return "sampled"
+    return kind
+
+
+def temperature_of_log_probs(kind: LogProbKind, params: SamplingParams) -> float:
+    """The temperature to divide logits by, to get such log-probs."""
+    return 1.0 if params.greedy or kind == "untempered" else params.temperature
+
+
+def gives_untempered_log_probs(kind: LogProbKind, params: SamplingParams) -> bool:
+    """Whether output log-probs are those of the whole policy at temperature 1."""
+    whole = kind != "sampled" or not params.truncates
+    return whole and temperature_of_log_probs(kind, params) == 1.0
+
+
+# -- versions
+
+
+def label_of(version: int) -> str:
+    """The label that a server gets for a version of ours."""
+    return str(version)
+
+
+def version_of(name: str, label: str, initial_version: int | None) -> int:
+    """The version of ours behind a server's label.
+
+    Args:
+        initial_version: of the weights that the server was started with; None = it has got others since, so that INITIAL_LABEL means that
+            it was started again.
+
+    Raises: EngineProtocolError for a label that is none of ours.
+    """
+    if label == INITIAL_LABEL:
+        if initial_version is None:
+            raise EngineProtocolError(
+                f"{name} serves its initial weights, although it had confirmed newer ones: it was started again. Sync the weights before "
+                "generating"
+            )
+        return initial_version
+    if not (label.isascii() and label.isdecimal()):
+        raise EngineProtocolError(
+            f"{name} labels its weights {label!r}, expected {INITIAL_LABEL!r} or a number: another program updates this server"
+        )
+    return int(label)
+
+
+def expand_spans(name: str, spans: Iterable[tuple[str, int, int]], num_tokens: int) -> tuple[str, ...]:
+    """One label for each token out of half-open spans (label, start, end). Raises EngineProtocolError unless they cover all tokens."""
+    labels: list[str] = []
+    spans = list(spans)
+    for label, start, end in spans:
+        if start != len(labels) or end < start:
+            break
+        labels.extend([label] * (end - start))
+    if len(labels) != num_tokens:
+        raise EngineProtocolError(
+            f"{name} says which weights sampled {len(labels)} of {num_tokens} tokens: its spans are {spans!r}, expected to follow one another "
+            "from 0 to the end"
+        )
+    return tuple(labels)
+
+
+# -- parts of a completion
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of one sample so far."""
+
+    tokens: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    finish_reason: FinishReason = "abort"
+
+    def then(self, other: _Part) -> _Part:
+        """Both, one after the other; it ended as the other did."""
+        return _Part(self.tokens + other.tokens, self.log_probs + other.log_probs, self.versions + other.versions, other.finish_reason)
+
+    def keep(self, n: int) -> _Part:
+        """The first n tokens."""
+        return _Part(self.tokens[:n], self.log_probs[:n], self.versions[:n], self.finish_reason)
+
+
+def count_tokens_to_keep(num_tokens: int, stop: Sequence[str]) -> int:
+    """How much of an aborted part to send again. A server looks for stop strings in what it generates itself, so tokens at the end of the
+    part that may be the beginning of a stop string (each holds at least one byte) are generated again."""
+    return max(0, num_tokens - max((len(text.encode()) - 1 for text in stop), default=0))
+
+
+def params_of_rest(params: SamplingParams, sample: int, num_done: int) -> SamplingParams:
+    """What is left to do after num_done tokens. A seed becomes another one, or the same random numbers would be used twice."""
+    seed = None if params.seed is None else derive_seed(params.seed, sample, num_done)
+    return replace(params, max_tokens=params.max_tokens - num_done, seed=seed)
+
+
+def create_completion(request_id: str, prompt: tuple[int, ...], params: SamplingParams, kind: LogProbKind, part: _Part) -> Completion:
+    """What generate() returns.
+
+    Args:
+        kind: of the server's log-probs.
+    """
+    return Completion(
+        request_id=request_id,
+        input_tokens=prompt,
+        output_tokens=part.tokens,
+        output_log_probs=part.log_probs,
+        output_versions=part.versions,
+        finish_reason=part.finish_reason,
+        temperature=temperature_of_log_probs(kind, params),
+        truncated_sampling=params.truncates,
+        log_prob_kind=classify_log_probs(kind, params),
+        untempered_log_probs=part.log_probs if params.untempered_log_probs else None,
+    )
+
+
+# -- requests in flight
+
+
+@dataclass(eq=False)
+class _Pending:
+    """One generate() or generate_group() call that has not returned."""
+
+    is_aborted: bool = False  # by the user
+    waits: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])  # for the end of a sync
+    calls: dict[str, trio.CancelScope] = field(default_factory=dict[str, trio.CancelScope])  # by wire id
+
+
+class RequestsInFlight:
+    """The pending requests of one engine: their ids, aborts, the gate that a weight sync closes, and the reason why none can be served."""
+
+    def __init__(
+        self, name: str, abort_on_server: AbortOnServer, *, initial_version: int = 0, resends: bool = False, abort_grace_s: float = 5.0
+    ) -> None:
+        """
+        Args:
+            name: of the engine, for messages.
+            initial_version: of the weights that the server was started with.
+            resends: whether requests that a sync aborted go on after it.
+            abort_grace_s: after which an aborted request whose answer does not come is dropped, its tokens lost.
+        """
+        self.name = name
+        self.initial_version: int | None = initial_version  # None once other weights were confirmed
+        self._abort_on_server = abort_on_server
+        self._resends = resends
+        self._abort_grace_s = abort_grace_s
+        self._id = uuid.uuid4().hex
+        self._num_wire_ids = 0
+        self._num_requests = 0
+        self._pending: dict[str, _Pending] = {}
+        self._holds = 0  # syncs and pauses that keep the gate closed
+        self._num_holds = 0  # so far
+        self._gate = trio.Event()
+        self._gate.set()
+        self._is_closed = False
+        self._unusable: str | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """generate() and generate_group() calls that have not returned."""
+        return len(self._pending)
+
+    def name_request(self, request_id: str | None) -> str:
+        """The id that was given, or a new one."""
+        self._num_requests += 1
+        return f"request-{self._num_requests - 1:012d}" if request_id is None else request_id
+
+    async def run(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, n: int, send: Send, kind: LogProbKind
+    ) -> tuple[Completion, ...]:
+        """n completions of one prompt, across aborting syncs, in order.
+
+        Args:
+            request_id: of abort(); unique among pending requests.
+            params: as check_request returned them.
+            kind: of the server's log-probs.
+
+        Raises: EngineError of `send`, or if the engine is closed or unusable.
+        """
+        assert request_id not in self._pending, f"request id {request_id!r} is already pending"
+        self._check_open()
+        pending = self._pending[request_id] = _Pending()
+        try:
+            parts = await self._run_parts(pending, prompt, params, n, send)
+        finally:
+            del self._pending[request_id]
+        await trio.lowlevel.checkpoint()
+        return tuple(create_completion(request_id, prompt, params, kind, part) for part in parts)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Make pending calls return with what they have; None = all of this engine. Raises EngineError if the server cannot be told."""
+        wanted = list(self._pending) if request_ids is None else [i for i in request_ids if i in self._pending]
+        aborted = [self._pending[request_id] for request_id in wanted]
+        for pending in aborted:
+            pending.is_aborted = True
+            for scope in pending.waits:
+                scope.cancel()
+            for scope in pending.calls.values():
+                scope.deadline = min(scope.deadline, trio.current_time() + self._abort_grace_s)
+        for wait in (*_ABORT_REPEATS_S, 0.0):
+            wire_ids = [wire_id for pending in aborted for wire_id in pending.calls]
+            if not wire_ids:
+                break
+            await self._abort_on_server(wire_ids)
+            await trio.sleep(wait)
+        await trio.lowlevel.checkpoint()
+
+    @contextmanager
+    def hold(self) -> Generator[None]:
+        """Keep requests from being sent while the block runs; what a server aborts from now on goes on afterwards."""
+        self.close_gate()
+        try:
+            yield
+        finally:
+            self.open_gate()
+
+    def close_gate(self) -> None:
+        """Keep requests from being sent until open_gate was called as often as this."""
+        self._holds += 1
+        self._num_holds += 1
+        if self._gate.is_set():
+            self._gate = trio.Event()
+
+    def open_gate(self) -> None:
+        """Undo one close_gate."""
+        assert self._holds > 0, "the gate is open"
+        self._holds -= 1
+        if self._holds == 0:
+            self._gate.set()
+
+    def mark_unusable(self, reason: str) -> None:
+        """Fail what is pending and what comes, until mark_usable."""
+        self._unusable = reason
+        self._cancel_all()
+
+    def mark_usable(self) -> None:
+        """The weights are known again."""
+        self._unusable = None
+
+    def close(self) -> None:
+        """Fail what is pending and what comes; the server drops what it loses the connection of."""
+        self._is_closed = True
+        self._cancel_all()
+
+    def _cancel_all(self) -> None:
+        for pending in self._pending.values():
+            for scope in (*pending.waits, *pending.calls.values()):
+                scope.cancel()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError(f"{self.name} is closed: generate inside its `async with` block")
+        if self._unusable is not None:
+            raise EngineError(f"{self.name} cannot be used: {self._unusable}")
+
+    async def _run_parts(self, pending: _Pending, prompt: tuple[int, ...], params: SamplingParams, n: int, send: Send) -> list[_Part]:
+        parts, interrupted = await self._send(pending, prompt, params, n, send)
+        if not interrupted:
+            return parts
+
+        async def finish(sample: int) -> None:
+            part, again = parts[sample], True
+            while again and part.finish_reason == "abort":
+                part = part.keep(count_tokens_to_keep(len(part.tokens), params.stop))
+                rest = params_of_rest(params, sample, len(part.tokens))
+                (new,), again = await self._send(pending, prompt + part.tokens, rest, 1, send)
+                part = part.then(new)
+            parts[sample] = part
+
+        if n == 1:
+            await finish(0)
+            return parts
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                for sample in range(n):
+                    nursery.start_soon(finish, sample)
+        return parts
+
+    async def _send(
+        self, pending: _Pending, tokens: tuple[int, ...], params: SamplingParams, n: int, send: Send
+    ) -> tuple[list[_Part], bool]:
+        """The n results of one HTTP request, and whether a sync ended it and it is to go on."""
+        nothing = [_Part()] * n
+        await self._wait_for_gate(pending)
+        if pending.is_aborted:
+            return nothing, False
+        num_holds, initial_version = self._num_holds, self.initial_version
+        request = WireRequest(self._create_wire_id(), tokens, params, n)
+        results: Sequence[Generated] | None = None
+        with trio.CancelScope() as scope:
+            pending.calls[request.wire_id] = scope
+            try:
+                results = await send(request)
+            finally:
+                del pending.calls[request.wire_id]
+        self._check_open()
+        if results is None:  # aborted, and the answer did not come
+            return nothing, False
+        assert len(results) == n, f"{len(results)} results for {n} samples"
+        parts = [self._create_part(result, initial_version) for result in results]
+        return parts, self._resends and self._num_holds > num_holds and not pending.is_aborted
+
+    async def _wait_for_gate(self, pending: _Pending) -> None:
+        while not self._gate.is_set() and not pending.is_aborted and not self._is_closed:
+            with trio.CancelScope() as scope:
+                pending.waits.add(scope)
+                try:
+                    await self._gate.wait()
+                finally:
+                    pending.waits.remove(scope)
+            if self._unusable is not None:
+                break
+        self._check_open()
+
+    def _create_part(self, result: Generated, initial_version: int | None) -> _Part:
+        versions = {label: version_of(self.name, label, initial_version) for label in set(result.labels)}
+        return _Part(result.tokens, result.log_probs, tuple(versions[label] for label in result.labels), result.finish_reason)
+
+    def _create_wire_id(self) -> str:
+        # of one length, so that none is the beginning of another: SGLang aborts by prefix
+        self._num_wire_ids += 1
+        return f"{self._id}-{self._num_wire_ids:012d}"
