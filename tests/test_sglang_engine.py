@@ -12,24 +12,23 @@ from typing import Any
 import pytest
 import torch
 
+from rollouts.engines.http_engine import Generated, check_request
 from rollouts.engines.sglang_protocol import (
-    Generated,
     is_updated_but_not_flushed,
-    max_new_tokens_for,
     parse_probe,
     parse_prompt_log_probs,
-    parse_server_facts,
+    parse_server_info,
     parse_sglang_event,
     parse_sglang_response,
     parse_update_answer,
-    parse_weight_label,
     probe_payload,
+    prompt_log_probs_payload,
     sglang_payload,
     sglang_sampling_params,
     sglang_tensor_payload,
     split_into_buckets,
 )
-from rollouts.errors import EngineProtocolError
+from rollouts.errors import EngineError, EngineProtocolError
 from rollouts.types import SamplingParams
 
 RECORDINGS = Path(os.environ.get("ROLLOUTS_ENGINES_DIR", Path(__file__).parents[2] / "shared" / "engines")) / "sglang" / "http"
@@ -98,7 +97,7 @@ def test_n_above_one_discards_the_ids_of_the_request_so_samples_are_sent_as_a_ba
     assert recorded["request"]["json"]["rid"] == "grp"
     with pytest.raises(EngineProtocolError, match="expected 'grp-0'"):
         parse_sglang_response(recorded["response"], ["grp-0", "grp-1"])
-    sampling = sglang_sampling_params(SamplingParams(max_tokens=4), 4, seeded=False)
+    sampling = sglang_sampling_params(SamplingParams(max_tokens=4), seeded=False)
     payload = sglang_payload([(5, 6)] * 2, [sampling] * 2, ["grp-0", "grp-1"])
     assert payload["rid"] == ["grp-0", "grp-1"]
     assert payload["input_ids"] == [[5, 6], [5, 6]]
@@ -160,8 +159,8 @@ def test_log_probs_of_a_prompt_begin_with_its_second_token():
     tokens = recorded["request"]["json"]["input_ids"]
     found = parse_prompt_log_probs(recorded["response"], tokens, 1)
     assert found == pytest.approx((-4.694447, -5.371084, -4.754734, -4.435596, -4.743861, -4.808022))
-    assert parse_prompt_log_probs(recorded["response"], tokens, 4) == found[3:]
-    with pytest.raises(EngineProtocolError, match="expected those of the 6 given"):
+    assert prompt_log_probs_payload(tokens, 1)["logprob_start_len"] == recorded["request"]["json"]["logprob_start_len"] == 0
+    with pytest.raises(EngineProtocolError, match="7 prompt tokens, expected those of the 6 given"):
         parse_prompt_log_probs(recorded["response"], tokens[1:], 1)
 
 
@@ -175,9 +174,9 @@ def test_log_probs_of_a_prompt_begin_with_its_second_token():
         (answer_of(log_probs=(-1.0, 0.5)), "log-prob of request r is 0.5"),
         (answer_of(output_token_logprobs=[[-1.0, 5, None]]), "2 tokens and log-probs of 1 tokens"),
         (answer_of(output_token_logprobs=[[-1.0, 5, None], [-1.0, 7, None]]), "not the same ones"),
-        (answer_of(versions=[{"version": "3", "start": 0, "end": 1}]), "do not cover"),
-        (answer_of(versions=[{"version": "3", "start": 1, "end": 2}]), "do not cover"),
-        (answer_of(versions=[]), "do not cover"),
+        (answer_of(versions=[{"version": "3", "start": 0, "end": 1}]), "which weights sampled"),
+        (answer_of(versions=[{"version": "3", "start": 1, "end": 2}]), "which weights sampled"),
+        (answer_of(versions=[]), "which weights sampled"),
         (answer_of(rid="other"), "answered about request 'other'"),
     ],
 )
@@ -189,7 +188,7 @@ def test_answers_that_cannot_be_meant_are_refused(answer, message):
 
 def test_the_payload_of_one_prompt():
     params = SamplingParams(max_tokens=9, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(7,), stop=("x",), seed=3)
-    sampling = sglang_sampling_params(params, 9, seeded=False)
+    sampling = sglang_sampling_params(params, seeded=False)
     assert sglang_payload([(3, 4)], [sampling], ["id"]) == {
         "input_ids": [3, 4],
         "sampling_params": {
@@ -215,41 +214,36 @@ def test_a_seed_is_sent_only_where_it_has_an_effect():
     assert first["request"]["json"]["sampling_params"]["sampling_seed"] == second["request"]["json"]["sampling_params"]["sampling_seed"]
     assert first["response"]["output_ids"] != second["response"]["output_ids"]
     params = SamplingParams(seed=3)
-    assert "sampling_seed" not in sglang_sampling_params(params, 9, seeded=False)
-    assert sglang_sampling_params(params, 9, seeded=True)["sampling_seed"] == 3
-    assert "sampling_seed" not in sglang_sampling_params(SamplingParams(), 9, seeded=True)
-    assert sglang_sampling_params(SamplingParams(), 9, seeded=True)["top_k"] == -1
+    assert "sampling_seed" not in sglang_sampling_params(params, seeded=False)
+    assert sglang_sampling_params(params, seeded=True)["sampling_seed"] == 3
+    assert "sampling_seed" not in sglang_sampling_params(SamplingParams(), seeded=True)
+    assert sglang_sampling_params(SamplingParams(), seeded=True)["top_k"] == -1
+
+
+def recorded_server():
+    return parse_server_info(*(read_recording(name)["response"] for name in ("server_info", "model_info", "tok_models")))
 
 
 def test_a_request_beyond_the_context_is_cut_by_us_because_the_server_refuses_it():
-    recorded = read_recording("err_prompt_plus_new_too_long")
-    assert recorded["status"] == 400
-    info = read_recording("server_info")["response"]
-    context, longest = 512, info["max_req_input_len"]
-    for prompt_len in (1, 100, longest - 1):
-        new = max_new_tokens_for(prompt_len, 10_000, longest)
-        assert 5 <= new < context - prompt_len
-    assert max_new_tokens_for(100, 10, longest) == 10
+    assert read_recording("err_prompt_plus_new_too_long")["status"] == 400
+    server = recorded_server()
+    limits = {"max_prompt": server.max_prompt, "max_total": server.max_total}
+    for prompt_len, most in ((1, 509), (100, 410), (505, 5)):  # as measured, the server gives these and no more
+        params = check_request("e", "r", (5,) * prompt_len, SamplingParams(max_tokens=10_000), 1, server.info, **limits)
+        assert params.max_tokens == most
+    assert check_request("e", "r", (5,) * 100, SamplingParams(max_tokens=10), 1, server.info, **limits).max_tokens == 10
+    with pytest.raises(EngineError, match="506 prompt tokens, more than the 505"):
+        check_request("e", "r", (5,) * 506, SamplingParams(), 1, server.info, **limits)
 
 
 def test_facts_of_a_server_are_read_from_three_routes():
-    facts = parse_server_facts(*(read_recording(name)["response"] for name in ("server_info", "model_info", "tok_models")))
-    assert facts.version == "0.5.23"
-    assert (facts.context_length, facts.max_input_len) == (512, 506)
-    assert (facts.model_path, facts.weight_label) == ("/models/m", "default")
-    assert (facts.has_tokenizer, facts.seeded, facts.tensor_parallel_size) == (False, False, 1)
+    server = recorded_server()
+    assert (server.info.version, server.info.dtype, server.info.max_running) == ("0.5.23", "float32", 16)
+    assert (server.info.context_length, server.max_prompt, server.max_total) == (512, 505, 510)
+    assert (server.info.model_path, server.info.served_name, server.info.weight_version) == ("/models/m", "/models/m", "default")
+    assert (server.info.has_tokenizer, server.info.honors_seeds, server.tensor_parallel_size) == (False, False, 1)
     with pytest.raises(EngineProtocolError, match="server_info"):
-        parse_server_facts({}, {}, {})
-
-
-@pytest.mark.parametrize(("label", "version"), [("default", 4), ("7", 7), ("0", 0)])
-def test_labels_are_versions(label, version):
-    assert parse_weight_label(label, 4) == version
-
-
-def test_a_label_of_others_is_refused():
-    with pytest.raises(EngineProtocolError, match="no version of ours"):
-        parse_weight_label("v2", 0)
+        parse_server_info({}, {}, {})
 
 
 def test_an_update_that_says_400_may_have_taken_place():

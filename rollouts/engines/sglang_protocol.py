@@ -15,46 +15,29 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
+from rollouts.engines.http_engine import Generated, expand_spans
+from rollouts.engines.server_info import ServerInfo
 from rollouts.errors import EngineProtocolError
-from rollouts.types import FinishReason, SamplingParams
+from rollouts.types import SamplingParams
 
 PauseMode = Literal["abort", "retract"]
 """What becomes of requests in flight. SGLang's third mode, in_place, mixes keys and values of two policies and is not offered."""
 
+OLDEST_VERSION = "0.5.23"  # begin_weight_update around tensors; weight_versions in answers
 TESTED_VERSIONS = ("0.5.23",)
-INITIAL_LABEL = "default"  # weight_version of a server that was not told one
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
-_INPUT_MARGIN = 5  # the server keeps these back: max_req_input_len is the longest request minus 5
+_KEPT_BACK = 5  # max_req_input_len is that much less than the longest request
 
 
-@dataclass(frozen=True)
-class Generated:
-    """What one request brought: tokens with their log-probs, the server's labels of the weights that made them, and why it ended."""
-
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    labels: tuple[str, ...]  # of the weights, one for each token
-    finish_reason: FinishReason
-
-
-def max_new_tokens_for(prompt_len: int, max_tokens: int, max_input_len: int) -> int:
-    """How many tokens to ask for: a request beyond the context is refused by the server, not cut.
-
-    Args:
-        prompt_len: below max_input_len.
-        max_input_len: max_req_input_len of /server_info.
-    """
-    return min(max_tokens, max_input_len + _INPUT_MARGIN - 1 - prompt_len)
-
-
-def sglang_sampling_params(params: SamplingParams, max_new_tokens: int, *, seeded: bool) -> dict[str, Any]:
+def sglang_sampling_params(params: SamplingParams, *, seeded: bool) -> dict[str, Any]:
     """The sampling_params of /generate. What changes the distribution is always sent, so that a server's preferred values have no say.
 
     Args:
+        params: max_tokens within the context: the server refuses what goes beyond.
         seeded: whether the server runs --enable-deterministic-inference; else a seed has no effect and is not sent.
     """
     sampling: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k if params.top_k > 0 else -1,
@@ -77,7 +60,8 @@ def sglang_payload(
 ) -> dict[str, Any]:
     """The body of /generate for one prompt or several.
 
-    n samples of a prompt are n equal prompts, each with an id: n > 1 in sampling_params would throw the id away, and nothing could be aborted.
+    n samples of a prompt are n equal prompts, each with an id: n > 1 in sampling_params would make the server throw the id away, and nothing
+    could be aborted.
 
     Args:
         sampling: of each prompt, from sglang_sampling_params.
@@ -112,28 +96,32 @@ def parse_sglang_event(event: Any, request_id: str) -> tuple[tuple[int, ...], tu
     return tokens, log_probs, None
 
 
+def prompt_log_probs_payload(tokens: Sequence[int], start_index: int) -> dict[str, Any]:
+    """The body of /generate that scores tokens[start_index:] and generates nothing.
+
+    Args:
+        start_index: at least 1.
+    """
+    return {
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": start_index - 1,
+        "stream": False,
+    }
+
+
 def parse_prompt_log_probs(response: Any, tokens: Sequence[int], start_index: int) -> tuple[float, ...]:
-    """Log-probs of tokens[start_index:] out of the answer to a request with logprob_start_len 0, under temperature 1."""
+    """Log-probs of tokens[start_index:] out of the answer to prompt_log_probs_payload, under temperature 1."""
     with _protocol_errors("/generate", response):
         entries = response["meta_info"]["input_token_logprobs"]
         ids = [entry[1] for entry in entries]
-        log_probs = [entry[0] for entry in entries]
-    if ids != list(tokens):
-        raise EngineProtocolError(f"/generate gave log-probs of {len(ids)} prompt tokens, expected those of the {len(tokens)} given")
-    return tuple(_check_log_probs(log_probs[start_index:], "a prompt"))
-
-
-def parse_weight_label(label: str, initial_version: int) -> int:
-    """Our weight version out of a server's label. "default" is the version that the engine was constructed with."""
-    if label == INITIAL_LABEL:
-        return initial_version
-    try:
-        return int(label)
-    except ValueError as error:
+        log_probs = [entry[0] for entry in entries[1:]]  # the first has none: nothing stands before it
+    if ids != list(tokens[start_index - 1 :]):
         raise EngineProtocolError(
-            f"the server says that its weights are {label!r}, which is no version of ours (a whole number, or {INITIAL_LABEL!r} for those that "
-            "it started with): start it without --weight-version, or with a number"
-        ) from error
+            f"/generate gave log-probs of {len(ids)} prompt tokens, expected those of the {len(tokens) - start_index + 1} given"
+        )
+    return tuple(_check_log_probs(log_probs, "a prompt"))
 
 
 def is_updated_but_not_flushed(status: int, body: str) -> bool:
@@ -179,38 +167,43 @@ def split_into_buckets(weights: Mapping[str, Tensor], max_bytes: int) -> list[li
 
 
 @dataclass(frozen=True)
-class SGLangFacts:
-    """What /server_info, /model_info and /v1/models say of a server."""
+class SGLangServer:
+    """A server's facts, and those that only SGLang has."""
 
-    version: str
-    model_path: str
-    weight_label: str
-    context_length: int
-    max_input_len: int  # a prompt must be shorter
-    has_tokenizer: bool  # without one it knows no stop strings
-    seeded: bool  # --enable-deterministic-inference: seeds have an effect
+    info: ServerInfo
+    max_prompt: int  # tokens
+    max_total: int  # tokens of prompt and output: two less than the context, and less where the cache is smaller
     tensor_parallel_size: int
     data_parallel_size: int
-    incremental_streaming: bool
-    preferred_sampling_params: str | None
+    streams_deltas: bool  # --incremental-streaming-output
 
 
-def parse_server_facts(server_info: Any, model_info: Any, models: Any) -> SGLangFacts:
-    """Facts out of the answers of /server_info, /model_info and /v1/models. Raises EngineProtocolError if one is missing."""
+def parse_server_info(server_info: Any, model_info: Any, models: Any) -> SGLangServer:
+    """Facts out of the answers of /server_info, /model_info and /v1/models. Raises EngineProtocolError if one is missing.
+
+    The kind of log-probs is that of a server without SGLANG_RETURN_ORIGINAL_LOGPROB, which no route shows.
+    """
     with _protocol_errors("/server_info, /model_info or /v1/models", server_info):
-        preferred = model_info.get("preferred_sampling_params")
-        return SGLangFacts(
-            version=str(server_info["version"]),
-            model_path=str(model_info["model_path"]),
-            weight_label=str(model_info["weight_version"]),
-            context_length=int(models["data"][0]["max_model_len"]),
-            max_input_len=int(server_info["max_req_input_len"]),
-            has_tokenizer=not server_info["skip_tokenizer_init"],
-            seeded=bool(server_info["enable_deterministic_inference"]),
+        longest = int(server_info["max_req_input_len"])
+        return SGLangServer(
+            info=ServerInfo(
+                kind="sglang",
+                version=str(server_info["version"]),
+                model_path=str(model_info["model_path"]),
+                served_name=str(model_info["served_model_name"]),
+                context_length=int(models["data"][0]["max_model_len"]),
+                log_prob_kind="tempered",
+                weight_version=str(model_info["weight_version"]),
+                dtype=str(server_info["dtype"]),
+                has_tokenizer=not server_info["skip_tokenizer_init"],
+                honors_seeds=bool(server_info["enable_deterministic_inference"]),
+                max_running=server_info["max_running_requests"],
+            ),
+            max_prompt=longest - 1,
+            max_total=longest + _KEPT_BACK - 1,
             tensor_parallel_size=int(server_info["tp_size"]),
             data_parallel_size=int(server_info["dp_size"]),
-            incremental_streaming=bool(server_info["incremental_streaming_output"]),
-            preferred_sampling_params=None if preferred is None else str(preferred),
+            streams_deltas=bool(server_info["incremental_streaming_output"]),
         )
 
 
@@ -245,7 +238,8 @@ def _parse_answer(answer: Any, request_id: str) -> Generated:
         finish_reason = meta["finish_reason"]["type"]
         if finish_reason not in ("stop", "length", "abort"):
             raise EngineProtocolError(f"request {request_id} ended with the unknown finish reason {meta['finish_reason']!r}")
-        labels = _expand_spans(meta["weight_versions"], len(tokens), request_id)
+        spans = [(str(span["version"]), int(span["start"]), int(span["end"])) for span in meta["weight_versions"]]
+        labels = expand_spans(f"request {request_id}", spans, len(tokens))
     return Generated(tokens=tokens, log_probs=log_probs, labels=labels, finish_reason=finish_reason)
 
 
@@ -269,18 +263,6 @@ def _check_log_probs(values: Iterable[Any], where: str) -> list[float]:
             raise EngineProtocolError(f"a log-prob of {where} is {value!r}, expected a number of at most 0")
         checked.append(float(value))
     return checked
-
-
-def _expand_spans(spans: Sequence[Mapping[str, Any]], num_tokens: int, request_id: str) -> tuple[str, ...]:
-    """One label for each token."""
-    labels: list[str] = []
-    for span in spans:
-        if span["start"] != len(labels):
-            break
-        labels.extend([str(span["version"])] * (span["end"] - span["start"]))
-    if len(labels) != num_tokens:
-        raise EngineProtocolError(f"request {request_id} has {num_tokens} tokens, but its weight versions {list(spans)} do not cover them")
-    return tuple(labels)
 
 
 @contextmanager
