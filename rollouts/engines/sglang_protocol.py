@@ -60,8 +60,8 @@ def sglang_payload(
 ) -> dict[str, Any]:
     """The body of /generate for one prompt or several.
 
-    n samples of a prompt are n equal prompts, each with an id: n > 1 in sampling_params would make the server throw the id away, and nothing
-    could be aborted.
+    n samples of a prompt are n equal prompts, each with an id: with n > 1 in sampling_params a server throws the id away, and nothing can be
+    aborted.
 
     Args:
         sampling: of each prompt, from sglang_sampling_params.
