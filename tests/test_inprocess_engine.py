@@ -81,7 +81,7 @@ async def test_weights_change_between_two_steps_and_each_token_is_stamped(on_upd
 
 async def test_min_p_keeps_tokens_of_a_share_of_the_largest_probability():
     model = create_tiny_model()
-    async with InProcessEngine(model, create_char_tokenizer()) as engine:
+    async with InProcessEngine(create_tiny_model(), create_char_tokenizer()) as engine:
         cut = await engine.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0.5, min_p=0.4, seed=1))
         whole = await engine.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0.5, seed=1))
     assert (cut.truncated_sampling, whole.truncated_sampling) == (True, False)

@@ -189,8 +189,8 @@ def expand_spans(name: str, spans: Iterable[tuple[str, int, int]], num_tokens: i
         labels.extend([label] * (end - start))
     if len(labels) != num_tokens:
         raise EngineProtocolError(
-            f"{name} says which weights sampled {len(labels)} of {num_tokens} tokens: its spans are {spans!r}, expected to follow one another "
-            "from 0 to the end"
+            f"{name} says which weights sampled {len(labels)} of {num_tokens} tokens: its spans are {spans!r}, expected to follow one "
+            "another from 0 to the end"
         )
     return tuple(labels)
 
