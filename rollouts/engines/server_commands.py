@@ -1,0 +1,164 @@
+"""How an inference server is started: its settings, and from them the command line and the environment, as pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Literal
+
+from rollouts.config import check_positive, check_setting
+
+ServerKind = Literal["sglang", "vllm"]
+Device = Literal["cuda", "cpu"]
+
+CPU_KV_CACHE_BYTES = 2**28
+"""vLLM's cache on a CPU, where it would take 92 % of the machine's memory: enough for small models. extra_args may say otherwise."""
+
+CPU_KV_CACHE_TOKENS = 16384
+"""The same for SGLang, which counts in tokens."""
+
+OWNED_ARGS = ("--model", "--model-path", "--host", "--port")
+"""Arguments that are settings of their own, because launching relies on them."""
+
+CALLERS_OWN = (
+    *("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
+)
+"""Variables that are the trainer's own business (its Python, its torchrun), or would change what the server's log-probs mean, unseen."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """One inference server to start."""
+
+    kind: ServerKind
+    model_path: str  # a Hugging Face directory on this machine (a name on the hub needs env={"HF_HUB_OFFLINE": "0"})
+    python: str  # of the environment in which the server is installed
+    host: str = "127.0.0.1"  # control routes ask for no key: a loopback address, or one of a private network
+    port: int | None = None  # None: a free one is chosen
+    device: Device = "cuda"
+    dtype: str = "auto"  # "float32", "bfloat16", "float16"; auto = the checkpoint's
+    tensor_parallel_size: int = 1  # GPUs that share the model
+    context_length: int | None = None  # tokens of prompt and response together; None = the model's own
+    max_num_seqs: int | None = None  # that are generated at the same time; None = the server's own
+    memory_fraction: float | None = None  # of the device's memory, for weights and cache together; None = the server's own, little on a CPU
+    skip_tokenizer_init: bool = False  # saves time where only token ids are exchanged; stop strings and text are then refused
+    extra_args: tuple[str, ...] = ()  # after all others, so that they win
+    env: Mapping[str, str] = field(default_factory=dict[str, str])  # further variables; they win, too
+
+    def __post_init__(self) -> None:
+        check_setting(self.kind in ("sglang", "vllm"), "ServerConfig.kind", self.kind, "'sglang' or 'vllm'")
+        check_setting(self.device in ("cuda", "cpu"), "ServerConfig.device", self.device, "'cuda' or 'cpu'")
+        for name in ("model_path", "python", "host", "dtype"):
+            check_setting(bool(getattr(self, name)), f"ServerConfig.{name}", getattr(self, name), "a text that is not empty")
+        check_positive(self, "tensor_parallel_size")
+        for name in ("context_length", "max_num_seqs"):
+            if getattr(self, name) is not None:
+                check_positive(self, name)
+        port_is_fine = self.port is None or 1 <= self.port <= 65535
+        check_setting(port_is_fine, "ServerConfig.port", self.port, "1 to 65535, or None for a free one")
+        fraction_is_fine = self.memory_fraction is None or 0 < self.memory_fraction < 1
+        check_setting(fraction_is_fine, "ServerConfig.memory_fraction", self.memory_fraction, "a number between 0 and 1")
+        for arg in self.extra_args:
+            expected = "none of " + ", ".join(OWNED_ARGS) + ": set model_path, host and port instead"
+            check_setting(arg.split("=")[0] not in OWNED_ARGS, "ServerConfig.extra_args", arg, expected)
+
+
+def build_vllm_command(config: ServerConfig, port: int) -> tuple[str, ...]:
+    """The command that starts vLLM, its log-probs those of the distribution sampled from."""
+    command = [config.python, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model_path]
+    command += ["--host", config.host, "--port", str(port), "--dtype", config.dtype]
+    command += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
+    # log-probs after temperature and truncation; the route that takes and returns tokens; no sampling defaults out of the checkpoint
+    command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--generation-config", "vllm"]
+    command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    if config.context_length is not None:
+        command += ["--max-model-len", str(config.context_length)]
+    if config.max_num_seqs is not None:
+        command += ["--max-num-seqs", str(config.max_num_seqs)]
+    if config.memory_fraction is not None:
+        command += ["--gpu-memory-utilization", str(config.memory_fraction)]
+    elif config.device == "cpu":
+        command += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
+    if config.device == "cpu":
+        command.append("--enforce-eager")  # compiling for a CPU takes minutes
+    if config.skip_tokenizer_init:
+        command.append("--skip-tokenizer-init")
+    return (*command, *config.extra_args)
+
+
+def build_vllm_environment(config: ServerConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for vLLM.
+
+    Args:
+        environment: the caller's, for instance os.environ.
+    """
+    own = _drop_callers_own(environment)
+    own = {
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300",  # s; the default of 5 s closes connections that the client is just about to use
+        "VLLM_NO_USAGE_STATS": "1",
+        **own,
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes for pausing and for new weights
+    }
+    return _add_common(config, own)
+
+
+def build_sglang_command(config: ServerConfig, port: int) -> tuple[str, ...]:
+    """The command that starts SGLang, its log-probs those after temperature and before truncation."""
+    command = [config.python, "-m", "sglang.launch_server", "--model-path", config.model_path]
+    command += ["--host", config.host, "--port", str(port), "--dtype", config.dtype]
+    command += ["--tp-size", str(config.tensor_parallel_size), "--device", config.device]
+    if config.context_length is not None:
+        command += ["--context-length", str(config.context_length)]
+    if config.max_num_seqs is not None:
+        command += ["--max-running-requests", str(config.max_num_seqs)]
+    if config.memory_fraction is not None:
+        command += ["--mem-fraction-static", str(config.memory_fraction)]
+    elif config.device == "cpu":
+        command += ["--mem-fraction-static", "0.05", "--max-total-tokens", str(CPU_KV_CACHE_TOKENS)]
+    if config.device == "cpu":
+        command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule"]
+    if config.skip_tokenizer_init:
+        command.append("--skip-tokenizer-init")
+    return (*command, *config.extra_args)
+
+
+def build_sglang_environment(config: ServerConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for SGLang.
+
+    Args:
+        environment: the caller's, for instance os.environ.
+    """
+    own = _drop_callers_own(environment)
+    own["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a health check generates a token: 503 after 20 s while paused
+    if config.device == "cpu":
+        own["SGLANG_USE_CPU_ENGINE"] = "1"
+    return _add_common(config, own)
+
+
+def build_command(config: ServerConfig, port: int) -> tuple[str, ...]:
+    """The command that starts the server of this kind on a port."""
+    builders: dict[str, Callable[[ServerConfig, int], tuple[str, ...]]] = {"sglang": build_sglang_command, "vllm": build_vllm_command}
+    return builders[config.kind](config, port)
+
+
+def build_environment(config: ServerConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for the server of this kind, made from the caller's."""
+    builders = {"sglang": build_sglang_environment, "vllm": build_vllm_environment}
+    return builders[config.kind](config, environment)
+
+
+def _drop_callers_own(environment: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in environment.items() if key not in CALLERS_OWN and not key.startswith("TORCHELASTIC_")}
+
+
+def _add_common(config: ServerConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """What every server needs; then the user's own."""
+    own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **environment}
+    if len(PurePath(config.python).parts) > 1:  # compilers and tools of the server's environment, as if it were activated
+        own["PATH"] = ":".join(filter(None, (str(PurePath(config.python).parent), own.get("PATH", ""))))
+    direct = ",".join(filter(None, (own.get("no_proxy") or own.get("NO_PROXY"), "127.0.0.1,localhost,::1", config.host)))
+    own |= {"no_proxy": direct, "NO_PROXY": direct}  # servers call themselves when they start
+    return {**own, **config.env}

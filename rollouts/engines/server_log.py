@@ -1,0 +1,91 @@
+"""Why an inference server ended, out of its log and its exit status: pure functions, and the reading of the log's end."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+TAIL_LINES = 30
+TAIL_BYTES = 65536
+
+PORT_TAKEN = "the port is in use by another process: leave the port open (None) to have a free one chosen, or name another"
+
+CAUSES = (
+    (r"address already in use|EADDRINUSE|errno 98\b|port \S+ is (already )?(in use|not available|unavailable|occupied)", PORT_TAKEN),
+    (
+        r"unrecognized arguments?|invalid choice:|expected (one|at least one) argument|arguments are required|ambiguous option"
+        r"|argument -\S+: invalid",
+        "an argument that this version of the server does not know or take: see extra_args",
+    ),
+    (r"No module named '?(vllm|sglang)\b", "the server is not installed in this Python: name the Python of its own environment"),
+    (
+        r"out of memory|OutOfMemoryError|Cannot allocate memory|MemoryError|No available memory for the cache|Not enough memory"
+        r"|less than desired GPU memory utilization|insufficient memory",
+        "not enough memory: lower memory_fraction, context_length or max_num_seqs, or see what else runs on the device",
+    ),
+    (
+        r"Found no NVIDIA driver|No CUDA GPUs are available|CUDA driver version is insufficient|not compiled with CUDA"
+        r"|libcuda\.so|libcudart|Failed to infer device type|CUDA is not available|no CUDA-capable device|Invalid device id",
+        "no usable CUDA device: set device to cpu where the server is a build for CPUs, else look at the driver and CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        r"does not appear to have a file named|Repo id must be|Invalid repository ID|Can't load (the )?config|not a valid model identifier"
+        r"|is not a local folder|Incorrect path_or_model_id|couldn't connect to 'https://huggingface|outgoing traffic has been disabled"
+        r"|No such file or directory: '[^']*config\.json|Should have a `model_type` key|Cannot find any model weights"
+        r"|LocalEntryNotFoundError|HFValidationError",
+        "the model path is wrong: it must be a Hugging Face directory with config.json and weights, as the server's process sees it",
+    ),
+)
+"""What to look for in the last lines of a log, the surest first, and what to say then."""
+
+
+def find_cause(log: str) -> str | None:
+    """A known cause that a log speaks of, and what to do; None if there is none."""
+    return next((hint for pattern, hint in CAUSES if re.search(pattern, log, re.IGNORECASE)), None)
+
+
+def describe_status(status: int | None) -> str:
+    """The end of a process in words.
+
+    Args:
+        status: exit status, negative for the signal that killed it, None if unknown.
+    """
+    if status is None:
+        return "ended with an unknown exit status"
+    if status >= 0:
+        return f"ended with exit status {status}"
+    name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else "unknown"
+    by_kernel = ", as the kernel does when the machine's memory runs out" if -status == signal.SIGKILL else ""
+    return f"was killed by signal {-status} ({name}{by_kernel})"
+
+
+def describe_log(log: str, path: Path) -> str:
+    """A known cause, if there is one, and the last lines of a log, to end a message with."""
+    lines = log.splitlines()[-TAIL_LINES:]
+    if not any(line.strip() for line in lines):
+        return f"Its log {path} is empty."
+    cause = find_cause(log)
+    hint = f"Probably {cause}.\n" if cause else ""
+    return f"{hint}The last lines of {path}:\n" + "\n".join(f"    {line}" for line in lines)
+
+
+def clean_log(content: bytes) -> str:
+    """Text without colors, and of progress bars only what was shown last."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", content.decode(errors="replace"))
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n"))
+
+
+def read_log(path: Path, start: int) -> str:
+    """The end of a log, at most TAIL_BYTES.
+
+    Args:
+        start: byte at which the part begins that is of interest.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(start, size - TAIL_BYTES))
+            return clean_log(file.read())
+    except OSError:
+        return ""  # removed or unreadable: the exit status has to do
