@@ -1,0 +1,339 @@
+"""What a fake server samples from: a script, or a real (tiny) causal language model whose weights can be replaced.
+
+Both work on a KV: what a request has computed so far. It belongs to the weights it was computed with, so a request that goes on with an
+old one, or takes a prefix from a cache that was not reset, is wrong in the way the real servers are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rollouts.engines.sampling import truncate_logits
+from rollouts.errors import RolloutsError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LogProbKind: TypeAlias = Literal["sampled", "tempered", "untempered"]
+
+Script: TypeAlias = Callable[[tuple[int, ...], int, int, "int | None"], tuple[int, float]]
+"""(prompt tokens, number of the token, number of weight loads, seed of the request) -> (token, log-prob).
+
+The number of weight loads is 0 at the start and counts every load since; for a request that reads stale keys and values it is the number
+at which they were computed.
+"""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one sequence is sampled; the fields that both servers know."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    num_top: int = 0  # most probable tokens to report; -1 = the whole vocabulary
+    token_ids: tuple[int, ...] = ()  # tokens whose log-probs are to be reported at every position
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The log-prob of one token and its place in the distribution, 1 = most probable."""
+
+    token: int
+    log_prob: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One sampled token."""
+
+    chosen: Ranked
+    top: tuple[Ranked, ...] = ()  # most probable first
+    selected: tuple[Ranked, ...] = ()  # those of Sampling.token_ids
+
+
+@dataclass
+class KV:
+    """Keys and values of the first `length` tokens of a sequence."""
+
+    weights: int  # number of weight loads when the first of them was computed
+    length: int = 0
+    cache: Any = None  # of transformers; None for a script
+
+    def fork(self, length: int) -> KV:
+        """A copy of the first tokens."""
+        assert length <= self.length, f"the prefix has {length} tokens, the KV {self.length}"
+        cache = copy.deepcopy(self.cache)
+        if cache is not None:
+            cache.crop(length)
+        return KV(self.weights, length, cache)
+
+
+class LoadError(RolloutsError):
+    """Weights could not be loaded.
+
+    "missing": there is no such directory. "empty": no weights in it. "damaged": a file is not complete. "shape": a tensor does not fit.
+    """
+
+    def __init__(self, kind: Literal["missing", "empty", "damaged", "shape"], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class FakeModel(Protocol):
+    """What a fake server asks of its model."""
+
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    num_loads: int
+    path: str
+
+    def create_kv(self) -> KV:
+        """For a new sequence."""
+        ...
+
+    def draw(self, prompt: tuple[int, ...], output: Sequence[int], kv: KV, sampling: Sampling, uniform: float, kind: LogProbKind) -> Draw:
+        """The next token. Extends the KV to all tokens given."""
+        ...
+
+    def score(self, tokens: Sequence[int], num_top: int = 0, token_ids: Sequence[int] = ()) -> list[Draw]:
+        """Log-probs at temperature 1 of the tokens after the first."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Replace the weights by those of a directory; tensors that are missing keep their values, unknown ones are ignored."""
+        ...
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """The same with tensors."""
+        ...
+
+    def find_misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names that are missing, unknown or of another shape."""
+        ...
+
+    def checksum(self) -> dict[str, bytes]:
+        """The bytes of each weight by its name."""
+        ...
+
+
+def read_safetensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of all safetensors files of a directory. Raises LoadError."""
+    if not directory.is_dir():
+        raise LoadError("missing", f"{directory} is not a directory")
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise LoadError("empty", f"Cannot find any model weights with `{directory}`")
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    tensors[name] = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise LoadError("damaged", f"Error while deserializing header: {error}") from error
+    return tensors
+
+
+class ScriptedModel:
+    """A model that says what a function says. Weights are only counted."""
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        vocab_size: int = 128,
+        context_length: int = 512,
+        eos_token_ids: tuple[int, ...] = (1,),
+        score: Callable[[tuple[int, ...], int], Sequence[float]] | None = None,
+        path: str = "fake-model",
+    ) -> None:
+        """
+        Args:
+            script: see Script. A token of eos_token_ids ends the answer.
+            vocab_size: ids are 0 .. vocab_size - 1.
+            context_length: most tokens of prompt and answer together.
+            score: (tokens, number of weight loads) -> log-probs of the tokens after the first, for requests that ask for those of the
+                prompt; default -1 each.
+            path: of the model directory that the server reports.
+        """
+        self.vocab_size, self.context_length, self.eos_token_ids, self.path = vocab_size, context_length, eos_token_ids, path
+        self.num_loads = 0
+        self._script = script
+        self._score = score
+
+    def create_kv(self) -> KV:
+        """For a new sequence."""
+        return KV(self.num_loads)
+
+    def draw(self, prompt: tuple[int, ...], output: Sequence[int], kv: KV, sampling: Sampling, uniform: float, kind: LogProbKind) -> Draw:
+        """What the script says."""
+        kv.length = len(prompt) + len(output)
+        token, log_prob = self._script(prompt, len(output), kv.weights, sampling.seed)
+        assert 0 <= token < self.vocab_size, f"the script gave token {token}, expected one in [0, {self.vocab_size})"
+        chosen = Ranked(token, log_prob, 1)
+        return Draw(chosen, (chosen,) if sampling.num_top else (), tuple(Ranked(i, log_prob, 1) for i in sampling.token_ids))
+
+    def score(self, tokens: Sequence[int], num_top: int = 0, token_ids: Sequence[int] = ()) -> list[Draw]:
+        """What the function given for it says, else -1 each."""
+        log_probs = [-1.0] * (len(tokens) - 1) if self._score is None else self._score(tuple(tokens), self.num_loads)
+        found = [Ranked(token, log_prob, 1) for token, log_prob in zip(tokens[1:], log_probs, strict=True)]
+        return [Draw(r, (r,) if num_top else (), tuple(Ranked(i, r.log_prob, 1) for i in token_ids)) for r in found]
+
+    def load(self, path: Path) -> None:
+        """Count a load. The directory must exist, and if it holds safetensors files, they must be complete."""
+        try:
+            read_safetensors(path)
+        except LoadError as error:
+            if error.kind != "empty":
+                raise
+        self.num_loads += 1
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Count a load."""
+        self.num_loads += 1
+
+    def find_misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """None: a script takes everything."""
+        return []
+
+    def checksum(self) -> dict[str, bytes]:
+        """One weight whose value is the number of loads."""
+        return {"model.weight": str(self.num_loads).encode()}
+
+
+@dataclass
+class CausalModel:
+    """A causal language model of transformers. Meant for very small ones: each token of each sequence is a forward pass of its own."""
+
+    model: PreTrainedModel
+    path: str = "fake-model"
+    num_loads: int = 0
+    vocab_size: int = field(init=False)
+    context_length: int = field(init=False)
+    eos_token_ids: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # a copy: the caller may go on training the model that was given
+        self.model = copy.deepcopy(self.model).eval()
+        config: Any = self.model.config
+        self.vocab_size, self.context_length = int(config.vocab_size), int(config.max_position_embeddings)
+        eos = config.eos_token_id
+        self.eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+    @staticmethod
+    def from_directory(directory: Path) -> CausalModel:
+        """Load a Hugging Face directory in float32."""
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        return CausalModel(model, path=str(directory))
+
+    def create_kv(self) -> KV:
+        """For a new sequence."""
+        from transformers import DynamicCache
+
+        return KV(self.num_loads, cache=DynamicCache())
+
+    def draw(self, prompt: tuple[int, ...], output: Sequence[int], kv: KV, sampling: Sampling, uniform: float, kind: LogProbKind) -> Draw:
+        """Run what the KV lacks and sample: temperature, then min_p, top_k and top_p."""
+        logits = self._extend([*prompt, *output], kv)[-1]  # [V]
+        if len(output) < sampling.min_tokens:
+            logits = logits.index_fill(0, torch.tensor([*self.eos_token_ids, *sampling.stop_token_ids], dtype=torch.long), -torch.inf)
+        greedy = sampling.temperature < 1e-5
+        tempered = logits if greedy else logits / sampling.temperature
+        kept = tempered if greedy else _truncate(tempered, sampling)
+        token = int(logits.argmax()) if greedy else _draw_token(kept, uniform)
+        reported = {"sampled": kept, "tempered": tempered, "untempered": logits}[kind].log_softmax(-1)
+        return _describe(reported, token, sampling.num_top, sampling.token_ids)
+
+    def score(self, tokens: Sequence[int], num_top: int = 0, token_ids: Sequence[int] = ()) -> list[Draw]:
+        """Log-probs at temperature 1 of the tokens after the first."""
+        log_probs = self._extend(tokens, self.create_kv()).log_softmax(-1)  # [n, V]
+        return [_describe(log_probs[i], token, num_top, token_ids) for i, token in enumerate(tokens[1:])]
+
+    def load(self, path: Path) -> None:
+        """Replace the weights by those of a directory."""
+        self.load_tensors(read_safetensors(path))
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace weights. Raises LoadError, part of them being replaced, if a shape does not fit."""
+        own: Any = self.model.state_dict()
+        self.num_loads += 1
+        with torch.no_grad():
+            for name, value in tensors.items():
+                if name not in own:
+                    continue
+                if own[name].shape != value.shape:
+                    raise LoadError("shape", f"start (0) + length ({own[name].shape[0]}) exceeds dimension size ({value.shape[0]}).")
+                own[name].copy_(value)
+
+    def find_misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names that are missing, unknown or of another shape."""
+        own: Any = self.model.state_dict()
+        return sorted(n for n in {*own, *tensors} if n not in own or n not in tensors or own[n].shape != tensors[n].shape)
+
+    def checksum(self) -> dict[str, bytes]:
+        """The bytes of each weight by its name."""
+        own: Any = self.model.state_dict()
+        return {name: value.contiguous().view(torch.uint8).numpy().tobytes() for name, value in own.items()}
+
+    def _extend(self, tokens: Sequence[int], kv: KV) -> Tensor:
+        """Run the tokens that the KV lacks. Returns their logits # [n, V] float32."""
+        new = torch.tensor([list(tokens[kv.length :])], dtype=torch.long)
+        with torch.inference_mode():
+            model: Any = self.model
+            logits: Tensor = model(input_ids=new, past_key_values=kv.cache, use_cache=True).logits
+        kv.length = len(tokens)
+        return logits[0].float()
+
+
+def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
+    if sampling.top_k <= 0 and sampling.top_p >= 1 and sampling.min_p <= 0:
+        return logits
+    top_k, top_p, min_p = torch.tensor([sampling.top_k]), torch.tensor([sampling.top_p]), torch.tensor([sampling.min_p])
+    return truncate_logits(logits[None], top_k, top_p, min_p)[0]
+
+
+def _draw_token(logits: Tensor, uniform: float) -> int:
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    drawn = int(torch.searchsorted(cumulative, torch.tensor(uniform * float(cumulative[-1]), dtype=torch.float64), right=True))
+    return drawn if drawn < len(logits) else int(logits.argmax())
+
+
+def _describe(log_probs: Tensor, token: int, num_top: int, token_ids: Sequence[int]) -> Draw:
+    def rank(i: int) -> Ranked:
+        return Ranked(i, float(log_probs[i]), int((log_probs > log_probs[i]).sum()) + 1)
+
+    count = len(log_probs) if num_top < 0 else min(num_top, len(log_probs))
+    best: list[int] = log_probs.topk(count).indices.tolist() if count else []
+    return Draw(rank(token), tuple(rank(i) for i in best), tuple(rank(i) for i in token_ids))
+
+
+def create_model(model: FakeModel | Script | PreTrainedModel | Path | str) -> FakeModel:
+    """A model from what the fake servers accept: a script, a model of transformers (copied), the directory of one, or a FakeModel."""
+    if isinstance(model, Path | str):
+        return CausalModel.from_directory(Path(model))
+    if isinstance(model, torch.nn.Module):
+        return CausalModel(cast("Any", model))
+    if isinstance(model, ScriptedModel | CausalModel) or hasattr(model, "create_kv"):
+        return model  # pyright: ignore[reportReturnType]
+    assert callable(model), f"the model is {model!r}, expected a script, a model of transformers or its directory"
+    return ScriptedModel(model)

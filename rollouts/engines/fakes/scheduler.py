@@ -1,0 +1,303 @@
+"""The engine behind a fake server: sequences that wait for a place, run one token at a time, are paused, retracted and aborted.
+
+One task for each sequence, in the nursery of the request that asked for it. Cancelling it frees its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import trio
+
+from rollouts.engines.fakes.models import KV, Draw, FakeModel, LogProbKind, Sampling
+from rollouts.engines.sampling import UniformStream
+from rollouts.errors import RolloutsError
+from rollouts.samples import derive_seed
+
+Finish: TypeAlias = Literal["stop", "length", "abort"]
+
+
+@dataclass(eq=False)
+class Sequence_:
+    """One sample of one prompt while it is generated."""
+
+    rid: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    salt: str = ""  # only sequences of the same salt share keys and values
+    reads_cache: bool = True  # whether it may use keys and values of others
+    draws: list[Draw] = field(default_factory=list[Draw])
+    labels: list[str] = field(default_factory=list[str])  # the weight version at which each token was sampled
+    finish: Finish | None = None
+    matched: int | str | None = None  # the stop token or string
+    num_cached: int = 0  # prompt tokens that were taken from the prefix cache
+    num_retractions: int = 0
+    aborted: bool = False
+    was_queued: bool = False  # it was waiting for a place when it was aborted
+    kv: KV | None = None
+    next_token_at: float = -math.inf
+    changed: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The output so far."""
+        return tuple(draw.chosen.token for draw in self.draws)
+
+    def spans(self) -> list[dict[str, int | str]]:
+        """Runs of tokens of the same weight version, half-open."""
+        found: list[dict[str, int | str]] = []
+        for i, label in enumerate(self.labels):
+            if found and found[-1]["version"] == label:
+                found[-1]["end"] = i + 1
+            else:
+                found.append({"version": label, "start": i, "end": i + 1})
+        return found
+
+    def wake(self) -> None:
+        """Let its task look at what has changed."""
+        self.changed.set()
+        self.changed = trio.Event()
+
+
+class PrefixCache:
+    """Keys and values of prompts and answers, found again by their longest common prefix in whole blocks."""
+
+    def __init__(self, block_size: int, max_entries: int = 32) -> None:
+        self.block_size = block_size
+        self._max_entries = max_entries
+        self._entries: list[tuple[str, tuple[int, ...], KV]] = []
+
+    def take(self, salt: str, tokens: Sequence[int]) -> KV | None:
+        """A copy of the longest usable prefix; at least one token is left to compute."""
+        best: tuple[int, KV] | None = None
+        for entry_salt, entry_tokens, kv in self._entries:
+            if entry_salt == salt:
+                usable = min(_count_common(entry_tokens, tokens), len(tokens) - 1, kv.length) // self.block_size * self.block_size
+                if usable > 0 and (best is None or usable > best[0]):
+                    best = usable, kv
+        return None if best is None else best[1].fork(best[0])
+
+    def put(self, salt: str, tokens: Sequence[int], kv: KV) -> None:
+        """Keep a copy of the whole blocks, the oldest entry going first where there are too many."""
+        length = min(len(tokens), kv.length) // self.block_size * self.block_size
+        if length > 0:
+            self._entries.append((salt, tuple(tokens[:length]), kv.fork(length)))
+            del self._entries[: -self._max_entries]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+
+
+class Scheduler:
+    """Sequences and what is done to them. Knows nothing of HTTP."""
+
+    def __init__(
+        self,
+        model: FakeModel,
+        *,
+        max_running: int,
+        seconds_per_token: float,
+        log_prob_kind: LogProbKind,
+        block_size: int,
+        step_after_abort: bool,
+        seed: int,
+        check_step: Callable[[Sequence_], None] = lambda sequence: None,
+        find_stop: Callable[[Sequence_], str | None] = lambda sequence: None,
+    ) -> None:
+        """
+        Args:
+            max_running: sequences that run at the same time; more wait.
+            seconds_per_token: between two tokens of a sequence, the first included.
+            block_size: of the prefix cache, in tokens.
+            step_after_abort: a running sequence that is aborted still gets one more token.
+            seed: of requests without their own.
+            check_step: called before each token; what it raises ends the request.
+            find_stop: the stop string that a sequence has reached.
+        """
+        self.label = "default"  # the weight version
+        self.frozen = False  # no sequence gets a token
+        self.admitting = True  # waiting sequences may start
+        self.cache = PrefixCache(block_size)
+        self.running: list[Sequence_] = []
+        self.waiting: list[Sequence_] = []
+        self._model = model
+        self._max_running = max_running
+        self._seconds_per_token = seconds_per_token
+        self._kind: LogProbKind = log_prob_kind
+        self._step_after_abort = step_after_abort
+        self._seed = seed
+        self._check_step = check_step
+        self._find_stop = find_stop
+        self._num_sequences = 0
+        self._idle = trio.Event()
+
+    @property
+    def sequences(self) -> Iterator[Sequence_]:
+        """All, running ones first."""
+        return iter((*self.running, *self.waiting))
+
+    async def run_all(self, sequences: Sequence[Sequence_]) -> None:
+        """Generate several at the same time. The first error ends all of them."""
+        errors: list[RolloutsError] = []
+
+        async def run_one(sequence: Sequence_) -> None:
+            try:
+                await self.run(sequence)
+            except RolloutsError as error:
+                errors.append(error)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for sequence in sequences:
+                nursery.start_soon(run_one, sequence)
+        if errors:
+            raise errors[0]
+
+    async def run(self, sequence: Sequence_) -> None:
+        """Generate until the sequence is finished."""
+        self._num_sequences += 1
+        seed = sequence.sampling.seed
+        uniforms = UniformStream(derive_seed(self._seed, self._num_sequences) if seed is None else derive_seed(seed))
+        self.waiting.append(sequence)
+        try:
+            self.admit()
+            while sequence.finish is None:
+                if sequence.aborted and (sequence not in self.running or not self._step_after_abort):
+                    sequence.was_queued = sequence not in self.running
+                    sequence.finish = "abort"
+                    break
+                if self.frozen or sequence not in self.running:
+                    await sequence.changed.wait()
+                    continue
+                with trio.move_on_at(sequence.next_token_at):
+                    await sequence.changed.wait()
+                is_due = self._step_after_abort if sequence.aborted else trio.current_time() >= sequence.next_token_at
+                if is_due and not self.frozen and sequence in self.running:
+                    self._step(sequence, uniforms)
+        finally:
+            self._remove(sequence)
+            sequence.wake()
+
+    def admit(self) -> None:
+        """Start waiting sequences while there is room."""
+        while self.admitting and not self.frozen and self.waiting and len(self.running) < self._max_running:
+            sequence = self.waiting.pop(0)
+            sequence.next_token_at = trio.current_time() + self._seconds_per_token
+            self.running.append(sequence)
+            sequence.wake()
+
+    def freeze(self) -> None:
+        """No more tokens and no new starts."""
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """Go on."""
+        self.frozen, self.admitting = False, True
+        self.admit()
+        for sequence in self.running:
+            sequence.wake()
+
+    def abort(self, sequences: Sequence[Sequence_]) -> None:
+        """Make their tasks finish them."""
+        for sequence in sequences:
+            sequence.aborted = True
+            sequence.wake()
+
+    def retract(self) -> None:
+        """Put the running sequences back to the front of the queue, without keys and values."""
+        for sequence in self.running:
+            sequence.kv = None
+            sequence.num_retractions += 1
+        self.waiting[:0] = self.running
+        self.running.clear()
+
+    def drop_kv(self) -> None:
+        """Running sequences compute all their tokens again at their next step."""
+        for sequence in self.running:
+            sequence.kv = None
+
+    async def wait_until_none_runs(self) -> None:
+        """Until no sequence is running."""
+        while self.running:
+            await self._idle.wait()
+        await trio.lowlevel.checkpoint()
+
+    async def wait_until_idle(self) -> None:
+        """Until no sequence is running or waiting."""
+        while self.running or self.waiting:
+            await self._idle.wait()
+        await trio.lowlevel.checkpoint()
+
+    def _step(self, sequence: Sequence_, uniforms: UniformStream) -> None:
+        self._check_step(sequence)
+        sampling, output = sequence.sampling, sequence.tokens
+        kv = sequence.kv
+        if kv is None:
+            kv = self.cache.take(sequence.salt, (*sequence.prompt, *output)) if sequence.reads_cache else None
+            if not output:
+                sequence.num_cached = 0 if kv is None else kv.length
+            kv = sequence.kv = self._model.create_kv() if kv is None else kv
+        draw = self._model.draw(sequence.prompt, output, kv, sampling, uniforms[len(output)], self._kind)
+        if not output:
+            self.cache.put(sequence.salt, sequence.prompt, kv)
+        sequence.draws.append(draw)
+        sequence.labels.append(self.label)
+        sequence.next_token_at = trio.current_time() + self._seconds_per_token
+        token, count = draw.chosen.token, len(sequence.draws)
+        may_stop = count > sampling.min_tokens or sampling.min_tokens == 0
+        if may_stop and token in sampling.stop_token_ids:
+            sequence.finish, sequence.matched = "stop", token
+        elif may_stop and not sampling.ignore_eos and token in self._model.eos_token_ids:
+            sequence.finish = "stop"
+        elif sampling.stop and (found := self._find_stop(sequence)) is not None:
+            sequence.finish, sequence.matched = "stop", found
+        elif sequence.aborted:
+            sequence.finish = "abort"
+        elif count >= sampling.max_tokens:
+            sequence.finish = "length"
+        if sequence.finish is not None:
+            self.cache.put(sequence.salt, (*sequence.prompt, *sequence.tokens), kv)
+        sequence.wake()
+
+    def _remove(self, sequence: Sequence_) -> None:
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.admit()
+        self._idle.set()
+        self._idle = trio.Event()
+
+
+def _count_common(a: Sequence[int], b: Sequence[int]) -> int:
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
+async def follow(sequence: Sequence_) -> AsyncGenerator[tuple[Sequence_, bool]]:
+    """A sequence that is being run, token by token: (itself with that token only, whether it is the last).
+
+    The last one has no token where the sequence was aborted after its last token was given.
+    """
+    count = 0
+    while True:
+        if count < len(sequence.draws):
+            part = replace(sequence, draws=sequence.draws[count : count + 1])
+            count += 1
+        elif sequence.finish is not None:
+            part = replace(sequence, draws=[])
+        else:
+            await sequence.changed.wait()
+            continue
+        is_last = sequence.finish is not None and count >= len(sequence.draws)
+        yield part, is_last
+        if is_last:
+            return

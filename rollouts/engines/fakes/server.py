@@ -1,0 +1,371 @@
+"""A small HTTP/1.1 server on a real loopback socket under trio: requests in, responses or event streams out, and faults on demand.
+
+Each connection is a task of the server's nursery and each request a task of its connection. A client that hangs up cancels its request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+from urllib.parse import parse_qsl, urlsplit
+
+import h11
+import trio
+
+from rollouts.errors import RolloutsError, raise_single_errors
+
+_READ_SIZE = 65536
+_MAX_HEADER_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as it arrived."""
+
+    method: str
+    path: str  # without the query
+    query: Mapping[str, str] = field(default_factory=dict[str, str])
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])  # names in lower case
+    body: bytes = b""
+
+    def json(self) -> Any:
+        """The body as JSON. Raises json.JSONDecodeError if it is none."""
+        return json.loads(self.body)
+
+
+@dataclass(frozen=True)
+class Response:
+    """One complete answer."""
+
+    status: int
+    body: bytes = b""
+    content_type: str | None = "application/json"
+    hang_up: bool = False  # close the connection after the answer, without having said so
+
+
+@dataclass(frozen=True)
+class EventStream:
+    """Server-sent events: produce(send) runs until all are sent; each string given to send becomes one `data:` line."""
+
+    produce: Callable[[Callable[[str], Awaitable[None]]], Awaitable[None]]
+
+
+Answer: TypeAlias = Response | EventStream
+Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
+
+
+class ServerDied(RolloutsError):
+    """Raised by a handler: the process of the server is gone. All connections drop, and new ones are refused."""
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    """A value as JSON, written as the real servers write it: without spaces."""
+    return Response(status, json.dumps(body, separators=(",", ":")).encode())
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong with some requests of a fake server, instead of or before its answer.
+
+    "delay": the request is handled delay_s later. "hang": no answer ever; the request stays open until the client hangs up.
+    "status": answered with `status` and `body`. "drop": the connection closes without an answer. "cut": it closes in the middle of the
+    body of the real answer. "garbage": bytes that are no HTTP.
+    """
+
+    kind: Literal["delay", "hang", "status", "drop", "cut", "garbage"]
+    path: str | None = None  # only requests of this path; None = of any
+    after: int = 0  # so many requests of the path are served well first, counted from when the fault is set
+    times: int | None = 1  # how many requests it hits; None = all that follow
+    delay_s: float = 0.0  # before any of the kinds takes effect
+    status: int = 500
+    body: str = "Internal Server Error"  # of "status"
+    content_type: str = "text/plain; charset=utf-8"  # of `body`
+
+
+class LoopbackServer:
+    """Serves a handler on 127.0.0.1. Use it as an async context manager; leaving the block cancels what is still being answered."""
+
+    def __init__(
+        self, handler: Handler, *, faults: Sequence[Fault] = (), keep_alive_s: float = 5.0, port: int = 0, max_received: int = 100_000
+    ) -> None:
+        """
+        Args:
+            handler: Request -> Response or EventStream; may raise ServerDied.
+            faults: see add_fault.
+            keep_alive_s: an idle connection is closed after this many seconds, as the real servers' 5.
+            port: 0 = any free one.
+            max_received: how many of the newest requests `received` keeps.
+        """
+        self.received: deque[Request] = deque(maxlen=max_received)
+        self._handler = handler
+        self._faults: list[_ActiveFault] = [_ActiveFault(fault) for fault in faults]
+        self._keep_alive_s = keep_alive_s
+        self._port = port
+        self._open: set[_Connection] = set()
+        self._listeners: list[trio.SocketListener] = []
+        self._accepting = trio.CancelScope()
+        self._stack = AsyncExitStack()
+
+    @property
+    def url(self) -> str:
+        """http://127.0.0.1:PORT"""
+        assert self._port, "the server has no port yet: use its url inside its `async with` block"
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it accepts connections."""
+        return bool(self._listeners)
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections, idle ones included."""
+        return len(self._open)
+
+    def count(self, path: str) -> int:
+        """How many requests of a path have arrived."""
+        return Counter(request.path for request in self.received)[path]
+
+    def add_fault(self, fault: Fault) -> None:
+        """Let it go wrong from now on. Of several faults that apply, the one that was set first does."""
+        self._faults.append(_ActiveFault(fault))
+
+    def clear_faults(self) -> None:
+        """Let nothing more go wrong. Requests that hang go on hanging."""
+        self._faults.clear()
+
+    def drop_connections(self) -> None:
+        """Close every connection at once, those of requests in flight included; new ones are accepted."""
+        for connection in tuple(self._open):
+            connection.drop()
+
+    def die(self) -> None:
+        """What the death of a server's process looks like: every connection drops and new ones are refused."""
+        self._accepting.cancel()
+        for listener in self._listeners:
+            listener.socket.close()
+        self._listeners.clear()
+        self.drop_connections()
+
+    async def die_after(self, seconds: float) -> None:
+        """Die a little later; returns at once."""
+        self._nursery.start_soon(self._sleep_and_die, seconds)
+        await trio.lowlevel.checkpoint()
+
+    async def revive(self) -> None:
+        """Accept connections again, on the same port."""
+        assert not self._listeners, f"{self.url} is alive"
+        await self._listen()
+
+    async def __aenter__(self) -> LoopbackServer:
+        self._nursery = await self._stack.enter_async_context(_open_cancelled_nursery())
+        await self._listen()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+        self.die()
+        with raise_single_errors():
+            return await self._stack.__aexit__(kind, error, trace)
+
+    async def _listen(self) -> None:
+        self._listeners = await trio.open_tcp_listeners(self._port, host="127.0.0.1", backlog=4096)
+        self._port = self._listeners[0].socket.getsockname()[1]
+        self._accepting = trio.CancelScope()
+        self._nursery.start_soon(self._accept, self._listeners[0], self._accepting)
+
+    async def _sleep_and_die(self, seconds: float) -> None:
+        await trio.sleep(seconds)
+        self.die()
+
+    async def _accept(self, listener: trio.SocketListener, scope: trio.CancelScope) -> None:
+        with scope:
+            while True:
+                try:
+                    stream = await listener.accept()
+                except (trio.ClosedResourceError, trio.BrokenResourceError):
+                    return
+                self._nursery.start_soon(self._serve, stream)
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        connection = _Connection(stream)
+        self._open.add(connection)
+        try:
+            with connection.scope:
+                while not connection.is_over and (request := await connection.receive(self._keep_alive_s)) is not None:
+                    self.received.append(request)
+                    await self._answer(connection, request)
+        except (h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # the client's connection broke or it spoke no HTTP: there is nobody to tell
+        except ServerDied:
+            self.die()
+        finally:
+            self._open.discard(connection)
+            connection.close()
+
+    async def _answer(self, connection: _Connection, request: Request) -> None:
+        fault = self._take_fault(request.path)
+        async with connection.cancel_when_client_leaves():
+            if fault is not None:
+                await trio.sleep(fault.delay_s)
+                if fault.kind == "hang":
+                    await trio.sleep_forever()
+                elif fault.kind == "drop":
+                    return connection.drop()
+                elif fault.kind == "garbage":
+                    return await connection.send_garbage()
+                elif fault.kind == "status":
+                    return await connection.send(Response(fault.status, fault.body.encode(), fault.content_type))
+            answer = await self._handler(request)
+            if isinstance(answer, Response):
+                await connection.send(answer, cut=fault is not None and fault.kind == "cut")
+            else:
+                await connection.send_events(answer, cut=fault is not None and fault.kind == "cut")
+        return None
+
+    def _take_fault(self, path: str) -> Fault | None:
+        hits = [active.hit(path) for active in self._faults]
+        return next((active.fault for active, is_hit in zip(self._faults, hits, strict=True) if is_hit), None)
+
+
+class _ActiveFault:
+    """A fault and how many requests of its path it has seen."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self._num_seen = 0
+
+    def hit(self, path: str) -> bool:
+        fault = self.fault
+        if fault.path is not None and fault.path != path:
+            return False
+        self._num_seen += 1
+        number = self._num_seen - fault.after
+        return number >= 1 and (fault.times is None or number <= fault.times)
+
+
+class _Connection:
+    """One connection and the state of HTTP/1.1 on it."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.scope = trio.CancelScope()
+        self.is_over = False
+        self._stream = stream
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEADER_BYTES)
+
+    async def receive(self, keep_alive_s: float) -> Request | None:
+        """The next request; None if the client has left or says nothing for too long."""
+        if self._http.our_state is h11.DONE:
+            self._http.start_next_cycle()
+        head: h11.Request | None = None
+        body: list[bytes] = []
+        while True:
+            event = self._http.next_event()
+            if event is h11.NEED_DATA:
+                data: bytes | None = None
+                with trio.move_on_after(keep_alive_s if head is None else 60.0):
+                    data = await self._stream.receive_some(_READ_SIZE)
+                if not data:
+                    return None
+                self._http.receive_data(data)
+            elif isinstance(event, h11.Request):
+                head = event
+                if self._http.they_are_waiting_for_100_continue:
+                    await self._send(h11.InformationalResponse(status_code=100, headers=[]))
+            elif isinstance(event, h11.Data):
+                body.append(bytes(event.data))
+            elif isinstance(event, h11.EndOfMessage):
+                assert head is not None, "a request without a head"
+                return _create_request(head, b"".join(body))
+            else:
+                return None
+
+    @asynccontextmanager
+    async def cancel_when_client_leaves(self) -> AsyncGenerator[None]:
+        """Cancel the block if the connection closes; what the client sends meanwhile is kept for the next request."""
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch, nursery.cancel_scope)
+                finished = False
+                try:
+                    yield
+                    finished = True
+                finally:
+                    self.is_over = self.is_over or not finished
+                    nursery.cancel_scope.cancel()
+
+    async def _watch(self, scope: trio.CancelScope) -> None:
+        try:
+            while data := await self._stream.receive_some(_READ_SIZE):
+                self._http.receive_data(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        self.is_over = True
+        scope.cancel()
+
+    async def send(self, response: Response, *, cut: bool = False) -> None:
+        headers = [("content-length", str(len(response.body)))]
+        if response.content_type is not None:
+            headers.append(("content-type", response.content_type))
+        data = self._http.send(h11.Response(status_code=response.status, headers=[*headers, ("server", "uvicorn")])) or b""
+        if cut:
+            await self._stream.send_all(data + response.body[: len(response.body) // 2])
+            return self.drop()
+        data += self._http.send(h11.Data(data=response.body)) or b""
+        data += self._http.send(h11.EndOfMessage()) or b""
+        await self._stream.send_all(data)
+        self.is_over = self.is_over or response.hang_up or self._http.our_state is not h11.DONE
+        return None
+
+    async def send_events(self, stream: EventStream, *, cut: bool = False) -> None:
+        await self._send(h11.Response(status_code=200, headers=[("content-type", "text/event-stream; charset=utf-8")]))
+        lock = trio.Lock()  # several samples may stream at the same time
+        num_sent = 0
+
+        async def send(event: str) -> None:
+            nonlocal num_sent
+            async with lock:
+                await self._send(h11.Data(data=f"data: {event}\n\n".encode()))
+            num_sent += 1
+            if cut and num_sent == 2:
+                self.drop()
+                await trio.lowlevel.checkpoint()
+
+        await stream.produce(send)
+        await self._send(h11.EndOfMessage())
+        self.is_over = self.is_over or self._http.our_state is not h11.DONE
+        return
+
+    async def send_garbage(self) -> None:
+        await self._stream.send_all(b"this is not HTTP\r\n\r\n")
+        self.drop()
+
+    async def _send(self, event: Any) -> None:
+        await self._stream.send_all(self._http.send(event) or b"")
+
+    def drop(self) -> None:
+        """Stop whatever is being answered and close."""
+        self.is_over = True
+        self.scope.cancel()
+        self.close()
+
+    def close(self) -> None:
+        self._stream.socket.close()
+
+
+def _create_request(head: h11.Request, body: bytes) -> Request:
+    target = urlsplit(head.target.decode())
+    headers = {name.decode().lower(): value.decode("latin-1") for name, value in head.headers}
+    return Request(head.method.decode(), target.path, dict(parse_qsl(target.query)), headers, body)
+
+
+@asynccontextmanager
+async def _open_cancelled_nursery() -> AsyncGenerator[trio.Nursery]:
+    """A nursery whose tasks are cancelled when the block ends."""
+    async with trio.open_nursery() as nursery:
+        yield nursery
+        nursery.cancel_scope.cancel()

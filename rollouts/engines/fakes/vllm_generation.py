@@ -1,0 +1,149 @@
+"""The generation routes of the fake vLLM."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import trio
+
+from rollouts.engines.fakes import vllm_payloads as payloads
+from rollouts.engines.fakes.models import Sampling
+from rollouts.engines.fakes.scheduler import Sequence_, follow
+from rollouts.engines.fakes.server import Answer, EventStream, Request, json_response
+from rollouts.engines.fakes.vllm_engine import EngineDead, VLLMEngineCore
+from rollouts.engines.fakes.vllm_payloads import Limits, Refused, Tokenizer, error_response, read_json
+from rollouts.errors import raise_single_errors
+
+Send = Callable[[str], Awaitable[None]]
+
+
+class VLLMGeneration:
+    """/inference/v1/generate and /v1/completions."""
+
+    def __init__(
+        self,
+        core: VLLMEngineCore,
+        limits: Limits,
+        tokenizer: Tokenizer | None,
+        *,
+        max_queued: int | None,
+        with_details: bool,
+        generation_config: Mapping[str, Any],
+    ) -> None:
+        """
+        Args:
+            max_queued: samples that may wait or run; None = any number.
+            with_details: whether usage tells how many prompt tokens were cached.
+            generation_config: defaults of /v1/completions.
+        """
+        self.num_in_flight = 0
+        self._core, self._limits, self._tokenizer = core, limits, tokenizer
+        self._max_queued, self._with_details, self._defaults = max_queued, with_details, dict(generation_config)
+
+    async def generate(self, request: Request) -> Answer:
+        """POST /inference/v1/generate."""
+        body = read_json(request)
+        prompt, sampling, n = payloads.parse_generate(body, self._limits)
+        options = body["sampling_params"]
+        style = _Style(options.get("logprobs"), body.get("output_mode") or "tokens", self._tokenizer, self._core.model.eos_token_ids)
+        prompt_count = options.get("prompt_logprobs")
+        rid = f"generate-tokens-{body.get('request_id') or _random_id()}"
+        sequences = self._create_sequences([rid], [prompt], sampling, n, body, reads_cache=prompt_count is None)
+        if body.get("stream"):
+            return EventStream(lambda send: self._stream(sequences, body, style, send))
+        await self._run(sequences)
+        usage = payloads.describe_usage(sequences, self._with_details)
+        choices = [style.describe(i, sequence) for i, sequence in enumerate(sequences)]
+        answer = payloads.describe_generation(rid, self._limits.model_name, choices, usage, style.mode)
+        if prompt_count is not None:
+            answer["prompt_logprobs"] = self._score(prompt, prompt_count)
+        if body.get("return_token_ids"):
+            answer["prompt_token_ids"] = list(prompt)
+        return json_response(answer)
+
+    def _score(self, prompt: tuple[int, ...], count: int) -> list[dict[str, Any] | None]:
+        self._core.check_weights()
+        return payloads.describe_prompt(self._core.model.score(prompt, count), count, self._tokenizer)
+
+    def _create_sequences(
+        self,
+        rids: Sequence[str],
+        prompts: Sequence[tuple[int, ...]],
+        sampling: Sampling,
+        n: int,
+        body: Mapping[str, Any],
+        *,
+        reads_cache: bool,
+    ) -> list[Sequence_]:
+        """n samples of each prompt. Raises Refused if the queue is full."""
+        if self._max_queued is not None and self.num_in_flight + n * len(prompts) > self._max_queued:
+            text = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
+            raise Refused(error_response(503, text, "Service Unavailable"))
+        salt = str(body.get("cache_salt") or "")
+        # each sample of a seeded request has a seed of its own, the same in every repetition
+        seeds = [None if sampling.seed is None else sampling.seed + 1_000_003 * j for j in range(n)]
+        return [
+            Sequence_(rid, prompt, replace(sampling, seed=seed), salt, reads_cache)
+            for rid, prompt in zip(rids, prompts, strict=True)
+            for seed in seeds
+        ]
+
+    async def _run(self, sequences: Sequence[Sequence_]) -> None:
+        self.num_in_flight += len(sequences)
+        try:
+            await self._core.scheduler.run_all(sequences)
+        finally:
+            self.num_in_flight -= len(sequences)
+
+    async def _stream(self, sequences: Sequence[Sequence_], body: Mapping[str, Any], style: _Style, send: Send) -> None:
+        rid = sequences[0].rid
+
+        async def stream_one(index: int, sequence: Sequence_) -> None:
+            async for part, is_last in follow(sequence):
+                choice = style.describe(index, part)
+                if not is_last:
+                    choice.update(finish_reason=None, stop_reason=None, weight_versions=None)
+                await send(_dump({"request_id": rid, "usage": None, "output_mode": style.mode, "choices": [choice]}))
+
+        try:
+            with raise_single_errors():
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._run, sequences)
+                    for index, sequence in enumerate(sequences):
+                        nursery.start_soon(stream_one, index, sequence)
+        except EngineDead as error:
+            await send(_dump({"error": {"message": str(error), "type": "InternalServerError", "param": None, "code": 500}}))
+        else:
+            if (body.get("stream_options") or {}).get("include_usage"):
+                await send(_dump({"request_id": rid, "usage": self._stream_usage(sequences), "output_mode": style.mode, "choices": []}))
+        await send("[DONE]")
+
+    def _stream_usage(self, sequences: Sequence[Sequence_]) -> dict[str, Any]:
+        usage = payloads.describe_usage(sequences, self._with_details)
+        del usage["completion_tokens_details"]
+        return {**usage, "prompt_tokens_details": {"cached_tokens": sequences[0].num_cached} if self._with_details else None}
+
+
+class _Style:
+    """How a request wants its choices described."""
+
+    def __init__(self, count: int | None, mode: str, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
+        self.mode = mode
+        self._count, self._tokenizer, self._eos_token_ids = count, tokenizer, eos_token_ids
+
+    def describe(self, index: int, sequence: Sequence_) -> dict[str, Any]:
+        return payloads.describe_choice(
+            index, sequence, self._count, self._tokenizer, is_text=self.mode == "text", eos_token_ids=self._eos_token_ids
+        )
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _random_id() -> str:
+    return uuid.uuid4().hex[:16]
