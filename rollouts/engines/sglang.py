@@ -1,0 +1,461 @@
+"""SGLangEngine: rollouts from an SGLang server, tokens in and tokens out. Pure parts in sglang_protocol.py."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import httpx
+import trio
+from torch import Tensor
+
+from rollouts.engines.checkpoint_check import CheckpointLayout, check_checkpoint, read_checkpoint_layout
+from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
+from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest, check_request, check_tokens, label_of, version_of
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE
+from rollouts.engines.server_info import ServerInfo, check_server, check_version
+from rollouts.engines.sglang_protocol import (
+    OLDEST_VERSION,
+    TESTED_VERSIONS,
+    SGLangServer,
+    is_updated_but_not_flushed,
+    parse_probe,
+    parse_prompt_log_probs,
+    parse_server_info,
+    parse_sglang_response,
+    parse_update_answer,
+    probe_payload,
+    prompt_log_probs_payload,
+    sglang_payload,
+    sglang_sampling_params,
+    sglang_tensor_payload,
+    split_into_buckets,
+)
+from rollouts.engines.weight_transaction import ServedDirectory, ServerControls, WeightTransaction
+from rollouts.errors import CheckpointError, EngineError, EngineProtocolError, EngineStatusError, EngineTimeout, raise_single_errors
+from rollouts.samples import derive_seed
+from rollouts.types import Completion, SamplingParams
+
+_ABORTS_AT_ONCE = 16
+_FLUSH_ATTEMPTS = 20
+_FLUSH_WAIT_S = 0.25
+_CLEANUP_S = 10.0
+_PROBE_TOKENS = (2, 3, 4)
+
+
+class SGLangEngine:
+    """An InferenceEngine (and InMemoryWeightUpdates) over a running SGLang server.
+
+        async with SGLangEngine("http://127.0.0.1:30000") as engine:
+            completion = await engine.generate(prompt_tokens, SamplingParams(max_tokens=64))
+
+    - Each token carries the version of the weights that sampled it, from the server's own spans.
+    - Log-probs are after the temperature and before top_p, top_k and min_p.
+    - Seeds have no effect unless the server runs --enable-deterministic-inference; the engine warns once.
+    - A request may reach two tokens less than the context length: the server keeps those back.
+    - Nothing asks /health: the server answers it by generating, which while paused takes 20 s and ends with the server marked unhealthy.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        expected_model: str | Path | None = None,
+        vocab_size: int | None = None,
+        initial_version: int = 0,
+        in_flight: Literal["continue", "abort"] = "continue",
+        log_prob_kind: Literal["tempered", "untempered"] | None = None,
+        reference: CheckpointLayout | None = None,
+        allow_cast: bool = False,
+        bucket_bytes: int = 32 * 2**20,
+        max_connections: int = 4096,
+        deadlines: Deadlines | None = None,
+        retry: RetryPolicy | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        name: str | None = None,
+    ) -> None:
+        """
+        Args:
+            expected_model: directory, hub id or served name that the server must have.
+            vocab_size: of the model that is trained; needed where the server's model directory cannot be read from here, because an id
+                outside the vocabulary kills the server.
+            initial_version: of the weights that the server was started with.
+            in_flight: what a weight sync does to running requests: "continue" = they go on under the new weights, their keys and values
+                computed again; "abort" = they come back, and the engine sends prompt and partial answer again.
+            log_prob_kind: "untempered" for a server with SGLANG_RETURN_ORIGINAL_LOGPROB; None = as measured on entering.
+            reference: of the model that is served; default: that of the server's model directory if it can be read from here, else of the
+                first weights that are loaded.
+            allow_cast: whether new weights may have another floating-point precision than the reference.
+            bucket_bytes: of tensors in one request of update_weights.
+            max_connections: generations in flight; more wait.
+            transport: for tests.
+            name: in messages.
+        """
+        assert in_flight in ("continue", "abort"), f"in_flight is {in_flight!r}, expected 'continue' or 'abort'"
+        self._server = HTTPEndpoint(
+            base_url, api_key=api_key, deadlines=deadlines, retry=retry, max_connections=max_connections, transport=transport
+        )
+        self.name = name or f"the SGLang server at {self._server.base_url}"
+        self._expected_model = expected_model
+        self._vocab_size = vocab_size
+        self._in_flight: Literal["continue", "abort"] = in_flight
+        self._log_prob_kind: Literal["tempered", "untempered"] | None = log_prob_kind
+        self._bucket_bytes = bucket_bytes
+        self._reference = reference
+        self._allow_cast = allow_cast
+        self._version = initial_version  # that was confirmed last
+        self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
+        self._num_samples: dict[str, int] = {}  # of each wire id in flight
+        self._facts: SGLangServer | None = None
+        self._weights: WeightTransaction | None = None
+        self._has_warned_of_seeds = False
+        self._exit_stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._server)
+            self._facts = await self._read_facts()
+            info = self._facts.info
+            self._version = version_of(self.name, info.weight_version, self._version)
+            if self._reference is None:
+                self._reference = await trio.to_thread.run_sync(_read_reference, Path(info.model_path))
+            controls = ServerControls(
+                pause=self._pause_on_server,
+                load=self._load_directory,
+                set_label=self._set_label,
+                read_label=self._read_label,
+                resume=self._resume_on_server,
+            )
+            served = ServedDirectory(Path(info.model_path), info.weight_version)
+            self._weights = WeightTransaction(self._requests, controls, served=served)
+            self._exit_stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._requests.close()
+        await self._exit_stack.aclose()
+
+    # -- generation
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
+        """Sample one completion; max_tokens is cut to what the context leaves.
+
+        Raises: EngineError for what the server would refuse or die of, before anything is sent; or if the server fails.
+        """
+        (completion,) = await self.generate_group(prompt_tokens, params, 1, request_id=request_id)
+        return completion
+
+    async def generate_group(
+        self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, *, request_id: str | None = None
+    ) -> tuple[Completion, ...]:
+        """n completions of one prompt in one request, aborted as one. Raises as generate."""
+        server = self._get_facts()
+        prompt, request_id = tuple(prompt_tokens), self._requests.name_request(request_id)
+        params = check_request(
+            self.name, request_id, prompt, params, n, server.info, max_prompt=server.max_prompt, max_total=server.max_total
+        )
+        if params.seed is not None and not server.info.honors_seeds and not self._has_warned_of_seeds:
+            self._has_warned_of_seeds = True
+            warnings.warn(
+                f"{self.name} ignores seeds: start it with --enable-deterministic-inference, or do not rely on equal samples", stacklevel=3
+            )
+        return await self._requests.run(request_id, prompt, params, n, self._send, server.info.log_prob_kind)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Make pending calls return with the tokens they have; None = all of this engine, and of no other client."""
+        await self._requests.abort(request_ids)
+
+    async def compute_prompt_log_probs(self, tokens: Sequence[int], start_index: int = 1) -> list[float]:
+        """Log-probs of tokens[start_index:] given all before them, under temperature 1 and the weights of the moment.
+
+        Args:
+            start_index: at least 1; the first token of a sequence has no prediction.
+
+        Raises: EngineError.
+        """
+        server = self._get_facts()
+        check_tokens(self.name, "compute_prompt_log_probs", tokens, server.info.vocab_size)
+        if not 1 <= start_index <= len(tokens) <= server.max_prompt:
+            raise EngineError(
+                f"{self.name}: start_index is {start_index} for {len(tokens)} tokens, expected 1 to their number, and no more tokens than "
+                f"{server.max_prompt}"
+            )
+        if start_index == len(tokens):
+            return []
+        while True:
+            response = await self._server.post_json("/generate", prompt_log_probs_payload(tokens, start_index))
+            if not is_aborted(response):  # a weight sync aborts this too
+                return list(parse_prompt_log_probs(response, tokens, start_index))
+
+    async def recompute_output_log_probs(
+        self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
+    ) -> tuple[float, ...]:
+        """Log-probs of input_tokens[start_index:] under the weights of the moment; the server computes them at temperature 1 only.
+
+        Raises: EngineError, for another temperature too.
+        """
+        if temperature != 1.0:
+            raise EngineError(
+                f"{self.name} computes log-probs of given tokens at temperature 1 only, not {temperature:g}: use the training backend"
+            )
+        return tuple(await self.compute_prompt_log_probs(input_tokens, start_index))
+
+    async def _send(self, request: WireRequest) -> Sequence[Generated]:
+        server = self._get_facts()
+        if len(request.tokens) > server.max_prompt or request.params.max_tokens < 1:  # what an abort left is too little to go on with
+            return [Generated((), (), (), "length")] * request.n
+        params = [request.params]
+        if request.n > 1:
+            seed = request.params.seed
+            params = [request.params.new(seed=None if seed is None else derive_seed(seed, i)) for i in range(request.n)]
+        sampling = [sglang_sampling_params(one, seeded=server.info.honors_seeds) for one in params]
+        ids = create_sample_ids(request.wire_id, request.n)
+        self._num_samples[request.wire_id] = request.n
+        try:
+            response = await self._server.post_json("/generate", sglang_payload([request.tokens] * request.n, sampling, ids))
+        finally:
+            del self._num_samples[request.wire_id]
+        return parse_sglang_response(response, ids)
+
+    async def _abort_on_server(self, wire_ids: Sequence[str]) -> None:
+        # Not abort_all, which would end the requests of other clients. Not one abort for all samples by their common beginning either: the
+        # server drops an id that is not alive by itself.
+        ids = [one for wire_id in wire_ids for one in create_sample_ids(wire_id, self._num_samples.get(wire_id, 0))]
+        places = trio.CapacityLimiter(_ABORTS_AT_ONCE)
+
+        async def abort(one: str) -> None:
+            async with places:
+                await self._server.post_text("/abort_request", {"rid": one}, idempotent=True)
+
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                for one in ids:
+                    nursery.start_soon(abort, one)
+
+    # -- weights
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+        """Load a Hugging Face directory, which must have this path on the server too.
+
+        Returns: {"success": True, "weight_version", "pause_s", "load_s", "confirm_s", "resume_s"}.
+        Raises: EngineError; before the server is told anything if the files are not complete or do not fit the model.
+        """
+        self._get_facts()
+        path = Path(checkpoint_path).absolute()
+        try:
+            layout = await trio.to_thread.run_sync(partial(check_checkpoint, path, self._reference, allow_cast=self._allow_cast))
+            version = await trio.to_thread.run_sync(read_weight_version, path)
+        except CheckpointError as error:
+            raise EngineError(f"{self.name} was not given new weights: {error}") from error
+        version = self._version + 1 if version is None else version
+        answer = await self._get_weights().load_directory(path, version, layout.fingerprint)
+        self._version, self._reference = version, self._reference or layout
+        return answer
+
+    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
+        """Send the weights over HTTP, in buckets; the server needs no access to a disk of ours. Returns and raises as above."""
+        server, label = self._get_facts(), label_of(weight_version)
+        if server.data_parallel_size > 1:
+            raise EngineError(
+                f"{self.name} runs {server.data_parallel_size} data parallel replicas, which take no tensors: use a checkpoint directory"
+            )
+        buckets = split_into_buckets(weights, self._bucket_bytes)
+
+        async def load() -> None:
+            async with self._update_session():
+                for i, bucket in enumerate(buckets):
+                    is_last = i + 1 == len(buckets)
+                    payload = partial(sglang_tensor_payload, bucket, server.tensor_parallel_size, is_last=is_last, label=label)
+                    await self._update("/update_weights_from_tensor", await trio.to_thread.run_sync(payload))
+
+        answer = await self._get_weights().load_with(load, weight_version)
+        self._version = weight_version
+        return answer
+
+    async def get_weight_version(self) -> int:
+        """Version of the weights that the next token will be sampled with, as the server says."""
+        return version_of(self.name, await self._read_label(), self._requests.initial_version)
+
+    async def compute_checksum(self) -> str:
+        """A checksum over all weights that the server has: equal on two servers if and only if their weights are."""
+        response = await self._server.post_json("/weights_checker", {"action": "checksum"}, kind="sync", idempotent=True)
+        parse_update_answer("/weights_checker", response)
+        return str(response["per_engine_checksum"])
+
+    async def pause(self) -> None:
+        """Stop generating until resume(); requests wait, or go on afterwards."""
+        await self._get_weights().pause()
+
+    async def resume(self) -> None:
+        """Undo pause(), or what another client left paused."""
+        await self._get_weights().resume()
+
+    async def describe_server(self) -> ServerInfo:
+        """What the server says about itself now."""
+        server = self._get_facts()
+        now = parse_server_info(*await self._ask_facts())
+        return replace(now.info, log_prob_kind=server.info.log_prob_kind, vocab_size=server.info.vocab_size)
+
+    async def _pause_on_server(self) -> None:
+        mode = "retract" if self._in_flight == "continue" else "abort"
+        await self._server.post_json("/pause_generation", {"mode": mode}, kind="control", idempotent=True)
+        if mode == "abort":
+            await self._flush()
+
+    async def _resume_on_server(self) -> None:
+        await self._server.post_json("/continue_generation", {}, kind="control", idempotent=True)
+
+    async def _flush(self) -> None:
+        """Drop keys and values of the old weights, as soon as the server is idle."""
+        for _ in range(_FLUSH_ATTEMPTS):
+            try:
+                # without ?timeout, which after a retract waits for requests that wait for us
+                await self._server.post_text("/flush_cache", kind="control", idempotent=True)
+            except EngineStatusError as error:
+                if error.status != 400:
+                    raise
+                await trio.sleep(_FLUSH_WAIT_S)
+            else:
+                return
+        raise EngineTimeout(f"{self.name} did not flush its cache within {_FLUSH_ATTEMPTS * _FLUSH_WAIT_S:g} s: requests are still running")
+
+    async def _load_directory(self, path: Path, label: str) -> None:
+        body = {"model_path": str(path), "weight_version": label, "flush_cache": True, "abort_all_requests": False}
+        await self._update("/update_weights_from_disk", body)
+        served = (await self._server.get_json("/model_info"))["model_path"]
+        if served != str(path):
+            raise EngineProtocolError(f"{self.name} says that it serves {served!r} after loading {str(path)!r}")
+
+    async def _update(self, route: str, body: Mapping[str, Any]) -> None:
+        """One call to a weight route. Where the weights were updated and the cache was not, flush and do it again."""
+        for _ in range(3):
+            try:
+                parse_update_answer(route, await self._server.post_json(route, body, kind="sync"))
+            except EngineStatusError as error:
+                if not is_updated_but_not_flushed(error.status, error.body):
+                    raise
+                await self._flush()
+            else:
+                return
+        raise EngineError(f"{self.name} has new weights, but could not flush the cache of the old ones")
+
+    @asynccontextmanager
+    async def _update_session(self) -> AsyncGenerator[None]:
+        """The server takes tensors in the block. A session that another client left open is closed first."""
+        try:
+            await self._update("/begin_weight_update", {})
+        except EngineStatusError as error:
+            if "already open" not in error.body:
+                raise
+            await self._update("/end_weight_update", {})
+            await self._update("/begin_weight_update", {})
+        is_over = False
+        try:
+            yield
+            await self._update("/end_weight_update", {})
+            is_over = True
+        finally:
+            if not is_over:  # an open session would refuse the next one
+                with trio.move_on_after(_CLEANUP_S, shield=True), suppress(EngineError):
+                    await self._update("/end_weight_update", {})
+
+    async def _set_label(self, label: str) -> None:
+        """Nothing to do: every way of loading sets the label itself, at the moment when the weights change."""
+
+    async def _read_label(self) -> str:
+        info = await self._server.get_json("/model_info")
+        try:
+            return str(info["weight_version"])
+        except (KeyError, TypeError) as error:
+            raise EngineProtocolError(f"{self.name}: /model_info has no weight_version: {str(info)[:500]}") from error
+
+    # -- the server's facts
+
+    async def _ask_facts(self) -> tuple[Any, Any, Any]:
+        server = self._server
+        return await server.get_json("/server_info"), await server.get_json("/model_info"), await server.get_json("/v1/models")
+
+    async def _read_facts(self) -> SGLangServer:
+        facts = parse_server_info(*await self._ask_facts())
+        found = await trio.to_thread.run_sync(read_vocab_size, Path(facts.info.model_path))
+        info = replace(facts.info, vocab_size=self._vocab_size if found is None else found)
+        check_version(self.name, info, oldest=OLDEST_VERSION, tested=TESTED_VERSIONS)
+        check_server(self.name, info, expected_model=self._expected_model, vocab_size=self._vocab_size)
+        if info.vocab_size is None:
+            raise EngineError(
+                f"{self.name} does not say how large its vocabulary is, and {info.model_path}/config.json cannot be read from here: pass "
+                "vocab_size, because one id outside of it kills the server"
+            )
+        return replace(facts, info=replace(info, log_prob_kind=await self._measure_log_prob_kind(info.vocab_size)))
+
+    async def _measure_log_prob_kind(self, vocab_size: int) -> Literal["tempered", "untempered"]:
+        """Which log-probs the server gives: no route says it, two tokens show it."""
+        payload = probe_payload([token % vocab_size for token in _PROBE_TOKENS])
+        try:
+            measured = parse_probe(await self._server.post_json("/generate", payload, kind="health"))
+        except EngineTimeout as error:
+            raise EngineTimeout(
+                f"{self.name} accepts requests but does not answer: it is overloaded, or an earlier run left it paused. Send "
+                "POST /continue_generation with the body {}, or restart it"
+            ) from error
+        if measured is not None and self._log_prob_kind not in (None, measured):
+            raise EngineError(
+                f"{self.name} gives {measured} log-probs, expected {self._log_prob_kind}: set log_prob_kind, or the server's environment "
+                "variable SGLANG_RETURN_ORIGINAL_LOGPROB"
+            )
+        return measured or self._log_prob_kind or "tempered"
+
+    def _get_facts(self) -> SGLangServer:
+        assert self._facts is not None, "use the engine inside its `async with` block"
+        return self._facts
+
+    def _get_weights(self) -> WeightTransaction:
+        assert self._weights is not None, "use the engine inside its `async with` block"
+        return self._weights
+
+
+def create_sample_ids(wire_id: str, n: int) -> list[str]:
+    """The ids of the samples of one request: all of one length, because an abort hits every id that begins with the one given."""
+    return [f"{wire_id}-{i:06d}" for i in range(n)]
+
+
+def read_weight_version(path: Path) -> int | None:
+    """The version in a directory's WEIGHT_VERSION_FILE; None if it has none. Raises CheckpointError if it cannot be read."""
+    file = path / WEIGHT_VERSION_FILE
+    if not file.exists():
+        return None
+    try:
+        return int(json.loads(file.read_text())["weight_version"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f'{file} cannot be read as {{"weight_version": int}} ({error}): export the weights again') from error
+
+
+def is_aborted(response: Any) -> bool:
+    """Whether the answer to a single request says that it was aborted."""
+    return isinstance(response, dict) and cast("Any", response).get("meta_info", {}).get("finish_reason", {}).get("type") == "abort"
+
+
+def _read_reference(model_path: Path) -> CheckpointLayout | None:
+    """The layout of a model directory; None if it cannot be read from here, or is in another format than safetensors."""
+    try:
+        return read_checkpoint_layout(model_path)
+    except CheckpointError:
+        return None
+
+
+def read_vocab_size(model_path: Path) -> int | None:
+    """Rows of the embedding of the model in a directory; None if that cannot be read from here."""
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) else None
