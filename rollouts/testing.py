@@ -363,20 +363,22 @@ def create_tiny_model(
     num_layers: int = 2,
     seed: int = 0,
     architecture: Literal["qwen3", "llama"] = "qwen3",
+    head_dim: int = 8,
 ) -> PreTrainedModel:
     """A causal language model of Hugging Face transformers, float32, on the CPU, in eval mode, with random weights.
 
     Args:
         vocab_size: the ids 0 and 1 are pad and end of text, as in the character tokenizer.
-        hidden_size: a multiple of 8: heads are 8 wide, two of them share a key and value head where there are two or more.
+        hidden_size: a multiple of head_dim; two heads share a key and value head where their number is even.
         num_layers: decoder layers.
         seed: same seed, same weights; torch's global generator is left as it was.
         architecture: "qwen3" (normalised queries and keys) or "llama".
+        head_dim: width of a head; vLLM on a CPU wants at least 32.
     """
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    assert hidden_size % 8 == 0, f"hidden_size is {hidden_size}, expected a multiple of 8"
-    num_heads = hidden_size // 8
+    assert hidden_size % head_dim == 0, f"hidden_size is {hidden_size}, expected a multiple of head_dim, {head_dim}"
+    num_heads = hidden_size // head_dim
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -384,7 +386,7 @@ def create_tiny_model(
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_heads // 2 if num_heads % 2 == 0 else num_heads,
-        "head_dim": 8,
+        "head_dim": head_dim,
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
         "pad_token_id": 0,
