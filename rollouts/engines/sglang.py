@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,37 +16,32 @@ import httpx
 import trio
 from torch import Tensor
 
-from rollouts.engines.checkpoint_check import CheckpointLayout, check_checkpoint, read_checkpoint_layout
+from rollouts.engines.checkpoint_check import CheckpointLayout, check_checkpoint, read_reference, read_weight_version
 from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest, check_request, check_tokens, label_of, version_of
-from rollouts.engines.protocol import WEIGHT_VERSION_FILE
 from rollouts.engines.server_info import ServerInfo, check_server, check_version
 from rollouts.engines.sglang_protocol import (
     OLDEST_VERSION,
     TESTED_VERSIONS,
+    PauseMode,
     SGLangServer,
-    is_updated_but_not_flushed,
     parse_probe,
     parse_prompt_log_probs,
     parse_server_info,
     parse_sglang_response,
-    parse_update_answer,
     probe_payload,
     prompt_log_probs_payload,
     sglang_payload,
     sglang_sampling_params,
-    sglang_tensor_payload,
     split_into_buckets,
 )
+from rollouts.engines.sglang_weights import SGLangWeights
 from rollouts.engines.weight_transaction import ServedDirectory, ServerControls, WeightTransaction
-from rollouts.errors import CheckpointError, EngineError, EngineProtocolError, EngineStatusError, EngineTimeout, raise_single_errors
+from rollouts.errors import CheckpointError, EngineError, EngineTimeout, raise_single_errors
 from rollouts.samples import derive_seed
 from rollouts.types import Completion, SamplingParams
 
 _ABORTS_AT_ONCE = 16
-_FLUSH_ATTEMPTS = 20
-_FLUSH_WAIT_S = 0.25
-_CLEANUP_S = 10.0
 _PROBE_TOKENS = (2, 3, 4)
 
 
@@ -114,6 +109,8 @@ class SGLangEngine:
         self._version = initial_version  # that was confirmed last
         self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
         self._num_samples: dict[str, int] = {}  # of each wire id in flight
+        pause_mode: PauseMode = "retract" if in_flight == "continue" else "abort"
+        self._routes = SGLangWeights(self.name, self._server, pause_mode, lambda: len(self._num_samples))
         self._facts: SGLangServer | None = None
         self._weights: WeightTransaction | None = None
         self._has_warned_of_seeds = False
@@ -126,14 +123,9 @@ class SGLangEngine:
             info = self._facts.info
             self._version = version_of(self.name, info.weight_version, self._version)
             if self._reference is None:
-                self._reference = await trio.to_thread.run_sync(_read_reference, Path(info.model_path))
-            controls = ServerControls(
-                pause=self._pause_on_server,
-                load=self._load_directory,
-                set_label=self._set_label,
-                read_label=self._read_label,
-                resume=self._resume_on_server,
-            )
+                self._reference = await trio.to_thread.run_sync(read_reference, Path(info.model_path))
+            routes = self._routes
+            controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
             served = ServedDirectory(Path(info.model_path), info.weight_version)
             self._weights = WeightTransaction(self._requests, controls, served=served)
             self._exit_stack = stack.pop_all()
@@ -262,33 +254,25 @@ class SGLangEngine:
 
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
         """Send the weights over HTTP, in buckets; the server needs no access to a disk of ours. Returns and raises as above."""
-        server, label = self._get_facts(), label_of(weight_version)
+        server = self._get_facts()
         if server.data_parallel_size > 1:
             raise EngineError(
                 f"{self.name} runs {server.data_parallel_size} data parallel replicas, which take no tensors: use a checkpoint directory"
             )
         buckets = split_into_buckets(weights, self._bucket_bytes)
 
-        async def load() -> None:
-            async with self._update_session():
-                for i, bucket in enumerate(buckets):
-                    is_last = i + 1 == len(buckets)
-                    payload = partial(sglang_tensor_payload, bucket, server.tensor_parallel_size, is_last=is_last, label=label)
-                    await self._update("/update_weights_from_tensor", await trio.to_thread.run_sync(payload))
-
+        load = partial(self._routes.send_tensors, buckets, server.tensor_parallel_size, label_of(weight_version))
         answer = await self._get_weights().load_with(load, weight_version)
         self._version = weight_version
         return answer
 
     async def get_weight_version(self) -> int:
         """Version of the weights that the next token will be sampled with, as the server says."""
-        return version_of(self.name, await self._read_label(), self._requests.initial_version)
+        return version_of(self.name, await self._routes.read_label(), self._requests.initial_version)
 
     async def compute_checksum(self) -> str:
         """A checksum over all weights that the server has: equal on two servers if and only if their weights are."""
-        response = await self._server.post_json("/weights_checker", {"action": "checksum"}, kind="sync", idempotent=True)
-        parse_update_answer("/weights_checker", response)
-        return str(response["per_engine_checksum"])
+        return await self._routes.compute_checksum()
 
     async def pause(self) -> None:
         """Stop generating until resume(); requests wait, or go on afterwards."""
@@ -303,79 +287,6 @@ class SGLangEngine:
         server = self._get_facts()
         now = parse_server_info(*await self._ask_facts())
         return replace(now.info, log_prob_kind=server.info.log_prob_kind, vocab_size=server.info.vocab_size)
-
-    async def _pause_on_server(self) -> None:
-        mode = "retract" if self._in_flight == "continue" else "abort"
-        await self._server.post_json("/pause_generation", {"mode": mode}, kind="control", idempotent=True)
-        if mode == "abort":
-            await self._flush()
-
-    async def _resume_on_server(self) -> None:
-        await self._server.post_json("/continue_generation", {}, kind="control", idempotent=True)
-
-    async def _flush(self) -> None:
-        """Drop keys and values of the old weights, as soon as the server is idle."""
-        for _ in range(_FLUSH_ATTEMPTS):
-            try:
-                # without ?timeout, which after a retract waits for requests that wait for us
-                await self._server.post_text("/flush_cache", kind="control", idempotent=True)
-            except EngineStatusError as error:
-                if error.status != 400:
-                    raise
-                await trio.sleep(_FLUSH_WAIT_S)
-            else:
-                return
-        raise EngineTimeout(f"{self.name} did not flush its cache within {_FLUSH_ATTEMPTS * _FLUSH_WAIT_S:g} s: requests are still running")
-
-    async def _load_directory(self, path: Path, label: str) -> None:
-        body = {"model_path": str(path), "weight_version": label, "flush_cache": True, "abort_all_requests": False}
-        await self._update("/update_weights_from_disk", body)
-        served = (await self._server.get_json("/model_info"))["model_path"]
-        if served != str(path):
-            raise EngineProtocolError(f"{self.name} says that it serves {served!r} after loading {str(path)!r}")
-
-    async def _update(self, route: str, body: Mapping[str, Any]) -> None:
-        """One call to a weight route. Where the weights were updated and the cache was not, flush and do it again."""
-        for _ in range(3):
-            try:
-                parse_update_answer(route, await self._server.post_json(route, body, kind="sync"))
-            except EngineStatusError as error:
-                if not is_updated_but_not_flushed(error.status, error.body):
-                    raise
-                await self._flush()
-            else:
-                return
-        raise EngineError(f"{self.name} has new weights, but could not flush the cache of the old ones")
-
-    @asynccontextmanager
-    async def _update_session(self) -> AsyncGenerator[None]:
-        """The server takes tensors in the block. A session that another client left open is closed first."""
-        try:
-            await self._update("/begin_weight_update", {})
-        except EngineStatusError as error:
-            if "already open" not in error.body:
-                raise
-            await self._update("/end_weight_update", {})
-            await self._update("/begin_weight_update", {})
-        is_over = False
-        try:
-            yield
-            await self._update("/end_weight_update", {})
-            is_over = True
-        finally:
-            if not is_over:  # an open session would refuse the next one
-                with trio.move_on_after(_CLEANUP_S, shield=True), suppress(EngineError):
-                    await self._update("/end_weight_update", {})
-
-    async def _set_label(self, label: str) -> None:
-        """Nothing to do: every way of loading sets the label itself, at the moment when the weights change."""
-
-    async def _read_label(self) -> str:
-        info = await self._server.get_json("/model_info")
-        try:
-            return str(info["weight_version"])
-        except (KeyError, TypeError) as error:
-            raise EngineProtocolError(f"{self.name}: /model_info has no weight_version: {str(info)[:500]}") from error
 
     # -- the server's facts
 
@@ -427,28 +338,9 @@ def create_sample_ids(wire_id: str, n: int) -> list[str]:
     return [f"{wire_id}-{i:06d}" for i in range(n)]
 
 
-def read_weight_version(path: Path) -> int | None:
-    """The version in a directory's WEIGHT_VERSION_FILE; None if it has none. Raises CheckpointError if it cannot be read."""
-    file = path / WEIGHT_VERSION_FILE
-    if not file.exists():
-        return None
-    try:
-        return int(json.loads(file.read_text())["weight_version"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f'{file} cannot be read as {{"weight_version": int}} ({error}): export the weights again') from error
-
-
 def is_aborted(response: Any) -> bool:
     """Whether the answer to a single request says that it was aborted."""
     return isinstance(response, dict) and cast("Any", response).get("meta_info", {}).get("finish_reason", {}).get("type") == "abort"
-
-
-def _read_reference(model_path: Path) -> CheckpointLayout | None:
-    """The layout of a model directory; None if it cannot be read from here, or is in another format than safetensors."""
-    try:
-        return read_checkpoint_layout(model_path)
-    except CheckpointError:
-        return None
 
 
 def read_vocab_size(model_path: Path) -> int | None:

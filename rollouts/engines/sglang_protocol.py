@@ -60,7 +60,7 @@ def sglang_payload(
 ) -> dict[str, Any]:
     """The body of /generate for one prompt or several.
 
-    n samples of a prompt are n equal prompts, each with an id: with n > 1 in sampling_params a server throws the id away, and nothing can be
+    n samples of a prompt are n equal prompts, each with an id: with n > 1 in sampling_params the server discards the id, and nothing can be
     aborted.
 
     Args:
