@@ -9,6 +9,7 @@ exchange did not come to a clean end is closed, never used again. HTTP/1.1 only,
 
 from __future__ import annotations
 
+import math
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 
@@ -49,6 +50,7 @@ class PooledTransport(httpx.AsyncBaseTransport):
         assert max_connections >= 1, f"max_connections is {max_connections}, expected at least 1"
         self._limiter = trio.CapacityLimiter(max_connections)
         self._open: set[Connection] = set()
+        self._connecting: set[trio.CancelScope] = set()
         self._idle: dict[Origin, list[Connection]] = {}  # of each origin the one used last at the end
         self._idle_expiry_s = idle_expiry_s
         self._verify = verify
@@ -93,6 +95,9 @@ class PooledTransport(httpx.AsyncBaseTransport):
         """Close all connections. Requests that are still in flight fail."""
         self._is_closed = True
         self._idle.clear()
+        self._limiter.total_tokens = math.inf  # those who wait for a place find the transport closed
+        for scope in self._connecting:
+            scope.cancel()
         for connection in tuple(self._open):
             self._drop(connection)
         await trio.lowlevel.checkpoint()
@@ -146,19 +151,20 @@ class PooledTransport(httpx.AsyncBaseTransport):
         context = None
         if origin[0] == "https":
             context = self._context = self._context or self._create_context()
-        self._check_open(request)
-        connection = await open_connection(origin, request, timeout_s, context)
-        self._open.add(connection)
-        try:
-            self._check_open(request)
-        except httpx.CloseError:
-            self._drop(connection)
-            raise
-        return connection
-
-    def _check_open(self, request: httpx.Request) -> None:
-        if self._is_closed:
+        connection = None
+        with trio.CancelScope() as scope:
+            self._connecting.add(scope)
+            try:
+                if not self._is_closed:
+                    connection = await open_connection(origin, request, timeout_s, context)
+            finally:
+                self._connecting.discard(scope)
+        if connection is None or self._is_closed:
+            if connection is not None:
+                connection.close_now()
             raise httpx.CloseError("the transport is closed: send requests inside its `async with` block", request=request)
+        self._open.add(connection)
+        return connection
 
     def _drop(self, connection: Connection) -> None:
         self._open.discard(connection)
