@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE
 from rollouts.errors import CheckpointError
 
 Fingerprint = tuple[tuple[str, int, int], ...]
@@ -119,6 +120,37 @@ def read_fingerprint(path: Path) -> Fingerprint:
     """What tells whether files of weights were replaced since; () for a directory without any."""
     stats = [(file.name, file.stat()) for file in sorted(path.glob("*.safetensors"))]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def read_weight_version(path: Path) -> int | None:
+    """The version in a directory's WEIGHT_VERSION_FILE; None if it has none. Raises CheckpointError if it cannot be read."""
+    file = path / WEIGHT_VERSION_FILE
+    if not file.exists():
+        return None
+    content = _read_json(file)
+    version = content.get("weight_version") if isinstance(content, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise CheckpointError(f'{file} holds {content!r}, expected {{"weight_version": int}}: export the weights again')
+    return version
+
+
+def read_reference(model_path: Path) -> CheckpointLayout | None:
+    """The layout of a model directory; None if it cannot be read from here, or is in another format than safetensors."""
+    try:
+        return read_checkpoint_layout(model_path)
+    except CheckpointError:
+        return None
+
+
+def read_vocab_size(model_path: Path) -> int | None:
+    """Rows of the embedding of the model in a directory, by its config.json; None if that cannot be read from here."""
+    try:
+        config = _read_json(model_path / "config.json")
+    except CheckpointError:
+        return None
+    sources = (config, config.get("text_config")) if isinstance(config, dict) else ()
+    sizes = [source.get("vocab_size") for source in sources if isinstance(source, dict)]
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _compare(found: Mapping[str, TensorLayout], reference: CheckpointLayout, allow_cast: bool) -> list[str]:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import trio
 
@@ -17,6 +18,8 @@ from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo
 from rollouts.errors import EngineError, EngineProtocolError, raise_single_errors
 from rollouts.samples import derive_seed
 from rollouts.types import Completion, FinishReason, LogProbKind, SamplingParams
+
+T = TypeVar("T")
 
 _ABORT_REPEATS_S = (0.05, 0.2, 0.5)  # an abort that overtakes its request on the way to the server is lost
 
@@ -113,6 +116,8 @@ def _check_params(name: str, request_id: str, params: SamplingParams, info: Serv
         raise refuse("min_p", "between 0 and 1")
     if params.top_k < 0:
         raise refuse("top_k", "at least 0 (0 = off)")
+    if params.seed is not None and not 0 <= params.seed < 2**63:
+        raise refuse("seed", "0 to 2**63 - 1")
     if params.stop_token_ids and not all(0 <= i < (info.vocab_size or i + 1) for i in params.stop_token_ids):
         raise refuse("stop_token_ids", f"ids below the vocabulary size of {info.vocab_size}")
     if params.stop and not info.has_tokenizer:
@@ -282,6 +287,7 @@ class RequestsInFlight:
         self._num_wire_ids = 0
         self._num_requests = 0
         self._pending: dict[str, _Pending] = {}
+        self._calls: set[_Pending] = set()
         self._holds = 0  # syncs and pauses that keep the gate closed
         self._num_holds = 0  # so far
         self._gate = trio.Event()
@@ -320,6 +326,28 @@ class RequestsInFlight:
             del self._pending[request_id]
         await trio.lowlevel.checkpoint()
         return tuple(create_completion(request_id, prompt, params, kind, part) for part in parts)
+
+    async def call(self, send: Callable[[str], Awaitable[T]]) -> T:
+        """Another request that needs known weights, such as scoring: it waits at the gate, and fails when the engine does.
+
+        Args:
+            send: with the wire id to use.
+
+        Raises: EngineError of `send`, or if the engine is closed or unusable.
+        """
+        self._check_open()
+        pending = _Pending()
+        self._calls.add(pending)
+        try:
+            await self._wait_for_gate(pending)
+            with trio.CancelScope() as scope:
+                wire_id = self._create_wire_id()
+                pending.calls[wire_id] = scope
+                return await send(wire_id)
+            self._check_open()
+            raise EngineError(f"{self.name} dropped a request")
+        finally:
+            self._calls.remove(pending)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """Make pending calls return with what they have; None = all of this engine. Raises EngineError if the server cannot be told."""
@@ -377,7 +405,7 @@ class RequestsInFlight:
         self._cancel_all()
 
     def _cancel_all(self) -> None:
-        for pending in self._pending.values():
+        for pending in (*self._pending.values(), *self._calls):
             for scope in (*pending.waits, *pending.calls.values()):
                 scope.cancel()
 

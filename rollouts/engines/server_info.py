@@ -57,16 +57,16 @@ def check_server(name: str, info: ServerInfo, *, expected_model: str | Path | No
         )
 
 
-def check_version(name: str, info: ServerInfo, *, oldest: str, tested: Sequence[str]) -> None:
+def check_version(name: str, version: str, *, oldest: str, tested: Sequence[str]) -> None:
     """Raise EngineError for a server older than `oldest`; warn about one that this client was not tested with."""
-    if parse_version(info.version) < parse_version(oldest):
+    if parse_version(version) < parse_version(oldest):
         raise EngineError(
-            f"{name} runs version {info.version} of its server, older than {oldest}, whose weight versions and log-probs this client "
+            f"{name} runs version {version} of its server, older than {oldest}, whose weight versions and log-probs this client "
             f"reads: install {tested[-1]}"
         )
-    if parse_version(info.version) not in map(parse_version, tested):
+    if parse_version(version) not in map(parse_version, tested):
         warnings.warn(
-            f"{name} runs version {info.version} of its server; this client was tested with {', '.join(tested)}. Compare the log-probs "
+            f"{name} runs version {version} of its server; this client was tested with {', '.join(tested)}. Compare the log-probs "
             "of a few rollouts with the trainer's before a long run",
             stacklevel=2,
         )

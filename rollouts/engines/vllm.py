@@ -1,0 +1,322 @@
+"""VLLMEngine: rollouts from a vLLM server, tokens in and tokens out. Pure parts in vllm_protocol.py."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import httpx
+import trio
+
+from rollouts.engines.checkpoint_check import (
+    CheckpointLayout,
+    check_checkpoint,
+    expect_dtype,
+    read_fingerprint,
+    read_reference,
+    read_vocab_size,
+    read_weight_version,
+)
+from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
+from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest, check_request, check_tokens, version_of
+from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo, check_server, check_version
+from rollouts.engines.vllm_protocol import (
+    GENERATE,
+    ID_PREFIX,
+    OLDEST_VERSION,
+    TESTED_VERSIONS,
+    check_params,
+    explain_missing_routes,
+    parse_load_answer,
+    parse_prompt_log_probs,
+    parse_server_info,
+    parse_version_answer,
+    parse_vllm_response,
+    prompt_log_probs_payload,
+    vllm_payload,
+)
+from rollouts.engines.weight_transaction import ServedDirectory, ServerControls, WeightTransaction
+from rollouts.errors import CheckpointError, EngineError, EngineProtocolError
+from rollouts.types import Completion, SamplingParams
+
+
+class VLLMEngine:
+    """An InferenceEngine over a running vLLM server (0.32 or newer).
+
+        async with VLLMEngine("http://127.0.0.1:8000") as engine:
+            completion = await engine.generate(prompt_tokens, SamplingParams(max_tokens=64))
+
+    - The server needs --enable-scale-out, VLLM_SERVER_DEV_MODE=1, and for training --logprobs-mode processed_logprobs.
+    - Each token carries the version of the weights that sampled it, from the server's own spans.
+    - With seeds the same requests give the same samples as far as the server computes the same numbers in every batch: on a CPU in float32
+      it does.
+    - New weights are loaded from a directory, while nothing runs and with all keys and values of the old ones dropped.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        expected_model: str | Path | None = None,
+        vocab_size: int | None = None,
+        initial_version: int = 0,
+        in_flight: Literal["continue", "abort"] = "continue",
+        reference: CheckpointLayout | None = None,
+        allow_cast: bool = False,
+        max_connections: int = 4096,
+        deadlines: Deadlines | None = None,
+        retry: RetryPolicy | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        name: str | None = None,
+    ) -> None:
+        """
+        Args:
+            expected_model: directory, hub id or served name that the server must have.
+            vocab_size: of the model that is trained; the server's must be the same.
+            initial_version: of the weights that the server was started with.
+            in_flight: what a weight sync does to running requests: "continue" = they go on under the new weights, their keys and values
+                computed again; "abort" = they come back, and the engine sends prompt and partial answer again.
+            reference: what checkpoints must look like; default: the directory that the server was started with, in the precision that the
+                server runs in, and where that cannot be read from here, the first checkpoint that it takes.
+            allow_cast: whether checkpoints may have another floating-point precision, which the server casts.
+            max_connections: generations in flight; more wait.
+            transport: for tests.
+            name: in messages.
+        """
+        assert in_flight in ("continue", "abort"), f"in_flight is {in_flight!r}, expected 'continue' or 'abort'"
+        self._server = HTTPEndpoint(
+            base_url, api_key=api_key, deadlines=deadlines, retry=retry, max_connections=max_connections, transport=transport
+        )
+        self.name = name or f"the vLLM server at {self._server.base_url}"
+        self._expected_model = expected_model
+        self._vocab_size = vocab_size
+        self._pause_mode = "keep" if in_flight == "continue" else "abort"
+        self._reference = reference
+        self._allow_cast = allow_cast
+        self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
+        self._version = initial_version
+        self._info: ServerInfo | None = None
+        self._weights: WeightTransaction | None = None
+        self._exit_stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._server)
+            info = self._info = await self._read_info()
+            self._version = version_of(self.name, info.weight_version, self._version)
+            self._weights = await self._create_transaction(info)
+            if info.is_paused:
+                self._requests.mark_unusable(
+                    "it was found paused: another client is changing its weights, or was stopped while it did. Sync the weights, or call "
+                    "resume() if they are known to be good"
+                )
+            if info.log_prob_kind == "untempered":
+                warnings.warn(
+                    f"{self.name} gives log-probs at temperature 1 without truncation, whatever it samples from, and they are recorded as "
+                    "such. Start it with --logprobs-mode processed_logprobs for those of the distribution sampled from",
+                    stacklevel=2,
+                )
+            self._exit_stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._requests.close()
+        await self._exit_stack.aclose()
+
+    # -- generation
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
+        """Sample one completion; max_tokens is cut to what the context leaves.
+
+        Raises: EngineError for what the server would refuse, before anything is sent; or if the server fails.
+        """
+        (completion,) = await self.generate_group(prompt_tokens, params, 1, request_id=request_id)
+        return completion
+
+    async def generate_group(
+        self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, *, request_id: str | None = None
+    ) -> tuple[Completion, ...]:
+        """n completions of one prompt in one request, aborted as one. Raises as generate."""
+        info = self._get_info()
+        prompt, request_id = tuple(prompt_tokens), self._requests.name_request(request_id)
+        params = check_request(self.name, request_id, prompt, params, n, info)
+        check_params(self.name, request_id, params, n, info)
+        return await self._requests.run(request_id, prompt, params, n, self._send, info.log_prob_kind)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Make pending calls return with the tokens they have; None = all of this engine, and of no other client."""
+        await self._requests.abort(request_ids)
+
+    async def compute_prompt_log_probs(self, tokens: Sequence[int], start_index: int = 1) -> list[float]:
+        """Log-probs of tokens[start_index:] given all before them, under temperature 1 and the weights of the moment.
+
+        Args:
+            tokens: less than the context length: the server generates one more.
+            start_index: at least 1; the first token of a sequence has no prediction.
+
+        Raises: EngineError.
+        """
+        info = self._get_info()
+        check_tokens(self.name, "compute_prompt_log_probs", tokens, info.vocab_size)
+        if not 1 <= start_index <= len(tokens) < info.context_length:
+            raise EngineError(
+                f"{self.name}: start_index is {start_index} for {len(tokens)} tokens, expected 1 to their number, and less tokens than the "
+                f"context of {info.context_length}"
+            )
+        found = None
+        while found is None:
+            response = await self._requests.call(partial(self._score, tokens))
+            found = parse_prompt_log_probs(response, tokens, start_index)
+        return list(found)
+
+    async def recompute_output_log_probs(
+        self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
+    ) -> tuple[float, ...]:
+        """Log-probs of input_tokens[start_index:] under the weights of the moment; the server computes them at temperature 1 only.
+
+        Raises: EngineError, for another temperature too.
+        """
+        if temperature != 1.0:
+            raise EngineError(
+                f"{self.name} computes log-probs of given tokens at temperature 1 only, not {temperature:g}: use the training backend"
+            )
+        return tuple(await self.compute_prompt_log_probs(input_tokens, start_index))
+
+    async def _send(self, request: WireRequest) -> Sequence[Generated]:
+        return parse_vllm_response(await self._server.post_json(GENERATE, vllm_payload(request)), request)
+
+    async def _score(self, tokens: Sequence[int], wire_id: str) -> Any:
+        return await self._server.post_json(GENERATE, prompt_log_probs_payload(tokens, wire_id))
+
+    async def _abort_on_server(self, wire_ids: Sequence[str]) -> None:
+        body = {"request_ids": [ID_PREFIX + wire_id for wire_id in wire_ids]}  # never empty, which would mean everybody's
+        assert wire_ids, "an abort of nothing would abort everything"
+        await self._server.post_json("/abort_requests", body, kind="control", idempotent=True)
+
+    # -- weights
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+        """Load a Hugging Face directory, which must have this path on the server too.
+
+        Returns: {"success": True, "weight_version", "pause_s", "load_s", "confirm_s", "resume_s"}.
+        Raises: EngineError; before the server is told anything if the files are not complete or do not fit the model.
+        """
+        weights, path = self._get_weights(), Path(checkpoint_path).absolute()
+        try:
+            layout = await trio.to_thread.run_sync(partial(check_checkpoint, path, self._reference, allow_cast=self._allow_cast))
+            version = await trio.to_thread.run_sync(read_weight_version, path)
+        except CheckpointError as error:
+            raise EngineError(f"{self.name} was not given new weights: {error}") from error
+        version = self._version + 1 if version is None else version
+        answer = await weights.load_directory(path, version, layout.fingerprint)
+        self._version, self._reference = version, self._reference or layout
+        return answer
+
+    async def update_weights_with(self, load: Callable[[HTTPEndpoint], Awaitable[None]], weight_version: int) -> Mapping[str, Any]:
+        """Let `load` bring weights to the paused server in another way, for instance over NCCL. Returns and raises as above."""
+
+        async def load_and_reset() -> None:
+            await load(self._server)
+            await self._reset_cache()
+
+        answer = await self._get_weights().load_with(load_and_reset, weight_version)
+        self._version = weight_version
+        return answer
+
+    async def get_weight_version(self) -> int:
+        """Version of the weights that the next token will be sampled with, as the server says."""
+        self._get_info()
+        return version_of(self.name, await self._read_label(), self._requests.initial_version)
+
+    async def pause(self) -> None:
+        """Stop generating until resume(); requests wait, or go on afterwards."""
+        await self._get_weights().pause()
+
+    async def resume(self) -> None:
+        """Undo pause(), or what another client left paused."""
+        await self._get_weights().resume()
+
+    async def _pause_on_server(self) -> None:
+        # Not mode=wait, which returns without requests that are still queued; not clear_cache=false, which mixes two policies in one cache.
+        params = {"mode": self._pause_mode, "clear_cache": "true"}
+        await self._server.post_json("/pause", None, kind="control", idempotent=True, params=params)
+
+    async def _resume_on_server(self) -> None:
+        await self._server.post_json("/resume", None, kind="control", idempotent=True)
+
+    async def _load_directory(self, path: Path, label: str) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+        parse_load_answer(await self._server.post_json("/collective_rpc", body, kind="sync", idempotent=True))
+        await self._reset_cache()
+
+    async def _reset_cache(self) -> None:
+        """Drop keys and values of the old weights. The pause has done it already, unless the server ignores clear_cache with mode=keep."""
+        params = {"reset_running_requests": "true"}
+        answer = await self._server.post_json("/reset_prefix_cache", None, kind="control", idempotent=True, params=params)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EngineProtocolError(f"/reset_prefix_cache answered {answer!r}: keys and values of the old weights may still be in use")
+
+    async def _set_label(self, label: str) -> None:
+        await self._server.post_json("/update_weight_version", {"new_version": label}, kind="control", idempotent=True)
+
+    async def _read_label(self) -> str:
+        answer = await self._server.get_json("/weight_info")
+        if not isinstance(answer, dict) or "weight_version" not in answer:
+            raise EngineProtocolError(f"{self.name}: /weight_info answered {answer!r}, expected a weight_version")
+        return str(answer["weight_version"])
+
+    async def _create_transaction(self, info: ServerInfo) -> WeightTransaction:
+        controls = ServerControls(
+            pause=self._pause_on_server,
+            load=self._load_directory,
+            set_label=self._set_label,
+            read_label=self._read_label,
+            resume=self._resume_on_server,
+        )
+        served, model_path = None, Path(info.model_path)
+        if info.weight_version == INITIAL_LABEL:  # else it holds weights of a directory that it does not tell
+            served = ServedDirectory(model_path, INITIAL_LABEL, await trio.to_thread.run_sync(read_fingerprint, model_path))
+        if self._reference is None:
+            found = await trio.to_thread.run_sync(read_reference, model_path)
+            self._reference = found if found is None or info.dtype is None else expect_dtype(found, info.dtype)
+        return WeightTransaction(self._requests, controls, served=served)
+
+    # -- the server's facts
+
+    async def describe_server(self) -> ServerInfo:
+        """What the server says about itself now."""
+        self._get_info()
+        return await self._read_info()
+
+    async def _read_info(self) -> ServerInfo:
+        server = self._server
+        with explain_missing_routes(self.name):
+            version = await server.get_json("/version")
+            check_version(self.name, parse_version_answer(version), oldest=OLDEST_VERSION, tested=TESTED_VERSIONS)
+            await server.post_text("/inference/v1/abort_requests", {"request_ids": ["nobody's"]}, idempotent=True)
+            info = parse_server_info(
+                await server.get_json("/server_info", params={"config_format": "json"}),
+                await server.get_json("/v1/models"),
+                version,
+                await server.get_json("/weight_info"),
+                await server.get_json("/is_paused"),
+            )
+        found = await trio.to_thread.run_sync(read_vocab_size, Path(info.model_path))
+        info = replace(info, vocab_size=self._vocab_size if found is None else found)
+        check_server(self.name, info, expected_model=self._expected_model, vocab_size=self._vocab_size)
+        return info
+
+    def _get_info(self) -> ServerInfo:
+        assert self._info is not None, "use the engine inside its `async with` block"
+        return self._info
+
+    def _get_weights(self) -> WeightTransaction:
+        assert self._weights is not None, "use the engine inside its `async with` block"
+        return self._weights
