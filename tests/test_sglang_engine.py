@@ -159,7 +159,7 @@ def test_log_probs_of_a_prompt_begin_with_its_second_token():
     tokens = recorded["request"]["json"]["input_ids"]
     found = parse_prompt_log_probs(recorded["response"], tokens, 1)
     assert found == pytest.approx((-4.694447, -5.371084, -4.754734, -4.435596, -4.743861, -4.808022))
-    assert prompt_log_probs_payload(tokens, 1)["logprob_start_len"] == recorded["request"]["json"]["logprob_start_len"] == 0
+    assert prompt_log_probs_payload(tokens, 1, "r")["logprob_start_len"] == recorded["request"]["json"]["logprob_start_len"] == 0
     with pytest.raises(EngineProtocolError, match="7 prompt tokens, expected those of the 6 given"):
         parse_prompt_log_probs(recorded["response"], tokens[1:], 1)
 

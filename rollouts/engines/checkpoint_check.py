@@ -12,10 +12,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
 from rollouts.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 """Name, size in bytes and time of change in ns of each file of weights in a directory."""
@@ -26,6 +29,11 @@ _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 _DTYPE_BYTES = (
     ("BOOL", 1), ("U8", 1), ("I8", 1), ("F8_E4M3", 1), ("F8_E5M2", 1), ("F8_E8M0", 1), ("U16", 2), ("I16", 2), ("F16", 2), ("BF16", 2),
     ("U32", 4), ("I32", 4), ("F32", 4), ("U64", 8), ("I64", 8), ("F64", 8), ("C64", 8),
+)  # fmt: skip
+_TORCH_DTYPES = (
+    ("torch.bool", "BOOL"), ("torch.uint8", "U8"), ("torch.int8", "I8"), ("torch.float8_e4m3fn", "F8_E4M3"),
+    ("torch.float8_e5m2", "F8_E5M2"), ("torch.int16", "I16"), ("torch.float16", "F16"), ("torch.bfloat16", "BF16"), ("torch.int32", "I32"),
+    ("torch.float32", "F32"), ("torch.int64", "I64"), ("torch.float64", "F64"),
 )  # fmt: skip
 _CASTABLE = ("F16", "BF16", "F32", "F64")
 _NAMED = 3  # how many wrong tensors an error names
@@ -88,15 +96,15 @@ def check_checkpoint(path: Path, reference: CheckpointLayout | None, *, allow_ca
     Raises: CheckpointError, naming the first wrong tensors.
     """
     found = read_checkpoint_layout(path)
-    if reference is None:
-        return found
-    faults = _compare(found.tensors, reference, allow_cast)
-    if faults:
-        raise CheckpointError(
-            f"{path} does not hold the weights of the model that is served, {reference.path}: {'; '.join(faults)}. Export all weights of "
-            "the same architecture under the names and in the precision of that directory"
-        )
+    _check_layout(found.tensors, reference, allow_cast, str(path))
     return found
+
+
+def check_tensors(weights: Mapping[str, Tensor], reference: CheckpointLayout | None, *, allow_cast: bool = False) -> None:
+    """check_checkpoint for weights in memory."""
+    names = dict(_TORCH_DTYPES)
+    found = {name: TensorLayout(tuple(tensor.shape), names.get(str(tensor.dtype), str(tensor.dtype))) for name, tensor in weights.items()}
+    _check_layout(found, reference, allow_cast, "the mapping of weights")
 
 
 def expect_dtype(layout: CheckpointLayout, dtype: str) -> CheckpointLayout:
@@ -151,6 +159,17 @@ def read_vocab_size(model_path: Path) -> int | None:
     sources = (config, config.get("text_config")) if isinstance(config, dict) else ()
     sizes = [source.get("vocab_size") for source in sources if isinstance(source, dict)]
     return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def _check_layout(found: Mapping[str, TensorLayout], reference: CheckpointLayout | None, allow_cast: bool, source: str) -> None:
+    if reference is None:
+        return
+    faults = _compare(found, reference, allow_cast)
+    if faults:
+        raise CheckpointError(
+            f"{source} does not hold the weights of the model that is served, {reference.path}: {'; '.join(faults)}. Export all weights of "
+            "the same architecture under the names and in the precision of that directory"
+        )
 
 
 def _compare(found: Mapping[str, TensorLayout], reference: CheckpointLayout, allow_cast: bool) -> list[str]:

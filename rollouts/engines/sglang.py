@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import httpx
 import trio
 from torch import Tensor
 
-from rollouts.engines.checkpoint_check import CheckpointLayout, check_checkpoint, read_reference, read_weight_version
+from rollouts.engines.checkpoint_check import (
+    CheckpointLayout,
+    check_checkpoint,
+    check_tensors,
+    expect_dtype,
+    read_fingerprint,
+    read_reference,
+    read_vocab_size,
+    read_weight_version,
+)
 from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest, check_request, check_tokens, label_of, version_of
-from rollouts.engines.server_info import ServerInfo, check_server, check_version
+from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo, check_server, check_version
 from rollouts.engines.sglang_protocol import (
     OLDEST_VERSION,
     TESTED_VERSIONS,
@@ -122,12 +130,7 @@ class SGLangEngine:
             self._facts = await self._read_facts()
             info = self._facts.info
             self._version = version_of(self.name, info.weight_version, self._version)
-            if self._reference is None:
-                self._reference = await trio.to_thread.run_sync(read_reference, Path(info.model_path))
-            routes = self._routes
-            controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
-            served = ServedDirectory(Path(info.model_path), info.weight_version)
-            self._weights = WeightTransaction(self._requests, controls, served=served)
+            self._weights = await self._create_transaction(info)
             self._exit_stack = stack.pop_all()
         return self
 
@@ -182,10 +185,11 @@ class SGLangEngine:
             )
         if start_index == len(tokens):
             return []
-        while True:
-            response = await self._server.post_json("/generate", prompt_log_probs_payload(tokens, start_index))
-            if not is_aborted(response):  # a weight sync aborts this too
-                return list(parse_prompt_log_probs(response, tokens, start_index))
+        found = None
+        while found is None:  # where a weight sync aborted it
+            response = await self._requests.call(partial(self._score, tokens, start_index))
+            found = parse_prompt_log_probs(response, tokens, start_index)
+        return list(found)
 
     async def recompute_output_log_probs(
         self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
@@ -216,6 +220,9 @@ class SGLangEngine:
         finally:
             del self._num_samples[request.wire_id]
         return parse_sglang_response(response, ids)
+
+    async def _score(self, tokens: Sequence[int], start_index: int, wire_id: str) -> Any:
+        return await self._server.post_json("/generate", prompt_log_probs_payload(tokens, start_index, wire_id))
 
     async def _abort_on_server(self, wire_ids: Sequence[str]) -> None:
         # Not abort_all, which would end the requests of other clients. Not one abort for all samples by their common beginning either: the
@@ -254,15 +261,29 @@ class SGLangEngine:
 
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
         """Send the weights over HTTP, in buckets; the server needs no access to a disk of ours. Returns and raises as above."""
-        server = self._get_facts()
+        buckets = split_into_buckets(weights, self._bucket_bytes)
+        return await self.update_weights_with(partial(SGLangWeights.send_tensors, buckets=buckets), weights, weight_version)
+
+    async def update_weights_with(
+        self, load: Callable[[SGLangWeights, int, str], Awaitable[None]], weights: Mapping[str, Tensor], weight_version: int
+    ) -> Mapping[str, Any]:
+        """Let `load` bring weights to the paused server, for instance over a process group. Returns and raises as above.
+
+        Args:
+            load: with the server's routes, its number of tensor parallel ranks, and the label to set.
+            weights: for their names, shapes and dtypes, which are checked first: what does not fit kills the server.
+        """
+        server, transaction = self._get_facts(), self._get_weights()
         if server.data_parallel_size > 1:
             raise EngineError(
                 f"{self.name} runs {server.data_parallel_size} data parallel replicas, which take no tensors: use a checkpoint directory"
             )
-        buckets = split_into_buckets(weights, self._bucket_bytes)
-
-        load = partial(self._routes.send_tensors, buckets, server.tensor_parallel_size, label_of(weight_version))
-        answer = await self._get_weights().load_with(load, weight_version)
+        try:
+            check_tensors(weights, self._reference, allow_cast=self._allow_cast)
+        except CheckpointError as error:
+            raise EngineError(f"{self.name} was not given new weights: {error}") from error
+        label = label_of(weight_version)
+        answer = await transaction.load_with(lambda: load(self._routes, server.tensor_parallel_size, label), weight_version)
         self._version = weight_version
         return answer
 
@@ -288,6 +309,17 @@ class SGLangEngine:
         now = parse_server_info(*await self._ask_facts())
         return replace(now.info, log_prob_kind=server.info.log_prob_kind, vocab_size=server.info.vocab_size)
 
+    async def _create_transaction(self, info: ServerInfo) -> WeightTransaction:
+        routes, model_path = self._routes, Path(info.model_path)
+        served = None
+        if info.weight_version == INITIAL_LABEL:  # else it may hold weights that came in another way since it loaded this directory
+            served = ServedDirectory(model_path, INITIAL_LABEL, await trio.to_thread.run_sync(read_fingerprint, model_path))
+        if self._reference is None:
+            found = await trio.to_thread.run_sync(read_reference, model_path)
+            self._reference = found if found is None or info.dtype is None else expect_dtype(found, info.dtype)
+        controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
+        return WeightTransaction(self._requests, controls, served=served)
+
     # -- the server's facts
 
     async def _ask_facts(self) -> tuple[Any, Any, Any]:
@@ -298,7 +330,7 @@ class SGLangEngine:
         facts = parse_server_info(*await self._ask_facts())
         found = await trio.to_thread.run_sync(read_vocab_size, Path(facts.info.model_path))
         info = replace(facts.info, vocab_size=self._vocab_size if found is None else found)
-        check_version(self.name, info, oldest=OLDEST_VERSION, tested=TESTED_VERSIONS)
+        check_version(self.name, info.version, oldest=OLDEST_VERSION, tested=TESTED_VERSIONS)
         check_server(self.name, info, expected_model=self._expected_model, vocab_size=self._vocab_size)
         if info.vocab_size is None:
             raise EngineError(
@@ -336,18 +368,3 @@ class SGLangEngine:
 def create_sample_ids(wire_id: str, n: int) -> list[str]:
     """The ids of the samples of one request: all of one length, because an abort hits every id that begins with the one given."""
     return [f"{wire_id}-{i:06d}" for i in range(n)]
-
-
-def is_aborted(response: Any) -> bool:
-    """Whether the answer to a single request says that it was aborted."""
-    return isinstance(response, dict) and cast("Any", response).get("meta_info", {}).get("finish_reason", {}).get("type") == "abort"
-
-
-def read_vocab_size(model_path: Path) -> int | None:
-    """Rows of the embedding of the model in a directory; None if that cannot be read from here."""
-    try:
-        config = json.loads((model_path / "config.json").read_text())
-        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    except (OSError, ValueError, AttributeError):
-        return None
-    return size if isinstance(size, int) else None

@@ -96,7 +96,7 @@ def parse_sglang_event(event: Any, request_id: str) -> tuple[tuple[int, ...], tu
     return tokens, log_probs, None
 
 
-def prompt_log_probs_payload(tokens: Sequence[int], start_index: int) -> dict[str, Any]:
+def prompt_log_probs_payload(tokens: Sequence[int], start_index: int, request_id: str) -> dict[str, Any]:
     """The body of /generate that scores tokens[start_index:] and generates nothing.
 
     Args:
@@ -107,13 +107,16 @@ def prompt_log_probs_payload(tokens: Sequence[int], start_index: int) -> dict[st
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": start_index - 1,
+        "rid": request_id,
         "stream": False,
     }
 
 
-def parse_prompt_log_probs(response: Any, tokens: Sequence[int], start_index: int) -> tuple[float, ...]:
-    """Log-probs of tokens[start_index:] out of the answer to prompt_log_probs_payload, under temperature 1."""
+def parse_prompt_log_probs(response: Any, tokens: Sequence[int], start_index: int) -> tuple[float, ...] | None:
+    """Log-probs of tokens[start_index:] out of the answer to prompt_log_probs_payload, under temperature 1; None if it was aborted."""
     with _protocol_errors("/generate", response):
+        if response["meta_info"]["finish_reason"]["type"] == "abort":
+            return None
         entries = response["meta_info"]["input_token_logprobs"]
         ids = [entry[1] for entry in entries]
         log_probs = [entry[0] for entry in entries[1:]]  # the first has none: nothing stands before it
