@@ -24,11 +24,11 @@ def describe_server_error(status: int, body: str) -> str:
         status: of HTTP.
         body: JSON of the shapes {"error": {"message"}}, {"error": str}, {"message"}, {"detail"}, or plain text, HTML, nothing.
     """
-    text = _find_message(_load_json(body)) or body
+    text = _read_message(body) or body
     if re.match(r"\s*<(!doctype|html)", text, re.IGNORECASE):
         title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
         text = f"an HTML page{' titled ' + title.group(1).strip() if title else ''}, as a proxy or another server would send"
-    text = _shorten_validation_errors(text.strip())
+    text = " ".join(_shorten_validation_errors(text.strip()).split())
     if not text:
         text = f"no message ({HTTPStatus(status).phrase})" if status in set(HTTPStatus) else "no message"
     return text[:MAX_REASON_LENGTH]
@@ -75,11 +75,11 @@ def raise_engine_errors(url: httpx.URL) -> Generator[None]:
         raise describe_transport_error(error, url) from error
 
 
-def _load_json(text: str) -> Any:
+def _read_message(body: str) -> str:
     try:
-        return json.loads(text)
+        return _find_message(json.loads(body))
     except (ValueError, RecursionError):
-        return None
+        return ""
 
 
 def _find_message(value: Any) -> str:
@@ -90,13 +90,13 @@ def _find_message(value: Any) -> str:
         return "; ".join(filter(None, map(_find_message, value)))
     if not isinstance(value, dict):
         return ""
-    if "msg" in value and "loc" in value:
+    if "msg" in value and isinstance(value.get("loc"), list):
         return f"{'.'.join(map(str, value['loc']))}: {value['msg']}"
     return next(filter(None, (_find_message(value.get(key)) for key in ("error", "message", "detail"))), "")
 
 
 _VALIDATION_ERROR = re.compile(r"""'loc': (\(.*?\)|'.*?'), 'msg': ('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
-_LOCATION_PART = re.compile(r"""[^(),\s'"]+""")
+_LOCATION_PART = re.compile(r"(?<![^\s('])[\w.]+(?=[',)])")  # not the names of pydantic's own, as in 'function-after[build(), Request]'
 
 
 def _shorten_validation_errors(text: str) -> str:
@@ -104,4 +104,4 @@ def _shorten_validation_errors(text: str) -> str:
     if not re.match(r"\d+ validation errors?:", text):
         return text
     found = [f"{'.'.join(_LOCATION_PART.findall(where))}: {what[1:-1]}" for where, what in _VALIDATION_ERROR.findall(text)]
-    return "; ".join(dict.fromkeys(found)) or " ".join(text.split("\n\n")[0].split())
+    return "; ".join(dict.fromkeys(found)) or text.split("\n\n")[0]
