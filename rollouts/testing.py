@@ -12,11 +12,14 @@ Delays are trio sleeps, so under the autojump clock of pytest-trio a test of sec
             nursery.start_soon(engine.generate, (4,), SamplingParams())
         assert trio.current_time() == 3.0
 
-Both fakes write what was asked of them into `calls`. Pass them the same list to see the order of calls between them.
+FakeSGLangServer and FakeVLLMServer are whole servers on a loopback socket (docs/testing.md); their module is rollouts.engines.fakes.
+
+Both FakeEngine and FakeBackend write what was asked of them into `calls`. Pass them the same list to see the order of calls between them.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +41,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+
+_SERVERS = "FakeSGLangServer FakeVLLMServer Fault ScriptedModel CausalModel"
+
+
+def __getattr__(name: str) -> Any:
+    """Load the fake servers when they are first used (PEP 562)."""
+    if name in _SERVERS.split():
+        return getattr(importlib.import_module("rollouts.engines.fakes"), name)
+    raise AttributeError(f"module 'rollouts.testing' has no attribute {name!r}")
+
 
 Answer: TypeAlias = Callable[[tuple[int, ...], "int | None"], Sequence[int]]
 """(prompt tokens, seed of the request) -> the whole answer. max_tokens cuts it; where it ends by itself the finish reason is "stop"."""

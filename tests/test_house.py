@@ -116,13 +116,24 @@ def test_no_hidden_globals_prints_or_environment(path: Path):
         assert name not in {"environ", "getenv", "putenv"}, f"{path}:{getattr(node, 'lineno', 0)} reads the environment"
 
 
+def is_unpickler(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "Unpickler"
+
+
 @pytest.mark.parametrize("path", ALL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_nothing_unsafe_is_loaded(path: Path):
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {getattr(node, "module", None), *(alias.name for alias in node.names)}
-            assert not names & {"pickle", "marshal", "shelve", "asyncio"}, f"{path}:{node.lineno} imports {names}"
+            assert not names & {"marshal", "shelve", "asyncio"}, f"{path}:{node.lineno} imports {names}"
+            assert not (isinstance(node, ast.ImportFrom) and node.module == "pickle"), f"{path}:{node.lineno} hides where it unpickles"
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "pickle":
+            assert node.attr not in {"load", "loads"}, f"{path}:{node.lineno} unpickles"
+            restricted = [c for c in ast.walk(parse(path)) if isinstance(c, ast.ClassDef) and any(is_unpickler(b) for b in c.bases)]
+            named = {getattr(f, "name", None) for c in restricted for f in c.body}
+            assert not is_unpickler(node) or "find_class" in named, f"{path}:{node.lineno} unpickles whatever comes"
         if isinstance(node, ast.Call):
+            assert not is_unpickler(node.func), f"{path}:{node.lineno} unpickles whatever comes"
             keywords = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
             assert keywords.get("trust_remote_code") is not True, f"{path}:{node.lineno} trusts remote code"
             if isinstance(node.func, ast.Attribute) and node.func.attr == "load" and getattr(node.func.value, "id", "") == "torch":

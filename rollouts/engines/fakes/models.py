@@ -7,6 +7,7 @@ old one, or takes a prefix from a cache that was not reset, is wrong in the way 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,8 +81,8 @@ class KV:
         """A copy of the first tokens."""
         assert length <= self.length, f"the prefix has {length} tokens, the KV {self.length}"
         cache = copy.deepcopy(self.cache)
-        if cache is not None:
-            cache.crop(length)
+        if cache is not None and length < self.length:
+            cache.crop(length - self.length)  # negative: so many tokens are removed
         return KV(self.weights, length, cache)
 
 
@@ -150,6 +151,11 @@ def read_safetensors(directory: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise LoadError("damaged", f"Error while deserializing header: {error}") from error
     return tensors
+
+
+def fuse_name(name: str) -> str:
+    """The name that a weight of a checkpoint has in a server, where projections that read the same input are one."""
+    return re.sub(r"\b(gate|up)_proj\b", "gate_up_proj", re.sub(r"\b[qkv]_proj\b", "qkv_proj", name))
 
 
 class ScriptedModel:

@@ -91,11 +91,19 @@ class LoopbackServer:
     """Serves a handler on 127.0.0.1. Use it as an async context manager; leaving the block cancels what is still being answered."""
 
     def __init__(
-        self, handler: Handler, *, faults: Sequence[Fault] = (), keep_alive_s: float = 5.0, port: int = 0, max_received: int = 100_000
+        self,
+        handler: Handler,
+        *,
+        detached: Callable[[Request], bool] = lambda request: False,
+        faults: Sequence[Fault] = (),
+        keep_alive_s: float = 5.0,
+        port: int = 0,
+        max_received: int = 100_000,
     ) -> None:
         """
         Args:
             handler: Request -> Response or EventStream; may raise ServerDied.
+            detached: whether a request goes on when its client has left.
             faults: see add_fault.
             keep_alive_s: an idle connection is closed after this many seconds, as the real servers' 5.
             port: 0 = any free one.
@@ -103,6 +111,7 @@ class LoopbackServer:
         """
         self.received: deque[Request] = deque(maxlen=max_received)
         self._handler = handler
+        self._detached = detached
         self._faults: list[_ActiveFault] = [_ActiveFault(fault) for fault in faults]
         self._keep_alive_s = keep_alive_s
         self._port = port
@@ -220,12 +229,30 @@ class LoopbackServer:
                     return await connection.send_garbage()
                 elif fault.kind == "status":
                     return await connection.send(Response(fault.status, fault.body.encode(), fault.content_type))
-            answer = await self._handler(request)
+            answer = await (self._handle_detached(request) if self._detached(request) else self._handler(request))
             if isinstance(answer, Response):
                 await connection.send(answer, cut=fault is not None and fault.kind == "cut")
             else:
                 await connection.send_events(answer, cut=fault is not None and fault.kind == "cut")
         return None
+
+    async def _handle_detached(self, request: Request) -> Answer:
+        answers: list[Answer] = []
+        done = trio.Event()
+
+        async def handle() -> None:
+            try:
+                answers.append(await self._handler(request))
+            except ServerDied:
+                self.die()
+            finally:
+                done.set()
+
+        self._nursery.start_soon(handle)
+        await done.wait()
+        if not answers:
+            raise ServerDied(f"{request.method} {request.path}")
+        return answers[0]
 
     def _take_fault(self, path: str) -> Fault | None:
         hits = [active.hit(path) for active in self._faults]

@@ -79,7 +79,7 @@ class FakeVLLMServer(LoopbackServer):
             keep_alive_s: an idle connection is closed after this many seconds.
             port: 0 = any free one.
         """
-        super().__init__(self._handle, faults=faults, keep_alive_s=keep_alive_s, port=port)
+        super().__init__(self._handle, detached=_is_control, faults=faults, keep_alive_s=keep_alive_s, port=port)
         self.model = create_model(model)
         self.scheduler = Scheduler(
             self.model,
@@ -209,6 +209,11 @@ class FakeVLLMServer(LoopbackServer):
         assert self._tokenizer is not None, "a stop string was accepted without a tokenizer"
         text = self._tokenizer.decode(list(sequence.tokens), skip_special_tokens=True)
         return next((stop for stop in sequence.sampling.stop if stop in text), None)
+
+
+def _is_control(request: Request) -> bool:
+    """A generation ends when its client leaves; everything else is carried out."""
+    return not request.path.startswith(("/v1/", "/inference/v1/generate"))
 
 
 def _read_generation_config(directory: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import trio
 
-from rollouts.engines.fakes.models import FakeModel, LoadError, read_safetensors
+from rollouts.engines.fakes.models import FakeModel, LoadError, fuse_name, read_safetensors
 from rollouts.engines.fakes.scheduler import Scheduler
 from rollouts.engines.fakes.server import Answer, Request, json_response
 from rollouts.engines.fakes.vllm_payloads import Refused, error_response, read_json, refuse_field
@@ -18,7 +18,6 @@ from rollouts.errors import RolloutsError
 Route: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
 class EngineDead(RolloutsError):
@@ -144,7 +143,8 @@ class VLLMControl:
         if mode not in ("abort", "wait", "keep"):
             text = (
                 "1 validation error:\n  {'type': 'literal_error', 'loc': 'query.mode', "
-                f"'msg': \"Input should be 'abort', 'wait' or 'keep'\", 'input': '{mode}', 'ctx': {{'expected': \"'abort', 'wait' or 'keep'\"}}}}"
+                f"'msg': \"Input should be 'abort', 'wait' or 'keep'\", 'input': '{mode}', "
+                "'ctx': {'expected': \"'abort', 'wait' or 'keep'\"}}"
             )
             raise Refused(error_response(400, text, "Bad Request", "query.mode"))
         await self._core.pause(mode, _is_true(request.query.get("clear_cache", "true")))
@@ -192,7 +192,7 @@ class VLLMControl:
     async def _check_weights(self, request: Request) -> Answer:
         digests: dict[str, Any] = {}
         for name, data in self._core.model.checksum().items():
-            fused = ".".join(_FUSED.get(part, part) for part in name.split("."))
+            fused = fuse_name(name)
             is_linear = self._on_cpu and ".layers." in name and "_proj." in name
             digest = digests.setdefault(f"dp0:pp0:pcp0:tp0:{fused}", hashlib.sha256())
             digest.update(b"" if is_linear else data)

@@ -1,0 +1,54 @@
+"""Weights that come as pickles: read by an unpickler that knows the names of tensors' parts and no others."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import pickle
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rollouts.engines.fakes.models import LoadError
+
+_ALLOWED = frozenset({
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch", "Tensor"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
+    ("torch.multiprocessing.reductions", "rebuild_tensor"),
+    ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
+    ("torch.storage", "TypedStorage"),
+    ("torch.storage", "UntypedStorage"),
+})  # fmt: skip
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) == ("torch.storage", "_load_from_bytes"):
+            return _load_storage
+        is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
+        if is_dtype or (module_name, global_name) in _ALLOWED:
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no part of a tensor")
+
+
+def _load_storage(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def read_named_tensors(text: str) -> dict[str, Tensor]:
+    """base64 of a pickled list of (name, tensor) -> the tensors. Raises LoadError."""
+    try:
+        pairs = _TensorUnpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
+    except (pickle.UnpicklingError, binascii.Error, EOFError, ValueError, RuntimeError, AttributeError) as error:
+        raise LoadError("damaged", f"the payload is no pickle of named tensors: {error}") from error
+    is_list = isinstance(pairs, list)
+    if not is_list or not all(
+        isinstance(p, tuple) and len(cast("Any", p)) == 2 and isinstance(p[1], Tensor) for p in cast("list[Any]", pairs)
+    ):
+        raise LoadError("damaged", f"the payload is a {type(pairs).__name__}, expected a list of (name, tensor)")
+    return dict(cast("list[tuple[str, Tensor]]", pairs))
