@@ -197,7 +197,7 @@ class HTTPEndpoint:
         """
         url = self._url(path, params)
         async with self._place(kind):
-            response, expires = await self._send("POST", url, body, kind, False, read=False)
+            response, _, expires = await self._send("POST", url, body, kind, False, read=False)
             try:
                 async with aclosing(self._read_events(response, url, kind, expires)) as events:
                     yield events
@@ -233,8 +233,8 @@ class HTTPEndpoint:
     async def _call(self, method: str, path: str, body: Any, kind: CallKind, idempotent: bool, params: Mapping[str, str] | None) -> bytes:
         url = self._url(path, params)
         async with self._place(kind):
-            response, _ = await self._send(method, url, body, kind, idempotent, read=True)
-        return response.content
+            _, content, _ = await self._send(method, url, body, kind, idempotent, read=True)
+        return content
 
     @asynccontextmanager
     async def _place(self, kind: CallKind) -> AsyncGenerator[None]:
@@ -252,8 +252,8 @@ class HTTPEndpoint:
 
     async def _send(
         self, method: str, url: httpx.URL, body: Any, kind: CallKind, idempotent: bool, *, read: bool
-    ) -> tuple[httpx.Response, float]:
-        """A response that is no error, after as many attempts as are safe and wise, and its deadline; its body read if `read`."""
+    ) -> tuple[httpx.Response, bytes, float]:
+        """A response that is no error, after as many attempts as are safe and wise; its body if `read`; its deadline."""
         assert self._is_open, "use the endpoint inside its `async with` block"
         content = None if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
         first_failure_at = math.inf
@@ -263,7 +263,7 @@ class HTTPEndpoint:
             retry_after = None
             expires = trio.current_time() + self._deadlines.of(kind)
             try:
-                response = await self._attempt(self._create_request(method, url, content, kind, idempotent), kind, expires, read)
+                response, answer = await self._attempt(self._create_request(method, url, content, kind, idempotent), kind, expires, read)
             except httpx.RequestError as error:
                 failure = describe_transport_error(error, url)
                 failure.__cause__ = error
@@ -272,8 +272,8 @@ class HTTPEndpoint:
             else:
                 status = response.status_code
                 if status < 300:
-                    return response, expires
-                failure = create_status_error(status, url, response.text, response.headers.get("location", ""))
+                    return response, answer, expires
+                failure = create_status_error(status, url, answer.decode(errors="replace"), response.headers.get("location", ""))
                 may_repeat = status in BUSY or (idempotent and status in GATEWAY)
                 retry_after = parse_retry_after(response.headers)
             now = self._clock()
@@ -286,15 +286,16 @@ class HTTPEndpoint:
                 raise failure
             num_repeats += 1
 
-    async def _attempt(self, request: httpx.Request, kind: CallKind, expires: float, read: bool) -> httpx.Response:
+    async def _attempt(self, request: httpx.Request, kind: CallKind, expires: float, read: bool) -> tuple[httpx.Response, bytes]:
         with trio.move_on_at(expires):
             response = await self._transport.handle_async_request(request)
-            if read or response.status_code >= 300:
-                try:
-                    await response.aread()
-                finally:
-                    await response.aclose()
-            return response
+            if not read and response.status_code < 300:
+                return response, b""
+            assert isinstance(response.stream, httpx.AsyncByteStream)
+            try:
+                return response, b"".join([chunk async for chunk in response.stream])
+            finally:
+                await response.aclose()
         raise self._timeout(request.url, kind)
 
     def _create_request(self, method: str, url: httpx.URL, content: bytes | None, kind: CallKind, idempotent: bool) -> httpx.Request:
@@ -349,7 +350,7 @@ def _check_base_url(base_url: str) -> str:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"the server's address {base_url!r} is no URL ({error}): expected http://host:port") from error
-    if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment or url.userinfo:
+    if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment or url.userinfo or (url.port or 1) > 65535:
         raise ConfigError(f"the server's address is {base_url!r}, expected http://host:port or https://host:port")
     return str(url).rstrip("/")
 
