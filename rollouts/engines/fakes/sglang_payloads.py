@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollouts.engines.fakes.models import Draw, Ranked, Sampling
+from rollouts.engines.fakes.openai_payloads import decode_output
 from rollouts.engines.fakes.scheduler import Sequence_
 from rollouts.engines.fakes.server import Request, Response, json_response
 from rollouts.engines.fakes.vllm_payloads import Refused, Tokenizer
@@ -215,7 +216,7 @@ def describe_sample(
         is_final: whether the sample is finished and this describes its end.
     """
     tokens = list(sequence.tokens)
-    text = {} if tokenizer is None else {"text": _decode(tokenizer, sequence)}
+    text = {} if tokenizer is None else {"text": decode_output(sequence, tokenizer)}
     elapsed = {"e2e_latency": time.monotonic() - started_at}
     sent_at = {"response_sent_to_client_ts": time.time()}
     log_probs = _describe_log_probs(sequence, generation, tokenizer, prompt_draws)
@@ -295,12 +296,3 @@ def _describe_log_probs(
             "output_token_ids_logprobs": [list(map(triple, d.selected)) for d in sequence.draws],
         }
     return found
-
-
-def _decode(tokenizer: Tokenizer, sequence: Sequence_) -> str:
-    """The text, without the stop token or from the stop string on."""
-    tokens = list(sequence.tokens)
-    if sequence.finish == "stop" and not isinstance(sequence.matched, str):
-        tokens = tokens[:-1]
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
-    return text[: text.index(sequence.matched)] if isinstance(sequence.matched, str) else text

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rollouts.engines.fakes.models import FakeModel, Script, create_model
 from rollouts.engines.fakes.scheduler import Scheduler, Sequence_
 from rollouts.engines.fakes.server import Answer, Fault, LoopbackServer, Request, Response, json_response
+from rollouts.engines.fakes.vllm_completions import VLLMCompletions
 from rollouts.engines.fakes.vllm_engine import DEAD, EngineDead, Route, VLLMControl, VLLMEngineCore, VLLMWeightTransfer
 from rollouts.engines.fakes.vllm_generation import VLLMGeneration
 from rollouts.engines.fakes.vllm_payloads import Limits, Refused, Tokenizer, error_response, read_json
@@ -104,8 +105,8 @@ class FakeVLLMServer(LoopbackServer):
             tokenizer,
             max_queued=max_num_queued_reqs,
             with_details=prompt_tokens_details,
-            generation_config=generation_config,
         )
+        self._completions = VLLMCompletions(self._generation, self._limits, tokenizer, generation_config)
         self._version, self._api_key, self._tokenizer = version, api_key, tokenizer
         self._logprobs_mode, self._scale_out = logprobs_mode, scale_out
         self._stays_when_dead = keep_alive_on_engine_death
@@ -119,6 +120,8 @@ class FakeVLLMServer(LoopbackServer):
             "/version": {"GET": self._get_version},
             "/load": {"GET": self._get_load},
             "/v1/models": {"GET": self._get_models},
+            "/v1/completions": {"POST": self._completions.complete},
+            "/v1/chat/completions": {"POST": self._completions.chat},
             "/inference/v1/generate": {"POST": self._generation.generate},
             "/inference/v1/abort_requests": {"POST": self._abort_requests},
         }

@@ -22,7 +22,7 @@ Send = Callable[[str], Awaitable[None]]
 
 
 class VLLMGeneration:
-    """/inference/v1/generate and /v1/completions."""
+    """/inference/v1/generate, and what other generation routes are made of."""
 
     def __init__(
         self,
@@ -32,17 +32,15 @@ class VLLMGeneration:
         *,
         max_queued: int | None,
         with_details: bool,
-        generation_config: Mapping[str, Any],
     ) -> None:
         """
         Args:
             max_queued: samples that may wait or run; None = any number.
             with_details: whether usage tells how many prompt tokens were cached.
-            generation_config: defaults of /v1/completions.
         """
         self.num_in_flight = 0
         self._core, self._limits, self._tokenizer = core, limits, tokenizer
-        self._max_queued, self._with_details, self._defaults = max_queued, with_details, dict(generation_config)
+        self._max_queued, self._with_details = max_queued, with_details
 
     async def generate(self, request: Request) -> Answer:
         """POST /inference/v1/generate."""
@@ -51,25 +49,26 @@ class VLLMGeneration:
         options = body["sampling_params"]
         style = _Style(options.get("logprobs"), body.get("output_mode") or "tokens", self._tokenizer, self._core.model.eos_token_ids)
         prompt_count = options.get("prompt_logprobs")
-        rid = f"generate-tokens-{body.get('request_id') or _random_id()}"
-        sequences = self._create_sequences([rid], [prompt], sampling, n, body, reads_cache=prompt_count is None)
+        rid = f"generate-tokens-{body.get('request_id') or random_id()}"
+        sequences = self.create_sequences([rid], [prompt], sampling, n, body, reads_cache=prompt_count is None)
         if body.get("stream"):
             return EventStream(lambda send: self._stream(sequences, body, style, send))
-        await self._run(sequences)
-        usage = payloads.describe_usage(sequences, self._with_details)
+        await self.run(sequences)
+        usage = self.describe_usage(sequences)
         choices = [style.describe(i, sequence) for i, sequence in enumerate(sequences)]
         answer = payloads.describe_generation(rid, self._limits.model_name, choices, usage, style.mode)
         if prompt_count is not None:
-            answer["prompt_logprobs"] = self._score(prompt, prompt_count)
+            answer["prompt_logprobs"] = self.score(prompt, prompt_count)
         if body.get("return_token_ids"):
             answer["prompt_token_ids"] = list(prompt)
         return json_response(answer)
 
-    def _score(self, prompt: tuple[int, ...], count: int) -> list[dict[str, Any] | None]:
+    def score(self, prompt: tuple[int, ...], count: int) -> list[dict[str, Any] | None]:
+        """Log-probs of a prompt at temperature 1."""
         self._core.check_weights()
         return payloads.describe_prompt(self._core.model.score(prompt, count), count, self._tokenizer)
 
-    def _create_sequences(
+    def create_sequences(
         self,
         rids: Sequence[str],
         prompts: Sequence[tuple[int, ...]],
@@ -92,7 +91,8 @@ class VLLMGeneration:
             for seed in seeds
         ]
 
-    async def _run(self, sequences: Sequence[Sequence_]) -> None:
+    async def run(self, sequences: Sequence[Sequence_]) -> None:
+        """Generate all of them."""
         self.num_in_flight += len(sequences)
         try:
             await self._core.scheduler.run_all(sequences)
@@ -112,18 +112,25 @@ class VLLMGeneration:
         try:
             with raise_single_errors():
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._run, sequences)
+                    nursery.start_soon(self.run, sequences)
                     for index, sequence in enumerate(sequences):
                         nursery.start_soon(stream_one, index, sequence)
         except EngineDead as error:
             await send(_dump({"error": {"message": str(error), "type": "InternalServerError", "param": None, "code": 500}}))
         else:
             if (body.get("stream_options") or {}).get("include_usage"):
-                await send(_dump({"request_id": rid, "usage": self._stream_usage(sequences), "output_mode": style.mode, "choices": []}))
+                await send(
+                    _dump({"request_id": rid, "usage": self.describe_stream_usage(sequences), "output_mode": style.mode, "choices": []})
+                )
         await send("[DONE]")
 
-    def _stream_usage(self, sequences: Sequence[Sequence_]) -> dict[str, Any]:
-        usage = payloads.describe_usage(sequences, self._with_details)
+    def describe_usage(self, sequences: Sequence[Sequence_]) -> dict[str, Any]:
+        """Of the samples of one prompt."""
+        return payloads.describe_usage(sequences, self._with_details)
+
+    def describe_stream_usage(self, sequences: Sequence[Sequence_]) -> dict[str, Any]:
+        """The same at the end of a stream."""
+        usage = self.describe_usage(sequences)
         del usage["completion_tokens_details"]
         return {**usage, "prompt_tokens_details": {"cached_tokens": sequences[0].num_cached} if self._with_details else None}
 
@@ -145,5 +152,6 @@ def _dump(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _random_id() -> str:
+def random_id() -> str:
+    """Of a request that brings none."""
     return uuid.uuid4().hex[:16]
