@@ -39,6 +39,7 @@ def test_names_shapes_and_dtypes_are_read_without_the_values(saved: Path):
         name: (tuple(tensor.shape), "F32") for name, tensor in tensors.items()
     }
     assert layout.is_tied
+    assert layout.files == ("model.safetensors",)
 
 
 def test_another_export_of_the_same_model_is_accepted(saved: Path, tmp_path: Path):

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 Fingerprint = tuple[tuple[str, int, int], ...]
 """Name, size in bytes and time of change in ns of each file of weights in a directory."""
 
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
+"""The output head, which checkpoints of models with tied embeddings leave out."""
+
 _INDEX = "model.safetensors.index.json"
-_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+_MAXHEADER = 100_000_000  # bytes; the limit of the safetensors format
 _DTYPE_BYTES = (
     ("BOOL", 1), ("U8", 1), ("I8", 1), ("F8_E4M3", 1), ("F8_E5M2", 1), ("F8_E8M0", 1), ("U16", 2), ("I16", 2), ("F16", 2), ("BF16", 2),
     ("U32", 4), ("I32", 4), ("F32", 4), ("U64", 8), ("I64", 8), ("F64", 8), ("C64", 8),
@@ -56,6 +58,7 @@ class CheckpointLayout:
 
     path: Path
     tensors: Mapping[str, TensorLayout]  # by parameter name
+    files: tuple[str, ...]  # names of those that hold them
     is_tied: bool  # whether the output head may be left out, because it is the embedding
     fingerprint: Fingerprint
 
@@ -71,7 +74,8 @@ def read_checkpoint_layout(path: Path) -> CheckpointLayout:
     index = _read_json(path / _INDEX) if (path / _INDEX).exists() else None
     tensors: dict[str, TensorLayout] = {}
     places: dict[str, str] = {}
-    for file in _find_files(path, index):
+    files = _find_files(path, index)
+    for file in files:
         for name, layout in _read_header(file).items():
             if name in tensors:
                 raise CheckpointError(
@@ -82,7 +86,7 @@ def read_checkpoint_layout(path: Path) -> CheckpointLayout:
     if index is not None and places != index["weight_map"]:
         wrong = [name for name in sorted({*places, *index["weight_map"]}) if places.get(name) != index["weight_map"].get(name)]
         raise CheckpointError(f"{path / _INDEX} places {_name_first(wrong)} elsewhere than the files do: export the weights again")
-    return CheckpointLayout(path, tensors, _HEAD not in tensors or _says_tied(path), fingerprint)
+    return CheckpointLayout(path, tensors, tuple(file.name for file in files), HEAD not in tensors or _says_tied(path), fingerprint)
 
 
 def check_checkpoint(path: Path, reference: CheckpointLayout | None, *, allow_cast: bool = False) -> CheckpointLayout:
@@ -176,9 +180,9 @@ def _compare(found: Mapping[str, TensorLayout], reference: CheckpointLayout, all
     expected = dict(reference.tensors)
     if reference.is_tied:
         embedding = next((layout for name, layout in expected.items() if name.endswith("embed_tokens.weight")), None)
-        head = expected.pop(_HEAD, embedding)
-        if head is not None and _HEAD in found:
-            expected[_HEAD] = head
+        head = expected.pop(HEAD, embedding)
+        if head is not None and HEAD in found:
+            expected[HEAD] = head
     shared = [name for name in expected if name in found]
     wrong_shapes = [name for name in shared if found[name].shape != expected[name].shape]
     wrong_dtypes = [
@@ -228,7 +232,7 @@ def _read_header(file: Path) -> dict[str, TensorLayout]:
         with file.open("rb") as opened:
             size = file.stat().st_size
             length = int.from_bytes(opened.read(8), "little")
-            content = opened.read(length) if 2 <= length <= min(_MAX_HEADER, size - 8) else b""
+            content = opened.read(length) if 2 <= length <= min(_MAXHEADER, size - 8) else b""
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not content:

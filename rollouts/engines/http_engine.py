@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from typing import TypeVar
 
 import trio
@@ -21,7 +22,7 @@ from rollouts.types import Completion, FinishReason, LogProbKind, SamplingParams
 
 T = TypeVar("T")
 
-_ABORT_REPEATS_S = (0.05, 0.2, 0.5)  # an abort that overtakes its request on the way to the server is lost
+_ABORT_REPEATS_S = (0.05, 0.2, 0.5, 1.0)  # an abort that overtakes its request on the way to the server is lost
 
 
 @dataclass(frozen=True)
@@ -263,13 +264,14 @@ class _Pending:
     is_aborted: bool = False  # by the user
     waits: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])  # for the end of a sync
     calls: dict[str, trio.CancelScope] = field(default_factory=dict[str, trio.CancelScope])  # by wire id
+    returned: trio.Event = field(default_factory=trio.Event)
 
 
 class RequestsInFlight:
     """The pending requests of one engine: their ids, aborts, the gate that a weight sync closes, and the reason why none can be served."""
 
     def __init__(
-        self, name: str, abort_on_server: AbortOnServer, *, initial_version: int = 0, resends: bool = False, abort_grace_s: float = 5.0
+        self, name: str, abort_on_server: AbortOnServer, *, initial_version: int = 0, resends: bool = False, abort_grace_s: float = 30.0
     ) -> None:
         """
         Args:
@@ -324,6 +326,7 @@ class RequestsInFlight:
             parts = await self._run_parts(pending, prompt, params, n, send)
         finally:
             del self._pending[request_id]
+            pending.returned.set()
         await trio.lowlevel.checkpoint()
         return tuple(create_completion(request_id, prompt, params, kind, part) for part in parts)
 
@@ -350,7 +353,10 @@ class RequestsInFlight:
             self._calls.remove(pending)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """Make pending calls return with what they have; None = all of this engine. Raises EngineError if the server cannot be told."""
+        """Make pending calls return with what they have; None = all of this engine. Returns when they have, at the latest after the grace.
+
+        Raises: EngineError if the server cannot be told.
+        """
         wanted = list(self._pending) if request_ids is None else [i for i in request_ids if i in self._pending]
         aborted = [self._pending[request_id] for request_id in wanted]
         for pending in aborted:
@@ -359,12 +365,12 @@ class RequestsInFlight:
                 scope.cancel()
             for scope in pending.calls.values():
                 scope.deadline = min(scope.deadline, trio.current_time() + self._abort_grace_s)
-        for wait in (*_ABORT_REPEATS_S, 0.0):
-            wire_ids = [wire_id for pending in aborted for wire_id in pending.calls]
-            if not wire_ids:
-                break
+        waits = chain(_ABORT_REPEATS_S, repeat(_ABORT_REPEATS_S[-1]))
+        while wire_ids := [wire_id for pending in aborted for wire_id in pending.calls]:
             await self._abort_on_server(wire_ids)
-            await trio.sleep(wait)
+            with trio.move_on_after(next(waits)):
+                for pending in aborted:
+                    await pending.returned.wait()
         await trio.lowlevel.checkpoint()
 
     @contextmanager

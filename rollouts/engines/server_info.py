@@ -33,6 +33,7 @@ class ServerInfo:
     dtype: str | None = None  # of its weights, for instance "float32"; None = it does not say
     has_tokenizer: bool = True  # without one it cannot look for stop strings
     honors_seeds: bool = True  # whether a seed in a request decides the samples
+    device: str | None = None  # that it computes on, "cpu" or "cuda"; None = it does not say
     max_running: int | None = None  # most sequences that it decodes at the same time; None = it does not say
     is_paused: bool = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -25,6 +26,7 @@ from rollouts.engines.checkpoint_check import (
 )
 from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest, check_request, check_tokens, version_of
+from rollouts.engines.output_head import stage_output_head
 from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo, check_server, check_version
 from rollouts.engines.vllm_protocol import (
     GENERATE,
@@ -252,8 +254,16 @@ class VLLMEngine:
         await self._server.post_json("/resume", None, kind="control", idempotent=True)
 
     async def _load_directory(self, path: Path, label: str) -> None:
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
-        parse_load_answer(await self._server.post_json("/collective_rpc", body, kind="sync", idempotent=True))
+        stage = None
+        try:
+            stage = await trio.to_thread.run_sync(stage_output_head, path) if self._get_info().device == "cpu" else None
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(stage or path)}}
+            parse_load_answer(await self._server.post_json("/collective_rpc", body, kind="sync", idempotent=True))
+        except CheckpointError as error:
+            raise EngineError(str(error)) from error
+        finally:
+            if stage is not None:
+                shutil.rmtree(stage, ignore_errors=True)
         await self._reset_cache()
 
     async def _reset_cache(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 from rollouts.engines.http_engine import Generated, WireRequest, expand_spans
 from rollouts.engines.server_info import ServerInfo
 from rollouts.errors import EngineError, EngineProtocolError, EngineStatusError
+from rollouts.samples import derive_seed
 from rollouts.types import FinishReason, LogProbKind, SamplingParams
 
 TESTED_VERSIONS = ("0.32.0",)
@@ -52,12 +53,12 @@ def vllm_payload(request: WireRequest) -> dict[str, Any]:
         "logprobs": 0,  # of the sampled token only; null would give none
         "detokenize": bool(params.stop),  # only stop strings need the text
     }
-    if params.seed is not None:
-        sampling["seed"] = params.seed
+    if params.seed is not None:  # sample i gets seed + i, so that neighboring seeds would give groups the same samples
+        sampling["seed"] = params.seed if request.n == 1 else derive_seed(params.seed, request.n)
     if params.stop_token_ids:
         sampling["stop_token_ids"] = list(params.stop_token_ids)
     if params.stop:
-        sampling["stop"] = list(params.stop)
+        sampling |= {"stop": list(params.stop), "skip_special_tokens": False}  # special tokens have a text that may be looked for
     return {"token_ids": list(request.tokens), "sampling_params": sampling, "request_id": request.wire_id, "stream": False}
 
 
@@ -160,6 +161,7 @@ def parse_server_info(server_info: Any, models: Any, version: Any, weight_info: 
             dtype=str(model["dtype"]).removeprefix("torch."),
             has_tokenizer=not model["skip_tokenizer_init"],
             honors_seeds=True,
+            device=str(server_info["vllm_config"]["device_config"]["device"]).split(":")[0],
             max_running=server_info["vllm_config"]["scheduler_config"]["max_num_seqs"],
             is_paused=bool(is_paused["is_paused"]),
         )

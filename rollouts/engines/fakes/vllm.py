@@ -202,7 +202,12 @@ class FakeVLLMServer(LoopbackServer):
             "skip_tokenizer_init": self._tokenizer is None,
             "dtype": "float32",
         }
-        config = {"model_config": model_config, "instance_id": "fake"}
+        config = {
+            "model_config": model_config,
+            "scheduler_config": {"max_num_seqs": self._limits.max_num_seqs},
+            "device_config": {"device": "cuda"},
+            "instance_id": "fake",
+        }
         return {"vllm_config": config if config_format == "json" else str(config), "vllm_env": {}, "system_env": {}}
 
     def _check_step(self, sequence: Sequence_) -> None:
