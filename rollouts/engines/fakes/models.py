@@ -149,7 +149,7 @@ def read_safetensors(directory: Path) -> dict[str, Tensor]:
                 for name in file.keys():  # noqa: SIM118
                     tensors[name] = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise LoadError("damaged", f"Error while deserializing header: {error}") from error
+            raise LoadError("damaged", str(error)) from error
     return tensors
 
 
@@ -294,7 +294,9 @@ class CausalModel:
     def find_misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Names that are missing, unknown or of another shape."""
         own: Any = self.model.state_dict()
-        return sorted(n for n in {*own, *tensors} if n not in own or n not in tensors or own[n].shape != tensors[n].shape)
+        given = {own[name].data_ptr() for name in tensors if name in own}  # a tied weight may stand there under one of its names
+        missing = {name for name in own if name not in tensors and own[name].data_ptr() not in given}
+        return sorted(missing | {name for name in tensors if name not in own or own[name].shape != tensors[name].shape})
 
     def checksum(self) -> dict[str, bytes]:
         """The bytes of each weight by its name."""

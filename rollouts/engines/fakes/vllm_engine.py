@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -286,7 +287,7 @@ class VLLMWeightTransfer:
             tensors = read_safetensors(path)
         except LoadError as error:
             texts = {"missing": f"[Errno 2] No such file or directory: '{path}'", "empty": f"{path}: no .safetensors"}
-            raise worker_failed(texts.get(error.kind, f"{path}: truncated")) from error
+            raise worker_failed(texts.get(error.kind) or _describe_damage(path)) from error
         misfits = self._core.model.find_misfits(tensors)
         if misfits:
             raise worker_failed(f"checkpoint {path} does not match: {misfits}")
@@ -306,6 +307,17 @@ class VLLMWeightTransfer:
     async def _shut_down(self, request: Request) -> Answer:
         self._require_backend()
         return json_response({"message": "Weight transfer shut down"})
+
+
+def _describe_damage(directory: Path) -> str:
+    """Which file has another size than its header says."""
+    for path in sorted(directory.glob("*.safetensors")):
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        offsets = [entry["data_offsets"][1] for key, entry in json.loads(data[8:end]).items() if key != "__metadata__"]
+        if len(data) != end + max(offsets, default=0):
+            return f"{path}: truncated ({len(data)} of {end + max(offsets, default=0)} bytes)"
+    return f"{directory}: damaged"
 
 
 def _is_true(text: str) -> bool:
