@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,9 @@ from rollouts.engines.fakes import sglang_payloads as payloads
 from rollouts.engines.fakes.models import FakeModel, Sampling, Script, create_model
 from rollouts.engines.fakes.scheduler import Scheduler, Sequence_
 from rollouts.engines.fakes.server import Answer, EventStream, Fault, LoopbackServer, Request, Response, ServerDied, json_response
-from rollouts.engines.fakes.sglang_control import SGLangControl, SGLangCore
+from rollouts.engines.fakes.sglang_completions import SGLangCompletions
+from rollouts.engines.fakes.sglang_control import SGLangControl
+from rollouts.engines.fakes.sglang_engine import SGLangCore
 from rollouts.engines.fakes.sglang_payloads import Generation, read_json
 from rollouts.engines.fakes.vllm_payloads import Refused, Tokenizer
 from rollouts.errors import raise_single_errors
@@ -45,7 +47,6 @@ class FakeSGLangServer(LoopbackServer):
         seconds_per_update: float = 0.0,
         max_running_requests: int = 256,
         max_queued_requests: int | None = None,
-        update_race: bool = False,
         health_generates: bool = True,
         health_timeout_s: float = 20.0,
         poll_s: float = 0.02,
@@ -67,7 +68,6 @@ class FakeSGLangServer(LoopbackServer):
             seconds_per_update: that loading weights takes.
             max_running_requests: samples that run at the same time; more wait.
             max_queued_requests: beyond which requests that would have to wait get 503; None = no limit.
-            update_race: updates that had to wait for requests in flight answer 400 although the weights are new.
             health_generates: whether /health runs a token through the engine, as it does by default.
             health_timeout_s: after which it answers 503.
             poll_s: between two looks of a pause, or of /health, at whether it is done; the real server's are 1 s apart.
@@ -90,22 +90,27 @@ class FakeSGLangServer(LoopbackServer):
             check_step=self._check_step,
             find_stop=self._find_stop,
         )
-        self.core = SGLangCore(
-            self.model, self.scheduler, seconds_per_update=seconds_per_update, poll_s=poll_s, update_race=update_race, model_path=model_path
-        )
+        self.core = SGLangCore(self.model, self.scheduler, seconds_per_update=seconds_per_update, poll_s=poll_s, model_path=model_path)
         self._version, self._api_key, self._tokenizer = version, api_key, tokenizer
         self._deterministic, self._max_running, self._max_queued = deterministic, max_running_requests, max_queued_requests
         self._health_generates, self._health_timeout_s, self._poll_s = health_generates, health_timeout_s, poll_s
         self._is_healthy = True
-        control = SGLangControl(self.core, self._describe_server, has_tokenizer=tokenizer is not None)
+        control = SGLangControl(self.core, self._describe_server)
+        completions = SGLangCompletions(self._run, tokenizer)
         self._routes = {
             **control.routes(),
+            "/v1/completions": {"POST": completions.complete},
+            "/v1/chat/completions": {"POST": completions.chat},
             "/generate": {"POST": self._generate, "PUT": self._generate},
             "/health": {"GET": self._get_health},
             "/health_generate": {"GET": self._get_health},
             "/ready": {"GET": self._get_ready},
             "/v1/models": {"GET": self._get_models},
         }
+
+    def race_next_update(self) -> None:
+        """Let the next update that comes while nothing is paused answer 400 although its weights are in place."""
+        self.core.num_races += 1
 
     async def _handle(self, request: Request) -> Answer:
         is_open = self._api_key is None or request.path in ("/health", "/health_generate", "/ready")
@@ -128,11 +133,7 @@ class FakeSGLangServer(LoopbackServer):
             generation = payloads.parse_generate(body, request, self._tokenizer)
             if not generation.is_stream:
                 sequences = [self._create_sequence(generation, i) for i in range(len(generation.prompts))]
-                with self.core.register(sequences):
-                    await self.core.wait_until_continued()
-                    async with self.core.in_flight():
-                        self._admit(body, generation, sequences)
-                        await self.scheduler.run_all(sequences)
+                await self._run(body, sequences)
                 answers = [self._describe(sequence, generation, started_at) for sequence in sequences]
                 return json_response(answers if generation.is_list else answers[0])
         except Refused as refused:
@@ -141,6 +142,13 @@ class FakeSGLangServer(LoopbackServer):
                 return EventStream(lambda send: _send_refusal(response, send))
             raise
         return EventStream(lambda send: self._stream(body, generation, started_at, send))
+
+    async def _run(self, body: Mapping[str, Any], sequences: Sequence[Sequence_]) -> None:
+        with self.core.register(sequences):
+            await self.core.wait_until_continued()
+            async with self.core.in_flight():
+                self._admit(body, sequences)
+                await self.scheduler.run_all(sequences)
 
     async def _stream(
         self, body: dict[str, Any], generation: Generation, started_at: float, send: Callable[[str], Awaitable[None]]
@@ -165,7 +173,7 @@ class FakeSGLangServer(LoopbackServer):
             with self.core.register(sequences):
                 await self.core.wait_until_continued()
                 async with self.core.in_flight():
-                    self._admit(body, generation, sequences)
+                    self._admit(body, sequences)
                     with raise_single_errors():
                         async with trio.open_nursery() as nursery:
                             nursery.start_soon(self.scheduler.run_all, sequences)
@@ -185,7 +193,7 @@ class FakeSGLangServer(LoopbackServer):
             reads_cache=not (generation.with_log_probs and generation.log_prob_start >= 0),
         )
 
-    def _admit(self, body: dict[str, Any], generation: Generation, sequences: Sequence[Sequence_]) -> None:
+    def _admit(self, body: Mapping[str, Any], sequences: Sequence[Sequence_]) -> None:
         """The checks of a request whose turn has come. Raises Refused."""
         for sequence in sequences:
             sampling = payloads.check_sample(sequence.prompt, sequence.sampling, body, self.model.context_length, self._tokenizer)
@@ -269,7 +277,7 @@ class FakeSGLangServer(LoopbackServer):
 
 def _is_control(request: Request) -> bool:
     """A generation ends when its client leaves; everything else is carried out."""
-    return request.path != "/generate"
+    return request.path != "/generate" and not request.path.startswith("/v1/")
 
 
 async def _send_refusal(response: Response, send: Callable[[str], Awaitable[None]]) -> None:

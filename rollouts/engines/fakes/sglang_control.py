@@ -1,20 +1,20 @@
-"""The engine of the fake SGLang as its HTTP side sees it, and the routes by which a trainer controls it."""
+"""The routes by which a trainer controls the fake SGLang."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import trio
 
-from rollouts.engines.fakes.models import FakeModel, LoadError, fuse_name
-from rollouts.engines.fakes.scheduler import Scheduler, Sequence_
+from rollouts.engines.fakes.models import LoadError, fuse_name
 from rollouts.engines.fakes.server import Answer, Request, Response, ServerDied, json_response
+from rollouts.engines.fakes.sglang_engine import SGLangCore, describe_model
 from rollouts.engines.fakes.sglang_payloads import read_json, refuse, refuse_body
 from rollouts.engines.fakes.tensor_payloads import read_named_tensors
+from rollouts.engines.fakes.weight_groups import WeightGroup
 
 Route: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
@@ -22,166 +22,15 @@ FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, the operation will not be "
     "performed.)\n"
 )
-NOT_FLUSHED = (
-    "Weights were updated, but the cache was not flushed because requests are still running or queued. Retract or finish them, then call "
-    "/flush_cache."
-)
-
-
-class SGLangCore:
-    """What there is one of in the server: scheduler, weights, pause, the lock between generations and updates, the update session."""
-
-    def __init__(
-        self,
-        model: FakeModel,
-        scheduler: Scheduler,
-        *,
-        seconds_per_update: float,
-        poll_s: float,
-        update_race: bool,
-        model_path: str | None,
-    ) -> None:
-        """See FakeSGLangServer."""
-        self.model = model
-        self.scheduler = scheduler
-        self.model_path = model.path if model_path is None else model_path
-        self.tokenizer_path = self.model_path
-        self.label = "default"  # of the HTTP side; the scheduler has its own, which tokens are stamped with
-        self.is_paused = False
-        self.scheduler_is_paused = False
-        self.session_is_open = False
-        self.update_race = update_race
-        self.groups: set[str] = set()
-        self._seconds_per_update, self._poll_s = seconds_per_update, poll_s
-        self._pause_lock = trio.Lock()
-        self._continued = trio.Event()
-        self._continued.set()
-        self._num_in_flight = 0
-        self._num_writers = 0
-        self._changed = trio.Event()
-        self._states: dict[str, bool] = {}  # request id -> whether its abort was passed on
-
-    @contextmanager
-    def register(self, sequences: Sequence[Sequence_]) -> Generator[None]:
-        """Make requests known to aborts. Raises Refused if an id is in use."""
-        for sequence in sequences:
-            if sequence.rid in self._states:
-                raise refuse(f"Duplicate request ID detected: {sequence.rid}")
-        rids = [sequence.rid for sequence in sequences]
-        self._states.update(dict.fromkeys(rids, False))
-        try:
-            yield
-        finally:
-            for rid in rids:
-                del self._states[rid]
-
-    async def wait_until_continued(self) -> None:
-        """Until the server is not paused."""
-        while self.is_paused:
-            await self._continued.wait()
-
-    @asynccontextmanager
-    async def in_flight(self) -> AsyncGenerator[None]:
-        """A generation: waits for updates that are running or waiting themselves."""
-        while self._num_writers:
-            await self._changed.wait()
-        self._num_in_flight += 1
-        try:
-            yield
-        finally:
-            self._num_in_flight -= 1
-            self._tell()
-
-    @asynccontextmanager
-    async def update(self) -> AsyncGenerator[bool]:
-        """A weight update: at once where paused, else behind all generations. Gives whether it had to wait for some."""
-        async with self._pause_lock:
-            is_paused = self.is_paused
-        had_to_wait = False
-        self._num_writers += not is_paused
-        try:
-            while not is_paused and self._num_in_flight:
-                had_to_wait = True
-                await self._changed.wait()
-            await trio.sleep(self._seconds_per_update)
-            yield had_to_wait
-        finally:
-            self._num_writers -= not is_paused
-            self._tell()
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
-
-    def abort(self, rid: str) -> None:
-        """All requests whose id begins with that of a known one. A second abort of the same id does nothing."""
-        if self._states.get(rid) is not False:
-            return
-        self._states[rid] = True
-        self.scheduler.abort([s for s in self.scheduler.sequences if s.rid.startswith(rid)])
-
-    def abort_all(self) -> None:
-        """Everything that has reached the scheduler."""
-        self.scheduler.abort(tuple(self.scheduler.sequences))
-
-    async def pause(self, mode: str) -> None:
-        """abort: until all have answered. retract: back to the queue. in_place: as they stand."""
-        async with self._pause_lock:
-            self.is_paused = True
-            self._continued = trio.Event()
-            if mode == "abort":
-                while True:
-                    self.abort_all()
-                    if not self._num_in_flight and not self._num_writers:
-                        return
-                    await trio.sleep(self._poll_s)
-            self.scheduler_is_paused = True
-            self.scheduler.freeze()
-            if mode == "retract":
-                self.scheduler.retract()
-
-    async def resume(self) -> None:
-        """Go on. Waits as long as a pause is being carried out."""
-        async with self._pause_lock:
-            self.is_paused = self.scheduler_is_paused = False
-            self._continued.set()
-            self.scheduler.thaw()
-
-    def flush(self) -> bool:
-        """Forget the prefix cache, unless requests need it. Paused, those that wait do not."""
-        scheduler = self.scheduler
-        if scheduler.running or (scheduler.waiting and not self.scheduler_is_paused):
-            return False
-        scheduler.cache.reset()
-        return True
-
-    async def load(self, apply: Callable[[], None], body: Mapping[str, Any], success: str) -> tuple[bool, str]:
-        """Carry out one update. Returns success and message; the weights may be new although it is no success."""
-        version = body.get("weight_version")
-        async with self.update() as had_to_wait:
-            apply()
-            if version is not None:
-                self.scheduler.label = version
-            if body.get("flush_cache", True) and ((had_to_wait and self.update_race) or not self.flush()):
-                return False, NOT_FLUSHED
-            if version is not None:
-                self.label = version
-                success += f" Weight version updated to {version}."
-            return True, success
 
 
 class SGLangControl:
     """Every route but those of generation and health."""
 
-    def __init__(self, core: SGLangCore, server_info: Callable[[], Mapping[str, Any]], *, has_tokenizer: bool) -> None:
-        """
-        Args:
-            server_info: the body of /server_info.
-            has_tokenizer: whether the server has one.
-        """
+    def __init__(self, core: SGLangCore, server_info: Callable[[], Mapping[str, Any]]) -> None:
+        """server_info: the body of /server_info."""
         self._core = core
         self._server_info = server_info
-        self._has_tokenizer = has_tokenizer
 
     def routes(self) -> dict[str, dict[str, Route]]:
         """Path -> method -> handler."""
@@ -194,6 +43,9 @@ class SGLangControl:
             "/begin_weight_update": {"POST": self._begin},
             "/end_weight_update": {"POST": self._end},
             "/update_weights_from_tensor": {"POST": self._update_from_tensor},
+            "/init_weights_update_group": {"POST": self._join_group},
+            "/destroy_weights_update_group": {"POST": self._leave_group},
+            "/update_weights_from_distributed": {"POST": self._update_from_group},
             "/update_weight_version": {"POST": self._update_version},
             "/weights_checker": {"POST": self._check_weights},
             "/get_weights_by_name": {"POST": self._get_weights, "GET": self._get_weights},
@@ -243,7 +95,7 @@ class SGLangControl:
         if body.get("load_format") not in (None, "auto", "safetensors"):
             raise ServerDied(f"unknown load format {body['load_format']}")
 
-        def apply() -> None:
+        async def apply() -> None:
             try:
                 core.model.load(Path(path))
             except LoadError as error:
@@ -286,13 +138,54 @@ class SGLangControl:
         if not core.session_is_open:
             return _report(False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()")
 
-        def apply() -> None:
+        async def apply() -> None:
             try:
                 core.model.load_tensors(read_named_tensors(body["serialized_named_tensors"][0]))
             except LoadError as error:
                 raise ServerDied(str(error)) from error
 
         return _report(*await core.load(apply, body, "Success"))
+
+    async def _join_group(self, request: Request) -> Answer:
+        body = read_json(request, ["master_address", "master_port", "rank_offset", "world_size"])
+        name = body.get("group_name", "weight_update_group")
+        try:
+            if body.get("backend", "nccl") != "gloo":
+                raise LoadError("missing", "no GPU here: use the backend gloo")
+            place = (body["master_address"], int(body["master_port"]), int(body["rank_offset"]), int(body["world_size"]))
+            self._core.groups[name] = await WeightGroup.join(*place, name)
+        except LoadError as error:
+            return _report(False, f"Failed to initialize custom process group: {error}.")
+        return _report(True, "Succeeded to initialize custom process group.")
+
+    async def _leave_group(self, request: Request) -> Answer:
+        if self._core.groups.pop(read_json(request).get("group_name", "weight_update_group"), None) is None:
+            return _report(False, "The group to be destroyed does not exist.")
+        return _report(True, "Succeeded to destroy custom process group.")
+
+    async def _update_from_group(self, request: Request) -> Answer:
+        body = read_json(request, ["names", "dtypes", "shapes"])
+        core = self._core
+        if body.get("abort_all_requests"):
+            core.abort_all()
+        if not core.session_is_open:
+            return _report(False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()")
+        group = core.groups.get(body.get("group_name", "weight_update_group"))
+
+        async def apply() -> None:
+            if group is None:
+                raise LoadError("missing", "the group is not there. Please call `init_weights_update_group` first.")
+            is_bucket = body.get("load_format") == "flattened_bucket"
+            tensors = await group.receive(body["names"], body["dtypes"], body["shapes"], is_bucket=is_bucket)
+            core.model.load_tensors(tensors)
+
+        try:
+            return _report(*await core.load(apply, body, "Succeeded to update parameter online."))
+        except LoadError as error:
+            if error.kind == "shape":
+                text = "The full weights of the ModelRunner are partially updated. Please discard the whole weights."
+                return _report(False, f"Failed to update parameter online: {error}. {text}")
+            return _report(False, f"Failed to receive weights: {error}")
 
     async def _update_version(self, request: Request) -> Answer:
         body = read_json(request, ["new_version"])
@@ -331,24 +224,3 @@ class SGLangControl:
 
 def _report(is_success: bool, message: str, **fields: Any) -> Response:
     return json_response({"success": is_success, "message": message, **fields}, 200 if is_success else 400)
-
-
-def describe_model(core: SGLangCore) -> dict[str, Any]:
-    """The body of /model_info."""
-    return {
-        "model_path": core.model_path,
-        "served_model_name": core.model_path,
-        "tokenizer_path": core.tokenizer_path,
-        "is_generation": True,
-        "preferred_sampling_params": None,
-        "weight_version": core.label,
-        "load_format": "auto",
-        "reasoning_parser": None,
-        "tool_call_parser": None,
-        "disaggregation_mode": "null",
-        "has_image_understanding": False,
-        "has_audio_understanding": False,
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "embedding": {"family": "none", "task": "none", "execution": "none", "attention": "none", "pooling": "model_defined"},
-    }

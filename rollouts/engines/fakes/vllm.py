@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,6 +48,7 @@ class FakeVLLMServer(LoopbackServer):
         scale_out: bool = True,
         api_key: str | None = None,
         weight_transfer: Literal["disk", "nccl"] | None = None,
+        worker_methods: Mapping[str, Callable[..., Any]] | None = None,
         generation_config: Mapping[str, Any] | None = None,
         keep_alive_on_engine_death: bool = False,
         seed: int = 0,
@@ -73,6 +74,7 @@ class FakeVLLMServer(LoopbackServer):
             scale_out: whether /inference/* may be used.
             api_key: asked for on /v1/* and /inference/*, and nowhere else.
             weight_transfer: backend of the weight-transfer routes; "disk" takes {"path": directory}.
+            worker_methods: that /collective_rpc can call besides the server's own, as a worker extension adds them.
             generation_config: defaults of /v1/completions; None = those of the model's directory, if it has any.
             keep_alive_on_engine_death: answer 500, and /health 503, when the engine is dead, instead of going down.
             seed: of requests that bring none.
@@ -111,9 +113,11 @@ class FakeVLLMServer(LoopbackServer):
         self._logprobs_mode, self._scale_out = logprobs_mode, scale_out
         self._stays_when_dead = keep_alive_on_engine_death
         self._root, self._created = self.model.path, int(time.time())
-        self._routes = self._create_routes(dev_mode, weight_transfer)
+        self._routes = self._create_routes(dev_mode, weight_transfer, worker_methods or {})
 
-    def _create_routes(self, dev_mode: bool, weight_transfer: Literal["disk", "nccl"] | None) -> dict[str, dict[str, Route]]:
+    def _create_routes(
+        self, dev_mode: bool, weight_transfer: Literal["disk", "nccl"] | None, worker_methods: Mapping[str, Callable[..., Any]]
+    ) -> dict[str, dict[str, Route]]:
         routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": self._get_health},
             "/ping": {"GET": self._get_health, "POST": self._get_health},
@@ -126,7 +130,7 @@ class FakeVLLMServer(LoopbackServer):
             "/inference/v1/abort_requests": {"POST": self._abort_requests},
         }
         if dev_mode:
-            control = VLLMControl(self.core, self._describe_server)
+            control = VLLMControl(self.core, self._describe_server, worker_methods)
             routes |= control.routes() | VLLMWeightTransfer(self.core, weight_transfer).routes()
         return routes
 

@@ -110,14 +110,23 @@ def worker_failed(message: str) -> Refused:
 class VLLMControl:
     """The routes that exist with VLLM_SERVER_DEV_MODE=1."""
 
-    def __init__(self, core: VLLMEngineCore, server_info: Callable[[str], Mapping[str, Any]], *, on_cpu: bool = True) -> None:
+    def __init__(
+        self,
+        core: VLLMEngineCore,
+        server_info: Callable[[str], Mapping[str, Any]],
+        worker_methods: Mapping[str, Callable[..., Any]],
+        *,
+        on_cpu: bool = True,
+    ) -> None:
         """
         Args:
+            worker_methods: that /collective_rpc can call besides the server's own.
             server_info: config_format -> the body of /server_info.
             on_cpu: linear weights are packed and have the checksum of nothing.
         """
         self._core = core
         self._server_info = server_info
+        self._worker_methods = worker_methods
         self._on_cpu = on_cpu
 
     def routes(self) -> dict[str, dict[str, Route]]:
@@ -169,6 +178,8 @@ class VLLMControl:
         method, kwargs = body["method"], body.get("kwargs") or {}
         if method == "check_health":
             return json_response({"results": [None]})
+        if method in self._worker_methods:
+            return json_response({"results": [self._worker_methods[method](**kwargs)]})
         if method != "reload_weights":
             raise worker_failed(f"'CPUWorker' object has no attribute '{method}'")
         unknown = sorted(set(kwargs) - {"weights_path", "weights_iterator", "is_checkpoint_format"})
