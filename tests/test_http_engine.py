@@ -15,15 +15,12 @@ from rollouts.engines.http_engine import (
     Generated,
     RequestsInFlight,
     WireRequest,
-    check_request,
-    classify_log_probs,
     count_tokens_to_keep,
     expand_spans,
-    gives_untempered_log_probs,
     params_of_rest,
-    temperature_of_log_probs,
     version_of,
 )
+from rollouts.engines.request_checks import check_request, classify_log_probs, gives_untempered_log_probs, temperature_of_log_probs
 from rollouts.engines.server_info import ServerInfo, check_server, check_version, parse_version
 from rollouts.errors import EngineError, EngineProtocolError
 from rollouts.types import SamplingParams

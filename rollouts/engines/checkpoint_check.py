@@ -176,6 +176,19 @@ def _check_layout(found: Mapping[str, TensorLayout], reference: CheckpointLayout
         )
 
 
+def read_eos_token_ids(model_path: Path) -> frozenset[int]:
+    """End-of-text ids of the model in a directory, by its generation_config.json and config.json; empty if those cannot be read."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        try:
+            config = _read_json(model_path / name)
+        except CheckpointError:
+            continue
+        ids = config.get("eos_token_id") if isinstance(config, dict) else None
+        found.update([ids] if isinstance(ids, int) else [i for i in ids or () if isinstance(i, int)])
+    return frozenset(found)
+
+
 def _compare(found: Mapping[str, TensorLayout], reference: CheckpointLayout, allow_cast: bool) -> list[str]:
     expected = dict(reference.tensors)
     if reference.is_tied:

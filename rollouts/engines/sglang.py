@@ -26,7 +26,8 @@ from rollouts.engines.checkpoint_check import (
     read_weight_version,
 )
 from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
-from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest, check_request, check_tokens, label_of, version_of
+from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest, label_of, version_of
+from rollouts.engines.request_checks import check_request, check_tokens
 from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo, check_server, check_version
 from rollouts.engines.sglang_protocol import (
     OLDEST_VERSION,

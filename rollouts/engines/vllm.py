@@ -19,14 +19,16 @@ from rollouts.engines.checkpoint_check import (
     CheckpointLayout,
     check_checkpoint,
     expect_dtype,
+    read_eos_token_ids,
     read_fingerprint,
     read_reference,
     read_vocab_size,
     read_weight_version,
 )
 from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
-from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest, check_request, check_tokens, version_of
+from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest, version_of
 from rollouts.engines.output_head import stage_output_head
+from rollouts.engines.request_checks import check_request, check_tokens
 from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo, check_server, check_version
 from rollouts.engines.vllm_protocol import (
     GENERATE,
@@ -104,6 +106,7 @@ class VLLMEngine:
         self._allow_cast = allow_cast
         self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
         self._version = initial_version
+        self._eos_token_ids = frozenset[int]()
         self._info: ServerInfo | None = None
         self._weights: WeightTransaction | None = None
         self._exit_stack = AsyncExitStack()
@@ -113,6 +116,8 @@ class VLLMEngine:
             await stack.enter_async_context(self._server)
             info = self._info = await self._read_info()
             self._version = version_of(self.name, info.weight_version, self._version)
+            found = await trio.to_thread.run_sync(read_eos_token_ids, Path(info.model_path))
+            self._eos_token_ids = frozenset(i for i in found if info.vocab_size is None or 0 <= i < info.vocab_size)
             self._weights = await self._create_transaction(info)
             if info.is_paused:
                 self._requests.mark_unusable(
@@ -192,7 +197,7 @@ class VLLMEngine:
         return tuple(await self.compute_prompt_log_probs(input_tokens, start_index))
 
     async def _send(self, request: WireRequest) -> Sequence[Generated]:
-        return parse_vllm_response(await self._server.post_json(GENERATE, vllm_payload(request)), request)
+        return parse_vllm_response(await self._server.post_json(GENERATE, vllm_payload(request, self._eos_token_ids)), request)
 
     async def _score(self, tokens: Sequence[int], wire_id: str) -> Any:
         return await self._server.post_json(GENERATE, prompt_log_probs_payload(tokens, wire_id))

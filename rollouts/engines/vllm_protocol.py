@@ -7,7 +7,7 @@ distribution sampled from, after temperature, top_p, top_k and min_p; "raw" ones
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -39,8 +39,12 @@ _FINISH_REASONS: tuple[tuple[str, FinishReason], ...] = (
 )
 
 
-def vllm_payload(request: WireRequest) -> dict[str, Any]:
-    """The body of /inference/v1/generate. What changes the distribution is always sent."""
+def vllm_payload(request: WireRequest, eos_token_ids: Collection[int] = ()) -> dict[str, Any]:
+    """The body of /inference/v1/generate. What changes the distribution is always sent.
+
+    Args:
+        eos_token_ids: of the model; a server started with --generation-config vllm knows only the tokenizer's.
+    """
     params = request.params
     sampling: dict[str, Any] = {
         "n": request.n,
@@ -55,8 +59,9 @@ def vllm_payload(request: WireRequest) -> dict[str, Any]:
     }
     if params.seed is not None:  # sample i gets seed + i, so that neighboring seeds would give groups the same samples
         sampling["seed"] = params.seed if request.n == 1 else derive_seed(params.seed, request.n)
-    if params.stop_token_ids:
-        sampling["stop_token_ids"] = list(params.stop_token_ids)
+    stop_token_ids = sorted({*params.stop_token_ids, *eos_token_ids})
+    if stop_token_ids:
+        sampling["stop_token_ids"] = stop_token_ids
     if params.stop:
         sampling |= {"stop": list(params.stop), "skip_special_tokens": False}  # special tokens have a text that may be looked for
     return {"token_ids": list(request.tokens), "sampling_params": sampling, "request_id": request.wire_id, "stream": False}

@@ -23,7 +23,7 @@ from rollouts.errors import EngineError, EngineStatusError
 from rollouts.logprobs import gather_log_probs
 from rollouts.samples import completion_to_sample, create_pending_group
 from rollouts.testing import create_tiny_model
-from rollouts.types import Completion, Prompt, SamplingParams, TokenOutputs, TrainBatch
+from rollouts.types import Completion, Prompt, SamplingParams, TokenOutputs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(700)]
 
@@ -39,6 +39,16 @@ def create_model(version: int):
             for parameter in model.parameters():
                 if parameter.dim() == 2:
                     parameter.mul_(6)
+    return model
+
+
+def create_endless_model(version: int):
+    """A model that does not end its answers: the logit of the end of text is 0, far below the largest."""
+    model = create_model(version)
+    with torch.no_grad():
+        embedding = model.get_input_embeddings().weight
+        embedding.mul_(5)
+        embedding[1] = 0
     return model
 
 
@@ -73,16 +83,6 @@ async def generate_all(engine: VLLMEngine, params: SamplingParams, prompts=PROMP
     return [found[i] for i in range(len(prompts))]
 
 
-def find_endless(versions: Sequence[int], max_tokens: int):
-    """A model and a prompt whose greedy answer goes round in circles and never ends."""
-    for version in versions:
-        model = create_model(version)
-        for prompt in PROMPTS:
-            if 1 not in generate_greedily(model, prompt, max_tokens):
-                return model, prompt
-    raise AssertionError(f"the answers of all versions {versions} end")
-
-
 async def restore(engine: VLLMEngine, server, tmp_path: Path) -> None:
     """The weights that the server was started with."""
     directory = export(create_model(0), tmp_path / "restored", 0)
@@ -115,7 +115,7 @@ async def test_on_policy_log_probs_are_the_trainers(vllm_server, tmp_path: Path,
         samples.append(completion_to_sample(pending, completion.input_tokens, completion, ""))
     batch = collate_samples(samples)
 
-    def select(outputs: TokenOutputs, batch: TrainBatch):
+    def select(outputs: TokenOutputs):
         return outputs.log_probs
 
     log_probs = await backend.forward(batch, select).result()
@@ -172,10 +172,10 @@ async def test_after_each_of_ten_syncs_greedy_outputs_are_those_of_the_new_weigh
 
 @pytest.mark.parametrize("in_flight", ["continue", "abort"])
 async def test_requests_in_flight_across_syncs_have_a_version_for_each_token(vllm_server, tmp_path: Path, in_flight):
-    models = {version: create_model(version) for version in (21, 22, 23)}
+    models = {version: create_endless_model(version) for version in (21, 22, 23)}
     for version, model in models.items():
         export(model, tmp_path / str(version), version)
-    params = SamplingParams(max_tokens=400, temperature=1.3)
+    params = SamplingParams(max_tokens=300, temperature=1.3)
     found: list[Completion] = []
     async with VLLMEngine(vllm_server.url, in_flight=in_flight) as engine:
         await engine.update_weights_from_checkpoint(tmp_path / "21")
@@ -186,7 +186,7 @@ async def test_requests_in_flight_across_syncs_have_a_version_for_each_token(vll
         async with trio.open_nursery() as nursery:
             nursery.start_soon(generate)
             for version in (22, 23):
-                await trio.sleep(0.3)
+                await trio.sleep(0.15)
                 await engine.update_weights_from_checkpoint(tmp_path / str(version))
     assert len(found) == len(PROMPTS)
     num_mixed, difference = 0, 0.0
@@ -195,12 +195,12 @@ async def test_requests_in_flight_across_syncs_have_a_version_for_each_token(vll
         assert list(versions) == sorted(versions)
         num_mixed += len(set(versions)) > 1
         assert completion.finish_reason == ("stop" if completion.output_tokens[-1] == 1 else "length")
-        assert completion.finish_reason == "stop" or completion.output_len == 400
+        assert completion.finish_reason == "stop" or completion.output_len == 300
         expected = {version: compute_log_probs(model, completion) for version, model in models.items()}
         for t, (version, log_prob) in enumerate(zip(versions, completion.output_log_probs, strict=True)):
             difference = max(difference, abs(log_prob - expected[version][t]))
     print(f"{in_flight}: {num_mixed} of {len(found)} of several versions, largest difference {difference:.2e}")
-    assert num_mixed >= 2
+    assert num_mixed == len(found)
     assert difference < TOLERANCE
 
 
@@ -227,14 +227,14 @@ async def test_a_sync_without_these_precautions_would_show(vllm_server, tmp_path
 
 
 async def test_aborts_by_id_by_group_and_of_all_return_what_there_is(vllm_server, tmp_path: Path):
-    params = SamplingParams(max_tokens=450, temperature=0.05)
+    params = SamplingParams(max_tokens=450, temperature=0.7)
     found: dict[str, tuple[Completion, ...]] = {}
-    model, prompt = find_endless(range(41, 50), 450)
+    model = create_endless_model(41)
     async with VLLMEngine(vllm_server.url) as engine, VLLMEngine(vllm_server.url) as neighbor:
         await engine.update_weights_from_checkpoint(export(model, tmp_path, 41))
 
         async def one(name: str, n: int, who: VLLMEngine) -> None:
-            found[name] = await who.generate_group(prompt, params.new(seed=len(name)), n, request_id=name)
+            found[name] = await who.generate_group(PROMPTS[0], params.new(seed=len(name)), n, request_id=name)
 
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
@@ -280,10 +280,11 @@ async def test_an_abort_by_the_bare_id_does_nothing_which_is_why_the_engine_send
     assert answers[0]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_an_abort_that_comes_at_once_is_not_lost(vllm_server):
-    params = SamplingParams(max_tokens=480, temperature=1.0, stop_token_ids=())
+async def test_an_abort_that_comes_at_once_is_not_lost(vllm_server, tmp_path: Path):
+    params = SamplingParams(max_tokens=480, temperature=1.0)
     found: list[Completion] = []
     async with VLLMEngine(vllm_server.url) as engine:
+        await engine.update_weights_from_checkpoint(export(create_endless_model(42), tmp_path, 42))
 
         async def one(i: int) -> None:
             found.append(await engine.generate(PROMPTS[1], params.new(seed=i)))
@@ -296,7 +297,7 @@ async def test_an_abort_that_comes_at_once_is_not_lost(vllm_server):
                 await trio.testing.wait_all_tasks_blocked()
                 await engine.abort()
         assert trio.current_time() - start < 15  # well before the 30 s after which a request is dropped
-        assert len(found) == 32
+        assert [c.finish_reason for c in found] == ["abort"] * 32
         assert (await engine.generate(PROMPTS[0], SamplingParams(max_tokens=3))).output_len >= 1
 
 
