@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 import trio
+from loopback import Exchange, count_open_files, serve, settle
 
 from rollouts.engines.http import CallKind, Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.transport import PooledTransport
 from rollouts.errors import ConfigError, EngineError, EngineProtocolError, EngineStatusError, EngineTimeout
-from tests.loopback import Exchange, count_open_files, serve, settle
 
 KINDS: tuple[CallKind, ...] = ("generate", "control", "sync", "health")
 pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")
@@ -121,8 +121,9 @@ async def test_a_control_call_does_not_wait_behind_generations():
                 nursery.start_soon(endpoint.post_json, "/generate", {})
             await settle(lambda: len(server.exchanges) == 2)
             assert endpoint.num_generating == 2
-            for _ in range(3):
-                assert await endpoint.post_json("/abort_request", {}, kind="control") == {}
+            with trio.fail_after(5.0):
+                for _ in range(3):
+                    assert await endpoint.post_json("/abort_request", {}, kind="control") == {}
             nursery.cancel_scope.cancel()
         assert endpoint.num_generating == 0
         await settle(lambda: server.num_open == 0)  # the server learns that nobody waits any more

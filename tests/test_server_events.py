@@ -29,6 +29,7 @@ def decode(data: bytes, cuts: list[int]) -> list[str]:
         (b"data:one\n\n", ["one"]),
         (b"data:  one\n\n", [" one"]),  # one space belongs to the format
         (b"data: one\ndata: more\n\n", ["one\nmore"]),
+        (b"data: one\r\ndata: more\r\n\r\n", ["one\nmore"]),
         (b"data\ndata: x\n\n", ["\nx"]),
         (b"data:\n\n", [""]),
         (b": ping\n\n: ping\n\ndata: one\n\n", ["one"]),
@@ -41,7 +42,7 @@ def decode(data: bytes, cuts: list[int]) -> list[str]:
         (b"data: \xc3\xa9\xf0\x9f\x98\x80 \xff\n\n", ["é😀 \ufffd"]),
         (b"data: a\xe2\x80\xa8b\x0bc\x85\n\n", ["a\u2028b\x0bc\ufffd"]),  # other ends of lines, of str.splitlines, are none here
     ],
-    ids=range(15),
+    ids=range(16),
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 1000])
 def test_streams_of_events(data: bytes, events: list[str], size: int):

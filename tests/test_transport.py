@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 import trio
+from loopback import Exchange, serve, settle
 
 from rollouts.engines.connection import KeptConnectionLost, ServerHungUp, open_connection
 from rollouts.engines.transport import PooledTransport
-from tests.loopback import Exchange, serve, settle
 
 BIG = b"0123456789abcdef" * (1 << 16)  # 1 MB, more than the buffers of two sockets take together
 pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")
@@ -172,6 +172,31 @@ async def test_a_connection_that_the_server_closed_while_it_lay_idle_is_not_used
             assert (await client.post(server.url)).status_code == 200
             await trio.sleep(0.01)
         assert server.num_connections == len(server.exchanges) == 3
+
+
+async def test_what_a_server_says_unasked_is_not_taken_for_the_next_answer():
+    async def time_out(exchange: Exchange) -> None:
+        await exchange.answer(b"asked for")
+        await trio.sleep(0.01)
+        await exchange.answer(b"unasked", status=408)
+
+    transport = PooledTransport()
+    async with serve(time_out) as server, create_client(transport) as client:
+        for _ in range(3):
+            assert (await client.post(server.url)).text == "asked for"
+            await trio.sleep(0.05)
+        assert server.num_connections == 3
+
+
+async def test_what_follows_the_end_of_an_answer_is_not_taken_for_the_next_one():
+    async def say_more(exchange: Exchange) -> None:
+        second = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nunasked"
+        await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nasked for" + second)
+
+    async with serve(say_more) as server, create_client(PooledTransport()) as client:
+        for _ in range(3):
+            assert (await client.post(server.url)).text == "asked for"
+        assert server.num_connections == 3
 
 
 async def test_a_connection_that_lay_idle_for_long_is_closed():
@@ -412,7 +437,7 @@ async def test_open_files_running_out_is_an_error_of_the_request_and_passes():
             limit = probe.fileno()  # the next one that would be given
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-            with pytest.raises(httpx.ConnectError, match="open files"):
+            with pytest.raises(httpx.ConnectError, match=r"open files.*ulimit -n"):
                 await client.get(server.url, extensions={"fresh_connection": True})
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -10,9 +10,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import httpx
 import pytest
 import trio
+from loopback import Exchange, count_open_files, serve, settle
 
 from rollouts.engines.transport import PooledTransport
-from tests.loopback import Exchange, count_open_files, serve, settle
 
 BIG = b"0123456789abcdef" * (1 << 20)  # 16 MB, more than the buffers of two sockets take together
 pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")
@@ -121,8 +121,8 @@ async def test_a_response_that_nobody_reads_to_its_end_is_not_read_by_the_next()
 
     transport = PooledTransport(max_connections=1)
     async with serve(long_answer) as server, httpx.AsyncClient(transport=transport, trust_env=False) as client:
-        for _ in range(3):
-            async with client.stream("GET", server.url + "/long") as response:
+        for target in ("/long", "/short", "/long"):
+            async with client.stream("GET", server.url + target) as response:
                 assert response.status_code == 200
             assert (await client.get(server.url + "/")).text == "short"
         assert (transport.num_in_flight, transport.num_idle) == (0, 1)

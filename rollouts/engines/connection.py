@@ -7,6 +7,7 @@ read everything and then went away just closes it.
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import ssl
@@ -209,6 +210,8 @@ def _watch_for_silence(sock: trio.socket.SocketType) -> None:
 
 def _list_reasons(error: OSError) -> str:
     """What the system said: of a connection that was tried at several addresses, what it said of each, once."""
-    if isinstance(error.__cause__, ExceptionGroup):
-        return ", ".join(dict.fromkeys(str(cause) for cause in error.__cause__.exceptions))
-    return str(error)
+    causes = error.__cause__.exceptions if isinstance(error.__cause__, ExceptionGroup) else (error,)
+    reasons = ", ".join(dict.fromkeys(map(str, causes)))
+    if any(isinstance(cause, OSError) and cause.errno == errno.EMFILE for cause in causes):
+        return f"{reasons}: raise the limit of this process (ulimit -n) or send fewer requests at a time"
+    return reasons

@@ -222,9 +222,7 @@ class HTTPEndpoint:
             for data in decoder.feed(chunk):
                 if data == "[DONE]":
                     is_done = True
-                    expires = min(
-                        expires, trio.current_time() + LAST_BYTES_S
-                    )  # the end of the body follows; then the connection can be kept
+                    expires = min(expires, trio.current_time() + LAST_BYTES_S)  # after the end of the body the connection is kept
                 elif not is_done:
                     yield parse_event(data, url)
         if not is_done:
