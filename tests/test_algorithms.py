@@ -256,7 +256,9 @@ def test_algorithms_are_values_and_their_parts_print(name: str):
     algorithm = CASES[name][0]
     copy = pickle.loads(pickle.dumps(algorithm))
     assert copy.requires == algorithm.requires
-    assert repr(copy) == repr(algorithm)
+    assert copy.loss_only == algorithm.loss_only
+    for part in ("estimate", "weigh", "loss"):  # not the whole: sets of texts print in an order that changes from process to process
+        assert repr(getattr(copy, part)) == repr(getattr(algorithm, part))
     assert "lambda" not in repr(algorithm)
 
 
