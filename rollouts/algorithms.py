@@ -50,6 +50,18 @@ class Chain:
         return reduce(lambda value, step: step(value), self.steps, batch)
 
 
+_ESTIMATES_FROM_REWARDS: tuple[Transform, ...] = (
+    estimate_group_relative,
+    estimate_greedy_baseline,
+    estimate_opo,
+    estimate_gpg,
+    estimate_reinforce_plus_plus,
+    estimate_reinforce_plus_plus_baseline,
+    estimate_gae,
+)
+"""Estimators that read no log-probs unless a KL penalty is on."""
+
+
 def chain(*steps: Transform) -> Transform:
     """The transform that applies each step to the result of the one before."""
     return Chain(steps)
@@ -464,6 +476,7 @@ def decoupled(
 
     Source: Hilton et al. 2022 (Batch size-invariance for policy optimization); Fu et al. 2025 (AReaL).
     """
+    _check_uncorrected(algorithm, "decoupled")
     _check(cap is None or cap > 0, "cap", cap, "more than 0, or None")
     _check(floor is None or 0 <= floor < (float("inf") if cap is None else cap), "floor", floor, f"in [0, {cap}), or None")
     return replace(
@@ -474,7 +487,7 @@ def decoupled(
             loss=algorithm.loss,
         ),
         requires=algorithm.requires | {"prox_log_probs", "rollout_log_probs"} | ({"segment_log_probs"} if segment_wise else set()),
-        loss_only=algorithm.loss_only | {"prox_log_probs"},
+        loss_only=_loss_only(algorithm, "prox_log_probs"),
     )
 
 
@@ -489,7 +502,7 @@ def recomputed(algorithm: Algorithm) -> Algorithm:
     return replace(
         algorithm,
         requires=algorithm.requires | {"old_log_probs"},
-        loss_only=algorithm.loss_only | _loss_only(algorithm, "old_log_probs"),
+        loss_only=_loss_only(algorithm, "old_log_probs"),
     )
 
 
@@ -505,13 +518,14 @@ def truncated(algorithm: Algorithm, cap: float | None = 2.0, floor: float | None
 
     Source: Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy RL training).
     """
+    _check_uncorrected(algorithm, "truncated")
     _check(cap is None or cap > 0, "cap", cap, "more than 0, or None")
     _check(floor is None or 0 <= floor < (float("inf") if cap is None else cap), "floor", floor, f"in [0, {cap}), or None")
     return replace(
         algorithm,
         loss=partial(corrected_loss, correction=partial(truncate_weights, cap=cap, floor=floor), loss=algorithm.loss),
         requires=algorithm.requires | {"old_log_probs", "rollout_log_probs"},
-        loss_only=algorithm.loss_only | _loss_only(algorithm, "old_log_probs"),
+        loss_only=_loss_only(algorithm, "old_log_probs"),
     )
 
 
@@ -530,8 +544,23 @@ def _dppo(inside: Callable[..., Tensor], low: float, high: float, cap: float, ep
 
 
 def _loss_only(algorithm: Algorithm, column: str) -> frozenset[str]:
-    """The column, unless the estimator may read it: one with a KL penalty in its rewards does."""
-    return frozenset() if "ref_log_probs" in algorithm.requires else frozenset({column})
+    """What only the losses read, once a wrapper has added the column of the policy's log-probs.
+
+    The column is among it if the algorithm did not require it and its estimator is one that looks at rewards, groups and values alone. Of
+    any other function it is not known what it reads.
+    """
+    whole = algorithm.estimate
+    estimate, settings = (whole.func, whole.keywords) if isinstance(whole, partial) else (whole, {})
+    from_rewards = estimate in _ESTIMATES_FROM_REWARDS and not settings.get("kl_coef")  # a penalty in the rewards reads log-probs
+    return algorithm.loss_only | ({column} if from_rewards and column not in algorithm.requires else frozenset())
+
+
+def _check_uncorrected(algorithm: Algorithm, wrapper: str) -> None:
+    if isinstance(algorithm.loss, partial) and algorithm.loss.func is corrected_loss:
+        raise ConfigError(
+            f"{wrapper}(...) was given an algorithm that already has a correction, and its tokens would be weighted twice: "
+            "use one of decoupled and truncated"
+        )
 
 
 def _extra_terms(kl_coef: float, entropy_coef: float = 0.0, kl: KLEstimator = k3) -> dict[str, Any]:

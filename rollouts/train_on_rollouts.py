@@ -13,6 +13,7 @@ from rollouts.backends.protocol import TrainingBackend
 from rollouts.backends.token_spec import DescribesTokens, explain_token_differences
 from rollouts.batching import plan_minibatches, select_rows
 from rollouts.errors import ConfigError, DataError
+from rollouts.estimators import check_advantages
 from rollouts.kl_control import measure_kl
 from rollouts.loss_weights import token_mean
 from rollouts.losses import value_loss
@@ -218,6 +219,8 @@ async def train_on_rollouts(
         batch = replace(batch, kl_coef=torch.full_like(batch.rewards, kl_coef))
         metrics |= {"kl_coef": kl_coef, "reference_kl": _reference_kl(batch)}
     batch = algorithm.estimate(batch)
+    if batch.advantages is not None:
+        batch = check_advantages(batch)  # an estimator of the user's own need not have done it
     submit = partial(submit_optimizer_step, max_tokens_per_microbatch=max_tokens_per_microbatch)
     loss = anchor_to_self(algorithm.loss, skipped) if skipped else algorithm.loss
     policy_steps: list[PendingOptimizerStep] = []

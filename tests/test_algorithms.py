@@ -42,7 +42,8 @@ from rollouts.algorithms import (
 )
 from rollouts.batching import select_rows
 from rollouts.errors import ConfigError, DataError
-from rollouts.types import Algorithm, TokenOutputs, TrainBatch
+from rollouts.estimators import estimate_opo, estimate_optimal_token_baseline, estimate_vtrace
+from rollouts.types import Algorithm, TokenOutputs, TrainBatch, Transform
 
 CASES: dict[str, tuple[Algorithm, Callable[[Step], Any]]] = {
     "grpo": (grpo(), oracles_algorithms.grpo),
@@ -354,6 +355,26 @@ def test_what_a_term_needs_is_required_only_where_it_is_on():
     assert decoupled(ppo()).loss_only == {"prox_log_probs"}
     assert truncated(grpo()).loss_only == {"old_log_probs"}
     assert truncated(ppo(kl_coef=0.1)).loss_only == frozenset(), "the penalty in the rewards reads old_log_probs in estimate"
+    assert recomputed(grpo(kl_coef=0.1)).loss_only == {"old_log_probs"}, "its KL term stands in the loss"
+
+
+@pytest.mark.parametrize("estimate", [estimate_optimal_token_baseline, estimate_vtrace, chain(estimate_opo, list), lambda batch: batch])
+def test_an_estimator_that_may_read_log_probs_keeps_its_forward_pass(estimate: Transform):
+    algorithm = replace(grpo(), estimate=estimate)
+    assert [wrap(algorithm).loss_only for wrap in (recomputed, truncated, decoupled)] == [frozenset()] * 3
+
+
+def test_a_column_that_the_algorithm_required_itself_is_not_taken_away_from_it():
+    algorithm = replace(grpo(), requires=frozenset({"old_log_probs", "prox_log_probs", "rollout_log_probs"}))
+    assert [wrap(algorithm).loss_only for wrap in (recomputed, truncated, decoupled)] == [frozenset()] * 3
+
+
+@pytest.mark.parametrize("inner", [decoupled, truncated])
+@pytest.mark.parametrize("outer", [decoupled, truncated])
+def test_tokens_are_not_weighted_twice(outer: Callable[..., Algorithm], inner: Callable[..., Algorithm]):
+    with pytest.raises(ConfigError, match=f"^{outer.__name__}.*already has a correction"):
+        outer(inner(grpo()))
+    assert outer(recomputed(grpo())).requires >= {"old_log_probs"}
 
 
 def test_decoupled_is_the_algorithm_itself_where_all_three_policies_agree():

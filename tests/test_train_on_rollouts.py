@@ -164,6 +164,16 @@ async def test_a_batch_without_a_trained_token_changes_nothing():
     assert backend.calls == []
 
 
+async def test_advantages_of_an_own_estimator_that_are_not_finite_are_refused_before_any_update():
+    def estimate(batch):
+        return replace(batch, advantages=torch.where(batch.loss_mask > 0, torch.nan, 0.0))
+
+    backend = FakeBackend()
+    with pytest.raises(DataError, match="the advantage of row 0"):
+        await train_on_rollouts(backend, make_batch(), replace(grpo(), estimate=estimate))
+    assert count(backend, "forward_backward") == 0
+
+
 async def test_a_batch_without_a_column_that_comes_with_the_samples_is_refused():
     with pytest.raises(DataError, match="rollout_log_probs"):
         await train_on_rollouts(FakeBackend(), replace(make_batch(), rollout_log_probs=None), grpo())
