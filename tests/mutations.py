@@ -610,8 +610,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "advantages.py",
         "singletons keep their reward",
-        'if singleton == "keep":\n        centered =',
-        'if singleton == "zero":\n        centered =',
+        "if keep_single:\n        centered =",
+        "if not keep_single:\n        centered =",
         (parity("advantages/prime_grpo"),),
     ),
     Mutation(
@@ -631,8 +631,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "advantages.py",
         "GPG's share of useful rows is upside down",
-        "(rewards.numel() / counted.sum().clamp(min=1).to(rewards.dtype))",
-        "(counted.sum().clamp(min=1).to(rewards.dtype) / rewards.numel())",
+        "(rewards.numel() / num_valid.clamp(min=1))",
+        "(num_valid / rewards.numel())",
         (parity("advantages/verl_gpg"),),
     ),
     Mutation(

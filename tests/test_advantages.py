@@ -22,6 +22,8 @@ from rollouts.advantages import (
     gdpo_advantages,
     gpg_advantages,
     greedy_baseline,
+    in_unequal_group,
+    is_not_zero,
     lambda_returns,
     length_weighted_mean,
     max_rl_advantages,
@@ -115,7 +117,7 @@ def test_values_of_tokens_are_normalised_under_a_mask():
 def test_the_std_is_of_the_rewards_or_of_what_the_mean_leaves():
     rewards, groups = torch.tensor([0.0, 2.0, 10.0, 12.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     by_rewards = normalize_by_group(rewards, groups, std_level=batch_std, epsilon=0.0)
-    by_centered = normalize_by_group(rewards, groups, std_level=batch_std, std_of="centered", epsilon=0.0)
+    by_centered = normalize_by_group(rewards, groups, std_level=batch_std, std_of_centered=True, epsilon=0.0)
     close(by_rewards, torch.tensor([-1, 1, -1, 1]) / rewards.std())
     close(by_centered, torch.tensor([-1, 1, -1, 1]).double() / (4 / 3) ** 0.5)
     about_zero = normalize_by_group(rewards, groups, mean_level=None, std_level=group_rms, epsilon=0.0)
@@ -156,12 +158,12 @@ def test_a_group_of_one_is_zero_or_keeps_its_reward():
     for std_level, scale in ((group_std, 1 / 1.5), (None, 1.0)):
         options = {"std_level": std_level, "epsilon": 0.5}
         assert normalize_by_group(rewards, groups, **options)[0] == 0
-        assert normalize_by_group(rewards, groups, **options, singleton="keep")[0] == pytest.approx(2.0 * scale)
+        assert normalize_by_group(rewards, groups, **options, keep_single=True)[0] == pytest.approx(2.0 * scale)
         assert torch.equal(
-            normalize_by_group(rewards, groups, **options)[1:], normalize_by_group(rewards, groups, **options, singleton="keep")[1:]
+            normalize_by_group(rewards, groups, **options)[1:], normalize_by_group(rewards, groups, **options, keep_single=True)[1:]
         )
     assert normalize_by_group(rewards, groups, mean_level=None, epsilon=0.0)[0] == 2.0
-    kept = normalize_by_group(rewards, groups, std_level=batch_std, epsilon=0.0, singleton="keep")
+    kept = normalize_by_group(rewards, groups, std_level=batch_std, epsilon=0.0, keep_single=True)
     assert kept[0] == pytest.approx(2.0 / rewards.std().item())
 
 
@@ -250,15 +252,15 @@ def test_opo_pass_at_k_gpg_and_max_rl_against_loops(rows, data):
     close(pass_at_k_advantages(rewards, groups), naive.pass_at_k(values, ids, 1e-6))
     close(pass_at_k_advantages(rewards, groups, std_level=None), naive.pass_at_k(values, ids, None))
     close(max_rl_advantages(rewards, groups), naive.max_rl(values, ids))
-    for valid in ("unequal", "nonzero"):
-        close(gpg_advantages(rewards, groups, valid=valid, f_norm=0.5), naive.gpg(values, ids, valid, 0.5))
+    for name, valid in (("unequal", in_unequal_group), ("nonzero", is_not_zero)):
+        close(gpg_advantages(rewards, groups, valid=valid, f_norm=0.5), naive.gpg(values, ids, name, 0.5))
 
 
 def test_other_baselines_keep_the_reward_of_a_group_of_one_when_asked():
     rewards, groups, lengths = torch.tensor([2.0, 1.0, 4.0]), torch.tensor([7, 3, 3]), torch.tensor([5, 1, 2])
     assert length_weighted_mean(rewards, lengths, groups).tolist() == [2.0, 3.0, 3.0]
-    assert length_weighted_mean(rewards, lengths, groups, singleton="keep").tolist() == [0.0, 3.0, 3.0]
-    assert gpg_advantages(rewards, groups, valid="nonzero", singleton="keep").tolist() == [2.0, -1.5, 1.5]
+    assert length_weighted_mean(rewards, lengths, groups, keep_single=True).tolist() == [0.0, 3.0, 3.0]
+    assert gpg_advantages(rewards, groups, valid=is_not_zero, keep_single=True).tolist() == [2.0, -1.5, 1.5]
     assert gpg_advantages(rewards, groups).tolist() == [0.0, -2.25, 2.25]
     assert pass_at_k_advantages(rewards, groups, std_level=None).tolist() == [0.0, 0.0, 3.0]
     assert max_rl_advantages(rewards, groups)[0] == 0
@@ -454,7 +456,7 @@ def test_the_only_row_with_tokens_has_its_return_or_nothing_as_baseline():
     returns, mask = torch.tensor([[3.0, 2.0], [9.0, 9.0]]), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
     scores, groups = torch.ones(2, 2), torch.tensor([0, 0])
     assert optimal_token_baseline(returns, scores, mask, groups).tolist() == [[3.0, 2.0], [0.0, 0.0]]
-    assert optimal_token_baseline(returns, scores, mask, groups, singleton="keep").eq(0).all()
+    assert optimal_token_baseline(returns, scores, mask, groups, keep_single=True).eq(0).all()
 
 
 def test_squared_scores_are_the_squared_norms_of_the_gradients():

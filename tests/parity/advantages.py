@@ -33,7 +33,7 @@ def along(row: Tensor, mask: Tensor) -> Tensor:
 def verl_grpo(token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo):
     std_level = stats.group_std if norm_adv_by_std_in_grpo else None
     rewards = row_rewards(token_level_rewards)
-    found = adv.normalize_by_group(rewards, group_numbers(index), std_level=std_level, epsilon=epsilon, singleton="keep")
+    found = adv.normalize_by_group(rewards, group_numbers(index), std_level=std_level, epsilon=epsilon, keep_single=True)
     return {"advantages": along(found, response_mask), "returns": along(found, response_mask)}
 
 
@@ -43,21 +43,25 @@ def verl_passk(token_level_rewards, response_mask, index, epsilon, norm_adv_by_s
     return {"advantages": along(found, response_mask), "returns": along(found, response_mask)}
 
 
-def verl_rloo(token_level_rewards, response_mask, index, *, singleton):
+def verl_rloo(token_level_rewards, response_mask, index, *, keep_single):
     rewards = row_rewards(token_level_rewards)
-    found = adv.normalize_by_group(rewards, group_numbers(index), mean_level=stats.leave_one_out_mean, std_level=None, singleton=singleton)
+    found = adv.normalize_by_group(
+        rewards, group_numbers(index), mean_level=stats.leave_one_out_mean, std_level=None, keep_single=keep_single
+    )
     return {"advantages": along(found, response_mask), "returns": along(found, response_mask)}
 
 
 def verl_opo(token_level_rewards, response_mask, index):
     rewards = row_rewards(token_level_rewards)
-    baseline = adv.length_weighted_mean(rewards, stats.count_tokens(response_mask), group_numbers(index), singleton="keep")
+    baseline = adv.length_weighted_mean(rewards, stats.count_tokens(response_mask), group_numbers(index), keep_single=True)
     found = along(adv.compute_advantages(rewards, baseline), response_mask)
     return {"advantages": found, "returns": found}
 
 
 def verl_gpg(token_level_rewards, response_mask, index, f_norm):
-    found = adv.gpg_advantages(row_rewards(token_level_rewards), group_numbers(index), valid="nonzero", f_norm=f_norm, singleton="keep")
+    found = adv.gpg_advantages(
+        row_rewards(token_level_rewards), group_numbers(index), valid=adv.is_not_zero, f_norm=f_norm, keep_single=True
+    )
     return {"advantages": along(found, response_mask), "returns": along(found, response_mask)}
 
 
@@ -68,14 +72,14 @@ def whiten(x: Tensor, mask: Tensor, **options: Any) -> Tensor:
 def verl_gdpo_single(token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo):
     std_level = stats.group_std if norm_adv_by_std_in_grpo else None
     rewards = row_rewards(token_level_rewards)
-    found = adv.gdpo_advantages(rewards[:, None], group_numbers(index), std_level=std_level, epsilon=1e-6, singleton="keep")
+    found = adv.gdpo_advantages(rewards[:, None], group_numbers(index), std_level=std_level, epsilon=1e-6, keep_single=True)
     whitened = whiten(along(found, response_mask), response_mask)
     return {"advantages": whitened, "returns": whitened}
 
 
 def verl_gdpo_multi(rewards, reward_weights, response_mask, index):
     weights = None if reward_weights is None else torch.tensor(reward_weights, dtype=torch.float64)
-    found = adv.gdpo_advantages(rewards, group_numbers(index), weights, epsilon=1e-6, singleton="keep")
+    found = adv.gdpo_advantages(rewards, group_numbers(index), weights, epsilon=1e-6, keep_single=True)
     return {"advantages": whiten(along(found, response_mask), response_mask)}
 
 
@@ -86,7 +90,7 @@ def verl_reinforce_plus_plus(token_level_rewards, response_mask, gamma):
 
 def verl_reinforce_plus_plus_baseline(token_level_rewards, response_mask, index):
     rewards = row_rewards(token_level_rewards)
-    found = adv.normalize_by_group(rewards, group_numbers(index), std_level=None, singleton="keep")
+    found = adv.normalize_by_group(rewards, group_numbers(index), std_level=None, keep_single=True)
     whitened = whiten(along(found, response_mask), response_mask)
     return {"advantages": whitened, "returns": whitened}
 
@@ -117,7 +121,7 @@ def verl_optimal_token_baseline(
     returns = adv.discounted_returns(token_level_rewards, response_mask)
     scores = adv.squared_scores(old_log_probs, sum_pi_squared, rollout_is_weights)
     baseline = adv.optimal_token_baseline(
-        returns, scores, response_mask, group_numbers(index), compact=compact, keep_tail=handle_zero_tail, singleton="keep"
+        returns, scores, response_mask, group_numbers(index), compact=compact, keep_tail=handle_zero_tail, keep_single=True
     )
     return {"returns": returns, "advantages": adv.compute_advantages(returns, baseline)}
 
@@ -129,25 +133,25 @@ def verl_lone_row(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None
     return reason if lone and not kwargs["handle_zero_tail"] else None
 
 
-SINGLE = "a group of one gets 0 by default; with singleton='keep' it keeps its reward, as here"
+SINGLE = "a group of one gets 0 by default; with keep_single=True it keeps its reward, as here"
 
 VERL = {
-    "verl_grpo": Parity(run=verl_grpo, ours="advantages.normalize_by_group(singleton='keep')", mask="response_mask", note=SINGLE),
+    "verl_grpo": Parity(run=verl_grpo, ours="advantages.normalize_by_group(keep_single=True)", mask="response_mask", note=SINGLE),
     "verl_grpo_vectorized": Parity(
-        run=verl_grpo, ours="advantages.normalize_by_group(singleton='keep')", mask="response_mask", note=SINGLE
+        run=verl_grpo, ours="advantages.normalize_by_group(keep_single=True)", mask="response_mask", note=SINGLE
     ),
     "verl_grpo_passk": Parity(run=verl_passk, ours="advantages.pass_at_k_advantages", mask="response_mask"),
     "verl_rloo": Parity(
-        run=partial(verl_rloo, singleton="keep"),
+        run=partial(verl_rloo, keep_single=True),
         ours="advantages.normalize_by_group(mean_level=leave_one_out_mean)",
         mask="response_mask",
         note=SINGLE,
     ),
     "verl_rloo_vectorized": Parity(
-        run=partial(verl_rloo, singleton="zero"), ours="advantages.normalize_by_group(mean_level=leave_one_out_mean)", mask="response_mask"
+        run=partial(verl_rloo, keep_single=False), ours="advantages.normalize_by_group(mean_level=leave_one_out_mean)", mask="response_mask"
     ),
     "verl_opo": Parity(run=verl_opo, ours="advantages.length_weighted_mean", mask="response_mask", note=SINGLE),
-    "verl_gpg": Parity(run=verl_gpg, ours="advantages.gpg_advantages(valid='nonzero')", mask="response_mask", note=SINGLE),
+    "verl_gpg": Parity(run=verl_gpg, ours="advantages.gpg_advantages(valid=is_not_zero)", mask="response_mask", note=SINGLE),
     "verl_gdpo_single": Parity(
         run=verl_gdpo_single, ours="advantages.gdpo_advantages, statistics.whiten", mask="response_mask", note=SINGLE
     ),
@@ -213,9 +217,9 @@ def areal_normalize(x: Tensor, mask: Tensor | None, config: Mapping[str, Any]) -
         mask=mask,
         mean_level=MEANS.get((config["mean_level"], bool(config["mean_leave1out"]))),
         std_level=None if scale is None else partial(scale, unbiased=bool(config["std_unbiased"])),
-        std_of="centered",
+        std_of_centered=True,
         epsilon=config["eps"],
-        singleton="keep" if config["mean_level"] == "group" and config["mean_leave1out"] else "zero",
+        keep_single=config["mean_level"] == "group" and bool(config["mean_leave1out"]),
     )
 
 
@@ -340,7 +344,7 @@ AREAL = {
     ),
     "areal_normalization": Parity(
         run=areal_normalization,
-        ours="advantages.normalize_by_group(std_of='centered', std_level=group_rms)",
+        ours="advantages.normalize_by_group(std_of_centered=True, std_level=group_rms)",
         note="the std is of the rewards by default; AReaL's is of what the mean leaves",
         mask="loss_mask",
         differs=areal_leftover,
