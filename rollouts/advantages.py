@@ -59,6 +59,20 @@ def combine_rewards(components: Tensor, weights: Tensor | None = None) -> tuple[
     return (kept if weights is None else kept * weights).sum(dim=1), scored.any(dim=1)
 
 
+def zero_truncated_rewards(rewards: Tensor, truncated: Tensor) -> Tensor:
+    """0 for rows that were cut off before they ended, r for the others: an answer that is not finished earns nothing, good or bad.
+
+    Args:
+        rewards: # [B].
+        truncated: # [B] bool.
+
+    Returns: # [B].
+    Source: the option mask_no_eos_with_zero of AReaL. Without a gradient of such rows at all: samples.mask_truncated.
+    """
+    check_shapes(truncated=(truncated, tuple(rewards.shape)))
+    return torch.where(truncated, torch.zeros_like(rewards), rewards)
+
+
 def penalize_length(
     rewards: Tensor,
     group_ids: Tensor,

@@ -232,6 +232,16 @@ def decoupled_ppo_loss(
 # -- rejection
 
 
+def keep_tokens(batch: TrainBatch, keep: Tensor) -> TrainBatch:
+    """loss_mask where `keep` # [B, T] bool, else 0: the other tokens leave every term and denominator of the loss.
+
+    For masks that are decided apart from the samples, and for rejections that were multiplied first: keep_tokens(batch, weights > 0).
+    To keep the denominators use covariance.drop_tokens.
+    """
+    check_shapes(keep=(keep, tuple(batch.loss_mask.shape)))
+    return _reject(batch, keep, from_mask=True)
+
+
 def reject_ratios(
     batch: TrainBatch,
     *,

@@ -36,6 +36,7 @@ from rollouts.advantages import (
     squared_scores,
     sum_token_rewards,
     vtrace,
+    zero_truncated_rewards,
 )
 from rollouts.statistics import (
     batch_leave_one_out_mean,
@@ -471,3 +472,11 @@ def test_squared_scores_are_the_squared_norms_of_the_gradients():
     close(squared_scores(chosen.detach(), probs.square().sum(-1), weights), (weights[:, None] * gradient).square().sum(-1))
     estimated = squared_scores(log_probs.detach())  # of every token that could have been drawn
     close((probs * estimated).sum(-1), 1 - probs.square().sum(-1))
+
+
+def test_rows_that_were_cut_off_earn_nothing():
+    rewards, truncated = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([False, True, True])
+    assert zero_truncated_rewards(rewards, truncated).tolist() == [1.0, 0.0, 0.0]
+    assert rewards.tolist() == [1.0, -2.0, 3.0]
+    with pytest.raises(AssertionError, match="truncated"):
+        zero_truncated_rewards(rewards, truncated[:2])
