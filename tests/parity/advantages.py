@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mapping import Parity, flatten, group_numbers, pad_rows
+from parity.mapping import Parity, Rule, group_numbers, has_nan, pad_rows, zero_nans
 from rollouts import advantages as adv
 from rollouts import kl as kls
 from rollouts import statistics as stats
@@ -126,11 +126,21 @@ def verl_optimal_token_baseline(
     return {"returns": returns, "advantages": adv.compute_advantages(returns, baseline)}
 
 
-def verl_lone_row(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+def verl_lone_row(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
     groups, filled = group_numbers(kwargs["index"]), (kwargs["response_mask"] > 0).any(dim=1)
     lone = any(int(filled[groups == g].sum()) == 1 < int((groups == g).sum()) for g in groups.unique())
-    reason = "a group with one row that has tokens is a group of one here; there the row is its own baseline"
-    return reason if lone and not kwargs["handle_zero_tail"] else None
+    return lone and not kwargs["handle_zero_tail"]
+
+
+LONE_ROW = Rule(
+    reason="a group with one row that has tokens is a group of one here; there the row is its own baseline",
+    applies=verl_lone_row,
+    given={
+        "index": lambda index: ["one"] * len(index),
+        "response_mask": lambda mask: torch.cat((torch.ones_like(mask[:1]), torch.zeros_like(mask[1:]))),
+        "handle_zero_tail": False,
+    },
+)
 
 
 SINGLE = "a group of one gets 0 by default; with keep_single=True it keeps its reward, as here"
@@ -173,7 +183,7 @@ VERL = {
         ours="advantages.optimal_token_baseline(compact=False)",
         mask="response_mask",
         note=SINGLE,
-        differs=verl_lone_row,
+        rules=(LONE_ROW,),
     ),
     "verl_tir_optimal_token_baseline": Parity(
         run=partial(verl_optimal_token_baseline, compact=True), ours="advantages.optimal_token_baseline", mask="response_mask", note=SINGLE
@@ -190,9 +200,21 @@ def areal_masked_normalization(x, mask, unbiased, eps):
     return {"out": adv.normalize_by_group(x, one_group, mask=mask, mean_level=stats.batch_mean, std_level=std_level, epsilon=eps)}
 
 
-def undefined(_: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    found = any(isinstance(x, float) and math.isnan(x) for x in flatten(outputs))
-    return "a statistic of one or no entry is NaN there; here its result is 0" if found else None
+UNDEFINED = "a statistic of one or no entry is NaN there; here its result is 0"
+NO_SPREAD = Rule(
+    reason=UNDEFINED,
+    applies=has_nan,
+    gives=zero_nans,
+    given={"mask": lambda mask: torch.zeros_like(mask).index_fill(0, torch.tensor([0]), 1) * (torch.arange(mask.shape[1]) == 0)},
+    theirs={"out": lambda rows: [[math.nan] * len(row) for row in rows]},
+)
+NO_PEERS = Rule(
+    reason=UNDEFINED,
+    applies=has_nan,
+    gives=zero_nans,
+    given={"n_samples_per_prompt": 1, "rollout_batch_size": lambda _: 1, "rewards": lambda rewards: rewards[:1]},
+    theirs={"rewards": [math.nan]},
+)
 
 
 def blocks(rows: int, size: int) -> Tensor:
@@ -227,18 +249,19 @@ def areal_normalization(x, loss_mask, eps, **config):
     return {"out": areal_normalize(x, loss_mask, {**config, "eps": eps})}
 
 
-def leftover(rows: int, config: Mapping[str, Any]) -> str | None:
-    uneven = rows % config["group_size"] and "group" in (config["mean_level"], config["std_level"])
-    return "rows behind the last whole group have mean 0 and std 0 there; here they are a smaller group" if uneven else None
+def leftover(rows: int, config: Mapping[str, Any]) -> bool:
+    return rows % config["group_size"] != 0 and "group" in (config["mean_level"], config["std_level"])
 
 
-def areal_leftover(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
-    return leftover(kwargs["x"].shape[0], kwargs)
-
-
-def areal_pipeline_leftover(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+def pipeline_leftover(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
     configs = [kwargs[name] for name in ("reward_norm", "adv_norm") if kwargs[name] is not None]
-    return next((reason for config in configs if (reason := leftover(kwargs["rewards"].shape[0], config))), None)
+    return any(leftover(kwargs["rewards"].shape[0], config) for config in configs)
+
+
+BY_FIVE = {"mean_level": "group", "std_level": "group", "group_size": 5, "mean_leave1out": False, "std_unbiased": True, "eps": 1e-5}
+SMALLER = "rows behind the last whole group have mean 0 and std 0 there; here they are a smaller group"
+LEFTOVER = Rule(reason=SMALLER, applies=lambda kwargs, _: leftover(kwargs["x"].shape[0], kwargs), given=BY_FIVE)
+PIPELINE_LEFTOVER = Rule(reason=SMALLER, applies=pipeline_leftover, given={"reward_norm": BY_FIVE})
 
 
 def shift(x: Tensor) -> Tensor:
@@ -272,7 +295,7 @@ def areal_ppo_compute_advantages(
     cut_off = attention_mask[:, -1] > 0
     score = adv.shape_rewards(rewards, bias=reward_bias, scale=reward_scaling, low=-reward_clip, high=reward_clip)
     score = score if reward_norm is None else areal_normalize(score, None, reward_norm)
-    score = torch.where(cut_off & mask_no_eos_with_zero, torch.zeros_like(score), score)
+    score = adv.zero_truncated_rewards(score, cut_off) if mask_no_eos_with_zero else score
     penalize = partial(
         adv.apply_kl_penalty,
         log_probs=log_probs,
@@ -323,7 +346,7 @@ def areal_packed_gae(
     mask = pad_rows([torch.ones(n) for n in lengths])
     cut_off, nothing = seq_no_eos_mask > 0, torch.zeros_like(reward_score)
     score = adv.shape_rewards(reward_score, low=-clip_reward_value, high=clip_reward_value)
-    score = torch.where(cut_off & mask_no_eos_with_zero, nothing, score)
+    score = adv.zero_truncated_rewards(score, cut_off) if mask_no_eos_with_zero else score
     token_rewards, _ = adv.apply_kl_penalty(adv.reward_at_last_token(score, mask), log_probs, ref_log_probs, mask, kl_ctl, kls.k1)
     options = {"gamma": gamma, "lam": lam, "bootstrap": torch.where(cut_off, last, nothing)}
     found = {
@@ -340,23 +363,24 @@ AREAL = {
         run=areal_masked_normalization,
         ours="advantages.normalize_by_group(mean_level=batch_mean, std_level=batch_std)",
         mask="mask",
-        differs=undefined,
+        rules=(NO_SPREAD,),
     ),
     "areal_normalization": Parity(
         run=areal_normalization,
         ours="advantages.normalize_by_group(std_of_centered=True, std_level=group_rms)",
         note="the std is of the rewards by default; AReaL's is of what the mean leaves",
         mask="loss_mask",
-        differs=areal_leftover,
+        rules=(LEFTOVER,),
     ),
     "areal_ppo_compute_advantages": Parity(
         run=areal_ppo_compute_advantages,
-        ours="advantages.shape_rewards, apply_kl_penalty, gae(bootstrap=...), normalize_by_group",
+        ours="advantages.shape_rewards, zero_truncated_rewards, apply_kl_penalty, gae(bootstrap=...), normalize_by_group",
         mask=lambda kwargs: shift(kwargs["loss_mask"]),
-        differs=areal_pipeline_leftover,
+        rules=(PIPELINE_LEFTOVER,),
     ),
     "areal_realhf_packed_rewards_gae_v0_3_0": Parity(
-        run=areal_packed_gae, ours="advantages.shape_rewards, apply_kl_penalty, gae(bootstrap=...), lambda_returns"
+        run=areal_packed_gae,
+        ours="advantages.shape_rewards, zero_truncated_rewards, apply_kl_penalty, gae(bootstrap=...), lambda_returns",
     ),
 }
 
@@ -399,10 +423,16 @@ def trl_rloo_advantages(
     return {"advantages": found}
 
 
-def trl_lone_rows(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+def trl_lone_rows(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
     counts = (~kwargs["rewards_per_func"].isnan().all(dim=1)).view(-1, kwargs["num_generations"]).sum(dim=1)
-    lone = bool(kwargs["normalize_advantages"]) and bool((counts == 1).any())
-    return "a row without a peer has advantage 0 and counts in the batch statistics here; there it is NaN and does not" if lone else None
+    return bool(kwargs["normalize_advantages"]) and bool((counts == 1).any())
+
+
+NO_PEER = Rule(
+    reason="a row without a peer has advantage 0 and counts in the batch statistics here; there it is NaN and does not",
+    applies=trl_lone_rows,
+    given={"normalize_advantages": True, "rewards_per_func": lambda x: x.index_fill(0, torch.arange(1, len(x)), math.nan)},
+)
 
 
 TRL = {
@@ -412,7 +442,7 @@ TRL = {
     "trl_rloo_advantages": Parity(
         run=trl_rloo_advantages,
         ours="advantages.combine_rewards, apply_kl_penalty, normalize_by_group(mean_level=leave_one_out_mean)",
-        differs=trl_lone_rows,
+        rules=(NO_PEER,),
     ),
 }
 
@@ -498,7 +528,7 @@ def rlax_vtrace(v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_, clip_rho_threshol
 
 OTHERS = {
     "slime_gae": Parity(run=slime_gae, ours="advantages.gae, lambda_returns"),
-    "slime_group_reward_norm": Parity(run=slime_group_reward_norm, ours="advantages.normalize_by_group", differs=undefined),
+    "slime_group_reward_norm": Parity(run=slime_group_reward_norm, ours="advantages.normalize_by_group", rules=(NO_PEERS,)),
     "slime_reinforce_plus_plus": Parity(
         run=slime_reinforce_plus_plus,
         ours="advantages.apply_kl_penalty, discounted_returns, statistics.whiten",
