@@ -339,6 +339,8 @@ def write_index() -> str:
         format_table(header, [row(name) for name in wrappers]),
         "On the command line a preset is an expression of names and literals, parsed and never evaluated:",
         "```text\n--rl.algorithm 'decoupled(dapo(clip_high=0.3), cap=5.0)'\n--rl.algorithm my_module:my_algorithm\n```",
+        "Each on the default task, three seeds (figures in [benchmarks.md](../benchmarks.md)):",
+        "![Held-out accuracy and mean reward over the RL steps, one panel an algorithm](../algorithms.png)",
         "## Reading the metrics",
         "Each page explains what its loss reports. For every algorithm the loop logs about the rollouts of a step:",
         format_table(("metric", "what it says"), [(f"`{name}`", escape(meaning)) for name, meaning in ROLLOUT_METRICS.items()]),
