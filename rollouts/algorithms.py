@@ -6,6 +6,9 @@ An Algorithm is a value: it prints, compares and pickles, because it is made of 
 
 The ratio's anchor is rollout_log_probs, what the engine reported, unless a wrapper says otherwise. A hyper-parameter out of range raises
 ConfigError.
+
+Log-ratios that a loss grows with are bounded by 20 nats, as in verl: nothing else bounds the ratio of a bad token without dual clip, or
+k3. A token beyond (r > e^20, a rollout log-prob of -100 for example) has no gradient, and the step goes on.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ from rollouts.estimators import (
     estimate_reinforce_plus_plus,
     estimate_reinforce_plus_plus_baseline,
 )
-from rollouts.kl import KLEstimator, k1, k2, k3
+from rollouts.kl import KLEstimator, bounded, k1, k2, k3
 from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
 from rollouts.losses import clipped_policy_loss, corrected_loss, gmpo_policy_loss, policy_loss
 from rollouts.statistics import batch_mean, group_mean, group_std, leave_one_out_mean
+from rollouts.surrogates import LOG_RATIO_BOUND, clip_fractions, inside_binary_kl, inside_tv, sequence_ratio, token_ratio
 from rollouts.surrogates import cispo as cispo_surrogate
-from rollouts.surrogates import clip_fractions, inside_binary_kl, inside_tv, sequence_ratio
 from rollouts.surrogates import dppo as dppo_surrogate
 from rollouts.surrogates import reinforce as reinforce_surrogate
 from rollouts.surrogates import sapo as sapo_surrogate
@@ -65,6 +68,10 @@ _ESTIMATES_FROM_REWARDS: tuple[Transform, ...] = (
 def chain(*steps: Transform) -> Transform:
     """The transform that applies each step to the result of the one before."""
     return Chain(steps)
+
+
+BOUNDED_RATIO = partial(token_ratio, bound=LOG_RATIO_BOUND)
+BOUNDED_K3 = bounded(k3, log_ratio=LOG_RATIO_BOUND)
 
 
 # -- group-relative algorithms
@@ -99,7 +106,9 @@ def grpo(
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, **_extra_terms(kl_coef, entropy_coef)),
+        loss=partial(
+            clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **_extra_terms(kl_coef, entropy_coef)
+        ),
         requires=_requires(kl_coef, entropy_coef),
     )
 
@@ -122,7 +131,7 @@ def dr_grpo(max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2) -> A
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=None),
         weigh=partial(fixed_length_mean, length=max_tokens),
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=BOUNDED_RATIO),
         requires=frozenset({"rollout_log_probs"}),
     )
 
@@ -145,7 +154,7 @@ def dapo(clip_low: float = 0.2, clip_high: float = 0.28, epsilon: float = 1e-4, 
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=token_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO),
         requires=frozenset({"rollout_log_probs"}),
     )
 
@@ -168,7 +177,7 @@ def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4, epsilon: float = 1e-4)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=sequence_ratio),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=partial(sequence_ratio, bound=LOG_RATIO_BOUND)),
         requires=frozenset({"rollout_log_probs"}),
     )
 
@@ -192,7 +201,7 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, epsilon: float = 1e-4) -
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
-        loss=partial(gmpo_policy_loss, low=clip_low, high=clip_high),
+        loss=partial(gmpo_policy_loss, low=clip_low, high=clip_high, bound=LOG_RATIO_BOUND),
         requires=frozenset({"rollout_log_probs"}),
     )
 
@@ -394,7 +403,7 @@ def reinforce_plus_plus(
     return Algorithm(
         estimate=partial(estimate_reinforce_plus_plus, gamma=gamma, **_penalty(kl_coef, kl)),
         weigh=token_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=BOUNDED_RATIO),
         requires=_requires(kl_coef),
     )
 
@@ -414,7 +423,7 @@ def reinforce_plus_plus_baseline(kl_coef: float = 0.0, clip_low: float = 0.2, cl
     return Algorithm(
         estimate=estimate_reinforce_plus_plus_baseline,
         weigh=token_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, **_extra_terms(kl_coef, kl=k2)),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=BOUNDED_RATIO, **_extra_terms(kl_coef, kl=k2)),
         requires=_requires(kl_coef),
     )
 
@@ -449,7 +458,7 @@ def ppo(
     return Algorithm(
         estimate=partial(estimate_gae, gamma=gamma, lam=lam, **_penalty(kl_coef, k1)),
         weigh=token_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, **_extra_terms(0.0, entropy_coef)),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **_extra_terms(0.0, entropy_coef)),
         requires=_requires(kl_coef, entropy_coef) | {"values"},
     )
 
@@ -563,7 +572,7 @@ def _check_uncorrected(algorithm: Algorithm, wrapper: str) -> None:
         )
 
 
-def _extra_terms(kl_coef: float, entropy_coef: float = 0.0, kl: KLEstimator = k3) -> dict[str, Any]:
+def _extra_terms(kl_coef: float, entropy_coef: float = 0.0, kl: KLEstimator = BOUNDED_K3) -> dict[str, Any]:
     """The keyword arguments of the KL and entropy terms of policy_loss, only those that are on."""
     _check(kl_coef >= 0, "kl_coef", kl_coef, "at least 0")
     _check(entropy_coef >= 0, "entropy_coef", entropy_coef, "at least 0")

@@ -6,6 +6,7 @@ log_probs[:, t] = log p(tokens[:, t] | tokens[:, :t]), 0 where there is no such 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -240,3 +241,17 @@ def _at_least_float32(x: Tensor) -> Tensor:
 def _align(predictions: Tensor) -> Tensor:
     """[B, T - 1] about tokens 1 .. T - 1 -> [B, T] aligned with tokens."""
     return torch.nn.functional.pad(predictions, (1, 0))
+
+
+# -- from log-ratios to ratios
+
+
+def finite_exp(log_ratio: Tensor) -> Tensor:
+    """exp(x), where that would overflow the largest number of its dtype instead, without gradient. Any shape.
+
+    Every ratio that a gradient flows through is taken here. A token far off its anchor (log r > 88 in float32: a rollout log-prob of -100)
+    has r = inf, and where the loss does not depend on r, because a clip is active or the advantage is 0, a gradient of 0 * inf = NaN.
+    Below the overflow value and gradient are those of exp, bit for bit.
+    """
+    numbers = torch.finfo(log_ratio.dtype)
+    return log_ratio.clamp(max=math.log(numbers.max) * (1 - numbers.eps)).exp()

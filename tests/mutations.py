@@ -253,6 +253,56 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_losses.py::test_gmpo_is_its_paper_on_whole_rows_and_averages_importance_weights_geometrically",),
     ),
     Mutation(
+        "logprobs.py",
+        "a ratio overflows",
+        "return log_ratio.clamp(max=math.log(numbers.max) * (1 - numbers.eps)).exp()",
+        "return log_ratio.exp()",
+        ("test_surrogates.py::test_a_clip_that_is_active_takes_the_gradient_however_large_the_ratio",),
+        fast=True,
+    ),
+    Mutation(
+        "logprobs.py",
+        "ratios are bounded long before they overflow",
+        "math.log(numbers.max) * (1 - numbers.eps)",
+        "math.log(numbers.max) * 0.9",
+        ("test_logprobs.py::test_an_exponential_that_would_overflow_is_a_number_without_gradient",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "the sum over a row is not bounded",
+        "total if bound is None else total.clamp(-bound, bound)",
+        "total",
+        ("test_surrogates.py::test_the_ratio_of_a_long_sequence_overflows_nothing",),
+    ),
+    Mutation(
+        "algorithms.py",
+        "nothing bounds the ratio of a bad token",
+        "BOUNDED_RATIO = partial(token_ratio, bound=LOG_RATIO_BOUND)",
+        "BOUNDED_RATIO = token_ratio",
+        ("test_algorithms.py::test_a_token_far_off_leaves_loss_gradient_and_metrics_finite",),
+    ),
+    Mutation(
+        "algorithms.py",
+        "nothing bounds k3",
+        "BOUNDED_K3 = bounded(k3, log_ratio=LOG_RATIO_BOUND)",
+        "BOUNDED_K3 = k3",
+        ("test_algorithms.py::test_a_token_far_off_leaves_loss_gradient_and_metrics_finite",),
+    ),
+    Mutation(
+        "algorithms.py",
+        "nothing bounds GMPO's ratios",
+        "high=clip_high, bound=LOG_RATIO_BOUND)",
+        "high=clip_high)",
+        ("test_algorithms.py::test_presets_are_their_papers_with_tokens_far_off_the_anchor[gmpo-100.0]",),
+    ),
+    Mutation(
+        "losses.py",
+        "one token makes a mean of ratios infinite",
+        "log_ratio.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)",
+        "log_ratio.detach()",
+        ("test_algorithms.py::test_a_token_far_off_leaves_loss_gradient_and_metrics_finite",),
+    ),
+    Mutation(
         "losses.py",
         "log-probs are not masked before exp",
         "log_probs, anchor, advantages = _where(mask, outputs.log_probs), ",
@@ -312,8 +362,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "losses.py",
         "the unbiased KL has no gradient through its ratio",
-        "divergence = divergence * log_ratio.exp()",
-        "divergence = divergence * log_ratio.exp().detach()",
+        "divergence = divergence * finite_exp(log_ratio)",
+        "divergence = divergence * finite_exp(log_ratio).detach()",
         (parity("losses/trl_bnpo"),),
     ),
     Mutation(
@@ -469,8 +519,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "kl.py",
         "k3 adds the log-ratio",
-        "log_ratio.exp() - 1 - log_ratio",
-        "log_ratio.exp() - 1 + log_ratio",
+        "finite_exp(log_ratio) - 1 - log_ratio",
+        "finite_exp(log_ratio) - 1 + log_ratio",
         ("test_losses.py::test_the_clipped_loss_matches_the_loop_in_value_and_gradient",),
     ),
     Mutation(

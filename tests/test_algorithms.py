@@ -299,6 +299,57 @@ def test_groups_of_one_are_defined(name: str):
     assert bool(torch.isfinite(gradient).all())
 
 
+def far_off(columns: tuple[str, ...], log_ratio: float, batch: TrainBatch, log_probs: torch.Tensor):
+    """Policy and batch, in which the second token of every row, a trained one, has this log-ratio to each of the columns."""
+    policy, values = log_probs.clone(), {name: getattr(batch, name).clone() for name in columns if getattr(batch, name) is not None}
+    policy[:, 1] = -0.5 + min(log_ratio, 0.0)
+    for value in values.values():
+        value[:, 1] = -0.5 - max(log_ratio, 0.0)
+    return policy, replace(batch, **values)
+
+
+ANCHORS = ("rollout_log_probs", "old_log_probs", "prox_log_probs", "segment_log_probs")
+
+
+@pytest.mark.parametrize("log_ratio", [-100.0, 19.0, 100.0])
+@pytest.mark.parametrize("name", CASES)
+def test_presets_are_their_papers_with_tokens_far_off_the_anchor(name: str, log_ratio: float):
+    algorithm, oracle = CASES[name]
+    log_probs, batch = make_rollouts(3, 6, 5, with_greedy=name == "remax")
+    log_probs, batch = far_off(ANCHORS, log_ratio, with_columns(algorithm, batch, 3), log_probs)
+    loss, gradient = run(algorithm, log_probs, batch)
+    expected, expected_gradient = run_oracle(oracle, log_probs, batch)
+    close(loss, expected)
+    close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("columns", [ANCHORS, ("rollout_log_probs",), ("old_log_probs", "prox_log_probs"), ("ref_log_probs",)])
+@pytest.mark.parametrize("log_ratio", [-100.0, 100.0])
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_far_off_leaves_loss_gradient_and_metrics_finite(name: str, log_ratio: float, columns: tuple[str, ...]):
+    algorithm, _ = CASES[name]
+    log_probs, batch = make_rollouts(3, 6, 5, with_greedy=name == "remax")
+    log_probs, batch = far_off(columns, log_ratio, with_columns(algorithm, batch, 3), log_probs)
+    estimated = to_float32(algorithm.estimate(batch))
+    for sign in (1.0, 0.0, -1.0):
+        step = replace(estimated, advantages=sign * estimated.loss_mask, loss_weights=algorithm.weigh(estimated))
+        leaf = log_probs.float().requires_grad_()
+        loss, metrics = algorithm.loss(TokenOutputs(log_probs=leaf, entropy=entropy_of(leaf)), step)
+        loss.backward()
+        assert leaf.grad is not None
+        assert bool(torch.isfinite(loss))
+        assert bool(torch.isfinite(leaf.grad).all())
+        assert bool(torch.isfinite(leaf.grad.norm()))
+        assert all(bool(torch.isfinite(value)) for value in metrics.values()), metrics
+        if sign == 0.0 and not algorithm.requires & {"ref_log_probs", "entropy"}:
+            assert float(leaf.grad.abs().sum()) == 0.0
+
+
+def to_float32(batch: TrainBatch) -> TrainBatch:
+    doubles = {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor) and x.dtype == torch.float64}
+    return replace(batch, **{name: x.float() for name, x in doubles.items()})
+
+
 BAD = [
     (grpo, {"clip_low": 1.0}, "clip_low"),
     (grpo, {"clip_low": -0.1}, "clip_low"),

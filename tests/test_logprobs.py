@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rollouts.logprobs import (
     chunked_log_probs,
     entropy_from_logits,
+    finite_exp,
     gather_log_probs,
     shift_packed,
     sum_of_squared_probs,
@@ -319,3 +320,16 @@ def test_token_by_token_and_chunked_are_the_same_number():
     shift = shift_packed(tokens.flatten(), torch.tensor([0, 6, 12]))
     packed, _ = chunked_log_probs(hidden[shift.predictors], weight, shift.targets, chunk_size=4)
     torch.testing.assert_close(packed, token_log_probs(logits, tokens)[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_an_exponential_that_would_overflow_is_a_number_without_gradient(dtype):
+    largest = math.log(torch.finfo(dtype).max)
+    inside = torch.tensor([-math.inf, -1000.0, 0.0, 0.3, 0.99 * largest], dtype=dtype, requires_grad=True)
+    found, expected = finite_exp(inside), inside.exp()
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.autograd.grad(found.sum(), inside)[0], torch.autograd.grad(expected.sum(), inside)[0])
+    beyond = torch.tensor([1.01 * largest, 10 * largest, math.inf], dtype=dtype, requires_grad=True)
+    assert finite_exp(beyond).isfinite().all()
+    assert torch.autograd.grad(finite_exp(beyond).sum(), beyond)[0].eq(0).all()
+    assert finite_exp(torch.tensor([math.nan], dtype=dtype)).isnan().all()
