@@ -99,7 +99,8 @@ def grpo(
         dual: dual-clip bound for negative advantages, > 1; verl uses 3. None = off, as in the paper.
         entropy_coef: of the entropy bonus, 0 in the paper.
 
-    Source: Shao et al. 2024 (DeepSeekMath), equations 3 and 4.
+    Source: Shao et al. 2024 (DeepSeekMath), equations 3 and 4. Aggregation as in the paper; TRL's GRPO also counts rows without a trained
+    token among B, and verl's default is a mean over tokens.
     """
     _check_clip(clip_low, clip_high, dual)
     _check_epsilon(epsilon)
@@ -124,7 +125,8 @@ def dr_grpo(max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2) -> A
         max_tokens: the constant, usually the token budget of a response.
         clip_low, clip_high: as in grpo.
 
-    Source: Liu et al. 2025 (Understanding R1-Zero-like training), section 3.2.
+    Source: Liu et al. 2025 (Understanding R1-Zero-like training), section 3.2. Rows without a trained token do
+    not count in B, as in verl; in TRL they do.
     """
     _check_clip(clip_low, clip_high, None)
     _check(max_tokens >= 1, "max_tokens", max_tokens, "at least 1")
@@ -145,9 +147,10 @@ def dapo(clip_low: float = 0.2, clip_high: float = 0.28, epsilon: float = 1e-4, 
     (dynamic sampling), over-sampling and overlong_penalty.
 
     Args:
-        clip_low, clip_high, epsilon, dual: as in grpo.
+        clip_low, clip_high, dual: as in grpo.
+        epsilon: as in grpo.
 
-    Source: Yu et al. 2025 (DAPO), equations 8 to 10.
+    Source: Yu et al. 2025 (DAPO), equations 8 to 10: no KL term. TRL and verl have the same objective, verl with dual=3.
     """
     _check_clip(clip_low, clip_high, dual)
     _check_epsilon(epsilon)
@@ -170,7 +173,9 @@ def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4, epsilon: float = 1e-4)
         clip_low, clip_high: widths round 1 of the length-normalised ratio, so much smaller than GRPO's.
         epsilon: added to the standard deviation.
 
-    Source: Zheng et al. 2025 (Group sequence policy optimization), equations 5 to 7; clip widths of its section 5.1.
+    Source: Zheng et al. 2025 (Group sequence policy optimization), equations 5 to 7; clip widths of its section 5.1. A mean over rows, as
+    in the paper, slime and TRL; AReaL has a mean over tokens. The gradient is that of each token's own log-prob, as in verl; with this
+    mean and one advantage a row it is the same as theirs through the row's mean.
     """
     _check_clip(clip_low, clip_high, None)
     _check_epsilon(epsilon)
@@ -193,7 +198,7 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, epsilon: float = 1e-4) -
         clip_low, clip_high: widths in nats.
         epsilon: added to the standard deviation.
 
-    Source: Zhao et al. 2025 (Geometric-mean policy optimization).
+    Source: Zhao et al. 2025 (Geometric-mean policy optimization). verl adds 1e-8 to |o_i|, and counts rows without a trained token among B.
     """
     _check(clip_low >= 0, "clip_low", clip_low, "at least 0 (nats)")
     _check(clip_high >= 0, "clip_high", clip_high, "at least 0 (nats)")
@@ -214,7 +219,8 @@ def cispo(clip_high: float = 0.28, clip_low: float = 1.0, epsilon: float = 1e-4)
     When: several updates per rollout batch; rare tokens whose ratio grows fast (turning points of a solution) go on learning.
 
     Args:
-        clip_high: width above 1: the weight's cap is 1 + clip_high. verl and slime write the width, TRL the cap itself.
+        clip_high: width above 1: the weight's cap is 1 + clip_high. verl and slime write the width, TRL the cap itself (and recommends 5,
+            after ScaleRL, which is clip_high=4 here). The paper does not print its value; 0.28 is that of Trinity-RFT's CISPO.
         clip_low: width below 1, in [0, 1]; 1 = no lower bound, as in the paper.
         epsilon: added to the standard deviation.
 
@@ -277,7 +283,7 @@ def dppo(low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: float 
     return _dppo(inside_tv, low, high, cap, epsilon)
 
 
-def dppo_kl(low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: float = 1e-4) -> Algorithm:
+def dppo_kl(low: float = 0.05, high: float = 0.05, cap: float = 20.0, epsilon: float = 1e-4) -> Algorithm:
     """dppo with the trust region measured by the binary KL divergence KL(p_old || p) of the event "this token".
 
     When: as dppo; the divergence grows without bound where a probable token is about to vanish, so it guards such tokens harder.
@@ -287,7 +293,8 @@ def dppo_kl(low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: flo
         cap: of the detached ratio.
         epsilon: added to the standard deviation.
 
-    Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning), its KL variant as in verl.
+    Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning), its KL variant as in verl; widths 0.05 as in the
+    runs of SkyRL (pull request 1037) and open-instruct (pull request 1790).
     """
     _check(low >= 0, "low", low, "at least 0 (nats)")
     _check(high >= 0, "high", high, "at least 0 (nats)")
@@ -302,7 +309,9 @@ def rloo() -> Algorithm:
 
     When: one update per rollout batch; the ratio is not corrected.
 
-    Source: Ahmadian et al. 2024 (Back to basics), equation 5.
+    Source: Ahmadian et al. 2024 (Back to basics). Its reward holds a KL penalty (beta 0.05 in TRL), which is left out here: rewards that
+    are checked need no anchor. TRL and AReaL put a clipped ratio round these advantages, for more than one update per rollout batch:
+    dataclasses.replace(rloo(), loss=dapo().loss).
     """
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=leave_one_out_mean, std_level=None),
@@ -333,7 +342,8 @@ def remax() -> Algorithm:
     When: few samples per prompt: the baseline costs one greedy sample a group, which is not trained on. Generate with
     create_generate_fn(num_greedy=1) and RolloutConfig(n_baseline_samples=1).
 
-    Source: Li et al. 2023 (ReMax), algorithm 2.
+    Source: Li et al. 2023 (ReMax). The KL penalty in the reward that verl can add is left out here; estimate_greedy_baseline takes it as
+    kl and kl_coef, with "ref_log_probs" among requires.
     """
     return Algorithm(
         estimate=estimate_greedy_baseline,
@@ -348,7 +358,8 @@ def opo() -> Algorithm:
 
     When: as rloo; the baseline weighted by length is the one of least variance if a response's gradient grows with its length.
 
-    Source: Hao et al. 2025 (On-policy RL with optimal reward baseline), equation 9.
+    Source: Hao et al. 2025 (On-policy RL with optimal reward baseline), with its plain policy gradient. verl has the same baseline, and by
+    default its clipped ratio and a mean over tokens.
     """
     return Algorithm(
         estimate=estimate_opo,
@@ -366,7 +377,7 @@ def gpg(f_norm: float = 1.0) -> Algorithm:
     Args:
         f_norm: > 0; a constant in place of the group's standard deviation.
 
-    Source: Chu et al. 2025 (GPG), equations 6 and 7. verl's alpha counts the rows whose reward is not 0 instead.
+    Source: Chu et al. 2025 (GPG). verl's alpha counts the rows whose reward is not 0 instead.
     """
     _check(f_norm > 0, "f_norm", f_norm, "more than 0")
     return Algorithm(
@@ -395,7 +406,7 @@ def reinforce_plus_plus(
         clip_low, clip_high: as in grpo.
         kl: estimator of the penalty.
 
-    Source: Hu et al. 2025 (REINFORCE++), equations 5 to 8.
+    Source: Hu et al. 2025 (REINFORCE++).
     """
     _check_clip(clip_low, clip_high, None)
     _check(kl_coef >= 0, "kl_coef", kl_coef, "at least 0")
@@ -444,12 +455,13 @@ def ppo(
     When: rewards along the way, or one sample per prompt. Needs a critic: a second backend with a value head, trained beside the policy.
 
     Args:
-        gamma: discount in [0, 1].
-        lam: of GAE, in [0, 1]: 1 = Monte-Carlo returns, 0 = one step.
+        gamma: discount in [0, 1]; 1 in verl and AReaL, too.
+        lam: of GAE, in [0, 1]: 1 = Monte-Carlo returns (verl's and AReaL's default), 0 = one step. The paper uses 0.95.
         clip_low, clip_high, dual, entropy_coef: as in grpo.
         kl_coef: of the KL penalty in the reward; > 0 needs a reference model.
 
-    Source: Schulman et al. 2017 (PPO), equations 7, 11 and 12; Schulman et al. 2016 (GAE), equation 16.
+    Source: Schulman et al. 2017 (PPO), equations 7, 11 and 12; Schulman et al. 2016 (GAE), equation 16. Whitened over the tokens of the
+    rollout batch, as in verl. The clip of the critic's value belongs to its own loss: RLTrainingConfig.value_clip, 0.2 (verl: 0.5).
     """
     _check_clip(clip_low, clip_high, dual)
     _check(0 <= gamma <= 1, "gamma", gamma, "in [0, 1]")
@@ -507,6 +519,8 @@ def recomputed(algorithm: Algorithm) -> Algorithm:
 
     Args:
         algorithm: any whose loss uses the ratio.
+
+    Source: Schulman et al. 2017 (PPO), section 3, where the ratio's anchor is the policy before the update.
     """
     return replace(
         algorithm,

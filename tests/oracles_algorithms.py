@@ -231,7 +231,7 @@ def dppo(step: Step, low: float = 0.2, high: float = 0.2, cap: float = 20.0, eps
     return per_token(step, loss)
 
 
-def dppo_kl(step: Step, low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: float = 1e-4) -> Number:
+def dppo_kl(step: Step, low: float = 0.05, high: float = 0.05, cap: float = 20.0, epsilon: float = 1e-4) -> Number:
     """Qi et al. 2026, binary KL divergence."""
     a = group_normalized(step, epsilon)
 
