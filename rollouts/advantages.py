@@ -165,9 +165,10 @@ def normalize_by_group(
             group-centered rewards by the std of all rewards, AReaL by that of the centered ones (and about 0: group_rms, batch_rms).
         epsilon: added to the standard deviation. The paper has none; TRL uses 1e-4, AReaL 1e-5, verl and slime 1e-6; we follow TRL.
         keep_single: a group with one entry keeps its reward (verl), as if its mean were 0; else it gets 0 where a mean of the group is
-            subtracted. Its std counts as 1 where it is 0.
+            subtracted.
 
-    Returns: the shape of rewards, 0 where mask = 0.
+    Returns: the shape of rewards, 0 where mask = 0. A std of 0 (one entry, equal rewards) counts as 1: what no spread measures is not
+        scaled, so a group whose rewards are equal, centered on the mean of the batch, does not outweigh all others by 1 / epsilon.
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2.
     """
     if mask is not None:
@@ -195,7 +196,7 @@ def normalize_by_group(
     if std_level is None:
         return centered
     std = std_level(centered if std_of_centered else rewards, group_ids)
-    return centered / (torch.where(alone & (std == 0), torch.ones_like(std), std) + epsilon)
+    return _divide(centered, std, epsilon)
 
 
 def greedy_baseline(rewards: Tensor, group_ids: Tensor, trainable: Tensor) -> Tensor:
@@ -284,7 +285,7 @@ def pass_at_k_advantages(
     alone_at_top = best & (group_sum(best.to(rewards.dtype), group_ids) == 1) & (group_count(rewards, group_ids) > 1)
     second = group_max(torch.where(best, torch.full_like(rewards, -torch.inf), rewards), group_ids)
     gap = torch.where(alone_at_top, rewards - second, torch.zeros_like(rewards))
-    return gap if std_level is None else gap / (std_level(rewards, group_ids) + epsilon)
+    return gap if std_level is None else _divide(gap, std_level(rewards, group_ids), epsilon)
 
 
 def max_rl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -583,6 +584,11 @@ def vtrace(
         columns.append((torch.where(on, error, nothing), torch.where(on, advantage, nothing), torch.where(on, q_value, nothing)))
     errors, advantages, q_values = (torch.stack(parts[::-1], dim=1) for parts in zip(*columns, strict=True))
     return VTrace(errors, advantages, q_values)
+
+
+def _divide(x: Tensor, std: Tensor, epsilon: float) -> Tensor:
+    """x / (std + epsilon), a std of 0 counting as 1."""
+    return x / (torch.where(std == 0, torch.ones_like(std), std) + epsilon)
 
 
 def _at(x: float | Tensor, t: int) -> float | Tensor:

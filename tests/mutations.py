@@ -646,16 +646,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "advantages.py",
         "epsilon is subtracted from the std",
-        "return centered / (torch.where(alone & (std == 0), torch.ones_like(std), std) + epsilon)",
-        "return centered / (torch.where(alone & (std == 0), torch.ones_like(std), std) - epsilon)",
+        "return x / (torch.where(std == 0, torch.ones_like(std), std) + epsilon)",
+        "return x / (torch.where(std == 0, torch.ones_like(std), std) - epsilon)",
         (parity("advantages/trl_rloo_advantages"),),
     ),
     Mutation(
         "advantages.py",
         "the std multiplies instead of dividing",
-        "return centered / (torch.where(alone",
-        "return centered * (torch.where(alone",
+        "return x / (torch.where(std == 0",
+        "return x * (torch.where(std == 0",
         (parity("advantages/slime_group_reward_norm"),),
+    ),
+    Mutation(
+        "advantages.py",
+        "a std of 0 divides",
+        "torch.where(std == 0, torch.ones_like(std), std) + epsilon",
+        "std + epsilon",
+        ("test_advantages.py::test_equal_rewards_give_exactly_zero", "test_advantages.py::test_a_group_without_spread_is_not_scaled"),
     ),
     Mutation(
         "advantages.py",

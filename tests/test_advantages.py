@@ -135,13 +135,24 @@ def test_advantages_of_one_group_do_not_depend_on_the_others(rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mean_level", [group_mean, batch_mean, leave_one_out_mean])
 @pytest.mark.parametrize("std_level", [group_std, batch_std, None])
-@given(reward=REWARDS, size=st.integers(1, 12), epsilon=st.sampled_from([1e-12, 1e-4]))
+@given(reward=REWARDS, size=st.integers(1, 12), epsilon=st.sampled_from([0.0, 1e-12, 1e-4]))
 def test_equal_rewards_give_exactly_zero(dtype, mean_level, std_level, reward, size, epsilon):
     rewards = torch.full((size,), reward, dtype=dtype)
     groups = torch.zeros(size, dtype=torch.int64)
     assert group_std(rewards, groups).tolist() == [0.0] * size
     found = normalize_by_group(rewards, groups, mean_level=mean_level, std_level=std_level, epsilon=epsilon)
     assert found.tolist() == [0.0] * size
+    assert pass_at_k_advantages(rewards, groups, std_level=std_level, epsilon=epsilon).tolist() == [0.0] * size
+    assert gdpo_advantages(rewards[:, None], groups, std_level=std_level, epsilon=epsilon).tolist() == [0.0] * size
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-4])
+def test_a_group_without_spread_is_not_scaled(epsilon):
+    rewards, groups = torch.tensor([1.0, 1.0, 0.0, 0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    found = normalize_by_group(rewards, groups, mean_level=batch_mean, std_level=group_std, epsilon=epsilon)
+    close(found[:2], [0.375 / (1 + epsilon)] * 2)
+    raw = normalize_by_group(rewards, groups, mean_level=None, std_level=group_std, epsilon=epsilon)
+    close(raw[:2], [1 / (1 + epsilon)] * 2)
 
 
 @pytest.mark.parametrize("mean_level", [group_mean, leave_one_out_mean])
