@@ -88,7 +88,7 @@ def capped(ratio: Ratio, *, cap: float) -> Ratio:
     Args:
         cap: > 0.
 
-    Source: Prime Intellect 2025 (INTELLECT-2), section 3.4.
+    Source: Prime Intellect 2025 (INTELLECT-2), its two-sided clipping.
     """
     assert cap > 0, f"cap is {cap}, expected more than 0"
     return partial(_capped, ratio=ratio, cap=cap)
@@ -180,7 +180,7 @@ def clipped(
         dual: > 1; a token with A < 0 and r > dual has loss -dual * A and no gradient. None = off: only the ratio's own bound
             (token_ratio) then holds the loss of such a token.
 
-    Source: Schulman et al. 2017 (PPO), equation 7; Ye et al. 2020 (dual clip), equation 3.
+    Source: Schulman et al. 2017 (PPO), equation 7; Ye et al. 2020 (Mastering complex control in MOBA games: dual clip).
     """
     assert 0 <= low < 1, f"low is {low}, expected in [0, 1): the ratio is clipped to at least 1 - low, and it is never below 0"
     assert high >= 0, f"high is {high}, expected at least 0"

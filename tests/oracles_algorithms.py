@@ -248,7 +248,7 @@ def dppo_kl(step: Step, low: float = 0.05, high: float = 0.05, cap: float = 20.0
 
 
 def rloo(step: Step) -> Number:
-    """Ahmadian et al. 2024, equation 5: the baseline is the mean of the others."""
+    """Ahmadian et al. 2024: the baseline is the mean of the others."""
 
     def advantage(b: int) -> float:
         others = [step.rewards[i] for i in step.group(b) if i != b]
