@@ -76,6 +76,10 @@ CRITIC_METRICS = {
     "value_clip_fraction": "share of tokens whose value has moved further than the clip allows",
     "explained_variance": "1 - var(returns - values) / var(returns) before the update: 1 is perfect, 0 no better than a constant",
 }
+BOUND = (
+    "`bound=20.0`, as in verl: log r counts as 20 nats at most. A token beyond (r > e^20: a rollout log-prob of -100, say) has no gradient"
+    " through its ratio, and the loss stays finite."
+)
 SWITCHES = ("kl_coef", "entropy_coef")  # hyper-parameters that are terms of the loss where they are more than 0
 ROLLOUT_METRICS = {
     "reward_mean": "what should rise; with it reward_std, reward_min, reward_max",
@@ -302,7 +306,8 @@ def write_page(name: str) -> str:
         "## Composition",
         f"`{expression_of(name)}` is the value",
         format_table(("part", "function", "called"), composition),
-        "and requires these columns of the batch:",
+        *([BOUND] if "bound=20.0" in format_part(algorithm.loss) else []),
+        "It requires these columns of the batch:",
         format_table(("column", "what it is"), columns),
         f"The code, in `rollouts/algorithms.py`:\n\n```python\n{code_without_docstring(preset)}\n```",
         "## Oracle",
@@ -339,6 +344,8 @@ def write_index() -> str:
         format_table(header, [row(name) for name in wrappers]),
         "On the command line a preset is an expression of names and literals, parsed and never evaluated:",
         "```text\n--rl.algorithm 'decoupled(dapo(clip_high=0.3), cap=5.0)'\n--rl.algorithm my_module:my_algorithm\n```",
+        "Each on the default task, three seeds (figures in [benchmarks.md](../benchmarks.md)):",
+        "![Held-out accuracy and mean reward over the RL steps, one panel an algorithm](../algorithms.png)",
         "## Reading the metrics",
         "Each page explains what its loss reports. For every algorithm the loop logs about the rollouts of a step:",
         format_table(("metric", "what it says"), [(f"`{name}`", escape(meaning)) for name, meaning in ROLLOUT_METRICS.items()]),

@@ -11,16 +11,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT / "tests"))  # the mappings are part of the tests
 
-from parity.mapping import Parity, load, mismatches  # noqa: E402
+from parity.mapping import load, mismatches, name_outputs, run_case  # noqa: E402
 from test_parity import MAPPINGS, NOT_OFFERED, SHIPPED  # noqa: E402
 
 PAGE = DOCS / "parity.md"
@@ -40,17 +39,9 @@ class Row:
     status: str
     ours: str
     reason: str
-    left_out: str  # recorded outputs and gradients that are not compared
-
-
-def find_left_out(document: Mapping[str, Any], parity: Parity) -> str:
-    """Recorded outputs and gradients that the mapping has no counterpart for."""
-    recorded, compared, gradients = set[str](), set[str](), set[str]()
-    for case in document["cases"]:
-        recorded |= set(case["outputs"])
-        compared |= set(parity.run(**case["kwargs"])) if not recorded <= compared else set()
-        gradients |= {f"d/d{name}" for name in case["grads"] if name not in parity.wrt}
-    return ", ".join([*sorted(recorded - compared), *sorted(gradients)])
+    left_out: str  # recorded outputs and gradients that are not compared, and why
+    num_results: int  # recorded outputs and gradients of all cases
+    num_left_out: int  # those of them that are not compared: see left_out
 
 
 def compare(path: Path) -> Row:
@@ -66,22 +57,30 @@ def compare(path: Path) -> Row:
         "num_cases": len(document["cases"]),
     }
     if name in NOT_OFFERED:
-        return Row(**facts, num_differing=len(document["cases"]), status=NOT, ours="", reason=NOT_OFFERED[name], left_out="")
+        nothing = {"ours": "", "left_out": "", "num_results": 0, "num_left_out": 0}
+        return Row(**facts, **nothing, num_differing=len(document["cases"]), status=NOT, reason=NOT_OFFERED[name])
     if name not in MAPPINGS:
         raise ValueError(f"{name} has no mapping in tests/parity: add one, or the reason why it is not offered")
     found, on_purpose = mismatches(document, MAPPINGS[name])
     if found:
         raise ValueError(f"{name} does not agree: {found[0]}")
     status = AGREES if not on_purpose else DIFFERS if len(on_purpose) == len(document["cases"]) else EXCEPT
-    note = MAPPINGS[name].note
-    reasons = [*dict.fromkeys(on_purpose.values()), *([note] if note else [])]
+    parity = MAPPINGS[name]
+    reasons = [*dict.fromkeys(on_purpose.values()), *([parity.note] if parity.note else [])]
+    alike = [case for case in document["cases"] if case["id"] not in on_purpose]
+    results = [[*name_outputs(case["outputs"]), *(f"d/d{x}" for x in case["grads"])] for case in alike]
+    ours = [{*run_case(parity, case["kwargs"])[0], *(f"d/d{x}" for x in parity.wrt)} for case in alike]
+    left_out = [x for found, own in zip(results, ours, strict=True) for x in found if x not in own]
+    why = {reason: ", ".join(x for x in dict.fromkeys(left_out) if parity.left_out[x] == reason) for reason in parity.left_out.values()}
     return Row(
         **facts,
         num_differing=len(on_purpose),
         status=status,
-        ours=MAPPINGS[name].ours,
+        ours=parity.ours,
         reason="; ".join(reasons),
-        left_out=find_left_out(document, MAPPINGS[name]),
+        left_out="; ".join(f"{names}: {reason}" for reason, names in why.items() if names),
+        num_results=sum(len(found) for found in results),
+        num_left_out=len(left_out),
     )
 
 
@@ -111,11 +110,25 @@ def format_rows(rows: list[Row]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def format_rules() -> Iterator[str]:
+    """A Markdown table of all rules by which cases differ, with the functions that each holds for."""
+    yield "| where | theirs and ours | checked |"
+    yield "| --- | --- | --- |"
+    holders: dict[tuple[str, str], list[str]] = {}
+    for name, parity in MAPPINGS.items():
+        for rule in parity.rules:
+            ours = f"{rule.raises.__name__} is raised" if rule.raises else "our values" if rule.gives else "our values are finite"
+            holders.setdefault((rule.reason, ours), []).append(f"`{name.split('/')[1]}`")
+    for (reason, ours), names in holders.items():
+        yield f"| {', '.join(names)} | {escape(reason)} | {ours} |"
+
+
 def write_page() -> str:
     """docs/parity.md."""
     rows = compare_all()
     counts = Counter(row.status for row in rows)
     cases, differing = sum(row.num_cases for row in rows), sum(row.num_differing for row in rows)
+    results, left_out = sum(row.num_results for row in rows), sum(row.num_left_out for row in rows)
     agreeing = counts[AGREES] + counts[EXCEPT]
     lines = [
         "<!-- Written by docs/generate_parity.py from tests/parity: do not edit. -->",
@@ -124,18 +137,21 @@ def write_page() -> str:
         "",
         f"{len(rows)} functions of other frameworks were run on their own, and their inputs, outputs and gradients recorded"
         " ([format](../tests/data/golden/README.md)). `tests/test_parity.py` holds our compositions against them, in float64, at each"
-        " file's tolerance. A mapping only renames and reshapes; every number comes from the library. `ROLLOUTS_GOLDEN_DIR` points the"
-        " same tests at another folder of vectors.",
+        " file's tolerance. A mapping renames, reshapes, pads, shifts and masks, exchanges arguments, and turns options into arguments;"
+        " every other number comes from the library. `ROLLOUTS_GOLDEN_DIR` points the same tests at another folder of vectors.",
         "",
         f"{agreeing} of {len(rows)} ({agreeing / len(rows):.0%}) agree in value and, where recorded, gradient: {counts[AGREES]} in every"
         f" case, {counts[EXCEPT]} except for cases that differ on purpose. {counts[DIFFERS]} differ, {counts[NOT]} are not offered. By"
-        f" cases: {cases - differing} of {cases}.",
+        f" cases: {cases - differing} of {cases}. In these, {results} outputs and gradients are recorded, and {results - left_out} of them"
+        f" compared; the other {left_out} stand under `not compared` with the reason, most of them metrics of the other framework's own.",
         "",
-        "`what differs` also names what we do otherwise by default, where an option gives the other framework's numbers. `not compared` are"
-        " recorded outputs, mostly metrics under the other framework's own names, and gradients that the mapping has no counterpart for.",
+        "`what differs` also names what we do otherwise by default, where an option gives the other framework's numbers. A case that"
+        " differs on purpose is run all the same: its results must be what the rule says, or finite. The last table has every such rule,"
+        " also those that no recorded case falls under; a test has an example of each.",
     ]
     for group in dict.fromkeys(row.group for row in rows):
         lines += ["", f"## {group}", "", *format_rows([row for row in rows if row.group == group])]
+    lines += ["", "## Where we differ on purpose", "", *format_rules()]
     return "\n".join(lines) + "\n"
 
 

@@ -146,19 +146,6 @@ def describe_algorithm(expression: str, max_tokens: int) -> str:
     return _describe(parse_algorithm(expression), max_tokens)
 
 
-def find_argument(expression: str, name: str) -> Any:
-    """The value of an argument of this name, given or by default, in the outermost function that has one; None if there is none."""
-    calls = [parse_algorithm(expression)]
-    for call in calls:  # grows while it is read: inner calls come after outer ones
-        if name in call.arguments:
-            return call.arguments[name]
-        parameter = _parameters(call.function).get(name)
-        if parameter is not None and parameter.default is not inspect.Parameter.empty:
-            return parameter.default
-        calls += [value for value in call.arguments.values() if isinstance(value, PresetCall)]
-    return None
-
-
 def list_presets() -> str:
     """The known names, for messages."""
     return f"known are {', '.join(sorted(PRESETS))}, or module:function"

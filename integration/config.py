@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from integration.algorithm_expression import find_argument, resolve_algorithm
+from integration.algorithm_expression import resolve_algorithm
+from integration.algorithm_facts import find_kl_coefs
 from rollouts.config import (
     CheckpointConfig,
     GenerationConfig,
@@ -96,9 +97,9 @@ class SFTSection:
 
 @dataclass(frozen=True, kw_only=True)
 class KLControlSection:
-    """The coefficient of the algorithm's KL term from step to step."""
+    """The coefficient of the algorithm's KL term from step to step. As long as nothing is set here, the algorithm's own number counts."""
 
-    kl_coef: float | None = None  # at the beginning; None = the kl_coef in rl.algorithm
+    kl_coef: float | None = None  # at the beginning; None = the algorithm's own
     target: float | None = None  # KL per token in nats that the coefficient is adapted to; None = it stays as it is
     horizon: float = 10_000.0  # samples over which the coefficient changes by at most a fifth
 
@@ -330,24 +331,26 @@ def count_greedy_samples(algorithm: Algorithm) -> int:
 
 
 def create_kl_control(config: Config, algorithm: Algorithm) -> KLControl | None:
-    """The controller of the algorithm's KL term, so that its coefficient and the measured KL are logged; None without such a term.
+    """The controller of the algorithm's KL term; None unless the user set something in rl.kl_control.
 
-    None, too, for an algorithm of the user's own whose coefficient is not known, unless the configuration gives one.
+    A controller sets the coefficient of every KL term. Where it begins is the user's number or, without one, the algorithm's own.
     """
-    section = config.rl.kl_control
+    section, name = config.rl.kl_control, config.rl.algorithm
+    if section == KLControlSection():
+        return None
     if "ref_log_probs" not in algorithm.requires:
-        if section != KLControlSection():
-            raise ConfigError(
-                f"rl.kl_control is set, but rl.algorithm {config.rl.algorithm!r} has no KL term: give it a kl_coef, as in ppo(kl_coef=0.05)"
-            )
-        return None
-    kl_coef = find_argument(config.rl.algorithm, "kl_coef") if section.kl_coef is None else section.kl_coef
-    if not isinstance(kl_coef, int | float):
-        if section.target is not None:
-            raise ConfigError(
-                f"rl.algorithm {config.rl.algorithm!r} does not say its kl_coef: give --rl.kl-control.kl-coef, where it begins"
-            )
-        return None
+        raise ConfigError(f"rl.kl_control is set, but rl.algorithm {name!r} has no KL term: give it a kl_coef, as in ppo(kl_coef=0.05)")
+    places = find_kl_coefs(algorithm)
+    found = sorted({coefficient for coefficients in places.values() for coefficient in coefficients})
+    if len(found) > 1:
+        terms = " and ".join(f"{coefficient:g} {place}" for place, coefficients in places.items() for coefficient in coefficients)
+        raise ConfigError(
+            f"rl.kl_control is set, but rl.algorithm {name!r} has KL terms of different coefficients ({terms}), and a controller would "
+            "set them all to one number: leave out rl.kl_control, or one of the terms"
+        )
+    if section.kl_coef is None and not found:
+        raise ConfigError(f"rl.algorithm {name!r} does not say its kl_coef: give --rl.kl-control.kl-coef, where it begins")
+    kl_coef = found[0] if section.kl_coef is None else section.kl_coef
     if section.target is not None and kl_coef == 0:
         raise ConfigError("rl.kl_control.target is set, but kl_coef is 0, from where no factor leads away: give one above 0")
     return KLControl(kl_coef=float(kl_coef), target=section.target, horizon=section.horizon)

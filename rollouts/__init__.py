@@ -22,16 +22,25 @@ _NAMES_OF_MODULES: Final = (
                 "check_reward_nonzero_std make_length_filter make_threshold_filter"),
     ("batching", "collate_samples prepare_grpo_batch prepare_sft_batch select_rows shard_rows split_microbatches split_minibatches"),
     ("logprobs", "chunked_log_probs token_entropy token_log_probs"),
-    ("statistics", "group_mean group_std leave_one_out_mean whiten"),
-    ("advantages", "compute_advantages discounted_returns gae normalize_by_group"),
+    ("statistics", "batch_mean batch_std group_mean group_std leave_one_out_mean whiten"),
+    ("advantages", "apply_kl_penalty combine_rewards compute_advantages discounted_returns gae gdpo_advantages greedy_baseline "
+                   "normalize_by_group vtrace zero_truncated_rewards"),
+    ("gigpo", "gigpo_advantages turn_advantages"),
     ("loss_weights", "fixed_length_mean group_token_mean sample_mean sample_sum token_mean"),
-    ("kl", "k1 k2 k3"),
+    ("kl", "abs_kl bounded k1 k2 k3 straight_through"),
     ("surrogates", "clipped importance_weighted sequence_ratio token_ratio"),
-    ("losses", "dft_loss grpo_loss policy_loss ppo_loss sft_loss value_loss"),
+    ("losses", "clipped_policy_loss compute_entropy_loss compute_policy_loss compute_value_loss dft_loss grpo_loss kl_cov_policy_loss "
+               "policy_loss ppo_loss reinforce_loss sft_loss value_loss"),
+    ("covariance", "drop_clip_cov drop_tokens select_kl_cov"),
+    ("corrections", "anchor_to_proximal decoupled_ppo_loss keep_tokens mask_weights truncate_weights"),
+    ("estimators", "check_advantages estimate_gae estimate_gigpo estimate_gpg estimate_greedy_baseline estimate_group_relative "
+                   "estimate_max_rl estimate_opo estimate_optimal_token_baseline estimate_pass_at_k estimate_reinforce_plus_plus "
+                   "estimate_reinforce_plus_plus_baseline estimate_vtrace"),
     ("preferences", "bradley_terry_loss dpo_loss pair_mean preference_loss score_loss split_pairs"),
     ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gmpo gpg grpo gspo opo ppo recomputed reinforce reinforce_plus_plus "
                    "reinforce_plus_plus_baseline remax rloo sapo truncated"),
-    ("kl_control", "KLControl update_kl_control"),
+    ("kl_control", "KLControl measure_kl update_kl_control"),
+    ("staleness", "compute_capacity"),
     ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig "
                "from_dict to_dict"),
     ("char_tokenizer", "create_char_tokenizer"),

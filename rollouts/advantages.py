@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,12 @@ from rollouts.statistics import (
     group_count,
     group_max,
     group_mean,
+    group_min,
     group_std,
     group_sum,
     masked_entries,
     masked_mean,
 )
-
-Singleton: TypeAlias = Literal["zero", "keep"]
-"""What a group of one gets: advantage 0, or its reward as if its baseline were 0 and its scale 1 (verl)."""
 
 # -- rewards of whole samples, [B] -> [B]
 
@@ -59,6 +57,20 @@ def combine_rewards(components: Tensor, weights: Tensor | None = None) -> tuple[
     scored = ~components.isnan()
     kept = torch.where(scored, components, torch.zeros_like(components))
     return (kept if weights is None else kept * weights).sum(dim=1), scored.any(dim=1)
+
+
+def zero_truncated_rewards(rewards: Tensor, truncated: Tensor) -> Tensor:
+    """0 for rows that were cut off before they ended, r for the others: an answer that is not finished earns nothing, good or bad.
+
+    Args:
+        rewards: # [B].
+        truncated: # [B] bool.
+
+    Returns: # [B].
+    Source: the option mask_no_eos_with_zero of AReaL. Without a gradient of such rows at all: samples.mask_truncated.
+    """
+    check_shapes(truncated=(truncated, tuple(rewards.shape)))
+    return torch.where(truncated, torch.zeros_like(rewards), rewards)
 
 
 def penalize_length(
@@ -135,9 +147,9 @@ def normalize_by_group(
     mask: Tensor | None = None,
     mean_level: GroupStatistic | None = group_mean,
     std_level: GroupStatistic | None = group_std,
-    std_of: Literal["rewards", "centered"] = "rewards",
+    std_of_centered: bool = False,
     epsilon: float = 1e-4,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> Tensor:
     """A = (r - mean) / (std + epsilon), mean and std each over the group, over the batch, or not at all.
 
@@ -149,19 +161,26 @@ def normalize_by_group(
         mask: the shape of rewards; entries with mask = 0 count nowhere. None = all count.
         mean_level: group_mean, batch_mean, leave_one_out_mean, batch_leave_one_out_mean, or None.
         std_level: group_std, batch_std (or partial(..., unbiased=False)), or None.
-        std_of: "rewards", or "centered": what is left after the mean is subtracted. They differ where the levels do: TRL divides group-
-            centered rewards by the std of all rewards, AReaL by that of the centered ones (and about 0: group_rms, batch_rms).
+        std_of_centered: whether the std is that of what the mean leaves, not of the rewards. They differ where the levels do: TRL divides
+            group-centered rewards by the std of all rewards, AReaL by that of the centered ones (and about 0: group_rms, batch_rms).
         epsilon: added to the standard deviation. The paper has none; TRL uses 1e-4, AReaL 1e-5, verl and slime 1e-6; we follow TRL.
-        singleton: of a group with one entry: "zero" where a mean of the group is subtracted, or "keep" its reward, with mean 0. Its std
-            counts as 1 where it is 0.
+        keep_single: a group with one entry keeps its reward (verl), as if its mean were 0; else it gets 0 where a mean of the group is
+            subtracted.
 
-    Returns: the shape of rewards, 0 where mask = 0.
+    Returns: the shape of rewards, 0 where mask = 0. A std of 0 (one entry, equal rewards) counts as 1: what no spread measures is not
+        scaled, so a group whose rewards are equal, centered on the mean of the batch, does not outweigh all others by 1 / epsilon.
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2.
     """
     if mask is not None:
         values, ids = masked_entries(rewards, mask, group_ids)
         found = normalize_by_group(
-            values, ids, mean_level=mean_level, std_level=std_level, std_of=std_of, epsilon=epsilon, singleton=singleton
+            values,
+            ids,
+            mean_level=mean_level,
+            std_level=std_level,
+            std_of_centered=std_of_centered,
+            epsilon=epsilon,
+            keep_single=keep_single,
         )
         return torch.zeros_like(rewards).masked_scatter(mask > 0, found)
     check_finite("rewards", rewards)
@@ -172,12 +191,12 @@ def normalize_by_group(
     else:
         centered = rewards if mean_level is None else rewards - mean_level(rewards, group_ids)
     alone = group_count(rewards, group_ids) == 1
-    if singleton == "keep":
+    if keep_single:
         centered = torch.where(alone, rewards, centered)
     if std_level is None:
         return centered
-    std = std_level(centered if std_of == "centered" else rewards, group_ids)
-    return centered / (torch.where(alone & (std == 0), torch.ones_like(std), std) + epsilon)
+    std = std_level(centered if std_of_centered else rewards, group_ids)
+    return _divide(centered, std, epsilon)
 
 
 def greedy_baseline(rewards: Tensor, group_ids: Tensor, trainable: Tensor) -> Tensor:
@@ -194,13 +213,13 @@ def greedy_baseline(rewards: Tensor, group_ids: Tensor, trainable: Tensor) -> Te
     return group_sum(torch.where(trainable, torch.zeros_like(rewards), rewards), group_ids) / group_sum(apart, group_ids)
 
 
-def length_weighted_mean(rewards: Tensor, lengths: Tensor, group_ids: Tensor, *, singleton: Singleton = "zero") -> Tensor:
+def length_weighted_mean(rewards: Tensor, lengths: Tensor, group_ids: Tensor, *, keep_single: bool = False) -> Tensor:
     """b = sum_i l_i r_i / sum_i l_i over the group: OPO's baseline.
 
     Args:
         rewards, group_ids: # [B].
         lengths: # [B] number of trained tokens of each row.
-        singleton: baseline of a group of one: its own reward ("zero"), or 0 ("keep").
+        keep_single: the baseline of a group of one is 0, else its own reward.
 
     Returns: # [B]; the reward itself in groups whose rewards are all equal, 0 in groups without tokens.
     Source: Hao et al. 2025 (On-policy RL with optimal reward baseline).
@@ -210,32 +229,42 @@ def length_weighted_mean(rewards: Tensor, lengths: Tensor, group_ids: Tensor, *,
     offset = rewards - group_centered(rewards, group_ids)  # about the mean, so that equal rewards leave exactly themselves
     shifted = group_sum(lengths * (rewards - offset), group_ids) / total.clamp(min=1)
     baseline = torch.where(total > 0, offset + shifted, torch.zeros_like(rewards))
-    return torch.where(group_count(rewards, group_ids) == 1, torch.zeros_like(rewards), baseline) if singleton == "keep" else baseline
+    return torch.where(group_count(rewards, group_ids) == 1, torch.zeros_like(rewards), baseline) if keep_single else baseline
+
+
+def in_unequal_group(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Rows of groups whose rewards are not all equal: those that teach something. Returns # [B] bool."""
+    return group_max(rewards, group_ids) > group_min(rewards, group_ids)
+
+
+def is_not_zero(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Rows with a reward other than 0. Returns # [B] bool."""
+    return rewards != 0
 
 
 def gpg_advantages(
     rewards: Tensor,
     group_ids: Tensor,
     *,
-    valid: Literal["unequal", "nonzero"] = "unequal",
+    valid: GroupStatistic = in_unequal_group,
     f_norm: float = 1.0,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> Tensor:
     """A = B / B_valid * (r - mean of the group) / f_norm: makes up for the rows that have no gradient.
 
     Args:
         rewards, group_ids: # [B].
-        valid: which rows count in B_valid: those of groups whose rewards are not all equal (the paper), or those with reward != 0 (verl).
+        valid: (rewards, group_ids) -> # [B] bool, the rows that B_valid counts: in_unequal_group (the paper), or is_not_zero (verl).
         f_norm: constant in place of the standard deviation, > 0.
-        singleton: see normalize_by_group.
+        keep_single: see normalize_by_group.
 
     Returns: # [B]; all 0 where no row is valid.
     Source: Chu et al. 2025 (GPG), with the scale of verl or of the paper.
     """
     assert f_norm > 0, f"f_norm is {f_norm}, expected > 0"
-    centered = normalize_by_group(rewards, group_ids, std_level=None, singleton=singleton)
-    counted = rewards != 0 if valid == "nonzero" else group_std(rewards, group_ids) > 0
-    return centered * (rewards.numel() / counted.sum().clamp(min=1).to(rewards.dtype)) / f_norm
+    centered = normalize_by_group(rewards, group_ids, std_level=None, keep_single=keep_single)
+    num_valid = valid(rewards, group_ids).sum().to(rewards.dtype)
+    return torch.where(num_valid > 0, centered * (rewards.numel() / num_valid.clamp(min=1)) / f_norm, torch.zeros_like(centered))
 
 
 def pass_at_k_advantages(
@@ -256,7 +285,7 @@ def pass_at_k_advantages(
     alone_at_top = best & (group_sum(best.to(rewards.dtype), group_ids) == 1) & (group_count(rewards, group_ids) > 1)
     second = group_max(torch.where(best, torch.full_like(rewards, -torch.inf), rewards), group_ids)
     gap = torch.where(alone_at_top, rewards - second, torch.zeros_like(rewards))
-    return gap if std_level is None else gap / (std_level(rewards, group_ids) + epsilon)
+    return gap if std_level is None else _divide(gap, std_level(rewards, group_ids), epsilon)
 
 
 def max_rl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -282,7 +311,7 @@ def gdpo_advantages(
     *,
     std_level: GroupStatistic | None = group_std,
     epsilon: float = 1e-4,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> Tensor:
     """A = sum_k w_k (r_k - mean(r_k)) / (std(r_k) + epsilon): each reward is normalised in its group before they are summed.
 
@@ -293,13 +322,13 @@ def gdpo_advantages(
         components: # [B, K], NaN where a component gave no score; such an entry counts nowhere.
         group_ids: # [B].
         weights: # [K]; None = 1 each.
-        std_level, epsilon, singleton: see normalize_by_group.
+        std_level, epsilon, keep_single: see normalize_by_group.
 
     Returns: # [B].
     Source: Liu et al. 2026 (GDPO).
     """
     parts = [
-        normalize_by_group(r, group_ids, mask=~r.isnan(), std_level=std_level, epsilon=epsilon, singleton=singleton)
+        normalize_by_group(r, group_ids, mask=~r.isnan(), std_level=std_level, epsilon=epsilon, keep_single=keep_single)
         for r in components.unbind(dim=1)
     ]
     return combine_rewards(torch.stack(parts, dim=1), weights)[0]
@@ -455,7 +484,7 @@ def optimal_token_baseline(
     compact: bool = True,
     keep_tail: bool = True,
     epsilon: float = 1e-8,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> Tensor:
     """b_t = sum_i W_it G_it / (sum_i W_it + epsilon) over the rows i of the group that have a token t, W_it = sum_{u <= t} scores_iu.
 
@@ -470,7 +499,7 @@ def optimal_token_baseline(
             False = its column, for rows whose responses begin at column 0.
         keep_tail: where one row of a group is longer than all others, baseline 0 behind the second longest, instead of its own return.
         epsilon: added to the sum of weights.
-        singleton: baseline of a row that is the only one of its group with tokens: its own return ("zero"), or 0 ("keep").
+        keep_single: the baseline of a row that is the only one of its group with tokens is 0, else its own return.
 
     Returns: # [B, T], 0 where mask = 0.
     Source: Li et al. 2026 (The Optimal Token Baseline); verl's optimal_token_baseline and its multi-turn form.
@@ -494,7 +523,7 @@ def optimal_token_baseline(
         second = group_max(torch.where(longest, torch.zeros_like(lengths), lengths), group_ids)
         baseline = torch.where(alone_at_top[:, None] & (positions >= second[:, None]), zeros, baseline)
     single = (group_sum((lengths > 0).to(lengths.dtype), group_ids) == 1)[:, None]
-    return torch.where(single, returns if singleton == "zero" else zeros, baseline)
+    return torch.where(single, zeros if keep_single else returns, baseline)
 
 
 class VTrace(NamedTuple):
@@ -555,6 +584,11 @@ def vtrace(
         columns.append((torch.where(on, error, nothing), torch.where(on, advantage, nothing), torch.where(on, q_value, nothing)))
     errors, advantages, q_values = (torch.stack(parts[::-1], dim=1) for parts in zip(*columns, strict=True))
     return VTrace(errors, advantages, q_values)
+
+
+def _divide(x: Tensor, std: Tensor, epsilon: float) -> Tensor:
+    """x / (std + epsilon), a std of 0 counting as 1."""
+    return x / (torch.where(std == 0, torch.ones_like(std), std) + epsilon)
 
 
 def _at(x: float | Tensor, t: int) -> float | Tensor:

@@ -6,6 +6,9 @@ An Algorithm is a value: it prints, compares and pickles, because it is made of 
 
 The ratio's anchor is rollout_log_probs, what the engine reported, unless a wrapper says otherwise. A hyper-parameter out of range raises
 ConfigError.
+
+Log-ratios that a loss grows with are bounded by 20 nats, as in verl: nothing else bounds the ratio of a bad token without dual clip, or
+k3. A token beyond (r > e^20, a rollout log-prob of -100 for example) has no gradient, and the step goes on.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ from rollouts.estimators import (
     estimate_reinforce_plus_plus,
     estimate_reinforce_plus_plus_baseline,
 )
-from rollouts.kl import KLEstimator, k1, k2, k3
+from rollouts.kl import KLEstimator, bounded, k1, k2, k3
 from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
 from rollouts.losses import clipped_policy_loss, corrected_loss, gmpo_policy_loss, policy_loss
 from rollouts.statistics import batch_mean, group_mean, group_std, leave_one_out_mean
+from rollouts.surrogates import LOG_RATIO_BOUND, clip_fractions, inside_binary_kl, inside_tv, sequence_ratio, token_ratio
 from rollouts.surrogates import cispo as cispo_surrogate
-from rollouts.surrogates import clip_fractions, inside_binary_kl, inside_tv, sequence_ratio
 from rollouts.surrogates import dppo as dppo_surrogate
 from rollouts.surrogates import reinforce as reinforce_surrogate
 from rollouts.surrogates import sapo as sapo_surrogate
@@ -50,9 +53,25 @@ class Chain:
         return reduce(lambda value, step: step(value), self.steps, batch)
 
 
+_ESTIMATES_FROM_REWARDS: tuple[Transform, ...] = (
+    estimate_group_relative,
+    estimate_greedy_baseline,
+    estimate_opo,
+    estimate_gpg,
+    estimate_reinforce_plus_plus,
+    estimate_reinforce_plus_plus_baseline,
+    estimate_gae,
+)
+"""Estimators that read no log-probs unless a KL penalty is on."""
+
+
 def chain(*steps: Transform) -> Transform:
     """The transform that applies each step to the result of the one before."""
     return Chain(steps)
+
+
+BOUNDED_RATIO = partial(token_ratio, bound=LOG_RATIO_BOUND)
+BOUNDED_K3 = bounded(k3, log_ratio=LOG_RATIO_BOUND)
 
 
 # -- group-relative algorithms
@@ -80,14 +99,17 @@ def grpo(
         dual: dual-clip bound for negative advantages, > 1; verl uses 3. None = off, as in the paper.
         entropy_coef: of the entropy bonus, 0 in the paper.
 
-    Source: Shao et al. 2024 (DeepSeekMath), equations 3 and 4.
+    Source: Shao et al. 2024 (DeepSeekMath), equations 3 and 4. Aggregation as in the paper; TRL's GRPO also counts rows without a trained
+    token among B, and verl's default is a mean over tokens.
     """
     _check_clip(clip_low, clip_high, dual)
     _check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, **_extra_terms(kl_coef, entropy_coef)),
+        loss=partial(
+            clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **_extra_terms(kl_coef, entropy_coef)
+        ),
         requires=_requires(kl_coef, entropy_coef),
     )
 
@@ -103,14 +125,15 @@ def dr_grpo(max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2) -> A
         max_tokens: the constant, usually the token budget of a response.
         clip_low, clip_high: as in grpo.
 
-    Source: Liu et al. 2025 (Understanding R1-Zero-like training), section 3.2.
+    Source: Liu et al. 2025 (Understanding R1-Zero-like training), section 3.2. Rows without a trained token do
+    not count in B, as in verl; in TRL they do.
     """
     _check_clip(clip_low, clip_high, None)
     _check(max_tokens >= 1, "max_tokens", max_tokens, "at least 1")
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=None),
         weigh=partial(fixed_length_mean, length=max_tokens),
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=BOUNDED_RATIO),
         requires=frozenset({"rollout_log_probs"}),
     )
 
@@ -124,16 +147,17 @@ def dapo(clip_low: float = 0.2, clip_high: float = 0.28, epsilon: float = 1e-4, 
     (dynamic sampling), over-sampling and overlong_penalty.
 
     Args:
-        clip_low, clip_high, epsilon, dual: as in grpo.
+        clip_low, clip_high, dual: as in grpo.
+        epsilon: as in grpo.
 
-    Source: Yu et al. 2025 (DAPO), equations 8 to 10.
+    Source: Yu et al. 2025 (DAPO), equations 8 to 10: no KL term. TRL and verl have the same objective, verl with dual=3.
     """
     _check_clip(clip_low, clip_high, dual)
     _check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=token_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO),
         requires=frozenset({"rollout_log_probs"}),
     )
 
@@ -149,14 +173,16 @@ def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4, epsilon: float = 1e-4)
         clip_low, clip_high: widths round 1 of the length-normalised ratio, so much smaller than GRPO's.
         epsilon: added to the standard deviation.
 
-    Source: Zheng et al. 2025 (Group sequence policy optimization), equations 5 to 7; clip widths of its section 5.1.
+    Source: Zheng et al. 2025 (Group sequence policy optimization), equations 5 to 7; clip widths of its section 5.1. A mean over rows, as
+    in the paper, slime and TRL; AReaL has a mean over tokens. The gradient is that of each token's own log-prob, as in verl; with this
+    mean and one advantage a row it is the same as theirs through the row's mean.
     """
     _check_clip(clip_low, clip_high, None)
     _check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=sequence_ratio),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=partial(sequence_ratio, bound=LOG_RATIO_BOUND)),
         requires=frozenset({"rollout_log_probs"}),
     )
 
@@ -172,7 +198,7 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, epsilon: float = 1e-4) -
         clip_low, clip_high: widths in nats.
         epsilon: added to the standard deviation.
 
-    Source: Zhao et al. 2025 (Geometric-mean policy optimization).
+    Source: Zhao et al. 2025 (Geometric-mean policy optimization). verl adds 1e-8 to |o_i|, and counts rows without a trained token among B.
     """
     _check(clip_low >= 0, "clip_low", clip_low, "at least 0 (nats)")
     _check(clip_high >= 0, "clip_high", clip_high, "at least 0 (nats)")
@@ -180,7 +206,7 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, epsilon: float = 1e-4) -
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
-        loss=partial(gmpo_policy_loss, low=clip_low, high=clip_high),
+        loss=partial(gmpo_policy_loss, low=clip_low, high=clip_high, bound=LOG_RATIO_BOUND),
         requires=frozenset({"rollout_log_probs"}),
     )
 
@@ -193,7 +219,8 @@ def cispo(clip_high: float = 0.28, clip_low: float = 1.0, epsilon: float = 1e-4)
     When: several updates per rollout batch; rare tokens whose ratio grows fast (turning points of a solution) go on learning.
 
     Args:
-        clip_high: width above 1: the weight's cap is 1 + clip_high. verl and slime write the width, TRL the cap itself.
+        clip_high: width above 1: the weight's cap is 1 + clip_high. verl and slime write the width, TRL the cap itself (and recommends 5,
+            after ScaleRL, which is clip_high=4 here). The paper does not print its value; 0.28 is that of Trinity-RFT's CISPO.
         clip_low: width below 1, in [0, 1]; 1 = no lower bound, as in the paper.
         epsilon: added to the standard deviation.
 
@@ -256,7 +283,7 @@ def dppo(low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: float 
     return _dppo(inside_tv, low, high, cap, epsilon)
 
 
-def dppo_kl(low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: float = 1e-4) -> Algorithm:
+def dppo_kl(low: float = 0.05, high: float = 0.05, cap: float = 20.0, epsilon: float = 1e-4) -> Algorithm:
     """dppo with the trust region measured by the binary KL divergence KL(p_old || p) of the event "this token".
 
     When: as dppo; the divergence grows without bound where a probable token is about to vanish, so it guards such tokens harder.
@@ -266,7 +293,8 @@ def dppo_kl(low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: flo
         cap: of the detached ratio.
         epsilon: added to the standard deviation.
 
-    Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning), its KL variant as in verl.
+    Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning), its KL variant as in verl; widths 0.05 as in the
+    runs of SkyRL (pull request 1037) and open-instruct (pull request 1790).
     """
     _check(low >= 0, "low", low, "at least 0 (nats)")
     _check(high >= 0, "high", high, "at least 0 (nats)")
@@ -281,7 +309,9 @@ def rloo() -> Algorithm:
 
     When: one update per rollout batch; the ratio is not corrected.
 
-    Source: Ahmadian et al. 2024 (Back to basics), equation 5.
+    Source: Ahmadian et al. 2024 (Back to basics). Its reward holds a KL penalty (beta 0.05 in TRL), which is left out here: rewards that
+    are checked need no anchor. TRL and AReaL put a clipped ratio round these advantages, for more than one update per rollout batch:
+    dataclasses.replace(rloo(), loss=dapo().loss).
     """
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=leave_one_out_mean, std_level=None),
@@ -312,7 +342,8 @@ def remax() -> Algorithm:
     When: few samples per prompt: the baseline costs one greedy sample a group, which is not trained on. Generate with
     create_generate_fn(num_greedy=1) and RolloutConfig(n_baseline_samples=1).
 
-    Source: Li et al. 2023 (ReMax), algorithm 2.
+    Source: Li et al. 2023 (ReMax). The KL penalty in the reward that verl can add is left out here; estimate_greedy_baseline takes it as
+    kl and kl_coef, with "ref_log_probs" among requires.
     """
     return Algorithm(
         estimate=estimate_greedy_baseline,
@@ -327,7 +358,8 @@ def opo() -> Algorithm:
 
     When: as rloo; the baseline weighted by length is the one of least variance if a response's gradient grows with its length.
 
-    Source: Hao et al. 2025 (On-policy RL with optimal reward baseline), equation 9.
+    Source: Hao et al. 2025 (On-policy RL with optimal reward baseline), with its plain policy gradient. verl has the same baseline, and by
+    default its clipped ratio and a mean over tokens.
     """
     return Algorithm(
         estimate=estimate_opo,
@@ -345,7 +377,7 @@ def gpg(f_norm: float = 1.0) -> Algorithm:
     Args:
         f_norm: > 0; a constant in place of the group's standard deviation.
 
-    Source: Chu et al. 2025 (GPG), equations 6 and 7. verl's alpha counts the rows whose reward is not 0 instead.
+    Source: Chu et al. 2025 (GPG). verl's alpha counts the rows whose reward is not 0 instead.
     """
     _check(f_norm > 0, "f_norm", f_norm, "more than 0")
     return Algorithm(
@@ -374,7 +406,7 @@ def reinforce_plus_plus(
         clip_low, clip_high: as in grpo.
         kl: estimator of the penalty.
 
-    Source: Hu et al. 2025 (REINFORCE++), equations 5 to 8.
+    Source: Hu et al. 2025 (REINFORCE++).
     """
     _check_clip(clip_low, clip_high, None)
     _check(kl_coef >= 0, "kl_coef", kl_coef, "at least 0")
@@ -382,7 +414,7 @@ def reinforce_plus_plus(
     return Algorithm(
         estimate=partial(estimate_reinforce_plus_plus, gamma=gamma, **_penalty(kl_coef, kl)),
         weigh=token_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=BOUNDED_RATIO),
         requires=_requires(kl_coef),
     )
 
@@ -402,7 +434,7 @@ def reinforce_plus_plus_baseline(kl_coef: float = 0.0, clip_low: float = 0.2, cl
     return Algorithm(
         estimate=estimate_reinforce_plus_plus_baseline,
         weigh=token_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, **_extra_terms(kl_coef, kl=k2)),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=BOUNDED_RATIO, **_extra_terms(kl_coef, kl=k2)),
         requires=_requires(kl_coef),
     )
 
@@ -423,12 +455,13 @@ def ppo(
     When: rewards along the way, or one sample per prompt. Needs a critic: a second backend with a value head, trained beside the policy.
 
     Args:
-        gamma: discount in [0, 1].
-        lam: of GAE, in [0, 1]: 1 = Monte-Carlo returns, 0 = one step.
+        gamma: discount in [0, 1]; 1 in verl and AReaL, too.
+        lam: of GAE, in [0, 1]: 1 = Monte-Carlo returns (verl's and AReaL's default), 0 = one step. The paper uses 0.95.
         clip_low, clip_high, dual, entropy_coef: as in grpo.
         kl_coef: of the KL penalty in the reward; > 0 needs a reference model.
 
-    Source: Schulman et al. 2017 (PPO), equations 7, 11 and 12; Schulman et al. 2016 (GAE), equation 16.
+    Source: Schulman et al. 2017 (PPO), equations 7, 11 and 12; Schulman et al. 2016 (GAE), equation 16. Whitened over the tokens of the
+    rollout batch, as in verl. The clip of the critic's value belongs to its own loss: RLTrainingConfig.value_clip, 0.2 (verl: 0.5).
     """
     _check_clip(clip_low, clip_high, dual)
     _check(0 <= gamma <= 1, "gamma", gamma, "in [0, 1]")
@@ -437,7 +470,7 @@ def ppo(
     return Algorithm(
         estimate=partial(estimate_gae, gamma=gamma, lam=lam, **_penalty(kl_coef, k1)),
         weigh=token_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, **_extra_terms(0.0, entropy_coef)),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **_extra_terms(0.0, entropy_coef)),
         requires=_requires(kl_coef, entropy_coef) | {"values"},
     )
 
@@ -464,6 +497,7 @@ def decoupled(
 
     Source: Hilton et al. 2022 (Batch size-invariance for policy optimization); Fu et al. 2025 (AReaL).
     """
+    _check_uncorrected(algorithm, "decoupled")
     _check(cap is None or cap > 0, "cap", cap, "more than 0, or None")
     _check(floor is None or 0 <= floor < (float("inf") if cap is None else cap), "floor", floor, f"in [0, {cap}), or None")
     return replace(
@@ -474,7 +508,7 @@ def decoupled(
             loss=algorithm.loss,
         ),
         requires=algorithm.requires | {"prox_log_probs", "rollout_log_probs"} | ({"segment_log_probs"} if segment_wise else set()),
-        loss_only=algorithm.loss_only | {"prox_log_probs"},
+        loss_only=_loss_only(algorithm, "prox_log_probs"),
     )
 
 
@@ -485,11 +519,13 @@ def recomputed(algorithm: Algorithm) -> Algorithm:
 
     Args:
         algorithm: any whose loss uses the ratio.
+
+    Source: Schulman et al. 2017 (PPO), section 3, where the ratio's anchor is the policy before the update.
     """
     return replace(
         algorithm,
         requires=algorithm.requires | {"old_log_probs"},
-        loss_only=algorithm.loss_only | _loss_only(algorithm, "old_log_probs"),
+        loss_only=_loss_only(algorithm, "old_log_probs"),
     )
 
 
@@ -505,13 +541,14 @@ def truncated(algorithm: Algorithm, cap: float | None = 2.0, floor: float | None
 
     Source: Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy RL training).
     """
+    _check_uncorrected(algorithm, "truncated")
     _check(cap is None or cap > 0, "cap", cap, "more than 0, or None")
     _check(floor is None or 0 <= floor < (float("inf") if cap is None else cap), "floor", floor, f"in [0, {cap}), or None")
     return replace(
         algorithm,
         loss=partial(corrected_loss, correction=partial(truncate_weights, cap=cap, floor=floor), loss=algorithm.loss),
         requires=algorithm.requires | {"old_log_probs", "rollout_log_probs"},
-        loss_only=algorithm.loss_only | _loss_only(algorithm, "old_log_probs"),
+        loss_only=_loss_only(algorithm, "old_log_probs"),
     )
 
 
@@ -530,11 +567,26 @@ def _dppo(inside: Callable[..., Tensor], low: float, high: float, cap: float, ep
 
 
 def _loss_only(algorithm: Algorithm, column: str) -> frozenset[str]:
-    """The column, unless the estimator may read it: one with a KL penalty in its rewards does."""
-    return frozenset() if "ref_log_probs" in algorithm.requires else frozenset({column})
+    """What only the losses read, once a wrapper has added the column of the policy's log-probs.
+
+    The column is among it if the algorithm did not require it and its estimator is one that looks at rewards, groups and values alone. Of
+    any other function it is not known what it reads.
+    """
+    whole = algorithm.estimate
+    estimate, settings = (whole.func, whole.keywords) if isinstance(whole, partial) else (whole, {})
+    from_rewards = estimate in _ESTIMATES_FROM_REWARDS and not settings.get("kl_coef")  # a penalty in the rewards reads log-probs
+    return algorithm.loss_only | ({column} if from_rewards and column not in algorithm.requires else frozenset())
 
 
-def _extra_terms(kl_coef: float, entropy_coef: float = 0.0, kl: KLEstimator = k3) -> dict[str, Any]:
+def _check_uncorrected(algorithm: Algorithm, wrapper: str) -> None:
+    if isinstance(algorithm.loss, partial) and algorithm.loss.func is corrected_loss:
+        raise ConfigError(
+            f"{wrapper}(...) was given an algorithm that already has a correction, and its tokens would be weighted twice: "
+            "use one of decoupled and truncated"
+        )
+
+
+def _extra_terms(kl_coef: float, entropy_coef: float = 0.0, kl: KLEstimator = BOUNDED_K3) -> dict[str, Any]:
     """The keyword arguments of the KL and entropy terms of policy_loss, only those that are on."""
     _check(kl_coef >= 0, "kl_coef", kl_coef, "at least 0")
     _check(entropy_coef >= 0, "entropy_coef", entropy_coef, "at least 0")

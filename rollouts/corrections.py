@@ -129,7 +129,7 @@ def anchor_to_proximal(
             stays near 1 for rows that several versions wrote; the ratio still uses prox_log_probs.
         log_bound: of the log-weight before exp.
 
-    Source: Hilton et al. 2022 (Batch size-invariance for policy optimization), equation 4; Fu et al. 2025 (AReaL), equation 5.
+    Source: Hilton et al. 2022 (Batch size-invariance for policy optimization); Fu et al. 2025 (AReaL), equation 5.
     """
     prox, rollout = batch.prox_log_probs, batch.rollout_log_probs
     assert prox is not None, "anchor_to_proximal needs batch.prox_log_probs"
@@ -217,7 +217,7 @@ def decoupled_ppo_loss(
         proximal_log_probs: # [B, T]; None = plain PPO against old_log_probs, w = 1.
         behav_imp_weight_cap: of w; None = no cap.
 
-    Source: Hilton et al. 2022 (Batch size-invariance for policy optimization), equation 4; Fu et al. 2025 (AReaL), equation 5.
+    Source: Hilton et al. 2022 (Batch size-invariance for policy optimization); Fu et al. 2025 (AReaL), equation 5.
     """
     assert proximal_log_probs is not None or behav_imp_weight_cap is None, (
         f"behav_imp_weight_cap is {behav_imp_weight_cap}, but there are no proximal_log_probs: without them the weight is 1"
@@ -230,6 +230,16 @@ def decoupled_ppo_loss(
 
 
 # -- rejection
+
+
+def keep_tokens(batch: TrainBatch, keep: Tensor) -> TrainBatch:
+    """loss_mask where `keep` # [B, T] bool, else 0: the other tokens leave every term and denominator of the loss.
+
+    For masks that are decided apart from the samples, and for rejections that were multiplied first: keep_tokens(batch, weights > 0).
+    To keep the denominators use covariance.drop_tokens.
+    """
+    check_shapes(keep=(keep, tuple(batch.loss_mask.shape)))
+    return _reject(batch, keep, from_mask=True)
 
 
 def reject_ratios(

@@ -9,18 +9,17 @@ are then old_log_probs or, without them, rollout_log_probs. An advantage that is
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rollouts.advantages import (
-    Singleton,
     apply_kl_penalty,
     discounted_returns,
     gae,
     gpg_advantages,
     greedy_baseline,
+    in_unequal_group,
     length_weighted_mean,
     max_rl_advantages,
     normalize_by_group,
@@ -111,14 +110,14 @@ def estimate_group_relative(
     mean_level: GroupStatistic | None = group_mean,
     std_level: GroupStatistic | None = group_std,
     epsilon: float = 1e-4,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> TrainBatch:
     """A_t = (r - mean) / (std + epsilon), see normalize_by_group; the same on every trained token of a row (GRPO, Dr. GRPO, RLOO)."""
     _check_rewards(batch)
     return _fill(
         batch,
         normalize_by_group(
-            batch.rewards, batch.group_ids, mean_level=mean_level, std_level=std_level, epsilon=epsilon, singleton=singleton
+            batch.rewards, batch.group_ids, mean_level=mean_level, std_level=std_level, epsilon=epsilon, keep_single=keep_single
         ),
     )
 
@@ -129,19 +128,19 @@ def estimate_reinforce_plus_plus_baseline(
     kl: KLEstimator | None = None,
     kl_coef: float = 0.0,
     whiten: bool = True,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> TrainBatch:
     """A_t = r - mean of the group - kl_coef * kl_t, then whitened over all trained tokens of the batch.
 
     Args:
         kl, kl_coef: penalty on each token; the paper puts its KL (k2) into the loss and has none here.
         whiten: whether to whiten.
-        singleton: see normalize_by_group.
+        keep_single: see normalize_by_group.
 
     Source: Hu et al. 2025 (REINFORCE++), the variant with baseline.
     """
     _check_rewards(batch)
-    centered = normalize_by_group(batch.rewards, batch.group_ids, std_level=None, singleton=singleton)
+    centered = normalize_by_group(batch.rewards, batch.group_ids, std_level=None, keep_single=keep_single)
     advantages = _subtract_kl(batch, centered[:, None].expand_as(batch.loss_mask), kl, kl_coef)
     return _fill(batch, advantages, whiten=whiten)
 
@@ -165,30 +164,30 @@ def estimate_greedy_baseline(batch: TrainBatch, *, kl: KLEstimator | None = None
     return _fill(batch, returns - baseline[:, None], returns)
 
 
-def estimate_opo(batch: TrainBatch, *, singleton: Singleton = "zero") -> TrainBatch:
+def estimate_opo(batch: TrainBatch, *, keep_single: bool = False) -> TrainBatch:
     """A = r - sum_i l_i r_i / sum_i l_i over the group, l = number of trained tokens: the baseline of least variance where
     gradients of tokens are alike and uncorrelated.
 
     Args:
-        singleton: see length_weighted_mean.
+        keep_single: see length_weighted_mean.
 
     Source: Hao et al. 2025 (On-policy RL with optimal reward baseline).
     """
     _check_rewards(batch)
     lengths = count_tokens(batch.loss_mask)
-    return _fill(batch, batch.rewards - length_weighted_mean(batch.rewards, lengths, batch.group_ids, singleton=singleton))
+    return _fill(batch, batch.rewards - length_weighted_mean(batch.rewards, lengths, batch.group_ids, keep_single=keep_single))
 
 
 def estimate_gpg(
     batch: TrainBatch,
     *,
-    valid: Literal["unequal", "nonzero"] = "unequal",
+    valid: GroupStatistic = in_unequal_group,
     f_norm: float = 1.0,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> TrainBatch:
     """A = B / B_valid * (r - mean of the group) / f_norm, see gpg_advantages."""
     _check_rewards(batch)
-    return _fill(batch, gpg_advantages(batch.rewards, batch.group_ids, valid=valid, f_norm=f_norm, singleton=singleton))
+    return _fill(batch, gpg_advantages(batch.rewards, batch.group_ids, valid=valid, f_norm=f_norm, keep_single=keep_single))
 
 
 def estimate_pass_at_k(batch: TrainBatch, *, std_level: GroupStatistic | None = group_std, epsilon: float = 1e-6) -> TrainBatch:
@@ -296,7 +295,7 @@ def estimate_optimal_token_baseline(
     kl_coef: float = 0.0,
     keep_tail: bool = True,
     epsilon: float = 1e-8,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> TrainBatch:
     """A_t = G_t - b_t, b_t the baseline of least variance among the group's rows at their t-th trained token; fills returns with G.
 
@@ -304,7 +303,7 @@ def estimate_optimal_token_baseline(
 
     Args:
         kl, kl_coef: penalty on each token.
-        keep_tail, epsilon, singleton: see optimal_token_baseline.
+        keep_tail, epsilon, keep_single: see optimal_token_baseline.
 
     Source: Li et al. 2026 (The Optimal Token Baseline).
     """
@@ -313,7 +312,7 @@ def estimate_optimal_token_baseline(
     log_probs = torch.where(batch.loss_mask > 0, policy_log_probs(batch), torch.zeros_like(returns))
     scores = squared_scores(log_probs, importance_weights=batch.importance_weights)
     baseline = optimal_token_baseline(
-        returns, scores, batch.loss_mask, batch.group_ids, keep_tail=keep_tail, epsilon=epsilon, singleton=singleton
+        returns, scores, batch.loss_mask, batch.group_ids, keep_tail=keep_tail, epsilon=epsilon, keep_single=keep_single
     )
     return _fill(batch, returns - baseline, returns)
 
@@ -325,7 +324,7 @@ def estimate_gigpo(
     omega: float = 1.0,
     std_level: GroupStatistic | None = group_std,
     epsilon: float = 1e-6,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> TrainBatch:
     """A_t = A_E + omega * A_S: the episode in its group, plus the step among all visits to the same anchor state; see turn_advantages.
 
@@ -336,6 +335,6 @@ def estimate_gigpo(
     _check_rewards(batch)
     assert batch.turns is not None, "GiGPO needs turns: the samples must carry the turns of their episodes"
     found = turn_advantages(
-        batch.rewards, batch.group_ids, batch.turns, gamma=gamma, omega=omega, std_level=std_level, epsilon=epsilon, singleton=singleton
+        batch.rewards, batch.group_ids, batch.turns, gamma=gamma, omega=omega, std_level=std_level, epsilon=epsilon, keep_single=keep_single
     )
     return _fill(batch, found)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rollouts.advantages import Singleton, discounted_returns, normalize_by_group
+from rollouts.advantages import discounted_returns, normalize_by_group
 from rollouts.checks import check_shapes
 from rollouts.statistics import GroupStatistic, group_std
 from rollouts.types import Turns
@@ -105,7 +105,7 @@ def episode_advantages(
     across_steps: bool = False,
     std_level: GroupStatistic | None = group_std,
     epsilon: float = 1e-6,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> Tensor:
     """A_E = (R - mean) / (std + epsilon) of the episode rewards in the group, for every step of the episode.
 
@@ -113,18 +113,18 @@ def episode_advantages(
         rewards: # [N] reward of the step's episode, equal in all rows of a trajectory.
         group_ids, trajectory_ids: # [N].
         across_steps: whether an episode counts once for each of its steps in mean and std (the authors' code), or once (the paper).
-        std_level, epsilon, singleton: see normalize_by_group; a group is single if it has one entry that counts.
+        std_level, epsilon, keep_single: see normalize_by_group; a group is single if it has one entry that counts.
 
     Returns: # [N].
     """
     check_shapes(group_ids=(group_ids, tuple(rewards.shape)), trajectory_ids=(trajectory_ids, tuple(rewards.shape)))
     if across_steps:
-        return normalize_by_group(rewards, group_ids, std_level=std_level, epsilon=epsilon, singleton=singleton)
+        return normalize_by_group(rewards, group_ids, std_level=std_level, epsilon=epsilon, keep_single=keep_single)
     episodes, episode_of = torch.unique(torch.stack((group_ids, trajectory_ids)), dim=1, return_inverse=True)
     count = episodes.shape[1]
     places = torch.arange(len(rewards), device=rewards.device)
     first = torch.full((count,), len(rewards), device=rewards.device).scatter_reduce(0, episode_of, places, "amin")
-    found = normalize_by_group(rewards[first], group_ids[first], std_level=std_level, epsilon=epsilon, singleton=singleton)
+    found = normalize_by_group(rewards[first], group_ids[first], std_level=std_level, epsilon=epsilon, keep_single=keep_single)
     return found[episode_of]
 
 
@@ -152,7 +152,7 @@ def gigpo_advantages(
     across_steps: bool = False,
     std_level: GroupStatistic | None = group_std,
     epsilon: float = 1e-6,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> Tensor:
     """A = A_E + omega * A_S, one row a step.
 
@@ -162,12 +162,12 @@ def gigpo_advantages(
         group_ids, trajectory_ids, step_groups: # [N].
         gamma: discount of step rewards, in [0, 1]; the paper has 0.95.
         omega: weight of the step level; the paper has 1.
-        across_steps, std_level, epsilon, singleton: see episode_advantages; std_level None is the paper's leave-one-out form up to scale.
+        across_steps, std_level, epsilon, keep_single: see episode_advantages; std_level None is the paper's leave-one-out form up to scale.
 
     Returns: # [N].
     """
     episode = episode_advantages(
-        rewards, group_ids, trajectory_ids, across_steps=across_steps, std_level=std_level, epsilon=epsilon, singleton=singleton
+        rewards, group_ids, trajectory_ids, across_steps=across_steps, std_level=std_level, epsilon=epsilon, keep_single=keep_single
     )
     returns = step_returns(step_rewards, trajectory_ids, gamma)
     return episode + omega * step_advantages(returns, step_groups, std_level=std_level, epsilon=epsilon)
@@ -185,19 +185,19 @@ def turn_advantages(
     omega: float = 1.0,
     std_level: GroupStatistic | None = group_std,
     epsilon: float = 1e-6,
-    singleton: Singleton = "zero",
+    keep_single: bool = False,
 ) -> Tensor:
     """A = A_E + omega * A_S at every token of a turn; A_E alone at tokens of no turn.
 
     Args:
         rewards, group_ids: # [B] of the episodes.
         turns: turn of each token, anchor state and reward of each turn; state ids are compared within a group only.
-        gamma, omega, std_level, epsilon, singleton: see gigpo_advantages; every episode counts once in A_E.
+        gamma, omega, std_level, epsilon, keep_single: see gigpo_advantages; every episode counts once in A_E.
 
     Returns: # [B, T].
     """
     check_shapes(rewards=(rewards, (turns.ids.shape[0],)), group_ids=(group_ids, (turns.ids.shape[0],)))
-    episode = normalize_by_group(rewards, group_ids, std_level=std_level, epsilon=epsilon, singleton=singleton)
+    episode = normalize_by_group(rewards, group_ids, std_level=std_level, epsilon=epsilon, keep_single=keep_single)
     real = turns.states >= 0
     returns = discounted_returns(turns.rewards, real, gamma)
     groups = group_ids[:, None].expand_as(turns.states)

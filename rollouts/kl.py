@@ -11,6 +11,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from rollouts.logprobs import finite_exp
+
 KLEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """f(log_probs, ref_log_probs), each [B, T] -> estimate of KL(policy || reference) at each token [B, T]."""
 
@@ -34,7 +36,7 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """p_ref / p - 1 - log(p_ref / p): unbiased, never negative (GRPO, Shao et al. 2024, equation 4)."""
     log_ratio = ref_log_probs - log_probs
-    return log_ratio.exp() - 1 - log_ratio
+    return finite_exp(log_ratio) - 1 - log_ratio
 
 
 def bounded(kl: KLEstimator, *, log_ratio: float | None = None, value: float | None = None) -> KLEstimator:

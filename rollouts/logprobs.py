@@ -6,6 +6,7 @@ log_probs[:, t] = log p(tokens[:, t] | tokens[:, :t]), 0 where there is no such 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -138,8 +139,8 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """gather_log_probs((hidden @ weight.T + bias) / temperature, targets) without ever holding [N, V] logits.
 
-    Logits exist for chunk_size positions at a time; the backward pass computes them again. Matrix products run in the dtype of the
-    inputs, softmax and gradients of the weight are accumulated in float32 (float64 for float64 inputs).
+    Logits exist for chunk_size positions at a time; the backward pass computes them again. Sums of products, softmax and gradients of
+    the weight are in float32 (float64 for float64 inputs) and never rounded to a lower precision on the way.
 
     Args:
         hidden: # [N, H] last hidden states.
@@ -175,9 +176,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         log_probs = torch.empty(hidden.shape[0], dtype=precise, device=hidden.device)
         log_z = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
+        head = _cast_once(weight, hidden)
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = _chunk_logits(hidden[rows], weight, bias, temperatures, rows)  # [C, V]
+            logits = _chunk_logits(hidden[rows], head, bias, temperatures, rows)  # [C, V]
             log_z[rows] = logits.logsumexp(-1)
             log_probs[rows] = logits.gather(1, targets[rows, None])[:, 0] - log_z[rows]
             if with_entropy:
@@ -195,9 +197,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=precise, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros(weight.shape[0], dtype=precise, device=weight.device) if bias is not None else None
+        head = _cast_once(weight, hidden)
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            logits = _chunk_logits(hidden[rows], weight, bias, temperatures, rows)
+            logits = _chunk_logits(hidden[rows], head, bias, temperatures, rows)
             log_p = logits.sub_(log_z[rows, None])
             upstream = torch.zeros_like(log_z[rows, None]) if grad_log_probs is None else grad_log_probs[rows, None].to(precise)
             # d log p(y) / d logit_v = 1[v = y] - p_v; d H / d logit_v = -p_v (log p_v + H). In place: a chunk is large
@@ -212,22 +215,37 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad.div_(temperatures[rows, None])
             if grad_bias is not None:
                 grad_bias.add_(grad.sum(0))
-            grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(grad, weight.to(hidden.dtype), out=grad_hidden[rows])
+                if hidden.dtype == precise:
+                    torch.mm(grad, head, out=grad_hidden[rows])
+                else:
+                    grad_hidden[rows] = _precise_product(grad.to(head.dtype), head).to(hidden.dtype)
             if grad_weight is not None:
                 if hidden.dtype == precise:
                     grad_weight.addmm_(grad.t(), hidden[rows])
                 else:
-                    grad_weight.add_(grad.t() @ hidden[rows])
+                    grad_weight.add_(_precise_product(grad.to(head.dtype).t(), hidden[rows].to(head.dtype)))
         out_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         out_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, out_weight, out_bias, None, None, None, None
 
 
-def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None, rows: slice) -> Tensor:
+def _cast_once(weight: Tensor, hidden: Tensor) -> Tensor:
+    """The output layer in the dtype that products with these hidden states run in, so that no chunk casts it again."""
+    return weight.to(hidden.dtype if hidden.is_cuda else torch.promote_types(hidden.dtype, torch.float32))
+
+
+def _precise_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32 or better: products of numbers of a lower precision are summed and returned without rounding."""
+    precise = torch.promote_types(a.dtype, torch.float32)
+    if a.dtype != precise and a.is_cuda:
+        return torch.mm(a, b, out_dtype=precise)
+    return a.to(precise) @ b.to(precise)
+
+
+def _chunk_logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperatures: Tensor | None, rows: slice) -> Tensor:
     """Logits of one chunk, tempered, in float32 or better."""
-    logits = _at_least_float32(hidden @ weight.to(hidden.dtype).t())
+    logits = _precise_product(hidden, head.t())
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
     return logits if temperatures is None else logits / temperatures[rows, None].to(logits.dtype)
@@ -240,3 +258,17 @@ def _at_least_float32(x: Tensor) -> Tensor:
 def _align(predictions: Tensor) -> Tensor:
     """[B, T - 1] about tokens 1 .. T - 1 -> [B, T] aligned with tokens."""
     return torch.nn.functional.pad(predictions, (1, 0))
+
+
+# -- from log-ratios to ratios
+
+
+def finite_exp(log_ratio: Tensor) -> Tensor:
+    """exp(x), where that would overflow the largest number of its dtype instead, without gradient. Any shape.
+
+    Every ratio that a gradient flows through is taken here. A token far off its anchor (log r > 88 in float32: a rollout log-prob of -100)
+    has r = inf, and where the loss does not depend on r, because a clip is active or the advantage is 0, a gradient of 0 * inf = NaN.
+    Below the overflow value and gradient are those of exp, bit for bit.
+    """
+    numbers = torch.finfo(log_ratio.dtype)
+    return log_ratio.clamp(max=math.log(numbers.max) * (1 - numbers.eps)).exp()

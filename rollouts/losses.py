@@ -22,9 +22,10 @@ from torch import Tensor
 
 from rollouts.checks import check_shapes
 from rollouts.kl import KLEstimator
-from rollouts.logprobs import entropy_from_logits, token_log_probs
+from rollouts.logprobs import entropy_from_logits, finite_exp, token_log_probs
 from rollouts.statistics import masked_mean
 from rollouts.surrogates import (
+    LOG_RATIO_BOUND,
     Ratio,
     Surrogate,
     clip_fractions,
@@ -99,7 +100,7 @@ def policy_loss(
         divergence = kl(log_probs, ref_log_probs)
         extra["ref_kl"] = divergence
         if unbiased_kl:
-            divergence = divergence * log_ratio.exp()
+            divergence = divergence * finite_exp(log_ratio)
         per_token = per_token + (kl_coef if batch.kl_coef is None else batch.kl_coef[:, None]) * divergence
     if outputs.entropy is not None:
         extra["entropy"] = _where(mask, outputs.entropy)
@@ -149,6 +150,7 @@ def gmpo_policy_loss(
     *,
     low: float = 0.4,
     high: float = 0.4,
+    bound: float | None = None,
     kl: KLEstimator | None = None,
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
@@ -160,6 +162,7 @@ def gmpo_policy_loss(
 
     Args:
         low, high: in nats.
+        bound: of each token's log-ratio, see surrogates.token_ratio; None = no bound.
         epsilon: added to the number of tokens of a row (verl 1e-8).
         kl, kl_coef, entropy_coef: as in policy_loss.
 
@@ -169,7 +172,7 @@ def gmpo_policy_loss(
     mask = batch.loss_mask
     advantages = row_mean_advantages(batch.advantages, mask, epsilon=epsilon)
     weights = batch.importance_weights
-    ratio = partial(clipped_sequence_ratio, advantages=batch.advantages, low=low, high=high, epsilon=epsilon)
+    ratio = partial(clipped_sequence_ratio, advantages=batch.advantages, low=low, high=high, bound=bound, epsilon=epsilon)
     averaged = replace(
         batch, advantages=advantages, importance_weights=None if weights is None else row_geometric_mean(weights, mask, epsilon=epsilon)
     )
@@ -465,8 +468,11 @@ def _mean(x: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def _ratio_metrics(log_ratio: Tensor, log_probs: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
-    """How far the policy is from the anchor. approx_kl is k3 of KL(old || new) at tokens drawn from old: r - 1 - log r."""
-    log_ratio = log_ratio.detach()
+    """How far the policy is from the anchor. approx_kl is k3 of KL(old || new) at tokens drawn from old: r - 1 - log r.
+
+    One token far off must not make a mean infinite: log r counts up to LOG_RATIO_BOUND.
+    """
+    log_ratio = log_ratio.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio, on = log_ratio.exp(), loss_mask > 0
     return {
         "approx_kl": _mean(ratio - 1 - log_ratio, loss_mask),

@@ -84,7 +84,7 @@ def group_centered(x: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def leave_one_out_mean(x: Tensor, group_ids: Tensor) -> Tensor:
-    """Mean of the other rows of the group (RLOO, Ahmadian et al. 2024, equation 5); the row itself in a group of one.
+    """Mean of the other rows of the group (RLOO, Ahmadian et al. 2024); the row itself in a group of one.
 
     Where all values of a group are equal it is exactly that value: x - mean(others) = n / (n - 1) * (x - mean(all)).
     """

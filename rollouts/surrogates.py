@@ -1,6 +1,7 @@
 """Log-ratios between the policy and its anchor, and the surrogates made of them. A surrogate is a loss, so it is minimized.
 
-Callers put 0 at masked places before anything is computed there: masking after exp would leave NaN gradients (0 * inf).
+Callers put 0 at masked places before anything is computed there: masking after exp would leave NaN gradients (0 * inf). At trained places
+finite_exp sees to the same: a token with any ratio has a finite gradient wherever the formula has one.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from rollouts.logprobs import finite_exp
+
 Ratio: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """f(log_probs, old_log_probs, mask), each [B, T] -> log_ratio [B, T]."""
 
 Surrogate: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """f(log_ratio, log_probs, advantages), each [B, T] -> loss of each token [B, T]."""
+
+LOG_RATIO_BOUND = 20.0
+"""Of |log r| in nats, where one is wanted: e^20 is 4.9e8 (verl)."""
 
 
 # -- log-ratios
@@ -35,20 +41,24 @@ def token_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, bound
 
 def importance_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, ratio: Ratio = token_ratio) -> Tensor:
     """r = exp(ratio(...)), with its gradient. All # [B, T]; 1 where mask = 0."""
-    return ratio(log_probs, old_log_probs, mask).exp()
+    return finite_exp(ratio(log_probs, old_log_probs, mask))
 
 
-def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, bound: float | None = None) -> Tensor:
     """The mean of a row's token log-ratios at each of its tokens: log s_i, s_i = (p(y) / p_old(y))^(1 / |y|).
 
     The gradient goes through each token's own log-prob (the token-level form), so advantages may differ along a row. With sample_mean
     and one advantage a row it is the gradient of the sequence-level objective (sequence_mean_ratio).
 
+    Args:
+        bound: clamps log s_i to [-bound, bound]; beyond it the row has no gradient. None = no clamp.
+
     Source: Zheng et al. 2025 (GSPO), equations 7, 13 and 14.
     """
     mean = _row_mean(token_ratio(log_probs, old_log_probs, mask), mask)
     own = torch.where(mask > 0, log_probs - log_probs.detach(), 0.0)  # 0, with the gradient of log_probs
-    return torch.where(mask > 0, mean.detach() + own, 0.0)
+    log_ratio = torch.where(mask > 0, mean.detach() + own, 0.0)
+    return log_ratio if bound is None else log_ratio.clamp(-bound, bound)
 
 
 def sequence_mean_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -63,9 +73,10 @@ def sequence_sum_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *
     """log (p(y) / p_old(y)), the sum of a row's token log-ratios, at each of its tokens. All # [B, T]; 0 where mask = 0.
 
     Args:
-        bound: clamps each token's log-ratio beforehand; None = no clamp.
+        bound: clamps each token's log-ratio, then their sum, to [-bound, bound]; beyond it there is no gradient. None = no clamp.
     """
-    return torch.where(mask > 0, token_ratio(log_probs, old_log_probs, mask, bound=bound).sum(1, keepdim=True), 0.0)
+    total = token_ratio(log_probs, old_log_probs, mask, bound=bound).sum(1, keepdim=True)
+    return torch.where(mask > 0, total if bound is None else total.clamp(-bound, bound), 0.0)
 
 
 def capped(ratio: Ratio, *, cap: float) -> Ratio:
@@ -77,7 +88,7 @@ def capped(ratio: Ratio, *, cap: float) -> Ratio:
     Args:
         cap: > 0.
 
-    Source: Prime Intellect 2025 (INTELLECT-2), section 3.4.
+    Source: Prime Intellect 2025 (INTELLECT-2), its two-sided clipping.
     """
     assert cap > 0, f"cap is {cap}, expected more than 0"
     return partial(_capped, ratio=ratio, cap=cap)
@@ -95,6 +106,7 @@ def clipped_sequence_ratio(
     advantages: Tensor,
     low: float = 0.4,
     high: float = 0.4,
+    bound: float | None = None,
     epsilon: float = 0.0,
 ) -> Tensor:
     """GMPO's log-ratio: token log-ratios clipped to [-low, high] on the side where the advantage asks for it, then their row mean.
@@ -102,6 +114,7 @@ def clipped_sequence_ratio(
     Args:
         advantages: # [B, T], one sign along a row.
         low, high: widths in nats, >= 0 (the paper clips the ratio to (e^-0.4, e^0.4)).
+        bound: clamps each token's log-ratio beforehand, see token_ratio.
         epsilon: added to the number of tokens of a row (verl 1e-8).
 
     Returns: # [B, T], the same at every token of a row, with the gradient through the mean; 0 where mask = 0 and where the advantage is.
@@ -109,7 +122,7 @@ def clipped_sequence_ratio(
     """
     assert low >= 0, f"low is {low}, expected at least 0"
     assert high >= 0, f"high is {high}, expected at least 0"
-    log_ratio = token_ratio(log_probs, old_log_probs, mask)
+    log_ratio = token_ratio(log_probs, old_log_probs, mask, bound=bound)
     sign = torch.where(mask > 0, advantages, 0.0).sign()
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-low, high))
     return torch.where(mask > 0, _row_mean(pessimistic, mask, epsilon), 0.0)
@@ -152,7 +165,7 @@ def reinforce(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> Tenso
 
 def importance_weighted(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> Tensor:
     """-A r, the unclipped surrogate (Schulman et al. 2017, equation 6). All # [B, T]."""
-    return -advantages * log_ratio.exp()
+    return -advantages * finite_exp(log_ratio)
 
 
 def clipped(
@@ -164,14 +177,15 @@ def clipped(
         log_ratio, log_probs, advantages: # [B, T].
         low: width of the range below 1, in [0, 1).
         high: width above 1, >= 0 (DAPO's clip-higher: 0.2 and 0.28).
-        dual: > 1; a token with A < 0 and r > dual has loss -dual * A and no gradient. None = off.
+        dual: > 1; a token with A < 0 and r > dual has loss -dual * A and no gradient. None = off: only the ratio's own bound
+            (token_ratio) then holds the loss of such a token.
 
-    Source: Schulman et al. 2017 (PPO), equation 7; Ye et al. 2020 (dual clip), equation 3.
+    Source: Schulman et al. 2017 (PPO), equation 7; Ye et al. 2020 (Mastering complex control in MOBA games: dual clip).
     """
     assert 0 <= low < 1, f"low is {low}, expected in [0, 1): the ratio is clipped to at least 1 - low, and it is never below 0"
     assert high >= 0, f"high is {high}, expected at least 0"
     assert dual is None or dual > 1, f"dual is {dual}, expected more than 1"
-    ratio = log_ratio.exp()
+    ratio = finite_exp(log_ratio)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     if dual is None:
         return loss
@@ -209,7 +223,7 @@ def sapo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, tau_pos: f
     assert tau_pos > 0, f"tau_pos is {tau_pos}, expected more than 0"
     assert tau_neg > 0, f"tau_neg is {tau_neg}, expected more than 0"
     tau = torch.where(advantages > 0, torch.full_like(advantages, tau_pos), torch.full_like(advantages, tau_neg))
-    return -advantages * torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
+    return -advantages * torch.sigmoid(tau * (finite_exp(log_ratio) - 1)) * 4 / tau
 
 
 def dro(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, beta: float = 0.1) -> Tensor:
@@ -231,7 +245,7 @@ def kl_cov(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, selected
     Source: Cui et al. 2025 (The entropy mechanism of reinforcement learning for reasoning language models: KL-Cov).
     """
     assert coef >= 0, f"coef is {coef}, expected at least 0"
-    return -advantages * log_ratio.exp() + coef * torch.where(selected, log_ratio.abs(), 0.0)
+    return -advantages * finite_exp(log_ratio) + coef * torch.where(selected, log_ratio.abs(), 0.0)
 
 
 def vespo(
@@ -348,7 +362,7 @@ def penalized_ratio(
     """
     assert penalty >= 0, f"penalty is {penalty}, expected at least 0"
     keep = inside(log_ratio, log_probs, advantages)
-    policy = torch.where(keep, -advantage_scale * advantages * log_ratio.exp(), torch.zeros_like(log_ratio))
+    policy = torch.where(keep, -advantage_scale * advantages * finite_exp(log_ratio), torch.zeros_like(log_ratio))
     return policy + penalty * log_ratio.square()
 
 

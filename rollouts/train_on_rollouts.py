@@ -13,16 +13,18 @@ from rollouts.backends.protocol import TrainingBackend
 from rollouts.backends.token_spec import DescribesTokens, explain_token_differences
 from rollouts.batching import plan_minibatches, select_rows
 from rollouts.errors import ConfigError, DataError
+from rollouts.estimators import check_advantages
 from rollouts.kl_control import measure_kl
 from rollouts.loss_weights import token_mean
 from rollouts.losses import value_loss
 from rollouts.samples import derive_seed
 from rollouts.training_steps import (
     Metrics,
+    PendingForward,
     PendingOptimizerStep,
     find_trained_rows,
-    forward_batch,
     mean_step_metrics,
+    submit_forward,
     submit_optimizer_step,
 )
 from rollouts.types import Algorithm, LossFn, LossOutput, TokenOutputs, TrainBatch
@@ -128,17 +130,20 @@ async def fill_columns(
     missing = [column for column in SAMPLE_COLUMNS if column in wanted and getattr(batch, column) is None]
     if missing:
         raise DataError(f"the algorithm requires {missing}, which the samples do not have: fill them where the samples are generated")
-    forward = partial(forward_batch, batch=batch, max_tokens_per_microbatch=max_tokens_per_microbatch)
-    filled: dict[str, Tensor] = {}
+    forward = partial(submit_forward, batch=batch, max_tokens_per_microbatch=max_tokens_per_microbatch)
     own_columns = [column for column in POLICY_COLUMNS if column in wanted]
+    passes: dict[tuple[str, ...], PendingForward] = {}  # all models compute at the same time where each has a pipeline
     if own_columns:  # the policy before its update: the same numbers serve as old and as proximal log-probs
-        filled |= dict.fromkeys(own_columns, await forward(backend, output_fn=select_log_probs))
+        passes[tuple(own_columns)] = forward(backend, output_fn=select_log_probs)
     if "ref_log_probs" in wanted:
         assert reference is not None, "check_requirements admits ref_log_probs only with a reference"
-        filled["ref_log_probs"] = await forward(reference, output_fn=select_log_probs)
+        passes["ref_log_probs",] = forward(reference, output_fn=select_log_probs)
     if "values" in wanted:
         assert critic is not None, "check_requirements admits values only with a critic"
-        filled["values"] = await forward(critic, output_fn=select_values)
+        passes["values",] = forward(critic, output_fn=select_values)
+    filled: dict[str, Tensor] = {}
+    for columns, pending in passes.items():
+        filled |= dict.fromkeys(columns, await pending.result())
     return replace(batch, **filled)
 
 
@@ -149,7 +154,7 @@ def columns_from_loss(algorithm: Algorithm, *, num_updates: int, measures_kl: bo
 
     Args:
         num_updates: optimizer steps on the batch.
-        measures_kl: whether the KL to the reference is measured, which reads old_log_probs.
+        measures_kl: whether a controller steers by the KL to the reference, which reads old_log_probs.
     """
     own = algorithm.requires & frozenset(POLICY_COLUMNS)
     read_elsewhere = own - algorithm.loss_only or (measures_kl and "old_log_probs" in own)
@@ -198,13 +203,14 @@ async def train_on_rollouts(
         critic: the model behind algorithm.estimate's values; trained on the same mini-batches towards the returns, mean over tokens.
         value_clip: see losses.value_loss.
         only_critic: leave the policy as it is.
-        kl_coef: of a KL controller; fills the column of that name and has the KL measured.
+        kl_coef: of a KL controller; fills the column of that name, so that the algorithm's own number does not count.
 
     A batch without a token to train on changes nothing; its metrics are num_tokens and num_updates, both 0.
 
     Returns: token-weighted means over the optimizer steps; num_tokens is their sum; lr is the last one's; num_updates. With a critic its
         critic_loss, critic_grad_norm, critic_lr, value_mean, value_clip_fraction, and explained_variance of the values before the
-        update. With kl_coef also kl_coef and reference_kl, see measure_kl.
+        update. With a reference reference_kl, see measure_kl, from old_log_probs or, where these are only there in the loss,
+        rollout_log_probs. With kl_coef also kl_coef.
     """
     num_updates = 0 if only_critic else num_epochs * num_minibatches
     if not find_trained_rows(batch):
@@ -214,10 +220,16 @@ async def train_on_rollouts(
         batch, algorithm, backend, reference, critic, max_tokens_per_microbatch=max_tokens_per_microbatch, skip=skipped
     )
     metrics: Metrics = {}
+    if batch.ref_log_probs is not None:
+        metrics |= _measure_reference_kl(batch)
     if kl_coef is not None:
+        if "reference_kl" not in metrics:
+            raise DataError("a KL controller measures the KL of the policy that sampled, but the samples have no rollout_log_probs")
         batch = replace(batch, kl_coef=torch.full_like(batch.rewards, kl_coef))
-        metrics |= {"kl_coef": kl_coef, "reference_kl": _reference_kl(batch)}
+        metrics["kl_coef"] = kl_coef
     batch = algorithm.estimate(batch)
+    if batch.advantages is not None:
+        batch = check_advantages(batch)  # an estimator of the user's own need not have done it
     submit = partial(submit_optimizer_step, max_tokens_per_microbatch=max_tokens_per_microbatch)
     loss = anchor_to_self(algorithm.loss, skipped) if skipped else algorithm.loss
     policy_steps: list[PendingOptimizerStep] = []
@@ -241,13 +253,16 @@ async def _mean_results(steps: Sequence[PendingOptimizerStep]) -> Metrics:
     return mean_step_metrics(results) if results else {}
 
 
-def _reference_kl(batch: TrainBatch) -> float:
-    """KL per token from the policy that sampled (before its update) to the reference, over the rows that are trained on."""
+def _measure_reference_kl(batch: TrainBatch) -> Metrics:
+    """KL per token from the policy that sampled (before its update) to the reference, over the rows that are trained on.
+
+    Returns: reference_kl; nothing if the log-probs of that policy are not known.
+    """
     sampled = batch.old_log_probs if batch.old_log_probs is not None else batch.rollout_log_probs
-    assert sampled is not None, "a KL controller needs batch.old_log_probs or batch.rollout_log_probs"
-    assert batch.ref_log_probs is not None, "a KL controller needs batch.ref_log_probs"
+    if sampled is None or batch.ref_log_probs is None:
+        return {}
     mask = batch.loss_mask * batch.trainable[:, None]
-    return float(measure_kl(sampled, batch.ref_log_probs, mask, count_empty_rows=False))
+    return {"reference_kl": float(measure_kl(sampled, batch.ref_log_probs, mask, count_empty_rows=False))}
 
 
 def name_critic_metrics(metrics: Metrics) -> Metrics:

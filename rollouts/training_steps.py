@@ -92,22 +92,32 @@ def mean_step_metrics(steps: Sequence[Mapping[str, float]]) -> Metrics:
     return merge_metrics(means) | {"num_tokens": sum(s["num_tokens"] for s in steps)} | {k: v for k, v in steps[-1].items() if k == "lr"}
 
 
-async def forward_batch(
-    backend: TrainingBackend, batch: TrainBatch, output_fn: OutputFn, *, max_tokens_per_microbatch: int, with_entropy: bool = False
-) -> Tensor:
-    """backend.forward over a batch of any size, micro-batch by micro-batch. Rows without a trained token are not computed.
+@dataclass(frozen=True, eq=False)
+class PendingForward:
+    """A pass over a batch that has been submitted."""
 
-    Returns: [B, T] in the row order of `batch`; 0 on pads, and in all of a row that is not trained on.
-    """
+    batch: TrainBatch
+    parts: tuple[tuple[int, ...], ...]  # rows of each micro-batch
+    futures: tuple[Future[Tensor], ...]  # one a micro-batch
+
+    async def result(self) -> Tensor:
+        """[B, T] in the row order of the batch; 0 on pads, and in all of a row that is not trained on."""
+        out = torch.zeros(self.batch.tokens.shape, dtype=torch.float32)
+        for rows, future in zip(self.parts, self.futures, strict=True):
+            part = await future.result()  # [rows, T of the micro-batch <= T]
+            out[torch.tensor(rows), : part.shape[1]] = part
+        return out
+
+
+def submit_forward(
+    backend: TrainingBackend, batch: TrainBatch, output_fn: OutputFn, *, max_tokens_per_microbatch: int, with_entropy: bool = False
+) -> PendingForward:
+    """backend.forward over a batch of any size, micro-batch by micro-batch. Rows without a trained token are not computed."""
     trained = find_trained_rows(batch)
     plan = plan_microbatches([int(batch.lengths[row]) for row in trained], max_tokens=max_tokens_per_microbatch) if trained else []
-    parts = [[trained[i] for i in part] for part in plan]
-    futures = [backend.forward(select_rows(batch, rows), output_fn, with_entropy=with_entropy) for rows in parts]
-    out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-    for rows, future in zip(parts, futures, strict=True):
-        part = await future.result()  # [rows, T of the micro-batch <= T]
-        out[torch.tensor(rows), : part.shape[1]] = part
-    return out
+    parts = tuple(tuple(trained[i] for i in part) for part in plan)
+    futures = tuple(backend.forward(select_rows(batch, rows), output_fn, with_entropy=with_entropy) for rows in parts)
+    return PendingForward(batch, parts, futures)
 
 
 def require_checkpointing(backend: TrainingBackend) -> CheckpointingBackend:

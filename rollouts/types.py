@@ -352,7 +352,7 @@ class Algorithm:
     loss: LossFn  # once per micro-batch
     requires: frozenset[str] = frozenset()  # TrainBatch columns the loop must fill; "entropy" asks for TokenOutputs.entropy
     loss_only: frozenset[str] = frozenset()  # those of `requires` that estimate and weigh do not read: the loop may fill old_log_probs
-    # and prox_log_probs inside the loss of a step that is one single update, and so save a forward pass
+    # and prox_log_probs inside the loss of a step that is one single update, and so save a forward pass. Replace it with `estimate`.
 
     def __post_init__(self) -> None:
         assert self.loss_only <= self.requires, f"loss_only is {set(self.loss_only)}, which requires {set(self.requires)} does not hold"

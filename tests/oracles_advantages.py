@@ -70,7 +70,7 @@ def normalized(
             entries = [values[j] for j in pool[std_of]]
             n = len(entries)
             scale = 0.0 if len(set(entries)) == 1 else std(entries) * (1.0 if unbiased or n < 2 else math.sqrt((n - 1) / n))
-            scale = (1.0 if len(own) == 1 and scale == 0 else scale) + epsilon
+            scale = (scale if scale > 0 else 1.0) + epsilon
         out.append((value - middle) / scale)
     return out
 

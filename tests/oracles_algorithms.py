@@ -85,8 +85,17 @@ def clip_loss(r: Number, a: float, low: float, high: float, dual: float | None =
     return min(loss, -dual * a) if dual is not None and a < 0 else loss
 
 
+def bounded(log_ratio: Number) -> Number:
+    """Of |log r| <= 20 nats, as in verl; beyond, without gradient."""
+    return log_ratio.clamp(-20, 20)
+
+
 def ratio(step: Step, b: int, t: int, anchor: Sequence[Sequence[float]]) -> Number:
     return (step.log_probs[b][t] - anchor[b][t]).exp()
+
+
+def bounded_ratio(step: Step, b: int, t: int, anchor: Sequence[Sequence[float]]) -> Number:
+    return bounded(step.log_probs[b][t] - anchor[b][t]).exp()
 
 
 def per_row(step: Step, token_loss: Any) -> Number:
@@ -141,9 +150,9 @@ def grpo(
     a = group_normalized(step, epsilon)
 
     def loss(b: int, t: int) -> Number:
-        total = clip_loss(ratio(step, b, t, step.rollout), a[b], clip_low, clip_high, dual)
+        total = clip_loss(bounded_ratio(step, b, t, step.rollout), a[b], clip_low, clip_high, dual)
         if kl_coef:
-            d = step.ref[b][t] - step.log_probs[b][t]
+            d = bounded(step.ref[b][t] - step.log_probs[b][t])
             total = total + kl_coef * (d.exp() - d - 1)
         return total - entropy_coef * step.entropy[b][t] if entropy_coef else total
 
@@ -153,13 +162,13 @@ def grpo(
 def dr_grpo(step: Step, max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2) -> Number:
     """Liu et al. 2025: no std, and a constant in place of the length."""
     a = group_centered(step)
-    return per_response(step, lambda b, t: clip_loss(ratio(step, b, t, step.rollout), a[b], clip_low, clip_high)) / max_tokens
+    return per_response(step, lambda b, t: clip_loss(bounded_ratio(step, b, t, step.rollout), a[b], clip_low, clip_high)) / max_tokens
 
 
 def dapo(step: Step, clip_low: float = 0.2, clip_high: float = 0.28, epsilon: float = 1e-4, dual: float | None = None) -> Number:
     """Yu et al. 2025, equation 8."""
     a = group_normalized(step, epsilon)
-    return per_token(step, lambda b, t: clip_loss(ratio(step, b, t, step.rollout), a[b], clip_low, clip_high, dual))
+    return per_token(step, lambda b, t: clip_loss(bounded_ratio(step, b, t, step.rollout), a[b], clip_low, clip_high, dual))
 
 
 def gspo(step: Step, clip_low: float = 3e-4, clip_high: float = 4e-4, epsilon: float = 1e-4) -> Number:
@@ -168,7 +177,7 @@ def gspo(step: Step, clip_low: float = 3e-4, clip_high: float = 4e-4, epsilon: f
     total: Number = 0.0
     for b in step.rows():
         places = step.places(b)
-        s = (sum(step.log_probs[b][t] - step.rollout[b][t] for t in places) / len(places)).exp()
+        s = bounded(sum(step.log_probs[b][t] - step.rollout[b][t] for t in places) / len(places)).exp()
         total = total + clip_loss(s, a[b], clip_low, clip_high)
     return total / len(step.rows())
 
@@ -181,7 +190,7 @@ def gmpo(step: Step, clip_low: float = 0.4, clip_high: float = 0.4, epsilon: flo
         places = step.places(b)
         logs = []
         for t in places:
-            d = step.log_probs[b][t] - step.rollout[b][t]
+            d = bounded(step.log_probs[b][t] - step.rollout[b][t])
             c = clip(d, -clip_low, clip_high)
             logs.append(min(d, c) if a[b] > 0 else max(d, c) if a[b] < 0 else 0.0 * d)
         total = total - a[b] * math.e ** (sum(logs) / len(places))
@@ -217,12 +226,12 @@ def dppo(step: Step, low: float = 0.2, high: float = 0.2, cap: float = 20.0, eps
     def loss(b: int, t: int) -> Number:
         p, q = math.exp(float(step.log_probs[b][t])), math.exp(step.rollout[b][t])
         keep = p - q <= high if a[b] > 0 else p - q >= -low
-        return -min(p / q, cap) * a[b] * step.log_probs[b][t] if keep else 0.0 * step.log_probs[b][t]
+        return -min(max(p / q, math.exp(-20)), cap) * a[b] * step.log_probs[b][t] if keep else 0.0 * step.log_probs[b][t]
 
     return per_token(step, loss)
 
 
-def dppo_kl(step: Step, low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: float = 1e-4) -> Number:
+def dppo_kl(step: Step, low: float = 0.05, high: float = 0.05, cap: float = 20.0, epsilon: float = 1e-4) -> Number:
     """Qi et al. 2026, binary KL divergence."""
     a = group_normalized(step, epsilon)
 
@@ -230,7 +239,7 @@ def dppo_kl(step: Step, low: float = 0.2, high: float = 0.2, cap: float = 20.0, 
         p, q = math.exp(float(step.log_probs[b][t])), math.exp(step.rollout[b][t])
         kl = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
         keep = kl <= high or p <= q if a[b] > 0 else kl <= low or p >= q
-        return -min(p / q, cap) * a[b] * step.log_probs[b][t] if keep else 0.0 * step.log_probs[b][t]
+        return -min(max(p / q, math.exp(-20)), cap) * a[b] * step.log_probs[b][t] if keep else 0.0 * step.log_probs[b][t]
 
     return per_token(step, loss)
 
@@ -239,7 +248,7 @@ def dppo_kl(step: Step, low: float = 0.2, high: float = 0.2, cap: float = 20.0, 
 
 
 def rloo(step: Step) -> Number:
-    """Ahmadian et al. 2024, equation 5: the baseline is the mean of the others."""
+    """Ahmadian et al. 2024: the baseline is the mean of the others."""
 
     def advantage(b: int) -> float:
         others = [step.rewards[i] for i in step.group(b) if i != b]
@@ -298,7 +307,7 @@ def reinforce_plus_plus(
         for i, t in enumerate(places):
             a[b][t] = sum(gamma**k * r[b][s] for k, s in enumerate(places[i:]))
     a = whitened(step, a)
-    return per_token(step, lambda b, t: clip_loss(ratio(step, b, t, step.rollout), a[b][t], clip_low, clip_high))
+    return per_token(step, lambda b, t: clip_loss(bounded_ratio(step, b, t, step.rollout), a[b][t], clip_low, clip_high))
 
 
 def reinforce_plus_plus_baseline(step: Step, kl_coef: float = 0.0, clip_low: float = 0.2, clip_high: float = 0.2) -> Number:
@@ -307,7 +316,7 @@ def reinforce_plus_plus_baseline(step: Step, kl_coef: float = 0.0, clip_low: flo
     a = whitened(step, [[centered[b]] * len(row) for b, row in enumerate(step.mask)])
 
     def loss(b: int, t: int) -> Number:
-        total = clip_loss(ratio(step, b, t, step.rollout), a[b][t], clip_low, clip_high)
+        total = clip_loss(bounded_ratio(step, b, t, step.rollout), a[b][t], clip_low, clip_high)
         return total + kl_coef * (step.log_probs[b][t] - step.ref[b][t]) ** 2 / 2 if kl_coef else total
 
     return per_token(step, loss)
@@ -335,7 +344,7 @@ def ppo(
     a = whitened(step, a)
 
     def loss(b: int, t: int) -> Number:
-        total = clip_loss(ratio(step, b, t, step.rollout), a[b][t], clip_low, clip_high, dual)
+        total = clip_loss(bounded_ratio(step, b, t, step.rollout), a[b][t], clip_low, clip_high, dual)
         return total - entropy_coef * step.entropy[b][t] if entropy_coef else total
 
     return per_token(step, loss)
@@ -355,7 +364,7 @@ def decoupled(step: Step, cap: float | None = 5.0, floor: float | None = None, d
         w = math.exp((step.segment if segment_wise else step.old)[b][t] - step.rollout[b][t])
         if (cap is not None and w > cap) or (floor is not None and w < floor):
             w = 0.0 if drop else (cap if cap is not None and w > cap else floor)
-        return w * clip_loss(ratio(step, b, t, step.old), a[b], 0.2, 0.28)
+        return w * clip_loss(bounded_ratio(step, b, t, step.old), a[b], 0.2, 0.28)
 
     return per_token(step, loss)
 
@@ -363,7 +372,7 @@ def decoupled(step: Step, cap: float | None = 5.0, floor: float | None = None, d
 def recomputed(step: Step) -> Number:
     """The ratio against the trainer's own numbers of the policy before the update."""
     a = group_normalized(step, 1e-4)
-    return per_token(step, lambda b, t: clip_loss(ratio(step, b, t, step.old), a[b], 0.2, 0.28))
+    return per_token(step, lambda b, t: clip_loss(bounded_ratio(step, b, t, step.old), a[b], 0.2, 0.28))
 
 
 def truncated(step: Step, cap: float | None = 2.0, floor: float | None = None) -> Number:
@@ -374,6 +383,6 @@ def truncated(step: Step, cap: float | None = 2.0, floor: float | None = None) -
         w = math.exp(step.old[b][t] - step.rollout[b][t])
         w = w if cap is None else min(w, cap)
         w = w if floor is None else max(w, floor)
-        return w * clip_loss(ratio(step, b, t, step.old), a[b], 0.2, 0.28)
+        return w * clip_loss(bounded_ratio(step, b, t, step.old), a[b], 0.2, 0.28)
 
     return per_token(step, loss)

@@ -53,14 +53,14 @@ def sequence_mean_ratio(log_probs: Row, old: Sequence[float], mask: Sequence[flo
     return [mean if m > 0 else 0.0 for m in mask]
 
 
-def sequence_ratio(log_probs: Row, old: Sequence[float], mask: Sequence[float]) -> list[Number]:
+def sequence_ratio(log_probs: Row, old: Sequence[float], mask: Sequence[float], bound: float = math.inf) -> list[Number]:
     """GSPO-token: sg(log s) + log p_t - sg(log p_t)."""
     whole = sequence_mean_ratio(log_probs, old, mask)
-    return [constant(s) + p - constant(p) if m > 0 else 0.0 for s, p, m in zip(whole, log_probs, mask, strict=True)]
+    return [clip(constant(s) + p - constant(p), -bound, bound) if m > 0 else 0.0 for s, p, m in zip(whole, log_probs, mask, strict=True)]
 
 
 def sequence_sum_ratio(log_probs: Row, old: Sequence[float], mask: Sequence[float], bound: float = math.inf) -> list[Number]:
-    total = sum(token_ratio(log_probs, old, mask, bound))
+    total = clip(sum(token_ratio(log_probs, old, mask, bound)), -bound, bound)
     return [total if m > 0 else 0.0 for m in mask]
 
 

@@ -22,6 +22,8 @@ from rollouts.advantages import (
     gdpo_advantages,
     gpg_advantages,
     greedy_baseline,
+    in_unequal_group,
+    is_not_zero,
     lambda_returns,
     length_weighted_mean,
     max_rl_advantages,
@@ -34,6 +36,7 @@ from rollouts.advantages import (
     squared_scores,
     sum_token_rewards,
     vtrace,
+    zero_truncated_rewards,
 )
 from rollouts.statistics import (
     batch_leave_one_out_mean,
@@ -115,7 +118,7 @@ def test_values_of_tokens_are_normalised_under_a_mask():
 def test_the_std_is_of_the_rewards_or_of_what_the_mean_leaves():
     rewards, groups = torch.tensor([0.0, 2.0, 10.0, 12.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     by_rewards = normalize_by_group(rewards, groups, std_level=batch_std, epsilon=0.0)
-    by_centered = normalize_by_group(rewards, groups, std_level=batch_std, std_of="centered", epsilon=0.0)
+    by_centered = normalize_by_group(rewards, groups, std_level=batch_std, std_of_centered=True, epsilon=0.0)
     close(by_rewards, torch.tensor([-1, 1, -1, 1]) / rewards.std())
     close(by_centered, torch.tensor([-1, 1, -1, 1]).double() / (4 / 3) ** 0.5)
     about_zero = normalize_by_group(rewards, groups, mean_level=None, std_level=group_rms, epsilon=0.0)
@@ -132,13 +135,24 @@ def test_advantages_of_one_group_do_not_depend_on_the_others(rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mean_level", [group_mean, batch_mean, leave_one_out_mean])
 @pytest.mark.parametrize("std_level", [group_std, batch_std, None])
-@given(reward=REWARDS, size=st.integers(1, 12), epsilon=st.sampled_from([1e-12, 1e-4]))
+@given(reward=REWARDS, size=st.integers(1, 12), epsilon=st.sampled_from([0.0, 1e-12, 1e-4]))
 def test_equal_rewards_give_exactly_zero(dtype, mean_level, std_level, reward, size, epsilon):
     rewards = torch.full((size,), reward, dtype=dtype)
     groups = torch.zeros(size, dtype=torch.int64)
     assert group_std(rewards, groups).tolist() == [0.0] * size
     found = normalize_by_group(rewards, groups, mean_level=mean_level, std_level=std_level, epsilon=epsilon)
     assert found.tolist() == [0.0] * size
+    assert pass_at_k_advantages(rewards, groups, std_level=std_level, epsilon=epsilon).tolist() == [0.0] * size
+    assert gdpo_advantages(rewards[:, None], groups, std_level=std_level, epsilon=epsilon).tolist() == [0.0] * size
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-4])
+def test_a_group_without_spread_is_not_scaled(epsilon):
+    rewards, groups = torch.tensor([1.0, 1.0, 0.0, 0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    found = normalize_by_group(rewards, groups, mean_level=batch_mean, std_level=group_std, epsilon=epsilon)
+    close(found[:2], [0.375 / (1 + epsilon)] * 2)
+    raw = normalize_by_group(rewards, groups, mean_level=None, std_level=group_std, epsilon=epsilon)
+    close(raw[:2], [1 / (1 + epsilon)] * 2)
 
 
 @pytest.mark.parametrize("mean_level", [group_mean, leave_one_out_mean])
@@ -156,12 +170,12 @@ def test_a_group_of_one_is_zero_or_keeps_its_reward():
     for std_level, scale in ((group_std, 1 / 1.5), (None, 1.0)):
         options = {"std_level": std_level, "epsilon": 0.5}
         assert normalize_by_group(rewards, groups, **options)[0] == 0
-        assert normalize_by_group(rewards, groups, **options, singleton="keep")[0] == pytest.approx(2.0 * scale)
+        assert normalize_by_group(rewards, groups, **options, keep_single=True)[0] == pytest.approx(2.0 * scale)
         assert torch.equal(
-            normalize_by_group(rewards, groups, **options)[1:], normalize_by_group(rewards, groups, **options, singleton="keep")[1:]
+            normalize_by_group(rewards, groups, **options)[1:], normalize_by_group(rewards, groups, **options, keep_single=True)[1:]
         )
     assert normalize_by_group(rewards, groups, mean_level=None, epsilon=0.0)[0] == 2.0
-    kept = normalize_by_group(rewards, groups, std_level=batch_std, epsilon=0.0, singleton="keep")
+    kept = normalize_by_group(rewards, groups, std_level=batch_std, epsilon=0.0, keep_single=True)
     assert kept[0] == pytest.approx(2.0 / rewards.std().item())
 
 
@@ -250,15 +264,15 @@ def test_opo_pass_at_k_gpg_and_max_rl_against_loops(rows, data):
     close(pass_at_k_advantages(rewards, groups), naive.pass_at_k(values, ids, 1e-6))
     close(pass_at_k_advantages(rewards, groups, std_level=None), naive.pass_at_k(values, ids, None))
     close(max_rl_advantages(rewards, groups), naive.max_rl(values, ids))
-    for valid in ("unequal", "nonzero"):
-        close(gpg_advantages(rewards, groups, valid=valid, f_norm=0.5), naive.gpg(values, ids, valid, 0.5))
+    for name, valid in (("unequal", in_unequal_group), ("nonzero", is_not_zero)):
+        close(gpg_advantages(rewards, groups, valid=valid, f_norm=0.5), naive.gpg(values, ids, name, 0.5))
 
 
 def test_other_baselines_keep_the_reward_of_a_group_of_one_when_asked():
     rewards, groups, lengths = torch.tensor([2.0, 1.0, 4.0]), torch.tensor([7, 3, 3]), torch.tensor([5, 1, 2])
     assert length_weighted_mean(rewards, lengths, groups).tolist() == [2.0, 3.0, 3.0]
-    assert length_weighted_mean(rewards, lengths, groups, singleton="keep").tolist() == [0.0, 3.0, 3.0]
-    assert gpg_advantages(rewards, groups, valid="nonzero", singleton="keep").tolist() == [2.0, -1.5, 1.5]
+    assert length_weighted_mean(rewards, lengths, groups, keep_single=True).tolist() == [0.0, 3.0, 3.0]
+    assert gpg_advantages(rewards, groups, valid=is_not_zero, keep_single=True).tolist() == [2.0, -1.5, 1.5]
     assert gpg_advantages(rewards, groups).tolist() == [0.0, -2.25, 2.25]
     assert pass_at_k_advantages(rewards, groups, std_level=None).tolist() == [0.0, 0.0, 3.0]
     assert max_rl_advantages(rewards, groups)[0] == 0
@@ -454,7 +468,7 @@ def test_the_only_row_with_tokens_has_its_return_or_nothing_as_baseline():
     returns, mask = torch.tensor([[3.0, 2.0], [9.0, 9.0]]), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
     scores, groups = torch.ones(2, 2), torch.tensor([0, 0])
     assert optimal_token_baseline(returns, scores, mask, groups).tolist() == [[3.0, 2.0], [0.0, 0.0]]
-    assert optimal_token_baseline(returns, scores, mask, groups, singleton="keep").eq(0).all()
+    assert optimal_token_baseline(returns, scores, mask, groups, keep_single=True).eq(0).all()
 
 
 def test_squared_scores_are_the_squared_norms_of_the_gradients():
@@ -469,3 +483,11 @@ def test_squared_scores_are_the_squared_norms_of_the_gradients():
     close(squared_scores(chosen.detach(), probs.square().sum(-1), weights), (weights[:, None] * gradient).square().sum(-1))
     estimated = squared_scores(log_probs.detach())  # of every token that could have been drawn
     close((probs * estimated).sum(-1), 1 - probs.square().sum(-1))
+
+
+def test_rows_that_were_cut_off_earn_nothing():
+    rewards, truncated = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([False, True, True])
+    assert zero_truncated_rewards(rewards, truncated).tolist() == [1.0, 0.0, 0.0]
+    assert rewards.tolist() == [1.0, -2.0, 3.0]
+    with pytest.raises(AssertionError, match="truncated"):
+        zero_truncated_rewards(rewards, truncated[:2])

@@ -122,8 +122,8 @@ def test_each_preset_alone_or_around_grpo_is_an_algorithm(name: str):
         ("decoupled(dapo(clip_high=0.28), cap=5.0)", algorithms.decoupled(algorithms.dapo(clip_high=0.28), cap=5.0)),
         ("truncated(rloo())", algorithms.truncated(algorithms.rloo())),
         (
-            "truncated(decoupled(dr_grpo, None), floor=0)",
-            algorithms.truncated(algorithms.decoupled(algorithms.dr_grpo(8), None), floor=0.0),
+            "decoupled(recomputed(dr_grpo), None, floor=0)",
+            algorithms.decoupled(algorithms.recomputed(algorithms.dr_grpo(8)), None, floor=0.0),
         ),
         ("reinforce_plus_plus(kl=k3)", algorithms.reinforce_plus_plus(kl=k3)),
         ("rollouts.algorithms:rloo", algorithms.rloo()),

@@ -42,7 +42,8 @@ from rollouts.algorithms import (
 )
 from rollouts.batching import select_rows
 from rollouts.errors import ConfigError, DataError
-from rollouts.types import Algorithm, TokenOutputs, TrainBatch
+from rollouts.estimators import estimate_opo, estimate_optimal_token_baseline, estimate_vtrace
+from rollouts.types import Algorithm, TokenOutputs, TrainBatch, Transform
 
 CASES: dict[str, tuple[Algorithm, Callable[[Step], Any]]] = {
     "grpo": (grpo(), oracles_algorithms.grpo),
@@ -256,7 +257,9 @@ def test_algorithms_are_values_and_their_parts_print(name: str):
     algorithm = CASES[name][0]
     copy = pickle.loads(pickle.dumps(algorithm))
     assert copy.requires == algorithm.requires
-    assert repr(copy) == repr(algorithm)
+    assert copy.loss_only == algorithm.loss_only
+    for part in ("estimate", "weigh", "loss"):  # not the whole: sets of texts print in an order that changes from process to process
+        assert repr(getattr(copy, part)) == repr(getattr(algorithm, part))
     assert "lambda" not in repr(algorithm)
 
 
@@ -294,6 +297,57 @@ def test_groups_of_one_are_defined(name: str):
     loss, gradient = run(algorithm, log_probs, batch)
     assert bool(torch.isfinite(loss))
     assert bool(torch.isfinite(gradient).all())
+
+
+def far_off(columns: tuple[str, ...], log_ratio: float, batch: TrainBatch, log_probs: torch.Tensor):
+    """Policy and batch, in which the second token of every row, a trained one, has this log-ratio to each of the columns."""
+    policy, values = log_probs.clone(), {name: getattr(batch, name).clone() for name in columns if getattr(batch, name) is not None}
+    policy[:, 1] = -0.5 + min(log_ratio, 0.0)
+    for value in values.values():
+        value[:, 1] = -0.5 - max(log_ratio, 0.0)
+    return policy, replace(batch, **values)
+
+
+ANCHORS = ("rollout_log_probs", "old_log_probs", "prox_log_probs", "segment_log_probs")
+
+
+@pytest.mark.parametrize("log_ratio", [-100.0, 19.0, 100.0])
+@pytest.mark.parametrize("name", CASES)
+def test_presets_are_their_papers_with_tokens_far_off_the_anchor(name: str, log_ratio: float):
+    algorithm, oracle = CASES[name]
+    log_probs, batch = make_rollouts(3, 6, 5, with_greedy=name == "remax")
+    log_probs, batch = far_off(ANCHORS, log_ratio, with_columns(algorithm, batch, 3), log_probs)
+    loss, gradient = run(algorithm, log_probs, batch)
+    expected, expected_gradient = run_oracle(oracle, log_probs, batch)
+    close(loss, expected)
+    close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("columns", [ANCHORS, ("rollout_log_probs",), ("old_log_probs", "prox_log_probs"), ("ref_log_probs",)])
+@pytest.mark.parametrize("log_ratio", [-100.0, 100.0])
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_far_off_leaves_loss_gradient_and_metrics_finite(name: str, log_ratio: float, columns: tuple[str, ...]):
+    algorithm, _ = CASES[name]
+    log_probs, batch = make_rollouts(3, 6, 5, with_greedy=name == "remax")
+    log_probs, batch = far_off(columns, log_ratio, with_columns(algorithm, batch, 3), log_probs)
+    estimated = to_float32(algorithm.estimate(batch))
+    for sign in (1.0, 0.0, -1.0):
+        step = replace(estimated, advantages=sign * estimated.loss_mask, loss_weights=algorithm.weigh(estimated))
+        leaf = log_probs.float().requires_grad_()
+        loss, metrics = algorithm.loss(TokenOutputs(log_probs=leaf, entropy=entropy_of(leaf)), step)
+        loss.backward()
+        assert leaf.grad is not None
+        assert bool(torch.isfinite(loss))
+        assert bool(torch.isfinite(leaf.grad).all())
+        assert bool(torch.isfinite(leaf.grad.norm()))
+        assert all(bool(torch.isfinite(value)) for value in metrics.values()), metrics
+        if sign == 0.0 and not algorithm.requires & {"ref_log_probs", "entropy"}:
+            assert float(leaf.grad.abs().sum()) == 0.0
+
+
+def to_float32(batch: TrainBatch) -> TrainBatch:
+    doubles = {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor) and x.dtype == torch.float64}
+    return replace(batch, **{name: x.float() for name, x in doubles.items()})
 
 
 BAD = [
@@ -352,6 +406,26 @@ def test_what_a_term_needs_is_required_only_where_it_is_on():
     assert decoupled(ppo()).loss_only == {"prox_log_probs"}
     assert truncated(grpo()).loss_only == {"old_log_probs"}
     assert truncated(ppo(kl_coef=0.1)).loss_only == frozenset(), "the penalty in the rewards reads old_log_probs in estimate"
+    assert recomputed(grpo(kl_coef=0.1)).loss_only == {"old_log_probs"}, "its KL term stands in the loss"
+
+
+@pytest.mark.parametrize("estimate", [estimate_optimal_token_baseline, estimate_vtrace, chain(estimate_opo, list), lambda batch: batch])
+def test_an_estimator_that_may_read_log_probs_keeps_its_forward_pass(estimate: Transform):
+    algorithm = replace(grpo(), estimate=estimate)
+    assert [wrap(algorithm).loss_only for wrap in (recomputed, truncated, decoupled)] == [frozenset()] * 3
+
+
+def test_a_column_that_the_algorithm_required_itself_is_not_taken_away_from_it():
+    algorithm = replace(grpo(), requires=frozenset({"old_log_probs", "prox_log_probs", "rollout_log_probs"}))
+    assert [wrap(algorithm).loss_only for wrap in (recomputed, truncated, decoupled)] == [frozenset()] * 3
+
+
+@pytest.mark.parametrize("inner", [decoupled, truncated])
+@pytest.mark.parametrize("outer", [decoupled, truncated])
+def test_tokens_are_not_weighted_twice(outer: Callable[..., Algorithm], inner: Callable[..., Algorithm]):
+    with pytest.raises(ConfigError, match=f"^{outer.__name__}.*already has a correction"):
+        outer(inner(grpo()))
+    assert outer(recomputed(grpo())).requires >= {"old_log_probs"}
 
 
 def test_decoupled_is_the_algorithm_itself_where_all_three_policies_agree():

@@ -25,6 +25,7 @@ from rollouts.corrections import (
     fill_missing_log_probs,
     geometric_level,
     importance_weights,
+    keep_tokens,
     limit_second_moment,
     mask_off_policy_rows,
     mask_weights,
@@ -342,6 +343,19 @@ def widen(batch: TrainBatch) -> TrainBatch:
         "loss_weights",
     )
     return replace(batch, **{name: pad(getattr(batch, name)) for name in names})
+
+
+def test_kept_tokens_leave_the_mask_where_dropped_ones_keep_their_denominator():
+    _, batch = make_batch()
+    batch = reject_ratios(batch, cap=1.0)
+    assert batch.importance_weights is not None
+    kept = keep_tokens(batch, batch.importance_weights > 0)
+    assert kept.loss_mask.equal(reject_ratios(make_batch()[1], cap=1.0, from_mask=True).loss_mask)
+    assert 0 < kept.loss_mask.sum() < batch.loss_mask.sum()
+    on = kept.loss_mask > 0
+    assert token_mean(kept)[on].sum().item() == pytest.approx(1.0) != token_mean(batch)[on].sum().item()
+    with pytest.raises(AssertionError, match="keep"):
+        keep_tokens(batch, on[:, 1:])
 
 
 def test_transforms_chain_by_multiplying():

@@ -393,6 +393,15 @@ async def test_a_kl_coefficient_is_steered_logged_and_resumed(tmp_path: Path):
     assert await run(parts, config, reference=reference, resume=point) == history[2:]
 
 
+async def test_a_kl_coefficient_waits_until_the_policy_is_trained():
+    control = KLControl(kl_coef=0.1, target=0.01, horizon=100)
+    config = replace(CONFIG, kl_control=control, algorithm=ppo(kl_coef=1.0), critic_warmup_steps=2)
+    reference = create_pytorch_backend(create_tiny_model(seed=4), lr=1e-3)
+    coefficients = [metrics["kl_coef"] for metrics in await run(make_run(), config, reference=reference)]
+    assert coefficients[:3] == [0.1, 0.1, 0.1]
+    assert coefficients[3] != 0.1
+
+
 async def test_ppo_with_a_critic_learns_on_a_tiny_model():
     tokenizer = create_char_tokenizer()
     policy, critic = create_tiny_model(), make_critic(lr=3e-3)

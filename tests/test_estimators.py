@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts import kl
+from rollouts.advantages import is_not_zero
 from rollouts.errors import DataError
 from rollouts.estimators import (
     check_advantages,
@@ -225,7 +226,9 @@ CASES = {
     ),
     "opo": Case(estimate_opo, per_row(naive.opo)),
     "gpg": Case(partial(estimate_gpg, f_norm=2.0), per_row(lambda r, g, m: naive.gpg(r, g, "unequal", 2.0)), of_groups=False),
-    "gpg_nonzero": Case(partial(estimate_gpg, valid="nonzero"), per_row(lambda r, g, m: naive.gpg(r, g, "nonzero", 1.0)), of_groups=False),
+    "gpg_nonzero": Case(
+        partial(estimate_gpg, valid=is_not_zero), per_row(lambda r, g, m: naive.gpg(r, g, "nonzero", 1.0)), of_groups=False
+    ),
     "pass_at_k": Case(estimate_pass_at_k, per_row(lambda r, g, m: naive.pass_at_k(r, g, 1e-6))),
     "max_rl": Case(estimate_max_rl, per_row(lambda r, g, m: naive.max_rl(r, g))),
     "reinforce++": Case(

@@ -117,8 +117,8 @@ def test_episode_advantages_against_loops(steps, across_steps):
 def test_a_group_of_one_episode_is_zero_or_keeps_its_reward():
     rewards, groups, trajectories = torch.tensor([2.0, 2.0, 1.0, 3.0]), torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 2])
     assert episode_advantages(rewards, groups, trajectories, std_level=None).tolist() == [0.0, 0.0, -1.0, 1.0]
-    assert episode_advantages(rewards, groups, trajectories, std_level=None, singleton="keep").tolist() == [2.0, 2.0, -1.0, 1.0]
-    across = episode_advantages(rewards, groups, trajectories, std_level=None, singleton="keep", across_steps=True)
+    assert episode_advantages(rewards, groups, trajectories, std_level=None, keep_single=True).tolist() == [2.0, 2.0, -1.0, 1.0]
+    across = episode_advantages(rewards, groups, trajectories, std_level=None, keep_single=True, across_steps=True)
     assert across.tolist() == [0.0, 0.0, -1.0, 1.0]  # two entries, the steps of one episode
 
 

@@ -93,6 +93,25 @@ def test_pure_layers_have_no_clock_network_concurrency_or_global_randomness(path
     assert not all_imports(path) & {"time", "datetime", "random", "threading", "subprocess", "socket", "httpx", "trio"}
 
 
+NAMES_OF_CHOICES = {  # what a configuration or a command line names; everywhere else a choice is a function or a flag
+    "config": {"Schedule", "OnRewardError", "WeightSync"},
+    "chat": {"OnOverflow"},
+    "batching": {"PaddingSide"},
+}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.stem in LAYERS[1] and p.parent.name == "rollouts"], ids=lambda p: p.stem)
+def test_pure_functions_are_not_told_what_to_do_by_strings(path: Path):
+    tree, own = parse(path), NAMES_OF_CHOICES.get(path.stem, set())
+    named = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    targets = {
+        id(sub): getattr(t, "id", "") for n in named for t in getattr(n, "targets", [getattr(n, "target", None)]) for sub in ast.walk(n)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal":
+            assert targets.get(id(node)) in own, f"{path}:{node.lineno} chooses by a string: pass a function, or a flag"
+
+
 def is_mutable(value: ast.expr | None) -> bool:
     """Whether an expression makes a list, dict, set or the like."""
     if isinstance(value, ast.Call):

@@ -40,6 +40,15 @@ def test_gradients_are_those_of_the_value(kl):
     assert torch.autograd.gradcheck(partial(kl, ref_log_probs=ref), (log_probs,))
 
 
+@pytest.mark.parametrize("kl", [k3, bounded(k3, log_ratio=20)], ids=["k3", "bounded"])
+def test_a_token_that_the_reference_finds_far_more_probable_has_a_finite_gradient(kl):
+    log_probs = torch.tensor([[-100.0, -0.5]], requires_grad=True)
+    estimate = kl(log_probs, torch.tensor([[-0.5, -100.0]]))
+    (gradient,) = torch.autograd.grad(estimate.sum(), log_probs)
+    assert estimate.isfinite().all()
+    assert gradient.isfinite().all()
+
+
 def distributions() -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     logits, ref = torch.randn(5, generator=g, dtype=torch.float64), torch.randn(5, generator=g, dtype=torch.float64)

@@ -8,10 +8,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from parity import advantages, filters, gigpo, kl, logits, losses, lr, rollout_correction, sft, staleness
-from parity.mapping import Parity, load, mismatches
+from parity.mapping import (
+    Parity,
+    Rule,
+    case_mismatches,
+    find_rule,
+    load,
+    make_example,
+    mismatches,
+    name_outputs,
+    rule_mismatches,
+    run_case,
+)
 
 SHIPPED = Path(__file__).parent / "data" / "golden"
 FOLDER = Path(os.environ.get("ROLLOUTS_GOLDEN_DIR", SHIPPED))
@@ -34,3 +47,59 @@ def test_our_composition_gives_their_numbers(name: str):
     assert name in MAPPINGS, f"{name} has no mapping: add it to tests/parity/{name.split('/')[0]}.py, or to NOT_OFFERED with the reason"
     found, _ = mismatches(load(FOLDER / f"{name}.json"), MAPPINGS[name])
     assert not found, "\n".join(found[:10])
+
+
+RULES = {id(rule): (name, rule) for name, parity in reversed(MAPPINGS.items()) for rule in parity.rules}  # each rule once
+
+
+@pytest.mark.parametrize(("name", "rule"), RULES.values(), ids=[f"{name}: {rule.reason}" for name, rule in RULES.values()])
+def test_every_rule_about_what_differs_has_an_example(name: str, rule: Rule):
+    """The example of a rule, put into some case of a file that has it, falls under the rule, and we give what the rule says."""
+    parity, document = MAPPINGS[name], load(SHIPPED / f"{name}.json")
+    examples = [make_example(rule, case) for case in document["cases"]]
+    own = [example for example in examples if find_rule(parity, example) is rule]
+    assert own, f"the example of '{rule.reason}' is not such a case"
+    found = rule_mismatches(document, parity, rule, own[0])
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, parity in MAPPINGS.items() if parity.left_out or parity.optional))
+def test_reasons_and_exceptions_are_needed(name: str):
+    parity, cases = MAPPINGS[name], load(SHIPPED / f"{name}.json")["cases"]
+    pairs = [(set(run_case(parity, case["kwargs"])[0]), set(name_outputs(case["outputs"])), case["grads"]) for case in cases]
+    missing = {x for ours, recorded, grads in pairs for x in [*(recorded - ours), *(f"d/d{g}" for g in grads if g not in parity.wrt)]}
+    extra = {x for ours, recorded, _ in pairs for x in ours - recorded}
+    assert set(parity.left_out) <= missing
+    assert set(parity.optional) <= extra
+
+
+def made_up(outputs: dict[str, object], **parity: Any) -> list[str]:
+    """What is found in a file of one case with one argument x = 2 and gradient 1, of a mapping that returns x and its square."""
+    document = {"tolerance": {"rtol": 0.0, "atol": 1e-12}}
+    case = {"kwargs": {"x": torch.tensor(2.0, dtype=torch.float64)}, "outputs": outputs, "grads": {"x": 1.0}}
+    run = lambda x: {"loss": x, "more": {"square": x.detach().square()}}
+    mapping = Parity(**{"run": run, "ours": "", "wrt": ("x",), **parity})
+    rule = find_rule(mapping, case)
+    return case_mismatches(document, mapping, case) if rule is None else rule_mismatches(document, mapping, rule, case)
+
+
+def test_outputs_are_compared_in_both_directions():
+    both = {"loss": 2.0, "more": {"square": 4.0}}
+    assert made_up(both) == []
+    assert "more.square" in made_up({**both, "more": {"square": 5.0}})[0]
+    assert made_up({"loss": 2.0}) == ["more.square: not recorded, and not optional"]
+    assert made_up({"loss": 2.0}, optional=("more.square",)) == []
+    assert "left_out does not say why" in made_up({**both, "third": 1.0})[0]
+    assert made_up({**both, "third": 1.0}, left_out={"third": "why"}) == []
+    assert "d/dx" in made_up(both, wrt=())[0]
+    assert made_up({"loss": 3.0, "more": {"square": 4.0}}, wrt=(), left_out={"d/dx": "why"}) == ["loss: value 0 is 2.0, expected 3.0"]
+
+
+def test_cases_that_differ_are_run():
+    always = lambda kwargs, outputs: True
+    assert made_up({"loss": 9.0}, rules=(Rule(reason="", applies=always),)) == []
+    assert made_up({"loss": 9.0}, rules=(Rule(reason="", applies=always, gives=lambda outputs: {"loss": 2.0}),)) == []
+    assert "loss" in made_up({"loss": 9.0}, rules=(Rule(reason="", applies=always, gives=lambda outputs: outputs),))[0]
+    assert made_up({}, rules=(Rule(reason="", applies=always, raises=ValueError),)) == ["no ValueError"]
+    infinite = {"run": lambda x: {"loss": x / 0}, "rules": (Rule(reason="", applies=always),)}
+    assert "not finite" in " ".join(made_up({"loss": 9.0}, **infinite))

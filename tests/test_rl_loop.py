@@ -16,6 +16,7 @@ from rollouts.data_buffer import DataBuffer
 from rollouts.errors import CheckpointError, ConfigError, DataError, GenerationError
 from rollouts.filters import check_reward_nonzero_std
 from rollouts.generation import create_generate_fn
+from rollouts.kl_control import KLControl
 from rollouts.metrics import JSONLLogger, read_metrics
 from rollouts.rl_loop import restore_rl_run, run_rl_training, train_on_rollouts
 from rollouts.rollout_manager import AsyncRolloutManager
@@ -275,3 +276,39 @@ async def test_a_filter_that_refuses_every_group_ends_with_what_to_do():
     message = r"0 of the 2 groups .* in 3 rounds .* check_reward_nonzero_std passed 0 of 6 .* raise n_samples_per_prompt"
     with pytest.raises(GenerationError, match=message):
         await run(parts, IN_MEMORY)
+
+
+async def test_rows_are_dealt_anew_in_every_epoch_and_every_step():
+    orders: list[list[int]] = []
+
+    def estimate(batch: TrainBatch) -> TrainBatch:
+        orders.append([])
+        return replace(batch, advantages=torch.arange(batch.num_rows, dtype=torch.float32)[:, None].expand(batch.tokens.shape))
+
+    def loss(outputs, batch: TrainBatch):
+        orders[-1].extend(int(row) for row in batch.advantages[:, 0])
+        return grpo().loss(outputs, batch)
+
+    config = replace(IN_MEMORY, num_steps=2, num_epochs=2, num_minibatches=2, algorithm=replace(grpo(), estimate=estimate, loss=loss))
+    await run(make_run(), config)
+    dealt = [tuple(order[i : i + 16]) for order in orders for i in (0, 16)]
+    assert all(sorted(order) == list(range(16)) for order in dealt)
+    assert len(set(dealt)) == 4
+
+
+async def test_a_kl_controller_waits_for_the_policy_and_counts_the_rows_that_were_trained_on():
+    reference = FakeBackend(name="reference")
+    reference.num_updates = 1
+    seen: list[int] = []
+
+    def loss(outputs, batch: TrainBatch):
+        seen.append(batch.num_rows)
+        return grpo(kl_coef=0.1).loss(outputs, batch)
+
+    control = KLControl(kl_coef=0.1, target=10.0, horizon=100.0)  # the KL stays below, so the coefficient falls: 0.2 x rows / horizon
+    config = replace(IN_MEMORY, num_steps=3, kl_control=control, mask_truncated=True, algorithm=replace(grpo(kl_coef=0.1), loss=loss))
+    history = await run(make_run(), config, reference=reference)
+    rows = [seen[0], seen[1]]
+    assert 0 < rows[0] < 16, "some of the rows are truncated, else the test shows nothing"
+    expected = [0.1, 0.1 * (1 - 0.2 * rows[0] / 100), 0.1 * (1 - 0.2 * rows[0] / 100) * (1 - 0.2 * rows[1] / 100)]
+    assert [m["kl_coef"] for m in history] == pytest.approx(expected)

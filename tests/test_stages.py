@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from integration import models
+from integration.algorithm_expression import resolve_algorithm
 from integration.config import (
     Config,
     CriticSection,
@@ -20,6 +21,7 @@ from integration.config import (
     ReferenceSection,
     RLSection,
     TrajectorySection,
+    create_kl_control,
 )
 from integration.models import Companions, check_companions, create_companions, create_model
 from integration.stages import RunControl, run_rl
@@ -107,11 +109,74 @@ async def test_the_options_of_an_algorithm_show_in_its_metrics(start: Callable[.
     plain = (await run(start("grpo"), tmp_path / "grpo"))[-1]
     assert not {"kl_coef", "reference_kl", "ref_kl", "critic_loss", "importance_weight"} & set(plain)
     in_loss = (await run(start("grpo(kl_coef=0.5)"), tmp_path / "loss"))[-1]
-    assert (in_loss["kl_coef"], in_loss["ref_kl"] > 0, in_loss["reference_kl"] != 0) == (0.5, True, True)
+    assert in_loss["ref_kl"] > 0 and in_loss["reference_kl"] != 0 and "kl_coef" not in in_loss
     lines = await run(start("ppo(kl_coef=0.05)", critic=CriticSection(optimizer=OptimizerConfig(lr=0.02))), tmp_path / "reward")
-    assert {line["kl_coef"] for line in lines} == {0.05} and {line["critic_lr"] for line in lines} == {0.02}
+    assert {line["critic_lr"] for line in lines} == {0.02}
     assert {"reference_kl", "critic_loss", "value_mean", "explained_variance"} <= set(lines[-1])
     assert (await run(start("decoupled(grpo())"), tmp_path / "decoupled"))[-1]["importance_weight"] == pytest.approx(1.0, abs=1e-3)
+
+
+OWN_KL = """
+from dataclasses import replace
+from functools import partial
+from rollouts.algorithms import grpo
+from rollouts.estimators import estimate_reinforce_plus_plus
+from rollouts.kl import k1
+from rollouts.types import Algorithm
+
+def twice(kl_coef: float = 0.1) -> Algorithm:
+    return grpo(kl_coef=kl_coef * 2)
+
+def both(reward: float, loss: float) -> Algorithm:
+    return replace(grpo(kl_coef=loss), estimate=partial(estimate_reinforce_plus_plus, kl=k1, kl_coef=reward))
+
+def closure() -> Algorithm:
+    inner = grpo(kl_coef=0.1)
+    return replace(inner, loss=lambda outputs, batch: inner.loss(outputs, batch))
+"""
+
+
+async def test_the_coefficient_of_a_kl_term_is_the_algorithms_own_unless_a_controller_is_asked_for(
+    start: Callable[..., Config], tmp_path: Path
+):
+    (tmp_path / "own.py").write_text(OWN_KL)
+    numbers = {"rl": {"num_steps": 2, "num_minibatches": 4}}
+    losses = {}
+    for name in ("own.py:twice(kl_coef=0.1)", "grpo(kl_coef=0.2)", "grpo(kl_coef=0.1)"):
+        lines = await run(start(name, **numbers), tmp_path / f"{len(losses)}")
+        assert all("kl_coef" not in line and "reference_kl" in line for line in lines)
+        losses[name] = [line["loss"] for line in lines]
+    assert losses["own.py:twice(kl_coef=0.1)"] == losses["grpo(kl_coef=0.2)"] != losses["grpo(kl_coef=0.1)"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "begins"),
+    [
+        ("grpo(kl_coef=0.2)", 0.2),
+        ("own.py:twice(kl_coef=0.1)", 0.2),
+        ("ppo(kl_coef=0.3)", 0.3),
+        ("decoupled(grpo(kl_coef=0.4))", 0.4),
+        ("own.py:both(0.5, 0.5)", 0.5),
+    ],
+)
+def test_a_controller_begins_at_the_number_that_the_algorithm_really_has(
+    algorithm: str, begins: float, start: Callable[..., Config], tmp_path: Path
+):
+    (tmp_path / "own.py").write_text(OWN_KL)
+    config = start(algorithm, rl={"kl_control": KLControlSection(target=0.1)})
+    control = create_kl_control(config, resolve_algorithm(algorithm, 8))
+    assert control is not None and control.kl_coef == begins
+    assert create_kl_control(start(algorithm), resolve_algorithm(algorithm, 8)) is None
+
+
+async def test_the_kl_to_the_reference_is_measured_without_a_forward_pass_for_it(start: Callable[..., Config], tmp_path: Path):
+    numbers = {"num_minibatches": 1, "num_steps": 2}
+    seen = {}
+    for name, rl in (("own", {}), ("controlled", {"kl_control": KLControlSection(kl_coef=0.5)})):
+        seen[name] = (await run(start("recomputed(grpo(kl_coef=0.5))", rl=numbers | rl), tmp_path / name))[-1]
+    assert seen["own"]["reference_kl"] == pytest.approx(seen["controlled"]["reference_kl"], abs=1e-5)
+    assert seen["own"]["loss"] == pytest.approx(seen["controlled"]["loss"], rel=1e-4)
+    assert "kl_coef" not in seen["own"] and seen["controlled"]["kl_coef"] == 0.5
 
 
 async def test_each_option_of_an_algorithm_changes_what_is_trained(start: Callable[..., Config], tmp_path: Path):
@@ -283,12 +348,17 @@ async def test_other_models_can_be_named(start: Callable[..., Config], same_toke
         ("dapo", {"rl": {"overlong_buffer": 9}}, "rl.overlong_buffer is 9, expected at most the token budget of a response, 8"),
         ("dapo", {"rl": {"overlong_buffer": -1}}, "overlong_buffer is -1"),
         ("dapo", {"rl": {"overlong_penalty": -1.0}}, "overlong_penalty is -1.0"),
-        ("own.py:own", {"rl": {"kl_control": KLControlSection(target=0.1)}}, "does not say its kl_coef: give --rl.kl-control.kl-coef"),
+        ("own.py:closure", {"rl": {"kl_control": KLControlSection(target=0.1)}}, "does not say its kl_coef: give --rl.kl-control.kl-coef"),
+        (
+            "own.py:both(0.5, 0.25)",
+            {"rl": {"kl_control": KLControlSection(kl_coef=0.1)}},
+            r"KL terms of different coefficients \(0.5 in the reward and 0.25 in the loss\)",
+        ),
     ],
 )
 def test_settings_that_would_change_nothing_are_refused(
     algorithm: str, sections: dict[str, Any], message: str, start: Callable[..., Config], tmp_path: Path
 ):
-    (tmp_path / "own.py").write_text("from rollouts.algorithms import grpo\ndef own():\n    return grpo(kl_coef=0.1)\n")
+    (tmp_path / "own.py").write_text(OWN_KL)
     with pytest.raises(ConfigError, match=message):
         start(algorithm, **sections)

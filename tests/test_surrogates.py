@@ -80,6 +80,7 @@ RATIOS: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
     "token": (token_ratio, oracles.token_ratio),
     "token bounded": (partial(token_ratio, bound=0.4), partial(oracles.token_ratio, bound=0.4)),
     "sequence": (sequence_ratio, oracles.sequence_ratio),
+    "sequence bounded": (partial(sequence_ratio, bound=0.1), partial(oracles.sequence_ratio, bound=0.1)),
     "sequence mean": (sequence_mean_ratio, oracles.sequence_mean_ratio),
     "sequence sum": (sequence_sum_ratio, oracles.sequence_sum_ratio),
     "sequence sum bounded": (partial(sequence_sum_ratio, bound=0.3), partial(oracles.sequence_sum_ratio, bound=0.3)),
@@ -338,6 +339,39 @@ def test_hyper_parameters_out_of_range_say_which_and_what(name):
     call, message = BAD[name]
     with pytest.raises(AssertionError, match=message):
         call(ONE, ONE, ONE)
+
+
+@pytest.mark.parametrize("log_ratio", [-1000.0, -100.0, 88.0, 89.0, 100.0, 1000.0])
+@pytest.mark.parametrize("name", SURROGATES)
+def test_any_ratio_leaves_the_gradient_of_a_surrogate_a_number(name, log_ratio):
+    surrogate, _ = SURROGATES[name]
+    for advantage in (1.0, 0.0, -1.0):
+        leaf = torch.tensor([[log_ratio]], requires_grad=True)
+        log_probs = torch.tensor([[min(log_ratio, 0.0) - 0.5]], requires_grad=True)
+        surrogate(leaf, log_probs, torch.tensor([[advantage]])).sum().backward()
+        assert leaf.grad is None or not leaf.grad.isnan().any()
+        assert log_probs.grad is None or log_probs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dual", [None, 3.0])
+def test_a_clip_that_is_active_takes_the_gradient_however_large_the_ratio(dual):
+    leaf = torch.full((1, 1), 1000.0, requires_grad=True)
+    loss = clipped(leaf, leaf, torch.tensor([[2.0]]), low=0.2, high=0.28, dual=dual)
+    assert loss.item() == pytest.approx(-2.56)
+    assert torch.autograd.grad(loss.sum(), leaf)[0].item() == 0
+    bad = clipped(leaf, leaf, torch.tensor([[-2.0]]), dual=3.0)
+    assert bad.item() == 6.0
+    assert torch.autograd.grad(bad.sum(), leaf)[0].item() == 0
+
+
+def test_the_ratio_of_a_long_sequence_overflows_nothing():
+    log_probs, mask = torch.full((1, 2000), -0.95, requires_grad=True), torch.ones(1, 2000)
+    for bound in (None, 20.0):
+        log_ratio = sequence_sum_ratio(log_probs, torch.full((1, 2000), -1.0), mask, bound=bound)
+        assert bound is None or log_ratio.max() == bound
+        loss = clipped(log_ratio, log_probs, mask).mean()
+        assert loss.item() == pytest.approx(-1.2)
+        assert torch.autograd.grad(loss, log_probs)[0].eq(0).all()
 
 
 def test_combinators_are_values():

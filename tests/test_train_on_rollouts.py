@@ -17,7 +17,7 @@ from rollouts.errors import ConfigError, DataError
 from rollouts.estimators import estimate_group_relative
 from rollouts.kl import k1
 from rollouts.loss_weights import token_mean
-from rollouts.losses import clipped_policy_loss
+from rollouts.losses import clipped_policy_loss, sft_loss
 from rollouts.rl_loop import resolve_algorithm
 from rollouts.samples import derive_seed
 from rollouts.testing import FakeBackend, create_tiny_model
@@ -78,6 +78,8 @@ async def test_a_single_update_needs_no_forward_pass_and_gives_the_same_numbers(
         )
         results.append((metrics, await backend.get_weights().result()))
     (saved, weights), (full, expected) = results
+    if "reference_kl" in saved:  # of rollout_log_probs, which this batch made up, and of the forward pass
+        assert saved.pop("reference_kl") != full.pop("reference_kl")
     assert saved == pytest.approx(full, abs=1e-6, rel=1e-5)
     assert saved["ratio_mean"] == 1.0
     for name, value in expected.items():
@@ -164,6 +166,16 @@ async def test_a_batch_without_a_trained_token_changes_nothing():
     assert backend.calls == []
 
 
+async def test_advantages_of_an_own_estimator_that_are_not_finite_are_refused_before_any_update():
+    def estimate(batch):
+        return replace(batch, advantages=torch.where(batch.loss_mask > 0, torch.nan, 0.0))
+
+    backend = FakeBackend()
+    with pytest.raises(DataError, match="the advantage of row 0"):
+        await train_on_rollouts(backend, make_batch(), replace(grpo(), estimate=estimate))
+    assert count(backend, "forward_backward") == 0
+
+
 async def test_a_batch_without_a_column_that_comes_with_the_samples_is_refused():
     with pytest.raises(DataError, match="rollout_log_probs"):
         await train_on_rollouts(FakeBackend(), replace(make_batch(), rollout_log_probs=None), grpo())
@@ -189,6 +201,35 @@ async def test_a_kl_coefficient_fills_its_column_and_the_kl_is_measured_on_train
     anchored = recomputed(grpo(kl_coef=1.0))
     metrics = await train_on_rollouts(FakeBackend(), batch, anchored, reference=reference, kl_coef=0.25)
     assert metrics["reference_kl"] == pytest.approx(-1.0 + 0.5)
+
+
+async def test_without_a_coefficient_the_kl_is_measured_all_the_same_and_no_column_filled():
+    reference = FakeBackend(name="reference")
+    reference.num_updates = 1  # log-prob -1/2 everywhere
+    seen = []
+
+    def loss(outputs, batch):
+        seen.append((batch.kl_coef, batch.old_log_probs is None))
+        return grpo(kl_coef=1.0).loss(outputs, batch)
+
+    for wrap, measured, passes in ((lambda a: a, -4.0, 0), (recomputed, -4.0, 0)):
+        backend = FakeBackend()
+        algorithm = wrap(replace(grpo(kl_coef=1.0), loss=loss))
+        metrics = await train_on_rollouts(backend, make_batch(), algorithm, reference=reference)
+        assert metrics["reference_kl"] == pytest.approx(measured + 0.5)
+        assert "kl_coef" not in metrics
+        assert count(backend, "forward") == passes
+    assert seen == [(None, True), (None, False)]
+    metrics = await train_on_rollouts(FakeBackend(), make_batch(), recomputed(grpo(kl_coef=1.0)), num_minibatches=2, reference=reference)
+    assert metrics["reference_kl"] == pytest.approx(-1.0 + 0.5)  # the forward pass is there, so its numbers are taken
+
+
+async def test_a_kl_that_cannot_be_measured_is_left_out_and_refused_to_a_controller():
+    batch, reference = replace(make_batch(), rollout_log_probs=None), FakeBackend(name="reference")
+    algorithm = replace(grpo(kl_coef=1.0), requires=frozenset({"ref_log_probs"}), loss=lambda outputs, batch: sft_loss(outputs, batch))
+    assert "reference_kl" not in await train_on_rollouts(FakeBackend(), batch, algorithm, reference=reference)
+    with pytest.raises(DataError, match="KL controller .* no rollout_log_probs"):
+        await train_on_rollouts(FakeBackend(), batch, algorithm, reference=reference, kl_coef=0.5)
 
 
 # requirements

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 
 from rollouts.backends.outputs import ComputeOutputs, compute_log_probs, compute_values, get_value_head
 from rollouts.backends.pytorch import PyTorchTrainingBackend
@@ -139,9 +140,7 @@ def _explain_loading(directory: Path, kind: str) -> Generator[None]:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"{directory} cannot be loaded as a {kind}: {error}") from error
-    except Exception as error:  # safetensors raises its own type, which derives from Exception only
-        if type(error).__name__ != "SafetensorError":
-            raise
+    except SafetensorError as error:  # derives from Exception only
         raise ConfigError(f"the weights in {directory} are damaged: {error}") from error
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mapping import Parity, flatten, group_numbers, pad_rows
+from parity.mapping import Parity, Rule, group_numbers, has_nan, pad_rows, zero_nans
 from rollouts import advantages as adv
 from rollouts import kl as kls
 from rollouts import statistics as stats
@@ -33,7 +33,7 @@ def along(row: Tensor, mask: Tensor) -> Tensor:
 def verl_grpo(token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo):
     std_level = stats.group_std if norm_adv_by_std_in_grpo else None
     rewards = row_rewards(token_level_rewards)
-    found = adv.normalize_by_group(rewards, group_numbers(index), std_level=std_level, epsilon=epsilon, singleton="keep")
+    found = adv.normalize_by_group(rewards, group_numbers(index), std_level=std_level, epsilon=epsilon, keep_single=True)
     return {"advantages": along(found, response_mask), "returns": along(found, response_mask)}
 
 
@@ -43,21 +43,25 @@ def verl_passk(token_level_rewards, response_mask, index, epsilon, norm_adv_by_s
     return {"advantages": along(found, response_mask), "returns": along(found, response_mask)}
 
 
-def verl_rloo(token_level_rewards, response_mask, index, *, singleton):
+def verl_rloo(token_level_rewards, response_mask, index, *, keep_single):
     rewards = row_rewards(token_level_rewards)
-    found = adv.normalize_by_group(rewards, group_numbers(index), mean_level=stats.leave_one_out_mean, std_level=None, singleton=singleton)
+    found = adv.normalize_by_group(
+        rewards, group_numbers(index), mean_level=stats.leave_one_out_mean, std_level=None, keep_single=keep_single
+    )
     return {"advantages": along(found, response_mask), "returns": along(found, response_mask)}
 
 
 def verl_opo(token_level_rewards, response_mask, index):
     rewards = row_rewards(token_level_rewards)
-    baseline = adv.length_weighted_mean(rewards, stats.count_tokens(response_mask), group_numbers(index), singleton="keep")
+    baseline = adv.length_weighted_mean(rewards, stats.count_tokens(response_mask), group_numbers(index), keep_single=True)
     found = along(adv.compute_advantages(rewards, baseline), response_mask)
     return {"advantages": found, "returns": found}
 
 
 def verl_gpg(token_level_rewards, response_mask, index, f_norm):
-    found = adv.gpg_advantages(row_rewards(token_level_rewards), group_numbers(index), valid="nonzero", f_norm=f_norm, singleton="keep")
+    found = adv.gpg_advantages(
+        row_rewards(token_level_rewards), group_numbers(index), valid=adv.is_not_zero, f_norm=f_norm, keep_single=True
+    )
     return {"advantages": along(found, response_mask), "returns": along(found, response_mask)}
 
 
@@ -68,14 +72,14 @@ def whiten(x: Tensor, mask: Tensor, **options: Any) -> Tensor:
 def verl_gdpo_single(token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo):
     std_level = stats.group_std if norm_adv_by_std_in_grpo else None
     rewards = row_rewards(token_level_rewards)
-    found = adv.gdpo_advantages(rewards[:, None], group_numbers(index), std_level=std_level, epsilon=1e-6, singleton="keep")
+    found = adv.gdpo_advantages(rewards[:, None], group_numbers(index), std_level=std_level, epsilon=1e-6, keep_single=True)
     whitened = whiten(along(found, response_mask), response_mask)
     return {"advantages": whitened, "returns": whitened}
 
 
 def verl_gdpo_multi(rewards, reward_weights, response_mask, index):
     weights = None if reward_weights is None else torch.tensor(reward_weights, dtype=torch.float64)
-    found = adv.gdpo_advantages(rewards, group_numbers(index), weights, epsilon=1e-6, singleton="keep")
+    found = adv.gdpo_advantages(rewards, group_numbers(index), weights, epsilon=1e-6, keep_single=True)
     return {"advantages": whiten(along(found, response_mask), response_mask)}
 
 
@@ -86,7 +90,7 @@ def verl_reinforce_plus_plus(token_level_rewards, response_mask, gamma):
 
 def verl_reinforce_plus_plus_baseline(token_level_rewards, response_mask, index):
     rewards = row_rewards(token_level_rewards)
-    found = adv.normalize_by_group(rewards, group_numbers(index), std_level=None, singleton="keep")
+    found = adv.normalize_by_group(rewards, group_numbers(index), std_level=None, keep_single=True)
     whitened = whiten(along(found, response_mask), response_mask)
     return {"advantages": whitened, "returns": whitened}
 
@@ -117,37 +121,47 @@ def verl_optimal_token_baseline(
     returns = adv.discounted_returns(token_level_rewards, response_mask)
     scores = adv.squared_scores(old_log_probs, sum_pi_squared, rollout_is_weights)
     baseline = adv.optimal_token_baseline(
-        returns, scores, response_mask, group_numbers(index), compact=compact, keep_tail=handle_zero_tail, singleton="keep"
+        returns, scores, response_mask, group_numbers(index), compact=compact, keep_tail=handle_zero_tail, keep_single=True
     )
     return {"returns": returns, "advantages": adv.compute_advantages(returns, baseline)}
 
 
-def verl_lone_row(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+def verl_lone_row(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
     groups, filled = group_numbers(kwargs["index"]), (kwargs["response_mask"] > 0).any(dim=1)
     lone = any(int(filled[groups == g].sum()) == 1 < int((groups == g).sum()) for g in groups.unique())
-    reason = "a group with one row that has tokens is a group of one here; there the row is its own baseline"
-    return reason if lone and not kwargs["handle_zero_tail"] else None
+    return lone and not kwargs["handle_zero_tail"]
 
 
-SINGLE = "a group of one gets 0 by default; with singleton='keep' it keeps its reward, as here"
+LONE_ROW = Rule(
+    reason="a group with one row that has tokens is a group of one here; there the row is its own baseline",
+    applies=verl_lone_row,
+    given={
+        "index": lambda index: ["one"] * len(index),
+        "response_mask": lambda mask: torch.cat((torch.ones_like(mask[:1]), torch.zeros_like(mask[1:]))),
+        "handle_zero_tail": False,
+    },
+)
+
+
+SINGLE = "a group of one gets 0 by default; with keep_single=True it keeps its reward, as here"
 
 VERL = {
-    "verl_grpo": Parity(run=verl_grpo, ours="advantages.normalize_by_group(singleton='keep')", mask="response_mask", note=SINGLE),
+    "verl_grpo": Parity(run=verl_grpo, ours="advantages.normalize_by_group(keep_single=True)", mask="response_mask", note=SINGLE),
     "verl_grpo_vectorized": Parity(
-        run=verl_grpo, ours="advantages.normalize_by_group(singleton='keep')", mask="response_mask", note=SINGLE
+        run=verl_grpo, ours="advantages.normalize_by_group(keep_single=True)", mask="response_mask", note=SINGLE
     ),
     "verl_grpo_passk": Parity(run=verl_passk, ours="advantages.pass_at_k_advantages", mask="response_mask"),
     "verl_rloo": Parity(
-        run=partial(verl_rloo, singleton="keep"),
+        run=partial(verl_rloo, keep_single=True),
         ours="advantages.normalize_by_group(mean_level=leave_one_out_mean)",
         mask="response_mask",
         note=SINGLE,
     ),
     "verl_rloo_vectorized": Parity(
-        run=partial(verl_rloo, singleton="zero"), ours="advantages.normalize_by_group(mean_level=leave_one_out_mean)", mask="response_mask"
+        run=partial(verl_rloo, keep_single=False), ours="advantages.normalize_by_group(mean_level=leave_one_out_mean)", mask="response_mask"
     ),
     "verl_opo": Parity(run=verl_opo, ours="advantages.length_weighted_mean", mask="response_mask", note=SINGLE),
-    "verl_gpg": Parity(run=verl_gpg, ours="advantages.gpg_advantages(valid='nonzero')", mask="response_mask", note=SINGLE),
+    "verl_gpg": Parity(run=verl_gpg, ours="advantages.gpg_advantages(valid=is_not_zero)", mask="response_mask", note=SINGLE),
     "verl_gdpo_single": Parity(
         run=verl_gdpo_single, ours="advantages.gdpo_advantages, statistics.whiten", mask="response_mask", note=SINGLE
     ),
@@ -169,7 +183,7 @@ VERL = {
         ours="advantages.optimal_token_baseline(compact=False)",
         mask="response_mask",
         note=SINGLE,
-        differs=verl_lone_row,
+        rules=(LONE_ROW,),
     ),
     "verl_tir_optimal_token_baseline": Parity(
         run=partial(verl_optimal_token_baseline, compact=True), ours="advantages.optimal_token_baseline", mask="response_mask", note=SINGLE
@@ -186,9 +200,21 @@ def areal_masked_normalization(x, mask, unbiased, eps):
     return {"out": adv.normalize_by_group(x, one_group, mask=mask, mean_level=stats.batch_mean, std_level=std_level, epsilon=eps)}
 
 
-def undefined(_: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    found = any(isinstance(x, float) and math.isnan(x) for x in flatten(outputs))
-    return "a statistic of one or no entry is NaN there; here its result is 0" if found else None
+UNDEFINED = "a statistic of one or no entry is NaN there; here its result is 0"
+NO_SPREAD = Rule(
+    reason=UNDEFINED,
+    applies=has_nan,
+    gives=zero_nans,
+    given={"mask": lambda mask: torch.zeros_like(mask).index_fill(0, torch.tensor([0]), 1) * (torch.arange(mask.shape[1]) == 0)},
+    theirs={"out": lambda rows: [[math.nan] * len(row) for row in rows]},
+)
+NO_PEERS = Rule(
+    reason=UNDEFINED,
+    applies=has_nan,
+    gives=zero_nans,
+    given={"n_samples_per_prompt": 1, "rollout_batch_size": lambda _: 1, "rewards": lambda rewards: rewards[:1]},
+    theirs={"rewards": [math.nan]},
+)
 
 
 def blocks(rows: int, size: int) -> Tensor:
@@ -213,9 +239,9 @@ def areal_normalize(x: Tensor, mask: Tensor | None, config: Mapping[str, Any]) -
         mask=mask,
         mean_level=MEANS.get((config["mean_level"], bool(config["mean_leave1out"]))),
         std_level=None if scale is None else partial(scale, unbiased=bool(config["std_unbiased"])),
-        std_of="centered",
+        std_of_centered=True,
         epsilon=config["eps"],
-        singleton="keep" if config["mean_level"] == "group" and config["mean_leave1out"] else "zero",
+        keep_single=config["mean_level"] == "group" and bool(config["mean_leave1out"]),
     )
 
 
@@ -223,18 +249,19 @@ def areal_normalization(x, loss_mask, eps, **config):
     return {"out": areal_normalize(x, loss_mask, {**config, "eps": eps})}
 
 
-def leftover(rows: int, config: Mapping[str, Any]) -> str | None:
-    uneven = rows % config["group_size"] and "group" in (config["mean_level"], config["std_level"])
-    return "rows behind the last whole group have mean 0 and std 0 there; here they are a smaller group" if uneven else None
+def leftover(rows: int, config: Mapping[str, Any]) -> bool:
+    return rows % config["group_size"] != 0 and "group" in (config["mean_level"], config["std_level"])
 
 
-def areal_leftover(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
-    return leftover(kwargs["x"].shape[0], kwargs)
-
-
-def areal_pipeline_leftover(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+def pipeline_leftover(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
     configs = [kwargs[name] for name in ("reward_norm", "adv_norm") if kwargs[name] is not None]
-    return next((reason for config in configs if (reason := leftover(kwargs["rewards"].shape[0], config))), None)
+    return any(leftover(kwargs["rewards"].shape[0], config) for config in configs)
+
+
+BY_FIVE = {"mean_level": "group", "std_level": "group", "group_size": 5, "mean_leave1out": False, "std_unbiased": True, "eps": 1e-5}
+SMALLER = "rows behind the last whole group have mean 0 and std 0 there; here they are a smaller group"
+LEFTOVER = Rule(reason=SMALLER, applies=lambda kwargs, _: leftover(kwargs["x"].shape[0], kwargs), given=BY_FIVE)
+PIPELINE_LEFTOVER = Rule(reason=SMALLER, applies=pipeline_leftover, given={"reward_norm": BY_FIVE})
 
 
 def shift(x: Tensor) -> Tensor:
@@ -268,7 +295,7 @@ def areal_ppo_compute_advantages(
     cut_off = attention_mask[:, -1] > 0
     score = adv.shape_rewards(rewards, bias=reward_bias, scale=reward_scaling, low=-reward_clip, high=reward_clip)
     score = score if reward_norm is None else areal_normalize(score, None, reward_norm)
-    score = torch.where(cut_off & mask_no_eos_with_zero, torch.zeros_like(score), score)
+    score = adv.zero_truncated_rewards(score, cut_off) if mask_no_eos_with_zero else score
     penalize = partial(
         adv.apply_kl_penalty,
         log_probs=log_probs,
@@ -319,7 +346,7 @@ def areal_packed_gae(
     mask = pad_rows([torch.ones(n) for n in lengths])
     cut_off, nothing = seq_no_eos_mask > 0, torch.zeros_like(reward_score)
     score = adv.shape_rewards(reward_score, low=-clip_reward_value, high=clip_reward_value)
-    score = torch.where(cut_off & mask_no_eos_with_zero, nothing, score)
+    score = adv.zero_truncated_rewards(score, cut_off) if mask_no_eos_with_zero else score
     token_rewards, _ = adv.apply_kl_penalty(adv.reward_at_last_token(score, mask), log_probs, ref_log_probs, mask, kl_ctl, kls.k1)
     options = {"gamma": gamma, "lam": lam, "bootstrap": torch.where(cut_off, last, nothing)}
     found = {
@@ -336,23 +363,24 @@ AREAL = {
         run=areal_masked_normalization,
         ours="advantages.normalize_by_group(mean_level=batch_mean, std_level=batch_std)",
         mask="mask",
-        differs=undefined,
+        rules=(NO_SPREAD,),
     ),
     "areal_normalization": Parity(
         run=areal_normalization,
-        ours="advantages.normalize_by_group(std_of='centered', std_level=group_rms)",
+        ours="advantages.normalize_by_group(std_of_centered=True, std_level=group_rms)",
         note="the std is of the rewards by default; AReaL's is of what the mean leaves",
         mask="loss_mask",
-        differs=areal_leftover,
+        rules=(LEFTOVER,),
     ),
     "areal_ppo_compute_advantages": Parity(
         run=areal_ppo_compute_advantages,
-        ours="advantages.shape_rewards, apply_kl_penalty, gae(bootstrap=...), normalize_by_group",
+        ours="advantages.shape_rewards, zero_truncated_rewards, apply_kl_penalty, gae(bootstrap=...), normalize_by_group",
         mask=lambda kwargs: shift(kwargs["loss_mask"]),
-        differs=areal_pipeline_leftover,
+        rules=(PIPELINE_LEFTOVER,),
     ),
     "areal_realhf_packed_rewards_gae_v0_3_0": Parity(
-        run=areal_packed_gae, ours="advantages.shape_rewards, apply_kl_penalty, gae(bootstrap=...), lambda_returns"
+        run=areal_packed_gae,
+        ours="advantages.shape_rewards, zero_truncated_rewards, apply_kl_penalty, gae(bootstrap=...), lambda_returns",
     ),
 }
 
@@ -395,10 +423,16 @@ def trl_rloo_advantages(
     return {"advantages": found}
 
 
-def trl_lone_rows(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> str | None:
+def trl_lone_rows(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
     counts = (~kwargs["rewards_per_func"].isnan().all(dim=1)).view(-1, kwargs["num_generations"]).sum(dim=1)
-    lone = bool(kwargs["normalize_advantages"]) and bool((counts == 1).any())
-    return "a row without a peer has advantage 0 and counts in the batch statistics here; there it is NaN and does not" if lone else None
+    return bool(kwargs["normalize_advantages"]) and bool((counts == 1).any())
+
+
+NO_PEER = Rule(
+    reason="a row without a peer has advantage 0 and counts in the batch statistics here; there it is NaN and does not",
+    applies=trl_lone_rows,
+    given={"normalize_advantages": True, "rewards_per_func": lambda x: x.index_fill(0, torch.arange(1, len(x)), math.nan)},
+)
 
 
 TRL = {
@@ -408,7 +442,7 @@ TRL = {
     "trl_rloo_advantages": Parity(
         run=trl_rloo_advantages,
         ours="advantages.combine_rewards, apply_kl_penalty, normalize_by_group(mean_level=leave_one_out_mean)",
-        differs=trl_lone_rows,
+        rules=(NO_PEER,),
     ),
 }
 
@@ -494,7 +528,7 @@ def rlax_vtrace(v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_, clip_rho_threshol
 
 OTHERS = {
     "slime_gae": Parity(run=slime_gae, ours="advantages.gae, lambda_returns"),
-    "slime_group_reward_norm": Parity(run=slime_group_reward_norm, ours="advantages.normalize_by_group", differs=undefined),
+    "slime_group_reward_norm": Parity(run=slime_group_reward_norm, ours="advantages.normalize_by_group", rules=(NO_PEERS,)),
     "slime_reinforce_plus_plus": Parity(
         run=slime_reinforce_plus_plus,
         ours="advantages.apply_kl_penalty, discounted_returns, statistics.whiten",

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mapping import Parity
+from parity.mapping import Parity, Rule
 from rollouts.advantages import penalize_overlong
+from rollouts.errors import GenerationError
 from rollouts.filters import check_reward_nonzero_std
 from rollouts.samples import compute_response_lengths, group_samples
 from rollouts.types import Sample
@@ -31,11 +32,19 @@ def dynamic_sampling(rewards: Tensor, group_size: int) -> Mapping[str, Any]:
     }
 
 
-def nothing_kept(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    if kwargs["rewards"].numel() % kwargs["group_size"]:
-        return "a group that is not whole is an error with us; AReaL then returns all rows"
-    none = "where all groups have equal rewards we keep none, and the loop asks for more prompts; AReaL then returns all rows"
-    return none if outputs["n_group_kept"] == 0 else None
+NOT_WHOLE = Rule(
+    reason="a group that is not whole is an error with us; AReaL then returns all rows",
+    applies=lambda kwargs, _: kwargs["rewards"].numel() % kwargs["group_size"] != 0,
+    raises=GenerationError,
+    given={"rewards": lambda rewards: rewards[:-1]},
+)
+NOTHING_KEPT = Rule(
+    reason="where all groups have equal rewards we keep none, and the loop asks for more prompts; AReaL then returns all rows",
+    applies=lambda _, outputs: outputs["n_group_kept"] == 0,
+    gives=lambda outputs: {**outputs, "kept_rows": []},
+    given={"rewards": torch.zeros(6), "group_size": 2},
+    theirs={"kept_rows": [0, 1, 2, 3, 4, 5], "n_group_kept": 0, "n_group_filtered": 3},
+)
 
 
 def overlong_penalty(
@@ -57,8 +66,7 @@ MAPPINGS: dict[str, Parity] = {
     "areal_dynamic_sampling_v0_3_4": Parity(
         run=dynamic_sampling,
         ours="filters.check_reward_nonzero_std on samples.group_samples",
-        differs=nothing_kept,
-        note="where no group has a signal, AReaL trains on all of them",
+        rules=(NOT_WHOLE, NOTHING_KEPT),
     ),
     "areal_overlong_penalty": Parity(
         run=overlong_penalty,

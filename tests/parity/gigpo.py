@@ -33,7 +33,7 @@ def episode_norm_reward(token_level_rewards, response_mask, index, traj_index, e
         across_steps=compute_mean_std_cross_steps,
         std_level=None if remove_std else group_std,
         epsilon=epsilon,
-        singleton="keep",
+        keep_single=True,
     )
     return {"advantages": along(found, response_mask)}
 
@@ -71,7 +71,7 @@ def outcome_advantage(
         across_steps=True,
         std_level={"mean_norm": None, "mean_std_norm": group_std}[mode],
         epsilon=epsilon,
-        singleton="keep",
+        keep_single=True,
     )
     return {
         "advantages": along(found, response_mask),
@@ -85,8 +85,8 @@ NOTE = "by default every episode counts once, as in the paper, and a group of on
 MAPPINGS: dict[str, Parity] = {
     "gigpo_anchor_groups": Parity(run=anchor_groups, ours="gigpo.anchor_groups"),
     "gigpo_step_discounted_returns": Parity(run=step_returns, ours="gigpo.step_returns"),
-    "gigpo_episode_norm_reward": Parity(run=episode_norm_reward, ours="gigpo.episode_advantages(singleton='keep')", note=NOTE),
+    "gigpo_episode_norm_reward": Parity(run=episode_norm_reward, ours="gigpo.episode_advantages(keep_single=True)", note=NOTE),
     "gigpo_step_norm_reward": Parity(run=step_norm_reward, ours="gigpo.step_advantages"),
-    "gigpo_outcome_advantage": Parity(run=outcome_advantage, ours="gigpo.gigpo_advantages(across_steps=True, singleton='keep')", note=NOTE),
+    "gigpo_outcome_advantage": Parity(run=outcome_advantage, ours="gigpo.gigpo_advantages(across_steps=True, keep_single=True)", note=NOTE),
 }
 NOT_OFFERED: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mapping import Parity, make_batch
+from parity.mapping import Parity, Rule, make_batch, zero_nans
 from rollouts.logprobs import (
     chunked_log_probs,
     entropy_from_logits,
@@ -79,8 +80,13 @@ def verl_entropy(logits: Tensor, response_mask: Tensor, loss_agg_mode: str) -> M
     return {"entropy": entropy, "entropy_loss": policy_loss(outputs, batch, surrogate=reinforce, entropy_coef=-1.0).loss}
 
 
-def verl_empty(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    return None if bool(kwargs["response_mask"].any()) else "a batch without trained tokens has loss 0 with us, NaN in verl"
+EMPTY = Rule(
+    reason="a batch without trained tokens has loss 0 with us, NaN in verl",
+    applies=lambda kwargs, _: not bool(kwargs["response_mask"].any()),
+    gives=zero_nans,
+    given={"response_mask": torch.zeros_like},
+    theirs={"entropy_loss": math.nan},
+)
 
 
 def verl_log_probs(logits: Tensor, labels: Tensor) -> Mapping[str, Any]:
@@ -119,7 +125,7 @@ MAPPINGS: dict[str, Parity] = {
         ours="logprobs.entropy_from_logits; losses.policy_loss(entropy_coef=...)",
         wrt=("logits",),
         grad_of="entropy_loss",
-        differs=verl_empty,
+        rules=(EMPTY,),
     ),
     "verl_logprobs_from_logits": Parity(
         run=verl_log_probs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mapping import Parity, make_batch
+from parity.mapping import Parity, Rule, make_batch, token_losses, zero_nans
 from rollouts.corrections import (
     anchor_to_proximal,
     geometric_level,
@@ -25,7 +26,7 @@ from rollouts.kl import k1, k2, k3
 from rollouts.loss_weights import token_mean
 from rollouts.losses import clipped_policy_loss, policy_loss, value_loss
 from rollouts.proximal import approximate_proximal
-from rollouts.surrogates import Ratio, clip_fractions, row_mean_advantages, sapo, sequence_mean_ratio, token_ratio
+from rollouts.surrogates import Ratio, clip_fractions, importance_ratio, row_mean_advantages, sapo, sequence_mean_ratio, token_ratio
 from rollouts.types import TokenOutputs, TrainBatch
 
 LEVELS = {"mean": geometric_level, "sum": sequence_level, "max": max_level}
@@ -44,12 +45,23 @@ def clipped_outputs(
     assert batch.old_log_probs is not None
     assert batch.advantages is not None
     high = eps_clip if eps_clip_higher is None else eps_clip_higher
-    weighed = replace(batch, loss_weights=token_mean(batch))
-    loss = clipped_policy_loss(TokenOutputs(log_probs=logprobs), weighed, low=eps_clip, high=high, dual=c_clip, ratio=ratio).loss
+    weighed, outputs = replace(batch, loss_weights=token_mean(batch)), TokenOutputs(log_probs=logprobs)
+    clip = partial(clipped_policy_loss, low=eps_clip, high=high, dual=c_clip, ratio=ratio)
+    loss, metrics = clip(outputs, weighed)
     log_ratio = ratio(logprobs, batch.old_log_probs, batch.loss_mask)
-    clips = clip_fractions(log_ratio.detach(), batch.advantages, low=eps_clip, high=high)
-    out = {"loss": loss, "clip_mask": clips["clip_fraction"]}
-    return out if batch.importance_weights is None else out | {"behave_imp_weight": batch.importance_weights}
+    out = {
+        "loss": loss,
+        "token_loss": token_losses(clip, outputs, batch),
+        "importance_weight": importance_ratio(logprobs, batch.old_log_probs, batch.loss_mask, ratio=ratio),
+        "clip_mask": clip_fractions(log_ratio.detach(), batch.advantages, low=eps_clip, high=high)["clip_fraction"],
+    }
+    if batch.importance_weights is None:
+        return out
+    return out | {
+        "behave_imp_weight": batch.importance_weights,
+        "behave_mask": batch.importance_weights.bool(),
+        "filtered_fraction": metrics["dropped_fraction"],
+    }
 
 
 def areal_ppo_actor_loss(
@@ -153,15 +165,27 @@ def reject(batch: TrainBatch, config: Mapping[str, Any] | None) -> TrainBatch:
     return replace(weighed, importance_weights=judged.importance_weights)
 
 
-def clamped_rows(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    config = kwargs["rejection_sampling"]
-    if config is None or config["action"] != "clamp" or config["level"] != "sequence":
-        return None
-    if config["metric"] != "ratio":
-        return "the peer clamps weights to the bounds of a divergence"
-    if config.get("agg", "mean") == "max" and config["lower"] is not None:
-        return "the peer bounds a row's weight from below only where its largest ratio is below the bound"
-    return None
+def clamps_rows(config: Mapping[str, Any] | None, **chosen: str) -> bool:
+    return config is not None and all(
+        config.get(name, "mean") == x for name, x in {"action": "clamp", "level": "sequence", **chosen}.items()
+    )
+
+
+CLAMP = {"level": "sequence", "action": "clamp", "metric": "ratio", "agg": "max", "upper": 1.1, "lower": 0.9}
+CLAMPED_ROWS = (
+    Rule(
+        reason="the peer clamps the weights of rows to the bounds of a divergence; here to the same bounds of the ratio",
+        applies=lambda kwargs, _: any(clamps_rows(kwargs["rejection_sampling"], metric=metric) for metric in DIVERGENCES),
+        given={"rejection_sampling": {**CLAMP, "metric": "kl_k2"}},
+    ),
+    Rule(
+        reason="the peer bounds a row's weight from below only where its largest ratio is below the bound; here always",
+        applies=lambda kwargs, _: (
+            clamps_rows(kwargs["rejection_sampling"], metric="ratio", agg="max") and kwargs["rejection_sampling"]["lower"] is not None
+        ),
+        given={"rejection_sampling": CLAMP},
+    ),
+)
 
 
 def areal_decoupled_ppo_rejection(
@@ -177,7 +201,9 @@ def areal_decoupled_ppo_rejection(
 ) -> dict[str, Any]:
     batch = make_batch(loss_mask, rollout_log_probs=old_logprobs, prox_log_probs=proximal_logprobs, advantages=advantages)
     out = clipped_outputs(logprobs, reject(batch, rejection_sampling), eps_clip, eps_clip_higher, c_clip)
-    return {name: out[name] for name in ("loss", "behave_imp_weight") if name in out}
+    clamped = rejection_sampling is not None and rejection_sampling["action"] == "clamp"
+    not_theirs = {"clip_mask", "importance_weight"} | ({"filtered_fraction"} if clamped else set())
+    return {name: x for name, x in out.items() if name not in not_theirs}
 
 
 def areal_grpo_loss_full(
@@ -257,32 +283,60 @@ def areal_critic_loss(
     return {"loss": value_loss(outputs, replace(batch, loss_weights=token_mean(batch)), clip=value_eps_clip, huber=huber).loss}
 
 
-def empty_mask(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    return None if kwargs["loss_mask"].any() else "NaN there for a batch without a valid token, 0 here"
+EMPTY = Rule(
+    reason="NaN there for a batch without a valid token, 0 here",
+    applies=lambda kwargs, _: not bool(kwargs["loss_mask"].any()),
+    gives=lambda outputs: zero_nans({"loss": outputs["loss"]}),
+    given={"loss_mask": torch.zeros_like},
+    theirs={"loss": math.nan},
+)
+DUAL = {"dual_clip_mask": "where the dual clip acts is no output of ours; its effect is in token_loss"}
+DROPPED = "theirs is that of a ratio of 0 at tokens that were dropped"
 
 
 DECOUPLED = "corrections.anchor_to_proximal, then losses.clipped_policy_loss, loss_weights.token_mean"
 MAPPINGS: dict[str, Parity] = {
     "areal_ppo_actor_loss": Parity(
-        run=areal_ppo_actor_loss, ours="losses.clipped_policy_loss, loss_weights.token_mean", wrt=("logprobs",), mask="loss_mask"
+        run=areal_ppo_actor_loss,
+        ours="losses.clipped_policy_loss, loss_weights.token_mean",
+        wrt=("logprobs",),
+        mask="loss_mask",
+        left_out=DUAL,
     ),
-    "areal_realhf_actor_loss_v0_3_0": Parity(run=areal_realhf_actor_loss, ours=DECOUPLED, wrt=("logprobs",), mask="loss_mask"),
-    "areal_decoupled_ppo_cap_v0_3_4": Parity(run=areal_decoupled_ppo_cap, ours=DECOUPLED, wrt=("logprobs",), mask="loss_mask"),
+    "areal_realhf_actor_loss_v0_3_0": Parity(
+        run=areal_realhf_actor_loss, ours=DECOUPLED, wrt=("logprobs",), mask="loss_mask", left_out=DUAL, optional=("filtered_fraction",)
+    ),
+    "areal_decoupled_ppo_cap_v0_3_4": Parity(
+        run=areal_decoupled_ppo_cap, ours=DECOUPLED, wrt=("logprobs",), mask="loss_mask", left_out=DUAL, optional=("filtered_fraction",)
+    ),
     "areal_decoupled_ppo_cap_modes_v1_0_3": Parity(
         run=areal_decoupled_ppo_cap,
         ours=f"{DECOUPLED}; level=geometric_level for sequence_*, drop=False for *_truncate",
         wrt=("logprobs",),
         mask="loss_mask",
+        left_out=DUAL,
+        optional=("filtered_fraction",),
     ),
     "areal_fork_segment_wise_decoupled_ppo": Parity(
-        run=areal_decoupled_ppo_cap, ours=f"{DECOUPLED}; segment_wise=True", wrt=("logprobs",), mask="loss_mask"
+        run=areal_decoupled_ppo_cap,
+        ours=f"{DECOUPLED}; segment_wise=True",
+        wrt=("logprobs",),
+        mask="loss_mask",
+        left_out=DUAL,
+        optional=("filtered_fraction",),
     ),
     "areal_decoupled_ppo_rejection": Parity(
         run=areal_decoupled_ppo_rejection,
         ours=f"{DECOUPLED}; before it corrections.reject_ratios | reject_divergence",
         wrt=("logprobs",),
         mask="loss_mask",
-        differs=clamped_rows,
+        rules=CLAMPED_ROWS,
+        left_out={
+            **DUAL,
+            "clip_mask": DROPPED,
+            "importance_weight": DROPPED,
+            "filtered_fraction": "of action='clamp': we do not count weights that were bounded",
+        },
         note="our divergences are KL(rollout || trainer), theirs KL(trainer || rollout): the two columns are exchanged",
     ),
     "areal_gspo": Parity(
@@ -290,6 +344,7 @@ MAPPINGS: dict[str, Parity] = {
         ours="losses.clipped_policy_loss(ratio=sequence_mean_ratio) on surrogates.row_mean_advantages, loss_weights.token_mean",
         wrt=("logprobs",),
         mask="loss_mask",
+        left_out=DUAL,
     ),
     "areal_sapo": Parity(
         run=areal_sapo,
@@ -300,14 +355,14 @@ MAPPINGS: dict[str, Parity] = {
         run=areal_grpo_loss_full,
         ours=f"proximal.approximate_proximal, corrections.limit_second_moment, {DECOUPLED}; distillation is kl=k1 to the teacher",
         wrt=("logprobs",),
-        differs=clamped_rows,
+        rules=CLAMPED_ROWS,
     ),
     "areal_critic_loss": Parity(
         run=areal_critic_loss,
         ours="losses.value_loss(huber=10), loss_weights.token_mean",
         wrt=("value",),
-        differs=empty_mask,
-        note="a batch without a valid token has loss 0, not NaN",
+        rules=(EMPTY,),
+        left_out={"clip_mask": "ours is a mean over the tokens, the metric value_clip_fraction"},
     ),
 }
 NOT_OFFERED: dict[str, str] = {}

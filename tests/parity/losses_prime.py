@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from parity.mapping import Parity, make_batch, pad_rows
+from parity.mapping import Parity, Rule, make_batch, pad_rows
 from rollouts import losses, surrogates
+from rollouts.corrections import keep_tokens
 from rollouts.loss_weights import token_mean
 from rollouts.types import LossOutput, TokenOutputs, TrainBatch
 
@@ -84,11 +83,11 @@ def components(
 ) -> Mapping[str, Any]:
     """A stream of token weights is a fractional mask: the tokens of a component are those where its stream is not 0."""
     outputs = TokenOutputs(log_probs=pad_rows(trainer_logprobs))
-    mask = pad_rows(loss_mask)
+    trained = make_batch(pad_rows(loss_mask))
     if rl_weights is not None:
-        mask = torch.where(mask > 0, pad_rows(rl_weights), 0.0)
+        trained = keep_tokens(make_batch(pad_rows(rl_weights)), trained.loss_mask > 0)
     inside = partial(surrogates.inside_tv, low=0.2, high=0.2)
-    parts = {"rl": policy(trainer_logprobs, inference_logprobs, advantages, mask, rl_scale, inside, 1.0, 1e-3)}
+    parts = {"rl": policy(trainer_logprobs, inference_logprobs, advantages, trained.loss_mask, rl_scale, inside, 1.0, 1e-3)}
     if ce_weights is not None:
         parts["ce"] = losses.sft_loss(outputs, columns(pad_rows(ce_weights), ce_scale))
     if ref_kl_weights is not None:
@@ -99,12 +98,15 @@ def components(
     return {"loss": losses.total_loss(parts).loss}
 
 
-def not_weights(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    """Weights of our losses are masks, and a mask is not negative."""
-    streams = [row for name in ("ce_weights", "ref_kl_weights", "rl_weights") for row in kwargs.get(name) or ()]
-    if any(math.isnan(x) or x < 0 for row in streams for x in row.tolist()):
-        return "a negative token weight is not a mask; change the sign of the advantage"
-    return None
+def has_negative_weights(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
+    return any(bool((row < 0).any()) for name in ("ce_weights", "ref_kl_weights", "rl_weights") for row in kwargs.get(name) or ())
+
+
+NEGATIVE_WEIGHTS = Rule(
+    reason="a negative token weight is not a mask, and its token is left out; there it changes the sign of the loss",
+    applies=has_negative_weights,
+    given={"ce_weights": lambda rows: [-row for row in rows]},
+)
 
 
 MAPPINGS: dict[str, Parity] = {
@@ -123,7 +125,7 @@ MAPPINGS: dict[str, Parity] = {
         ours="losses.total_loss of policy_loss(surrogate=penalized_ratio), sft_loss and distillation_loss(surrogate=penalized_ratio("
         "inside=inside_tv_lower)), each with loss_weights.token_mean(num_tokens=...) of its own tokens",
         wrt=("trainer_logprobs",),
-        differs=not_weights,
+        rules=(NEGATIVE_WEIGHTS,),
     ),
 }
 NOT_OFFERED: dict[str, str] = {}

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parity.mapping import Parity, make_batch
+from parity.mapping import Parity, Rule, make_batch
 from rollouts import kl, loss_weights, losses, statistics, surrogates
 from rollouts.corrections import mask_off_policy_rows
+from rollouts.covariance import drop_tokens
 from rollouts.types import LossOutput, TokenOutputs, TrainBatch
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -30,8 +30,8 @@ def weigher(
     """TRL averages over the micro-batches of an optimizer step: a factor of each one's weights."""
     if loss_type in ("dapo", "cispo", "vespo"):
         # the tokens are those of all micro-batches of the rollout
-        share = float(Fraction(steps_per_generation, accumulation))
-        return partial(loss_weights.scaled, weigh=partial(loss_weights.token_mean, num_tokens=num_items_in_batch), factor=share)
+        weigh = partial(loss_weights.token_mean, num_tokens=num_items_in_batch)
+        return partial(loss_weights.scaled, weigh=weigh, factor=steps_per_generation / accumulation)
     weigh = {
         "grpo": partial(loss_weights.sample_mean, count_empty_rows=True),
         "sapo": partial(loss_weights.sample_mean, count_empty_rows=True),
@@ -39,7 +39,7 @@ def weigher(
         "dr_grpo": partial(loss_weights.fixed_length_mean, length=max_completion_length, count_empty_rows=True),
         "luspo": partial(loss_weights.sample_sum, count_empty_rows=True),
     }[loss_type]
-    return partial(loss_weights.scaled, weigh=weigh, factor=float(Fraction(1, accumulation)))
+    return partial(loss_weights.scaled, weigh=weigh, factor=1 / accumulation)
 
 
 def grpo(
@@ -81,9 +81,7 @@ def grpo(
         batch = replace(batch, importance_weights=as_tokens(importance_sampling_ratio, completion_mask))
     if top_entropy_quantile < 1:
         assert entropies is not None
-        top = statistics.top_share(entropies, completion_mask, share=top_entropy_quantile)
-        weights = top.to(old.dtype) if batch.importance_weights is None else torch.where(top, batch.importance_weights, 0.0)
-        batch = replace(batch, importance_weights=weights)
+        batch = drop_tokens(batch, ~statistics.top_share(entropies, completion_mask, share=top_entropy_quantile))
     ratio = {"token": surrogates.token_ratio, "sequence": surrogates.sequence_mean_ratio}[importance_sampling_level]
     if loss_type in CLIPPED:
         surrogate = partial(surrogates.clipped, low=epsilon_low, high=epsilon_high, dual=delta)
@@ -110,25 +108,57 @@ def grpo(
         )
     }
     if entropy_coef != 0:
-        weights = loss_weights.scaled(batch, weigh=loss_weights.token_mean, factor=float(Fraction(1, accumulation)))
+        weights = loss_weights.scaled(batch, weigh=loss_weights.token_mean, factor=1 / accumulation)
         parts["entropy"] = losses.entropy_loss(outputs, replace(batch, loss_weights=weights), coef=entropy_coef)
     return {"loss": losses.total_loss(parts).loss}
 
 
-def grpo_differs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    """Combinations of options that TRL accepts and we compose otherwise."""
-    loss_type, delta = kwargs["loss_type"], kwargs.get("delta")
-    if loss_type in CLIPPED and delta is not None and delta < 1 + kwargs["epsilon_high"]:
-        return "delta is our dual clip, which it equals from 1 + epsilon_high on; a smaller one contradicts the clip"
-    if loss_type == "vespo" and kwargs.get("importance_sampling_ratio") is not None:
-        return "VESPO takes the engine's ratio into its sequence weight; with us the anchor of the ratio is the rollout policy then"
-    if loss_type == "vespo" and kwargs.get("beta", 0.0) != 0 and kwargs.get("use_bias_correction_kl"):
-        return "the KL term is corrected by the ratio of the policy term, which is the sequence's here; TRL corrects by each token's"
+def small_delta(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
+    delta = kwargs.get("delta")
+    return kwargs["loss_type"] in CLIPPED and delta is not None and delta < 1 + kwargs["epsilon_high"]
+
+
+def at_a_token(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
     share = kwargs.get("top_entropy_quantile", 1.0)
     rank = (int((kwargs["completion_mask"] > 0).sum()) - 1) * (1 - share)
-    if share < 1 and abs(rank - round(rank)) < 1e-6:
-        return "the quantile is one token's own entropy, which TRL rounds to float32 and may then find to be too small"
-    return None
+    return share < 1 and abs(rank - round(rank)) < 1e-6
+
+
+DELTA = "delta is our dual clip, which it equals from 1 + epsilon_high on; a smaller one contradicts the clip"
+DELTAS = (
+    Rule(
+        reason=f"{DELTA}, and up to 1 it is refused",
+        applies=lambda kwargs, outputs: small_delta(kwargs, outputs) and kwargs["delta"] <= 1,
+        raises=AssertionError,
+        given={"loss_type": "grpo", "delta": 0.9},
+    ),
+    Rule(reason=DELTA, applies=small_delta, given={"loss_type": "grpo", "delta": 1.1, "epsilon_high": 0.2}),
+)
+VESPO = (
+    Rule(
+        reason="VESPO takes the engine's ratio into its sequence weight; with us the anchor of the ratio is the rollout policy then",
+        applies=lambda kwargs, _: kwargs["loss_type"] == "vespo" and kwargs.get("importance_sampling_ratio") is not None,
+        given={"loss_type": "vespo", "importance_sampling_ratio": lambda _: torch.ones(1, 1, dtype=torch.float64)},
+    ),
+    Rule(
+        reason="the KL term is corrected by the ratio of the policy term, which is the sequence's here; TRL corrects by each token's",
+        applies=lambda kwargs, _: (
+            kwargs["loss_type"] == "vespo"
+            and kwargs.get("beta", 0.0) != 0
+            and kwargs.get("ref_per_token_logps") is not None
+            and bool(kwargs.get("use_bias_correction_kl"))
+        ),
+        given={"loss_type": "vespo", "beta": 0.1, "use_bias_correction_kl": True},
+    ),
+)
+QUANTILE = Rule(
+    reason="the quantile is one token's own entropy, which TRL rounds to float32 and may then find to be too small",
+    applies=at_a_token,
+    given={
+        "completion_mask": lambda mask: torch.zeros_like(mask).index_fill(1, torch.arange(3), 1)[:1].expand_as(mask),
+        "top_entropy_quantile": 0.5,
+    },
+)
 
 
 def rloo(
@@ -145,23 +175,25 @@ def rloo(
     return {"loss": losses.policy_loss(outputs, batch, surrogate=surrogate, ratio=surrogates.sequence_sum_ratio).loss}
 
 
-def of_grpo(ours: str, note: str = "") -> Parity:
-    return Parity(run=grpo, ours=ours, wrt=("per_token_logps",), differs=grpo_differs, note=note)
+def of_grpo(ours: str, rules: tuple[Rule, ...] = ()) -> Parity:
+    return Parity(run=grpo, ours=ours, wrt=("per_token_logps",), rules=(*rules, QUANTILE))
 
 
 CLIP = "losses.policy_loss(surrogate=clipped(low, high, dual=delta), kl=k3, unbiased_kl) with loss_weights."
 MAPPINGS: dict[str, Parity] = {
-    "trl_bnpo": of_grpo(CLIP + "token_mean"),
+    "trl_bnpo": of_grpo(CLIP + "token_mean", DELTAS),
     "trl_cispo": of_grpo("losses.policy_loss(surrogate=cispo(low=1, cap=...), kl=k3) with loss_weights.token_mean(num_tokens=...)"),
-    "trl_dapo": of_grpo(CLIP + "token_mean(num_tokens=...)"),
-    "trl_dr_grpo": of_grpo(CLIP + "fixed_length_mean(count_empty_rows=True)"),
-    "trl_grpo": of_grpo(CLIP + "sample_mean(count_empty_rows=True)"),
+    "trl_dapo": of_grpo(CLIP + "token_mean(num_tokens=...)", DELTAS),
+    "trl_dr_grpo": of_grpo(CLIP + "fixed_length_mean(count_empty_rows=True)", DELTAS),
+    "trl_grpo": of_grpo(CLIP + "sample_mean(count_empty_rows=True)", DELTAS),
     "trl_grpo_options": of_grpo(
         "losses.policy_loss(surrogate=clipped, ratio=sequence_mean_ratio or token_ratio, kl=k3, reweigh=mask_off_policy_rows), "
-        "importance weights from statistics.top_share, losses.entropy_loss, added up by losses.total_loss"
+        "covariance.drop_tokens(~statistics.top_share), losses.entropy_loss, added up by losses.total_loss",
+        (*DELTAS, *VESPO),
     ),
     "trl_luspo": of_grpo(
-        "losses.policy_loss(surrogate=clipped, ratio=sequence_mean_ratio, kl=k3) with loss_weights.sample_sum(count_empty_rows=True)"
+        "losses.policy_loss(surrogate=clipped, ratio=sequence_mean_ratio, kl=k3) with loss_weights.sample_sum(count_empty_rows=True)",
+        DELTAS,
     ),
     "trl_rloo": Parity(
         run=rloo,
@@ -171,7 +203,8 @@ MAPPINGS: dict[str, Parity] = {
     ),
     "trl_sapo": of_grpo("losses.policy_loss(surrogate=sapo, kl=k3) with loss_weights.sample_mean(count_empty_rows=True)"),
     "trl_vespo": of_grpo(
-        "losses.policy_loss(surrogate=vespo, ratio=sequence_sum_ratio(bound=20)) with loss_weights.token_mean(num_tokens=...)"
+        "losses.policy_loss(surrogate=vespo, ratio=sequence_sum_ratio(bound=20)) with loss_weights.token_mean(num_tokens=...)",
+        VESPO,
     ),
 }
 NOT_OFFERED: dict[str, str] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mapping import Parity, make_batch, pad_rows
+from parity.mapping import Parity, make_batch, pad_rows, token_losses
 from rollouts.corrections import (
     fill_missing_log_probs,
     geometric_level,
+    keep_tokens,
     limit_second_moment,
     mask_off_policy_rows,
     mask_weights,
@@ -29,9 +29,10 @@ from rollouts.corrections import (
     truncate_weights,
 )
 from rollouts.kl import bounded, k2, k3
-from rollouts.loss_weights import sample_mean, token_mean
+from rollouts.loss_weights import sample_mean, token_mean, weighted_sum
+from rollouts.losses import policy_loss
 from rollouts.proximal import approximate_proximal, find_segment_tokens, interpolate_probs, with_segment_log_probs
-from rollouts.types import Sample
+from rollouts.types import Sample, TokenOutputs
 
 # -- verl
 
@@ -51,9 +52,16 @@ def verl_is_weights(
         batch = mask_weights(batch, floor=floor, cap=cap, level=level)
     else:
         batch = truncate_weights(batch, cap=float(rollout_is_threshold), level=level)
+    assert batch.importance_weights is not None
+    metrics = {
+        "mean": weighted_sum(batch.importance_weights, token_mean(batch, epsilon=1e-8)),
+        "eff_sample_size": off_policy_metrics(batch)["effective_sample_size"],
+    }
     if rollout_is_batch_normalize:
-        batch = normalize_weights(batch, weigh=partial(mean, epsilon=1e-8))
-    return {"weights": batch.importance_weights}
+        shares = partial(mean, epsilon=1e-8)
+        metrics["batch_norm_factor"] = weighted_sum(batch.importance_weights, shares(batch))
+        batch = normalize_weights(batch, weigh=shares)
+    return {"weights": batch.importance_weights, "metrics": metrics}
 
 
 def verl_rejection_mask(
@@ -75,7 +83,7 @@ def verl_rejection_mask(
             judged = reject_divergence(batch, kl=kl, cap=float(threshold), level=level)
         batch = replace(batch, importance_weights=judged.importance_weights)
         exchanged = replace(exchanged, importance_weights=judged.importance_weights)
-    return {"mask": batch.importance_weights}
+    return {"mask": batch.importance_weights, "masked_fraction": off_policy_metrics(batch)["dropped_fraction"]}
 
 
 def verl_offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, Any]:
@@ -151,8 +159,10 @@ def slime_tis_icepop(
     batch = make_batch(pad_rows(loss_masks), old_log_probs=pad_rows(train_log_probs), rollout_log_probs=pad_rows(rollout_log_probs))
     correct = {"tis": truncate_weights, "icepop": mask_weights}[kind]
     raw = truncate_weights(batch, cap=None, log_bound=None)
-    losses = correct(replace(batch, importance_weights=pad_rows(pg_loss)), floor=tis_clip_low, cap=tis_clip, log_bound=None)
-    return {"tis": unpad(raw.importance_weights, loss_masks), "pg_loss": unpad(losses.importance_weights, loss_masks)}
+    losses = correct(replace(batch, advantages=pad_rows(pg_loss)), floor=tis_clip_low, cap=tis_clip, log_bound=None)
+    loss = partial(policy_loss, surrogate=lambda log_ratio, log_probs, given: given)  # a surrogate that is already computed
+    corrected = token_losses(loss, TokenOutputs(log_probs=pad_rows(train_log_probs)), losses)
+    return {"tis": unpad(raw.importance_weights, loss_masks), "pg_loss": unpad(corrected, loss_masks)}
 
 
 def slime_opsm_mask(
@@ -174,8 +184,9 @@ def trl_vllm_importance_sampling(
     clip_min: float | None,
     clip_max: float | None,
 ) -> dict[str, Any]:
-    mask = completion_mask if tool_mask is None else torch.minimum(completion_mask, tool_mask)
-    batch = make_batch(mask, old_log_probs=old_per_token_logps, rollout_log_probs=sampling_per_token_logps)
+    batch = make_batch(completion_mask, old_log_probs=old_per_token_logps, rollout_log_probs=sampling_per_token_logps)
+    if tool_mask is not None:
+        batch = keep_tokens(batch, tool_mask > 0)
     where, action = mode.split("_")
     correct = {"truncate": truncate_weights, "mask": mask_weights}[action]
     level = {"token": token_level, "sequence": sequence_level}[where]
@@ -238,20 +249,21 @@ def areal_fork_proximal_recompute(
     }
 
 
-def geometric_normalize(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    if kwargs["tis_batch_normalize"] and kwargs["tis_level"] == "geometric":
-        return "the peer refuses to normalize geometric weights"
-    return None
-
-
 MAPPINGS: dict[str, Parity] = {
     "verl_is_weights": Parity(
-        run=verl_is_weights, ours="corrections.truncate_weights | mask_weights, then normalize_weights", mask="response_mask"
+        run=verl_is_weights,
+        ours="corrections.truncate_weights | mask_weights, then normalize_weights",
+        mask="response_mask",
+        left_out=dict.fromkeys(
+            (f"metrics.{name}" for name in ("min", "max", "std", "ratio_fraction_high", "ratio_fraction_low")),
+            "a description of the weights, which are compared; no metric of ours",
+        ),
     ),
     "verl_rejection_mask": Parity(
         run=verl_rejection_mask,
         ours="corrections.reject_ratios | reject_divergence",
         mask="response_mask",
+        left_out={"seq_masked_fraction": "a share of rows, with those that have no token; our metrics count tokens"},
         note="our bounds on k1 are of trainer / rollout, verl's of rollout / trainer: the two columns are exchanged",
     ),
     "verl_offpolicy_metrics": Parity(
@@ -263,10 +275,18 @@ MAPPINGS: dict[str, Parity] = {
         run=slime_mis_weights,
         ours="corrections.truncate_weights, normalize_weights, reject_ratios (level=min_level for the veto)",
         mask="loss_masks",
-        differs=geometric_normalize,
     ),
-    "slime_tis_icepop": Parity(run=slime_tis_icepop, ours="corrections.truncate_weights | mask_weights", mask="loss_masks"),
-    "slime_opsm_mask": Parity(run=slime_opsm_mask, ours="corrections.mask_off_policy_rows(against_old=True)"),
+    "slime_tis_icepop": Parity(
+        run=slime_tis_icepop,
+        ours="corrections.truncate_weights | mask_weights, losses.policy_loss",
+        mask="loss_masks",
+        left_out={"tis_clipfrac": "where a weight was bounded; the weights are compared"},
+    ),
+    "slime_opsm_mask": Parity(
+        run=slime_opsm_mask,
+        ours="corrections.mask_off_policy_rows(against_old=True)",
+        left_out={"clipfrac": "a sum over rows of the share that is masked; the mask is compared"},
+    ),
     "trl_vllm_importance_sampling": Parity(
         run=trl_vllm_importance_sampling, ours="corrections.fill_missing_log_probs, then truncate_weights | mask_weights"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mapping import Parity, make_batch, pad_rows
+from parity.mapping import Parity, Rule, make_batch, pad_rows, zero_nans
 from rollouts.logprobs import token_log_probs
 from rollouts.loss_weights import sample_mean, scaled, token_mean
 from rollouts.losses import dft_loss, sft_loss
@@ -43,9 +44,13 @@ def transformers_causal_lm(logits: Tensor, labels: Tensor, num_items_in_batch: i
     return {"loss": weighted(sft_loss, log_probs, mask, lambda batch: token_mean(batch, num_tokens=num_items_in_batch)).loss}
 
 
-def transformers_empty(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    empty = kwargs.get("num_items_in_batch") is None and not bool((kwargs["labels"][:, 1:] != -100).any())
-    return "a batch without labels has loss 0 with us, NaN in transformers" if empty else None
+EMPTY = Rule(
+    reason="a batch without labels has loss 0 with us, NaN in transformers",
+    applies=lambda kwargs, _: kwargs.get("num_items_in_batch") is None and not bool((kwargs["labels"][:, 1:] != -100).any()),
+    gives=zero_nans,
+    given={"labels": lambda labels: torch.full_like(labels, -100), "num_items_in_batch": None},
+    theirs={"loss": math.nan},
+)
 
 
 def trl_nll_or_dft(log_probs: Tensor, label_mask: Tensor, loss_type: str, num_items_in_batch: int | None = None) -> Mapping[str, Any]:
@@ -67,7 +72,7 @@ MAPPINGS: dict[str, Parity] = {
         run=transformers_causal_lm,
         ours="losses.sft_loss on logprobs.token_log_probs with loss_weights.token_mean(num_tokens=...)",
         wrt=("logits",),
-        differs=transformers_empty,
+        rules=(EMPTY,),
     ),
     "trl_sft_nll_dft": Parity(
         run=trl_nll_or_dft,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from parity.mapping import Parity
+from parity.mapping import Parity, Rule
 from rollouts.staleness import (
     RolloutCounts,
     StalenessLimits,
@@ -79,21 +78,30 @@ def areal_fork_segment_staleness_check(
     }
 
 
-def recomputed_at_0(kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> str | None:
-    if kwargs["recompute_version"] == 0 and any(v >= 0 and m for v, m in zip(kwargs["versions"], kwargs["loss_mask"], strict=True)):
-        return "the peer takes a recomputation at version 0 for none at all"
-    return None
+RECOMPUTED_AT_0 = Rule(
+    reason="the peer takes a recomputation at version 0 for none at all; here it counts",
+    applies=lambda kwargs, _: (
+        kwargs["recompute_version"] == 0 and any(v >= 0 and m for v, m in zip(kwargs["versions"], kwargs["loss_mask"], strict=True))
+    ),
+    given={"recompute_version": 0},
+)
 
 
 MAPPINGS: dict[str, Parity] = {
-    "areal_staleness_capacity": Parity(run=replay, ours="staleness.compute_capacity after with_submitted, with_accepted, ..."),
-    "areal_fork_filtered_capacity": Parity(run=replay, ours="staleness.compute_capacity after with_filtered, with_consumed, ..."),
+    "areal_staleness_capacity": Parity(
+        run=replay, ours="staleness.compute_capacity after with_submitted, with_accepted, ...", optional=("filtered_count",)
+    ),
+    "areal_fork_filtered_capacity": Parity(
+        run=replay,
+        ours="staleness.compute_capacity after with_filtered, with_consumed, ...",
+        optional=("accepted", "running", "pending_limit"),
+    ),
     "areal_staleness_capacity_table": Parity(run=areal_staleness_capacity_table, ours="staleness.compute_capacity"),
     "areal_fork_segment_staleness_check": Parity(
         run=areal_fork_segment_staleness_check,
         ours="staleness.compute_staleness, compute_allowed_staleness, is_too_stale",
-        differs=recomputed_at_0,
-        note="a recomputation at version 0 counts",
+        rules=(RECOMPUTED_AT_0,),
+        left_out={"max_version": "a part of the staleness, which is compared"},
     ),
 }
 NOT_OFFERED: dict[str, str] = {}
