@@ -111,3 +111,13 @@ def read_events(text: str) -> tuple[Any, ...]:
     """The events of a text/event-stream; [DONE] as text."""
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return tuple(part if part == "[DONE]" else json.loads(part) for part in data)
+
+
+class Letters:
+    """A tokenizer of 128 ids, some of which stand for no text."""
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + ord(character) - 32 for character in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(29 + i) for i in token_ids if 2 < i < 98)

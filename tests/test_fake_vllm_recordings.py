@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 import trio
-from engine_recordings import Seen, compare, find_recordings, load_recordings, read_events
+from engine_recordings import SHIPPED, Letters, Seen, compare, find_recordings, load_recordings, read_events
 from safetensors.torch import load_file, save_file
 
 from rollouts.testing import FakeVLLMServer, ScriptedModel, create_tiny_model
@@ -65,16 +65,6 @@ BEFORE: dict[str, list[tuple[str, str, Any]]] = {
     "05_wake_up": [("POST", "/sleep", None)],
     **{name: [START] for name in RECORDINGS if name.startswith("03_disk_update") and name != "03_disk_update_without_start"},
 }
-
-
-class Letters:
-    """A tokenizer of 128 ids, some of which stand for no text."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(character) % 128 for character in text]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(chr(33 + i) for i in token_ids if 2 < i < 90)
 
 
 @pytest.fixture(scope="module")
@@ -341,3 +331,4 @@ def test_nearly_all_recordings_agree():
     assert len(RECORDINGS) >= 120
     assert set(EXCEPTIONS) <= set(RECORDINGS)
     assert not EXCEPTIONS
+    assert {p.name for p in (SHIPPED / "vllm").iterdir()} <= {f"{name}.json" for name in RECORDINGS}

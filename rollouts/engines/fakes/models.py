@@ -110,6 +110,10 @@ class FakeModel(Protocol):
         """For a new sequence."""
         ...
 
+    def extend(self, tokens: Sequence[int], kv: KV) -> None:
+        """Compute what the KV lacks of these tokens."""
+        ...
+
     def draw(self, prompt: tuple[int, ...], output: Sequence[int], kv: KV, sampling: Sampling, uniform: float, kind: LogProbKind) -> Draw:
         """The next token. Extends the KV to all tokens given."""
         ...
@@ -189,6 +193,10 @@ class ScriptedModel:
         """For a new sequence."""
         return KV(self.num_loads)
 
+    def extend(self, tokens: Sequence[int], kv: KV) -> None:
+        """Note how many there are."""
+        kv.length = max(kv.length, len(tokens))
+
     def draw(self, prompt: tuple[int, ...], output: Sequence[int], kv: KV, sampling: Sampling, uniform: float, kind: LogProbKind) -> Draw:
         """What the script says."""
         kv.length = len(prompt) + len(output)
@@ -257,6 +265,11 @@ class CausalModel:
         from transformers import DynamicCache
 
         return KV(self.num_loads, cache=DynamicCache())
+
+    def extend(self, tokens: Sequence[int], kv: KV) -> None:
+        """Run what the KV lacks."""
+        if len(tokens) > kv.length:
+            self._extend(tokens, kv)
 
     def draw(self, prompt: tuple[int, ...], output: Sequence[int], kv: KV, sampling: Sampling, uniform: float, kind: LogProbKind) -> Draw:
         """Run what the KV lacks and sample: temperature, then min_p, top_k and top_p."""

@@ -167,16 +167,17 @@ class Scheduler:
             self.admit()
             while sequence.finish is None:
                 if sequence.aborted and (sequence not in self.running or not self._step_after_abort):
-                    sequence.was_queued = sequence not in self.running
                     sequence.finish = "abort"
                     break
                 if self.frozen or sequence not in self.running:
                     await sequence.changed.wait()
                     continue
+                if sequence.kv is None:
+                    self._prefill(sequence)
                 with trio.move_on_at(sequence.next_token_at):
                     await sequence.changed.wait()
                 is_due = self._step_after_abort if sequence.aborted else trio.current_time() >= sequence.next_token_at
-                if is_due and not self.frozen and sequence in self.running:
+                if is_due and not self.frozen and sequence in self.running and sequence.kv is not None:
                     self._step(sequence, uniforms)
         finally:
             self._remove(sequence)
@@ -202,9 +203,12 @@ class Scheduler:
             sequence.wake()
 
     def abort(self, sequences: Sequence[Sequence_]) -> None:
-        """Make their tasks finish them."""
+        """Make their tasks finish them. Those that wait leave the queue at once."""
         for sequence in sequences:
             sequence.aborted = True
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+                sequence.was_queued = True
             sequence.wake()
 
     def retract(self) -> None:
@@ -232,18 +236,22 @@ class Scheduler:
             await self._idle.wait()
         await trio.lowlevel.checkpoint()
 
+    def _prefill(self, sequence: Sequence_) -> None:
+        """Compute all but the last token, as far as nobody has."""
+        self._check_step(sequence)
+        tokens = (*sequence.prompt, *sequence.tokens)
+        kv = self.cache.take(sequence.salt, tokens) if sequence.reads_cache else None
+        if not sequence.draws:
+            sequence.num_cached = 0 if kv is None else kv.length
+        sequence.kv = self._model.create_kv() if kv is None else kv
+        self._model.extend(tokens[:-1], sequence.kv)
+        self.cache.put(sequence.salt, sequence.prompt, sequence.kv)
+
     def _step(self, sequence: Sequence_, uniforms: UniformStream) -> None:
         self._check_step(sequence)
-        sampling, output = sequence.sampling, sequence.tokens
-        kv = sequence.kv
-        if kv is None:
-            kv = self.cache.take(sequence.salt, (*sequence.prompt, *output)) if sequence.reads_cache else None
-            if not output:
-                sequence.num_cached = 0 if kv is None else kv.length
-            kv = sequence.kv = self._model.create_kv() if kv is None else kv
+        sampling, output, kv = sequence.sampling, sequence.tokens, sequence.kv
+        assert kv is not None, f"{sequence.rid} has no keys and values"
         draw = self._model.draw(sequence.prompt, output, kv, sampling, uniforms[len(output)], self._kind)
-        if not output:
-            self.cache.put(sequence.salt, sequence.prompt, kv)
         sequence.draws.append(draw)
         sequence.labels.append(self.label)
         sequence.next_token_at = trio.current_time() + self._seconds_per_token

@@ -162,9 +162,10 @@ class FakeSGLangServer(LoopbackServer):
                 if count == len(sequence.draws) and sequence.finish is None:
                     await sequence.changed.wait()
                     continue
-                count = len(sequence.draws)
-                is_last = sequence.finish is not None
-                event = self._describe(sequence, generation, started_at, is_final=is_last)
+                count = min(count + 1, len(sequence.draws))
+                is_last = sequence.finish is not None and count == len(sequence.draws)
+                part = replace(sequence, draws=sequence.draws[:count], labels=sequence.labels[:count])
+                event = self._describe(part, generation, started_at, is_final=is_last)
                 if count == 1:
                     event["meta_info"]["response_sent_to_client_ts"] = time.time()
                 await send(_dump({**event, "index": index} if generation.is_list else event))

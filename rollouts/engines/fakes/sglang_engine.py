@@ -189,7 +189,7 @@ def _describe_embedding() -> dict[str, Any]:
     """What /model_info says of a model that embeds nothing."""
     flags = "supports_dimensions supports_token_embeddings supports_multimodal requires_embedding_flag auto_enable_embedding"
     safe = "safe_disable_kv_cache safe_disable_radix_cache safe_disable_chunked_prefill enabled"
-    sizes = [4, 8, *range(16, 257, 16)]
+    sizes = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), *range(1280, 4097, 256)]
     return {
         **dict.fromkeys(("family", "task", "execution", "attention", "postprocessor"), "none"),
         **dict.fromkeys((*flags.split(), "normalize", *safe.split()), False),
@@ -197,6 +197,6 @@ def _describe_embedding() -> dict[str, Any]:
         "tokenizer_special_tokens": "model_default",
         "bcg_eligibility": "disabled",
         "matryoshka_dimensions": [],
-        "bcg": {"prefill_backend": "disabled", "enabled": False, "capture_token_budget": 256, "capture_batch_sizes": sizes},
+        "bcg": {"prefill_backend": "disabled", "enabled": False, "capture_token_budget": 4096, "capture_batch_sizes": sizes},
         "cache": {"kv_cache_disabled": False, "radix_cache_disabled": False, "chunked_prefill_disabled": False},
     }
