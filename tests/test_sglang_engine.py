@@ -158,11 +158,23 @@ def test_an_aborted_stream_ends_with_its_partial_tokens():
 def test_log_probs_of_a_prompt_begin_with_its_second_token():
     recorded = read_recording("generate_input_logprobs")
     tokens = recorded["request"]["json"]["input_ids"]
-    found = parse_prompt_log_probs(recorded["response"], tokens, 1)
+    found = parse_prompt_log_probs(recorded["response"], tokens, 1, 128)
+    assert found is not None
     assert found == pytest.approx((-4.694447, -5.371084, -4.754734, -4.435596, -4.743861, -4.808022))
     assert prompt_log_probs_payload(tokens, 1, "r")["logprob_start_len"] == recorded["request"]["json"]["logprob_start_len"] == 0
     with pytest.raises(EngineProtocolError, match=r"prompt tokens \[5, 6, .*expected those of \[6"):
-        parse_prompt_log_probs(recorded["response"], tokens[1:], 1)
+        parse_prompt_log_probs(recorded["response"], tokens[1:], 1, 128)
+
+
+def test_the_last_id_of_the_vocabulary_is_repeated_as_0_by_the_server():
+    response = answer_of((), (), input_token_logprobs=[[None, 5, None], [-1.5, 0, None], [-2.5, 6, None]])
+    assert parse_prompt_log_probs(response, (5, 63, 6), 1, 64) == (-1.5, -2.5)
+    with pytest.raises(EngineProtocolError, match="expected those of"):
+        parse_prompt_log_probs(response, (5, 62, 6), 1, 64)
+
+
+def test_prompt_log_probs_that_a_sync_aborted_are_to_be_asked_for_again():
+    assert parse_prompt_log_probs(answer_of((), (), reason="abort", input_token_logprobs=[]), (5, 6), 1, 64) is None
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ class SGLangEngine:
         found = None
         while found is None:  # where a weight sync aborted it
             response = await self._requests.call(partial(self._score, tokens, start_index))
-            found = parse_prompt_log_probs(response, tokens, start_index)
+            found = parse_prompt_log_probs(response, tokens, start_index, server.info.vocab_size)
         return list(found)
 
     async def recompute_output_log_probs(

@@ -112,18 +112,21 @@ def prompt_log_probs_payload(tokens: Sequence[int], start_index: int, request_id
     }
 
 
-def parse_prompt_log_probs(response: Any, tokens: Sequence[int], start_index: int) -> tuple[float, ...] | None:
-    """Log-probs of tokens[start_index:] out of the answer to prompt_log_probs_payload, under temperature 1; None if it was aborted."""
+def parse_prompt_log_probs(response: Any, tokens: Sequence[int], start_index: int, vocab_size: int | None) -> tuple[float, ...] | None:
+    """Log-probs of tokens[start_index:] out of the answer to prompt_log_probs_payload, under temperature 1; None if it was aborted.
+
+    Args:
+        vocab_size: the server repeats the last id of the vocabulary as 0, though with its own log-prob.
+    """
     with _protocol_errors("/generate", response):
         if response["meta_info"]["finish_reason"]["type"] == "abort":
             return None
         entries = response["meta_info"]["input_token_logprobs"]
         ids = [entry[1] for entry in entries]
         log_probs = [entry[0] for entry in entries[1:]]  # the first has none: nothing stands before it
-    if ids != list(tokens[start_index - 1 :]):
-        raise EngineProtocolError(
-            f"/generate gave log-probs of {len(ids)} prompt tokens, expected those of the {len(tokens) - start_index + 1} given"
-        )
+    expected = [0 if vocab_size is not None and token == vocab_size - 1 else token for token in tokens[start_index - 1 :]]
+    if ids != expected:
+        raise EngineProtocolError(f"/generate gave log-probs of the prompt tokens {ids}, expected those of {expected}")
     return tuple(_check_log_probs(log_probs, "a prompt"))
 
 
