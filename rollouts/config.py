@@ -30,6 +30,7 @@ C = TypeVar("C")
 Schedule = Literal["constant", "linear", "cosine"]
 OnRewardError = Literal["raise", "retry", "drop"]
 WeightSync = Literal["checkpoint", "memory"]
+ParityAction = Literal["warn", "correct", "stop"]
 
 FUNCTIONS_KEY = "functions"
 """Where to_dict lists the fields that held functions."""
@@ -98,6 +99,20 @@ class SFTTrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParityConfig:
+    """A look at every batch whose weights the engines have just been given: does the trainer give its tokens the same log-probs?"""
+
+    num_rows: int = 8  # of the batch that the trainer computes again; more cost time and find rarer differences
+    threshold: float = 0.1  # nats, of the mean |difference| per token: 1e-5 is usual in float32, 0.01 to 0.05 with bfloat16 engines
+    action: ParityAction = "warn"  # beyond it: a warning; truncated importance sampling for this batch; or an error
+    cap: float = 2.0  # of the importance weights of "correct"
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_rows", "threshold", "cap")
+        check_choice(self, "action", get_args(ParityAction))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RLTrainingConfig:
     """How run_rl_training trains. One step is one rollout batch."""
 
@@ -116,12 +131,20 @@ class RLTrainingConfig:
     mask_truncated: bool = False  # leave samples that ran out of tokens out of the loss; their rewards count in their groups (DAPO)
     value_clip: float | None = 0.2  # how far values may move from those at collection time, in reward units; None = no clipping
     critic_warmup_steps: int = 0  # first steps in which only the critic is trained
+    parity: ParityConfig | None = None  # compare log-probs of engines and trainer; None = do not
+    probe_tolerance: float | None = None  # nats: after each sync engines must give probe_tokens tokens of a rollout the trainer's
+    # log-probs, up to this: 1e-3 in float32, about 0.3 where the engine is bfloat16; None = trust what they say
+    probe_tokens: int = 64
     kl_control: KLControl | None = None  # coefficient of the algorithm's KL term from step to step; None = the algorithm's own number
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "sync_every", "num_epochs", "num_minibatches", "log_every", "max_tokens_per_microbatch")
         check_count(self, "checkpoint_every", "eval_every", "critic_warmup_steps")
         check_choice(self, "weight_sync", get_args(WeightSync))
+        check_setting(self.probe_tokens >= 2, "RLTrainingConfig.probe_tokens", self.probe_tokens, "at least 2")
+        tolerance = self.probe_tolerance
+        good = tolerance is None or (_is_number(tolerance) and tolerance > 0)
+        check_setting(good, "RLTrainingConfig.probe_tolerance", tolerance, "more than 0, or None")
         clip = self.value_clip
         check_setting(clip is None or (_is_number(clip) and clip > 0), "RLTrainingConfig.value_clip", clip, "more than 0, or None")
         finite = self.baseline is None or (_is_number(self.baseline) and math.isfinite(self.baseline))

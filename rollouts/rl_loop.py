@@ -21,6 +21,7 @@ from rollouts.batching import collate_samples
 from rollouts.checkpoints import load_run_state
 from rollouts.config import RLTrainingConfig
 from rollouts.data_buffer import DataBuffer
+from rollouts.engine_parity import act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.kl_control import KLControl, update_kl_control
@@ -224,10 +225,16 @@ async def run_rl_training(
         if config.mask_truncated:
             batch = mask_truncated_rows(batch, rollouts.samples)
         only_critic = step < config.critic_warmup_steps
-        metrics = await train_on_rollouts(
+        parity, step_algorithm = Metrics(), algorithm
+        if config.parity is not None and step % config.sync_every == 0:  # else the backend is ahead of the engines on purpose
+            rows = select_rows_of_version(batch, rollouts.samples, served.version, config.parity.num_rows)
+            if rows is not None:
+                difference = await measure_difference(backend, rows, max_tokens_per_microbatch=config.max_tokens_per_microbatch)
+                parity, step_algorithm = difference.as_metrics(), act_on_difference(difference, config.parity, algorithm)
+        metrics = parity | await train_on_rollouts(
             backend,
             batch,
-            algorithm,
+            step_algorithm,
             num_epochs=config.num_epochs,
             num_minibatches=config.num_minibatches,
             max_tokens_per_microbatch=config.max_tokens_per_microbatch,
@@ -272,6 +279,10 @@ async def run_rl_training(
             )
         saved = clock()
         if sync_due:
+            probe = None
+            if config.probe_tolerance is not None:
+                probed = rollouts.samples[0].tokens[: config.probe_tokens]
+                probe = await create_weight_probe(backend, probed, tolerance=config.probe_tolerance, pad_id=pad_id)
             served = await publish_weights(
                 backend,
                 inference_engines,
@@ -279,6 +290,7 @@ async def run_rl_training(
                 directory=sync_dir,
                 checkpoint=checkpoint,
                 keep_snapshot=config.sync_every > 1,
+                probe=probe,
             )
         metrics |= {"checkpoint_s": saved - trained, "sync_s": clock() - saved, "step_s": clock() - started}
         await finish_step(finished, metrics, stopping)

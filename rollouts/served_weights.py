@@ -20,7 +20,7 @@ from torch import Tensor
 from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine, InMemoryWeightUpdates
 from rollouts.errors import ConfigError
-from rollouts.weight_sync import sync_weights_in_memory, sync_weights_to_engines
+from rollouts.weight_sync import WeightProbe, sync_weights_in_memory, sync_weights_to_engines
 
 SERVED_FILE = "served_weights.safetensors"
 SERVED_DIRECTORY = "served_weights"
@@ -44,6 +44,7 @@ async def publish_weights(
     directory: Path | None,
     checkpoint: Path | None = None,
     keep_snapshot: bool = False,
+    probe: WeightProbe | None = None,
 ) -> ServedWeights:
     """Bring the backend's weights to every engine, as `version`.
 
@@ -51,15 +52,16 @@ async def publish_weights(
         directory: export here as weights_vNNNNNN and let the engines load from the disk; None = hand them over in memory.
         checkpoint: a checkpoint of just these weights, used instead of a second export.
         keep_snapshot: keep the weights for a checkpoint between this sync and the next.
+        probe: of the new weights, see sync_weights_to_engines.
 
     Raises: EngineError; which engines already have the new weights is in its message.
     """
     if directory is None:
         weights = await backend.get_weights().result()
-        await sync_weights_in_memory(_in_memory_engines(engines), weights, version)
+        await sync_weights_in_memory(_in_memory_engines(engines), weights, version, probe=probe)
         return ServedWeights(version=version, snapshot=weights if keep_snapshot else None)
     source = await _export(backend, directory, version) if checkpoint is None else checkpoint
-    await sync_weights_to_engines(engines, source)
+    await sync_weights_to_engines(engines, source, probe=probe)
     await trio.to_thread.run_sync(partial(_remove_exports, directory, keep=source))
     return ServedWeights(version=version, directory=source if keep_snapshot else None)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import trio
 from torch import Tensor
 
-from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine, InMemoryWeightUpdates
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine, InMemoryWeightUpdates, ScoresTokens
 from rollouts.errors import CheckpointError, ConfigError, EngineError, EngineProtocolError
 
 
@@ -26,26 +27,46 @@ class _ReportsVersion(Protocol):
     async def get_weight_version(self) -> int: ...
 
 
-async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint_path: Path | str) -> list[Mapping[str, Any]]:
+@dataclass(frozen=True)
+class WeightProbe:
+    """Log-probs that show an engine's outputs to be those of the new weights; from engine_parity.create_weight_probe."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]  # nats, of tokens[1:] given those before, temperature 1, from whoever has the new weights
+    tolerance: float  # nats, of the largest difference
+
+    def __post_init__(self) -> None:
+        assert len(self.log_probs) == len(self.tokens) - 1 >= 1, f"{len(self.log_probs)} log-probs for {len(self.tokens)} tokens"
+        assert self.tolerance > 0, f"tolerance is {self.tolerance}, expected more than 0"
+
+
+async def sync_weights_to_engines(
+    engines: Sequence[InferenceEngine], checkpoint_path: Path | str, *, probe: WeightProbe | None = None
+) -> list[Mapping[str, Any]]:
     """Let every engine load the weights of a directory.
 
     Args:
         engines: may be empty.
         checkpoint_path: a Hugging Face directory that each engine can open under this path. If it has a WEIGHT_VERSION_FILE, every engine
             must report that version afterwards; else the version that it answered with.
+        probe: what the outputs must be afterwards; catches engines that say they have the weights and do not use them.
 
     Returns: what the engines answered, in the order of `engines`.
-    Raises: CheckpointError if the path is not a directory or its version file cannot be read, before any engine is asked; EngineError if an
-        engine failed, naming its position and type, the cause, and which engines have the new weights.
+    Raises: CheckpointError if the path is not a directory or its version file cannot be read, and ConfigError if an engine cannot answer
+        the probe, before any engine is asked; EngineError if an engine failed, naming its position and type, the cause, and which engines have the new weights.
     """
     path = Path(checkpoint_path)
     version = await trio.to_thread.run_sync(_read_expected_version, path)
     updates = [partial(engine.update_weights_from_checkpoint, path) for engine in engines]
-    return await _update_all(engines, updates, version, f"the weights in {path}")
+    return await _update_all(engines, updates, version, f"the weights in {path}", probe)
 
 
 async def sync_weights_in_memory(
-    engines: Sequence[InferenceEngine | InMemoryWeightUpdates], weights: Mapping[str, Tensor], weight_version: int
+    engines: Sequence[InferenceEngine | InMemoryWeightUpdates],
+    weights: Mapping[str, Tensor],
+    weight_version: int,
+    *,
+    probe: WeightProbe | None = None,
 ) -> list[Mapping[str, Any]]:
     """Hand the same weights to every engine, without the disk.
 
@@ -53,6 +74,7 @@ async def sync_weights_in_memory(
         engines: each with update_weights(); may be empty.
         weights: by parameter name; must not be written to while engines hold them.
         weight_version: that every engine must report afterwards.
+        probe: see sync_weights_to_engines.
 
     Returns: what the engines answered, in the order of `engines`.
     Raises: ConfigError if an engine cannot take weights in memory, before any engine is asked; EngineError as sync_weights_to_engines.
@@ -65,13 +87,24 @@ async def sync_weights_in_memory(
                 "export them to a directory and use sync_weights_to_engines"
             )
         updates.append(partial(engine.update_weights, weights, weight_version))
-    return await _update_all(engines, updates, weight_version, f"weight version {weight_version}")
+    return await _update_all(engines, updates, weight_version, f"weight version {weight_version}", probe)
 
 
 async def _update_all(
-    engines: Sequence[object], updates: Sequence[Callable[[], Awaitable[Mapping[str, Any]]]], version: int | None, what: str
+    engines: Sequence[object],
+    updates: Sequence[Callable[[], Awaitable[Mapping[str, Any]]]],
+    version: int | None,
+    what: str,
+    probe: WeightProbe | None,
 ) -> list[Mapping[str, Any]]:
     """Run all updates at once; return the answers in order, or raise one error about all that failed."""
+    if probe is not None:
+        for position, engine in enumerate(engines):
+            if not isinstance(engine, ScoresTokens):
+                raise ConfigError(
+                    f"{_describe(position, engine)} has no recompute_output_log_probs() and cannot answer a probe of its weights: "
+                    "sync without one"
+                )
     answers: dict[int, Mapping[str, Any]] = {}
     failures: dict[int, Exception] = {}
 
@@ -79,6 +112,8 @@ async def _update_all(
         with _RecordFailure(failures, position):
             answer = await updates[position]()
             await _check_version(engines[position], answer, version)
+            if probe is not None:
+                await _check_outputs(engines[position], probe)
             answers[position] = answer
 
     async with trio.open_nursery() as nursery:
@@ -121,6 +156,22 @@ async def _check_version(engine: object, answer: Mapping[str, Any], expected: in
         actual = await engine.get_weight_version()
         if actual != reported:
             raise EngineError(f"it answered with weight version {reported}, but get_weight_version() gives {actual}")
+
+
+async def _check_outputs(engine: object, probe: WeightProbe) -> None:
+    """Compare the log-probs that the engine gives the probe's tokens with those of the new weights."""
+    assert isinstance(engine, ScoresTokens), f"{type(engine).__name__} has no recompute_output_log_probs()"
+    found = await engine.recompute_output_log_probs(probe.tokens, 1)
+    if len(found) != len(probe.log_probs):
+        raise EngineProtocolError(f"it gave {len(found)} log-probs for the {len(probe.log_probs)} tokens of a probe")
+    differences = [abs(a - b) for a, b in zip(found, probe.log_probs, strict=True)]
+    worst = max(differences)
+    if not worst <= probe.tolerance:  # NaN included
+        raise EngineError(
+            f"it reports the new version, but its log-probs of a probe are off by up to {worst:.3g} nats (token {differences.index(worst) + 1} "
+            f"of {len(probe.tokens)}), more than {probe.tolerance:g}: it serves other weights, a stale prefix cache, or a lower precision than "
+            "the probe's tolerance allows for"
+        )
 
 
 def _describe(position: int, engine: object) -> str:

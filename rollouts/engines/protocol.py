@@ -44,3 +44,14 @@ class InMemoryWeightUpdates(Protocol):
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
         """Replace the weights between two decode steps; in-flight requests go on under the new ones."""
         ...
+
+
+@runtime_checkable
+class ScoresTokens(Protocol):
+    """An engine that says what log-probs it would give tokens that are already there."""
+
+    async def recompute_output_log_probs(
+        self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
+    ) -> tuple[float, ...]:
+        """Log-probs of input_tokens[start_index:], start_index >= 1, under the weights of this moment and the full distribution."""
+        ...

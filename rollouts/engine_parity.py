@@ -1,0 +1,167 @@
+"""How far apart the log-probs of an inference engine and of the trainer are, for the same tokens and the same weights.
+
+They differ because kernels and precisions do; a large difference means that something is wrong: stale weights, a stale prefix cache,
+another temperature, tokens that were tokenized again. Ratios of importance are off by as much.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import trio
+from torch import Tensor
+
+from rollouts.algorithms import is_corrected, truncated
+from rollouts.backends.protocol import TrainingBackend
+from rollouts.batching import collate_samples, select_rows
+from rollouts.config import ParityConfig
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import ConfigError, EngineError, raise_single_errors
+from rollouts.train_on_rollouts import select_log_probs
+from rollouts.training_steps import Metrics, find_trained_rows, submit_forward
+from rollouts.types import Algorithm, Completion, Sample, SamplingParams, TrainBatch
+from rollouts.weight_sync import WeightProbe
+
+
+class ParityWarning(UserWarning):
+    """Log-probs of rollouts and of the trainer are further apart than the configured threshold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbDifference:
+    """Log-probs of an engine against the trainer's, over num_tokens tokens; in nats."""
+
+    num_tokens: int
+    max_abs: float  # largest |difference|
+    mean_abs: float
+    kl: float  # KL(engine || trainer) per token, estimated by k3 at the sampled tokens
+
+    def as_metrics(self) -> Metrics:
+        """The names under which a run logs it."""
+        return {"engine_diff_max": self.max_abs, "engine_diff_mean": self.mean_abs, "engine_kl": self.kl}
+
+
+def compare_log_probs(engine_log_probs: Tensor, trainer_log_probs: Tensor, mask: Tensor) -> LogProbDifference:
+    """The difference of two columns at the tokens that count. Pure.
+
+    Args:
+        engine_log_probs: # [B, T] of the tokens when they were sampled.
+        trainer_log_probs: # [B, T] of the same tokens from the trainer.
+        mask: # [B, T], > 0 where the model sampled.
+
+    Returns: zeros where no token counts.
+    """
+    on = mask > 0
+    difference = (trainer_log_probs - engine_log_probs)[on].double()
+    if difference.numel() == 0:
+        return LogProbDifference(num_tokens=0, max_abs=0.0, mean_abs=0.0, kl=0.0)
+    return LogProbDifference(
+        num_tokens=difference.numel(),
+        max_abs=float(difference.abs().max()),
+        mean_abs=float(difference.abs().mean()),
+        kl=float((difference.exp() - 1 - difference).mean()),
+    )
+
+
+async def measure_difference(backend: TrainingBackend, batch: TrainBatch, *, max_tokens_per_microbatch: int = 16384) -> LogProbDifference:
+    """Let the trainer compute the log-probs of a batch again, at the temperatures it was sampled at, and compare.
+
+    Args:
+        batch: with rollout_log_probs, sampled with the weights that the backend holds now.
+    """
+    assert batch.rollout_log_probs is not None, "the batch has no rollout_log_probs to compare with"
+    trainer = await submit_forward(backend, batch, select_log_probs, max_tokens_per_microbatch=max_tokens_per_microbatch).result()
+    return compare_log_probs(batch.rollout_log_probs, trainer, batch.loss_mask * batch.trainable[:, None])
+
+
+async def check_parity(
+    engine: InferenceEngine,
+    backend: TrainingBackend,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | None = None,
+    *,
+    pad_id: int = 0,
+) -> LogProbDifference:
+    """Sample a response to each prompt and compare its log-probs with the trainer's. Both must hold the same weights.
+
+    Args:
+        prompts: tokens of each.
+        params: how to sample; default 64 tokens at temperature 1.
+
+    Raises: ConfigError if params cut the distribution (top_p, top_k, min_p), whose log-probs a trainer does not compute.
+    """
+    params = params or SamplingParams(max_tokens=64)
+    completions: list[Completion | None] = [None] * len(prompts)
+
+    async def generate(i: int) -> None:
+        completions[i] = await engine.generate(prompts[i], params, request_id=f"parity-{i:06d}")
+
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            for i in range(len(prompts)):
+                nursery.start_soon(generate, i)
+    samples = [_to_sample(i, completion) for i, completion in enumerate(completions) if completion is not None]
+    return await measure_difference(backend, collate_samples(samples, pad_id=pad_id))
+
+
+def _to_sample(index: int, completion: Completion) -> Sample:
+    if completion.truncated_sampling:
+        raise ConfigError("check_parity needs samples of the whole distribution: use top_p=1, top_k=0 and min_p=0")
+    num_prompt = completion.input_len
+    return Sample(
+        index=index,
+        tokens=(*completion.input_tokens, *completion.output_tokens),
+        loss_mask=(0.0,) * num_prompt + (1.0,) * completion.output_len,
+        rollout_log_probs=(0.0,) * num_prompt + completion.output_log_probs,
+        temperature=completion.temperature,
+    )
+
+
+async def create_weight_probe(
+    backend: TrainingBackend, tokens: Sequence[int], *, tolerance: float, pad_id: int = 0
+) -> WeightProbe:
+    """What engines must answer about these tokens once they have the backend's weights.
+
+    Args:
+        tokens: at least 2, of any text that the model knows; some dozens are plenty.
+        tolerance: largest difference of a log-prob, in nats: 1e-3 between float32 and float32, about 0.3 where one side is bfloat16.
+    """
+    assert len(tokens) >= 2, f"a probe of {len(tokens)} tokens has no log-prob to compare, expected at least 2"
+    sample = Sample(tokens=tuple(tokens), loss_mask=(0.0, *(1.0,) * (len(tokens) - 1)), rollout_log_probs=(0.0,) * len(tokens))
+    batch = collate_samples([sample], pad_id=pad_id)
+    log_probs = await submit_forward(backend, batch, select_log_probs, max_tokens_per_microbatch=len(tokens)).result()
+    return WeightProbe(tokens=tuple(tokens), log_probs=tuple(log_probs[0, 1:].tolist()), tolerance=tolerance)
+
+
+def select_rows_of_version(batch: TrainBatch, samples: Sequence[Sample], version: int, num_rows: int) -> TrainBatch | None:
+    """The first rows whose sampled tokens are all of one weight version, at most num_rows. None if there is no such row."""
+    trained = set(find_trained_rows(batch))
+    rows = [
+        row
+        for row, sample in enumerate(samples)
+        if row in trained and all(v == version for v, on in zip(sample.weight_versions or (), sample.loss_mask, strict=True) if on)
+    ]
+    return select_rows(batch, rows[:num_rows]) if rows else None
+
+
+def act_on_difference(difference: LogProbDifference, config: ParityConfig, algorithm: Algorithm) -> Algorithm:
+    """The algorithm to train with, given how far engine and trainer are apart.
+
+    Raises: EngineError with config.action "stop". Warns with a ParityWarning with "warn" and "correct".
+    """
+    if difference.mean_abs <= config.threshold:
+        return algorithm
+    text = (
+        f"log-probs of the rollouts and of the trainer differ by {difference.mean_abs:.3g} nats on average (at most "
+        f"{difference.max_abs:.3g}, over {difference.num_tokens} tokens), more than the threshold {config.threshold:g}: the engine "
+        "serves other weights, a stale prefix cache, another temperature or a lower precision than the trainer"
+    )
+    if config.action == "stop":
+        raise EngineError(f"{text}. Nothing was trained on them. Fix the cause, raise the threshold, or set action='correct'")
+    warnings.warn(ParityWarning(text), stacklevel=2)
+    if config.action == "correct" and not is_corrected(algorithm):
+        return truncated(algorithm, cap=config.cap)
+    return algorithm

@@ -1,0 +1,200 @@
+"""Engines against the trainer: the same weights must give the same log-probs, and a sync is believed only if the outputs changed with it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rollouts.algorithms import decoupled, grpo, truncated
+from rollouts.backends.factory import create_pytorch_backend
+from rollouts.batching import collate_samples
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.config import ParityConfig, RLTrainingConfig, RolloutConfig
+from rollouts.data_buffer import DataBuffer
+from rollouts.engine_parity import (
+    LogProbDifference,
+    ParityWarning,
+    act_on_difference,
+    check_parity,
+    compare_log_probs,
+    create_weight_probe,
+    select_rows_of_version,
+)
+from rollouts.engines.inprocess import InProcessEngine
+from rollouts.errors import ConfigError, EngineError
+from rollouts.generation import create_generate_fn
+from rollouts.rl_loop import run_rl_training
+from rollouts.rollout_manager import AsyncRolloutManager
+from rollouts.samples import derive_seed
+from rollouts.testing import FakeEngine, create_tiny_model
+from rollouts.types import Sample, SamplingParams
+from rollouts.weight_sync import WeightProbe, sync_weights_in_memory
+
+PROMPTS = [(3, 4, 5), (6, 7), (8, 9, 10, 11)]
+
+
+def test_differences_are_those_of_a_loop_over_the_tokens_that_count():
+    generator = torch.Generator().manual_seed(0)
+    engine, trainer = (-torch.rand(3, 5, generator=generator) for _ in range(2))
+    mask = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
+    found = compare_log_probs(engine, trainer, mask)
+    differences = [float(trainer[b, t]) - float(engine[b, t]) for b in range(3) for t in range(5) if mask[b, t]]
+    assert found.num_tokens == len(differences) == 5
+    assert found.max_abs == pytest.approx(max(abs(d) for d in differences), rel=1e-6)
+    assert found.mean_abs == pytest.approx(sum(abs(d) for d in differences) / 5, rel=1e-6)
+    assert found.kl == pytest.approx(sum(math.exp(d) - 1 - d for d in differences) / 5, rel=1e-5)
+
+
+def test_no_tokens_differ_by_nothing():
+    empty = torch.zeros(2, 3)
+    assert compare_log_probs(empty, empty - 1, empty) == LogProbDifference(num_tokens=0, max_abs=0.0, mean_abs=0.0, kl=0.0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+async def test_an_engine_with_the_backends_weights_agrees_at_any_temperature(temperature: float):
+    model = create_tiny_model()
+    backend, engine = create_pytorch_backend(copy.deepcopy(model), lr=1e-3), InProcessEngine(model)
+    difference = await check_parity(engine, backend, PROMPTS, SamplingParams(max_tokens=12, temperature=temperature))
+    assert difference.num_tokens > 12
+    assert difference.max_abs < 1e-5
+
+
+async def test_an_engine_with_other_weights_does_not():
+    backend = create_pytorch_backend(create_tiny_model(seed=1), lr=1e-3)
+    difference = await check_parity(InProcessEngine(create_tiny_model(seed=0)), backend, PROMPTS)
+    assert difference.mean_abs > 0.01
+    assert difference.kl > 0
+
+
+async def test_samples_of_a_cut_distribution_are_refused():
+    model = create_tiny_model()
+    with pytest.raises(ConfigError, match="top_p=1"):
+        await check_parity(InProcessEngine(model), create_pytorch_backend(model, lr=1e-3), PROMPTS, SamplingParams(top_k=3, max_tokens=4))
+
+
+# acting on it
+
+CLOSE = LogProbDifference(num_tokens=9, max_abs=0.3, mean_abs=0.01, kl=0.0)
+FAR = replace(CLOSE, mean_abs=0.2)
+
+
+def test_within_the_threshold_nothing_happens():
+    algorithm = grpo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert act_on_difference(CLOSE, ParityConfig(action="stop", threshold=0.01), algorithm) is algorithm
+
+
+def test_beyond_it_a_run_warns_corrects_or_stops():
+    algorithm = grpo()
+    with pytest.warns(ParityWarning, match=r"differ by 0.2 nats on average .*threshold 0.1"):
+        assert act_on_difference(FAR, ParityConfig(), algorithm) is algorithm
+    with pytest.warns(ParityWarning):
+        corrected = act_on_difference(FAR, ParityConfig(action="correct", cap=3.0), algorithm)
+    assert repr(corrected.loss) == repr(truncated(algorithm, cap=3.0).loss)
+    already = decoupled(algorithm)
+    with pytest.warns(ParityWarning):
+        assert act_on_difference(FAR, ParityConfig(action="correct"), already) is already
+    with pytest.raises(EngineError, match="Nothing was trained on them"):
+        act_on_difference(FAR, ParityConfig(action="stop"), algorithm)
+
+
+@pytest.mark.parametrize("wrong", [{"num_rows": 0}, {"threshold": 0.0}, {"action": "ignore"}, {"cap": -1.0}])
+def test_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        ParityConfig(**wrong)
+
+
+def test_only_rows_of_the_version_that_is_served_are_compared():
+    def make(versions, mask=(0.0, 1.0, 1.0)):
+        return Sample(tokens=(3, 4, 5), loss_mask=mask, rollout_log_probs=(0.0,) * 3, weight_versions=versions, reward=0.0)
+
+    samples = [make((-1, 0, 1)), make((-1, 1, 1)), make((-1, 1, 1), mask=(0.0, 0.0, 0.0)), make((-1, 1, 1)), make((-1, 0, 0))]
+    batch = collate_samples(samples, pad_id=0)
+    selected = select_rows_of_version(batch, samples, 1, num_rows=8)
+    assert selected is not None
+    assert selected.num_rows == 2
+    selected = select_rows_of_version(batch, samples, 1, num_rows=1)
+    assert selected is not None
+    assert selected.num_rows == 1
+    assert select_rows_of_version(batch, samples, 2, num_rows=8) is None
+
+
+# probes of a sync
+
+
+class LyingEngine(InProcessEngine):
+    """Says that it has the new weights, and goes on with the old ones."""
+
+    async def update_weights(self, weights, weight_version):
+        return await super().update_weights(dict(self.model.state_dict()), weight_version)
+
+
+async def test_a_probe_believes_an_engine_that_took_the_weights_and_not_one_that_lies():
+    model, new = create_tiny_model(seed=0), create_tiny_model(seed=1)
+    backend = create_pytorch_backend(new, lr=1e-3)
+    probe = await create_weight_probe(backend, (3, 9, 4, 7, 5), tolerance=1e-4)
+    weights = await backend.get_weights().result()
+    honest, liar = InProcessEngine(copy.deepcopy(model)), LyingEngine(copy.deepcopy(model))
+    assert (await sync_weights_in_memory([honest], weights, 1, probe=probe))[0]["success"]
+    with pytest.raises(EngineError, match=r"engine 1 \(LyingEngine\).*off by up to .* nats"):
+        await sync_weights_in_memory([honest, liar], weights, 2, probe=probe)
+    await sync_weights_in_memory([liar], weights, 3)  # without a probe the lie is not found out
+
+
+async def test_an_engine_that_cannot_answer_a_probe_is_refused_before_anything_is_sent():
+    engine = FakeEngine()
+    with pytest.raises(ConfigError, match="cannot answer a probe"):
+        await sync_weights_in_memory([engine], {}, 1, probe=WeightProbe(tokens=(3, 4), log_probs=(-1.0,), tolerance=1e-3))
+    assert engine.calls == []
+
+
+# in the loop
+
+
+def make_run(engine: InProcessEngine):
+    buffer = DataBuffer([f"s{i}=" for i in range(10)], seed=0)
+    generate = create_generate_fn([engine], create_char_tokenizer(), SamplingParams(max_tokens=6), seed=0)
+    config = RolloutConfig(
+        batch_size=2, n_samples_per_prompt=4, generate_fn=generate, reward_fn=lambda sample: float(derive_seed(*sample.tokens) % 2)
+    )
+    return buffer, AsyncRolloutManager(buffer, config, engines=[engine])
+
+
+async def train(engine: InProcessEngine, config: RLTrainingConfig):
+    backend = create_pytorch_backend(create_tiny_model(seed=0), lr=1e-2)
+    buffer, manager = make_run(engine)
+    async with manager:
+        return await run_rl_training(backend, buffer, manager, [engine], config, clock=lambda: 0.0)
+
+
+CHECKED = RLTrainingConfig(num_steps=3, weight_sync="memory", parity=ParityConfig(action="stop", threshold=1e-4), probe_tolerance=1e-4)
+
+
+async def test_a_run_in_which_engine_and_trainer_agree_logs_how_well_and_is_not_changed_by_the_look():
+    history = await train(InProcessEngine(create_tiny_model(seed=0)), CHECKED)
+    assert [0 < metrics["engine_diff_max"] + 1e-12 < 1e-4 for metrics in history] == [True] * 3
+    assert all(metrics["engine_kl"] < 1e-6 for metrics in history)
+    plain = await train(InProcessEngine(create_tiny_model(seed=0)), replace(CHECKED, parity=None, probe_tolerance=None))
+    assert [metrics["loss"] for metrics in plain] == [metrics["loss"] for metrics in history]
+    assert "engine_kl" not in plain[0]
+
+
+async def test_between_two_syncs_the_trainer_is_ahead_and_nothing_is_compared():
+    history = await train(InProcessEngine(create_tiny_model(seed=0)), replace(CHECKED, num_steps=4, sync_every=2))
+    assert ["engine_kl" in metrics for metrics in history] == [True, False, True, False]
+
+
+async def test_a_run_on_an_engine_that_keeps_old_weights_stops_at_the_sync_or_at_the_next_batch():
+    with pytest.raises(EngineError, match="log-probs of a probe are off"):
+        await train(LyingEngine(create_tiny_model(seed=0)), CHECKED)
+    with pytest.raises(EngineError, match="rollouts and of the trainer differ"):
+        await train(LyingEngine(create_tiny_model(seed=0)), replace(CHECKED, probe_tolerance=None))
+    correcting = replace(CHECKED, probe_tolerance=None, parity=ParityConfig(action="correct", threshold=1e-4))
+    with pytest.warns(ParityWarning):
+        assert len(await train(LyingEngine(create_tiny_model(seed=0)), correcting)) == 3
