@@ -83,6 +83,7 @@ BOUND = (
 SWITCHES = ("kl_coef", "entropy_coef")  # hyper-parameters that are terms of the loss where they are more than 0
 ROLLOUT_METRICS = {
     "reward_mean": "what should rise; with it reward_std, reward_min, reward_max",
+    "shaped_reward_mean": "mean of the rewards that are trained on, where they are shaped after the filter (overlong penalty)",
     "zero_std_fraction": "share of groups whose rewards are all equal: they teach a group-relative algorithm nothing",
     "response_length_mean": "trained tokens of a row; with it response_length_min, response_length_max",
     "truncated_fraction": "share of rows that ran into the token limit",

@@ -27,6 +27,7 @@ from rollouts.errors import ConfigError
 from rollouts.filters import check_any_success, check_response_diversity, check_reward_nonzero_std
 from rollouts.kl_control import KLControl
 from rollouts.rewards.answers import load_function
+from rollouts.rewards.evaluate import create_overlong_penalty
 from rollouts.types import Algorithm, Group
 
 SELF_MADE_TASKS = ("sort", "sort-long")  # these need no data
@@ -117,7 +118,7 @@ class RLSection:
     kl_control: KLControlSection = field(default_factory=KLControlSection)
     mask_truncated: bool = False  # answers cut by the token budget are not trained on; their rewards still count in their groups
     overlong_buffer: int = 0  # last tokens of the budget in which a penalty for long answers grows (DAPO); 0 = no penalty
-    overlong_penalty: float = 1.0  # the whole penalty, subtracted from the reward of an answer that uses up the budget
+    overlong_penalty: float = 1.0  # the whole penalty of an answer that uses up the budget; the filter sees rewards without it
     filter: str = "none"  # groups to train on: none, nonzero_std, any_success, diversity, or module:function
     over_sampling_factor: float = 1.0  # groups in flight per group wanted
     max_filter_attempts: int = 10  # rounds of generation for one batch
@@ -356,8 +357,14 @@ def create_kl_control(config: Config, algorithm: Algorithm) -> KLControl | None:
     return KLControl(kl_coef=float(kl_coef), target=section.target, horizon=section.horizon)
 
 
-def rl_training_config(config: Config, algorithm: Algorithm) -> RLTrainingConfig:
-    """What run_rl_training gets. The embedded engine takes its weights in memory."""
+def rl_training_config(config: Config, algorithm: Algorithm, max_tokens: int | None = None) -> RLTrainingConfig:
+    """What run_rl_training gets. The embedded engine takes its weights in memory.
+
+    Args:
+        max_tokens: the token budget of a response; None = response_tokens(config).
+    """
+    budget, buffer = response_tokens(config) if max_tokens is None else max_tokens, config.rl.overlong_buffer
+    overlong = create_overlong_penalty(max_tokens=budget, buffer=buffer, factor=config.rl.overlong_penalty) if buffer else None
     return RLTrainingConfig(
         num_steps=config.rl.num_steps,
         sync_every=config.rl.sync_every,
@@ -370,6 +377,7 @@ def rl_training_config(config: Config, algorithm: Algorithm) -> RLTrainingConfig
         max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,
         weight_sync="memory",
         seed=config.seed,
+        shape_reward=overlong,
         mask_truncated=config.rl.mask_truncated,
         value_clip=config.critic.value_clip,
         critic_warmup_steps=config.critic.warmup_steps,

@@ -40,7 +40,6 @@ from rollouts.errors import CheckpointError, ConfigError
 from rollouts.generation import create_generate_fn, evaluate_prompts
 from rollouts.metrics import MetricsLogger, StageLogger
 from rollouts.rewards.answers import load_function
-from rollouts.rewards.evaluate import with_overlong_penalty
 from rollouts.rl_loop import restore_rl_run, run_rl_training
 from rollouts.rollout_manager import AsyncRolloutManager
 from rollouts.sft_loop import run_sft_training
@@ -162,8 +161,9 @@ async def run_rl(
     model, tokenizer = create_model(config, source_checkpoint)
     task = create_task(config, tokenizer, "rl") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "rl")
-    algorithm = resolve_algorithm(config.rl.algorithm, generation_config(config, task.max_tokens).max_tokens)
-    training = rl_training_config(config, algorithm)
+    budget = generation_config(config, task.max_tokens).max_tokens
+    algorithm = resolve_algorithm(config.rl.algorithm, budget)
+    training = rl_training_config(config, algorithm, budget)
     backend = create_backend(config, model, tokenizer, config.rl.optimizer, count_rl_updates(config))
     companions = create_companions(config, algorithm, model, tokenizer, count_critic_updates(config))
     checkpoint_dir = output_dir / CHECKPOINTS
@@ -248,11 +248,6 @@ def create_rollout_config(
 ) -> RolloutConfig:
     """How rollouts of the task are produced for the algorithm."""
     generation = generation_config(config, task.max_tokens)
-    reward_fn = task.reward_fn
-    if config.rl.overlong_buffer:
-        reward_fn = with_overlong_penalty(
-            reward_fn, max_tokens=generation.max_tokens, buffer=config.rl.overlong_buffer, factor=config.rl.overlong_penalty
-        )
     num_greedy = count_greedy_samples(algorithm)
     return RolloutConfig(
         batch_size=config.rl.prompts_per_step,
@@ -267,7 +262,7 @@ def create_rollout_config(
             template_kwargs=template_kwargs(config),
             num_greedy=num_greedy,
         ),
-        reward_fn=reward_fn,
+        reward_fn=task.reward_fn,
         filter_fn=resolve_filter(config.rl.filter),
         max_filter_attempts=config.rl.max_filter_attempts,
         reward=reward_config(config),

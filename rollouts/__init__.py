@@ -49,7 +49,7 @@ _NAMES_OF_MODULES: Final = (
     ("checkpoints", "latest_checkpoint load_run_state save_checkpoint verify_checkpoint"),
     ("metrics", "CompositeLogger JSONLLogger MetricsLogger StageLogger WandbLogger"),
     ("trajectories", "read_samples write_samples"),
-    ("rewards.evaluate", "compute_reward score_group with_overlong_penalty"),
+    ("rewards.evaluate", "compute_reward create_overlong_penalty score_group"),
     ("rewards.answers", "exact_match gsm8k_reward"),
     ("engines.protocol", "InferenceEngine InMemoryWeightUpdates"),
     ("engines.inprocess", "InProcessEngine"),

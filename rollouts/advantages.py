@@ -294,7 +294,9 @@ def max_rl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Divided by the success rate, the expected gradient is that of a truncated log-likelihood of success, which weighs hard prompts more.
 
     Args:
-        rewards, group_ids: # [B]; meant for rewards in [0, 1].
+        rewards: # [B] at least 0, for example 1 for a solution and 0 for none. Negative ones can bring a mean near 0, and advantages then
+            have no bound; with rewards >= 0 none is larger than n - 1 in a group of n.
+        group_ids: # [B].
 
     Returns: # [B].
     Source: Tajwar et al. 2026 (Maximum Likelihood Reinforcement Learning).
@@ -399,12 +401,12 @@ def discounted_returns(token_rewards: Tensor, mask: Tensor, gamma: float | Tenso
     Returns: # [B, T], 0 where mask = 0.
     """
     columns: list[Tensor] = []
-    running = torch.zeros_like(token_rewards[:, 0]) if bootstrap is None else bootstrap
+    running = token_rewards.new_zeros(token_rewards.shape[0]) if bootstrap is None else bootstrap
     for t in reversed(range(token_rewards.shape[1])):
         on = mask[:, t] > 0
         running = torch.where(on, token_rewards[:, t] + _at(gamma, t) * running, running)
         columns.append(torch.where(on, running, torch.zeros_like(running)))
-    return torch.stack(columns[::-1], dim=1)
+    return _join(columns, token_rewards)
 
 
 def gae(
@@ -429,7 +431,7 @@ def gae(
     Source: Schulman et al. 2016, equation 16.
     """
     columns: list[Tensor] = []
-    advantage = torch.zeros_like(values[:, 0])
+    advantage = values.new_zeros(values.shape[0])
     next_value = advantage if bootstrap is None else bootstrap
     for t in reversed(range(values.shape[1])):
         on = mask[:, t] > 0
@@ -437,7 +439,7 @@ def gae(
         advantage = torch.where(on, here, advantage)
         next_value = torch.where(on, values[:, t], next_value)
         columns.append(torch.where(on, advantage, torch.zeros_like(advantage)))
-    return torch.stack(columns[::-1], dim=1)
+    return _join(columns, values)
 
 
 def lambda_returns(
@@ -565,10 +567,10 @@ def vtrace(
     Source: Espeholt et al. 2018 (IMPALA), equation 1 and section 4.2.
     """
     assert clip_rho > 0 and clip_pg_rho > 0, f"clip_rho {clip_rho} and clip_pg_rho {clip_pg_rho} must be > 0"
-    nothing = torch.zeros_like(values[:, 0])
+    nothing = values.new_zeros(values.shape[0])
     error, next_value = nothing, nothing if bootstrap is None else bootstrap
     next_target, behind = next_value, torch.zeros_like(nothing, dtype=torch.bool)  # behind: a masked-in token follows
-    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     for t in reversed(range(values.shape[1])):
         on, rho, discount = mask[:, t] > 0, ratios[:, t], _at(gamma, t)
         after = next_value if next_values is None else next_values[:, t]
@@ -581,9 +583,14 @@ def vtrace(
         next_value = torch.where(on, values[:, t], next_value)
         next_target = torch.where(on, values[:, t] + error, next_target)
         behind = behind | on
-        columns.append((torch.where(on, error, nothing), torch.where(on, advantage, nothing), torch.where(on, q_value, nothing)))
-    errors, advantages, q_values = (torch.stack(parts[::-1], dim=1) for parts in zip(*columns, strict=True))
-    return VTrace(errors, advantages, q_values)
+        for columns, column in zip(parts, (error, advantage, q_value), strict=True):
+            columns.append(torch.where(on, column, nothing))
+    return VTrace(*(_join(columns, values) for columns in parts))
+
+
+def _join(columns: list[Tensor], like: Tensor) -> Tensor:
+    """Columns from the last to the first as one tensor: # [B, T], also where T = 0."""
+    return torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(like)
 
 
 def _divide(x: Tensor, std: Tensor, epsilon: float) -> Tensor:

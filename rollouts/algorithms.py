@@ -13,9 +13,11 @@ k3. A token beyond (r > e^20, a rollout log-prob of -100 for example) has no gra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -129,7 +131,7 @@ def dr_grpo(max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2) -> A
     not count in B, as in verl; in TRL they do.
     """
     _check_clip(clip_low, clip_high, None)
-    _check(max_tokens >= 1, "max_tokens", max_tokens, "at least 1")
+    _check("max_tokens", max_tokens, lambda x: x >= 1, "at least 1")
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=None),
         weigh=partial(fixed_length_mean, length=max_tokens),
@@ -200,8 +202,8 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, epsilon: float = 1e-4) -
 
     Source: Zhao et al. 2025 (Geometric-mean policy optimization). verl adds 1e-8 to |o_i|, and counts rows without a trained token among B.
     """
-    _check(clip_low >= 0, "clip_low", clip_low, "at least 0 (nats)")
-    _check(clip_high >= 0, "clip_high", clip_high, "at least 0 (nats)")
+    _check("clip_low", clip_low, lambda x: x >= 0, "at least 0 (nats)")
+    _check("clip_high", clip_high, lambda x: x >= 0, "at least 0 (nats)")
     _check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
@@ -226,8 +228,8 @@ def cispo(clip_high: float = 0.28, clip_low: float = 1.0, epsilon: float = 1e-4)
 
     Source: MiniMax-M1 2025, equations 4 and 5.
     """
-    _check(0 <= clip_low <= 1, "clip_low", clip_low, "in [0, 1]; 1 = no lower bound")
-    _check(clip_high >= 0, "clip_high", clip_high, "at least 0")
+    _check("clip_low", clip_low, lambda x: 0 <= x <= 1, "in [0, 1]; 1 = no lower bound")
+    _check("clip_high", clip_high, lambda x: x >= 0, "at least 0")
     _check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
@@ -252,8 +254,8 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, epsilon: float = 1e-4) -> 
 
     Source: Gao et al. 2025 (Soft adaptive policy optimization). Aggregation as in the paper, TRL and verl (AReaL: over all tokens).
     """
-    _check(tau_pos > 0, "tau_pos", tau_pos, "more than 0")
-    _check(tau_neg > 0, "tau_neg", tau_neg, "more than 0")
+    _check("tau_pos", tau_pos, lambda x: x > 0, "more than 0")
+    _check("tau_neg", tau_neg, lambda x: x > 0, "more than 0")
     _check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
@@ -278,8 +280,8 @@ def dppo(low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: float 
 
     Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning); widths 0.2 as in prime-rl, weight as in verl.
     """
-    _check(0 <= low <= 1, "low", low, "in [0, 1]")
-    _check(0 <= high <= 1, "high", high, "in [0, 1]")
+    _check("low", low, lambda x: 0 <= x <= 1, "in [0, 1]")
+    _check("high", high, lambda x: 0 <= x <= 1, "in [0, 1]")
     return _dppo(inside_tv, low, high, cap, epsilon)
 
 
@@ -296,8 +298,8 @@ def dppo_kl(low: float = 0.05, high: float = 0.05, cap: float = 20.0, epsilon: f
     Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning), its KL variant as in verl; widths 0.05 as in the
     runs of SkyRL (pull request 1037) and open-instruct (pull request 1790).
     """
-    _check(low >= 0, "low", low, "at least 0 (nats)")
-    _check(high >= 0, "high", high, "at least 0 (nats)")
+    _check("low", low, lambda x: x >= 0, "at least 0 (nats)")
+    _check("high", high, lambda x: x >= 0, "at least 0 (nats)")
     return _dppo(inside_binary_kl, low, high, cap, epsilon)
 
 
@@ -379,7 +381,7 @@ def gpg(f_norm: float = 1.0) -> Algorithm:
 
     Source: Chu et al. 2025 (GPG). verl's alpha counts the rows whose reward is not 0 instead.
     """
-    _check(f_norm > 0, "f_norm", f_norm, "more than 0")
+    _check("f_norm", f_norm, lambda x: x > 0, "more than 0")
     return Algorithm(
         estimate=partial(estimate_gpg, f_norm=f_norm),
         weigh=token_mean,
@@ -409,8 +411,8 @@ def reinforce_plus_plus(
     Source: Hu et al. 2025 (REINFORCE++).
     """
     _check_clip(clip_low, clip_high, None)
-    _check(kl_coef >= 0, "kl_coef", kl_coef, "at least 0")
-    _check(0 <= gamma <= 1, "gamma", gamma, "in [0, 1]")
+    _check("kl_coef", kl_coef, lambda x: x >= 0, "at least 0")
+    _check("gamma", gamma, lambda x: 0 <= x <= 1, "in [0, 1]")
     return Algorithm(
         estimate=partial(estimate_reinforce_plus_plus, gamma=gamma, **_penalty(kl_coef, kl)),
         weigh=token_mean,
@@ -464,9 +466,9 @@ def ppo(
     rollout batch, as in verl. The clip of the critic's value belongs to its own loss: RLTrainingConfig.value_clip, 0.2 (verl: 0.5).
     """
     _check_clip(clip_low, clip_high, dual)
-    _check(0 <= gamma <= 1, "gamma", gamma, "in [0, 1]")
-    _check(0 <= lam <= 1, "lam", lam, "in [0, 1]")
-    _check(kl_coef >= 0, "kl_coef", kl_coef, "at least 0")
+    _check("gamma", gamma, lambda x: 0 <= x <= 1, "in [0, 1]")
+    _check("lam", lam, lambda x: 0 <= x <= 1, "in [0, 1]")
+    _check("kl_coef", kl_coef, lambda x: x >= 0, "at least 0")
     return Algorithm(
         estimate=partial(estimate_gae, gamma=gamma, lam=lam, **_penalty(kl_coef, k1)),
         weigh=token_mean,
@@ -498,8 +500,8 @@ def decoupled(
     Source: Hilton et al. 2022 (Batch size-invariance for policy optimization); Fu et al. 2025 (AReaL).
     """
     _check_uncorrected(algorithm, "decoupled")
-    _check(cap is None or cap > 0, "cap", cap, "more than 0, or None")
-    _check(floor is None or 0 <= floor < (float("inf") if cap is None else cap), "floor", floor, f"in [0, {cap}), or None")
+    _check("cap", cap, lambda x: x > 0, "more than 0", optional=True)
+    _check("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
     return replace(
         algorithm,
         loss=partial(
@@ -542,8 +544,8 @@ def truncated(algorithm: Algorithm, cap: float | None = 2.0, floor: float | None
     Source: Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy RL training).
     """
     _check_uncorrected(algorithm, "truncated")
-    _check(cap is None or cap > 0, "cap", cap, "more than 0, or None")
-    _check(floor is None or 0 <= floor < (float("inf") if cap is None else cap), "floor", floor, f"in [0, {cap}), or None")
+    _check("cap", cap, lambda x: x > 0, "more than 0", optional=True)
+    _check("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
     return replace(
         algorithm,
         loss=partial(corrected_loss, correction=partial(truncate_weights, cap=cap, floor=floor), loss=algorithm.loss),
@@ -552,11 +554,16 @@ def truncated(algorithm: Algorithm, cap: float | None = 2.0, floor: float | None
     )
 
 
+def is_corrected(algorithm: Algorithm) -> bool:
+    """Whether its loss weights tokens by a ratio of the trainer's policy to the one that sampled them: decoupled and truncated do."""
+    return isinstance(algorithm.loss, partial) and algorithm.loss.func is corrected_loss
+
+
 # -- parts
 
 
 def _dppo(inside: Callable[..., Tensor], low: float, high: float, cap: float, epsilon: float) -> Algorithm:
-    _check(cap > 0, "cap", cap, "more than 0")
+    _check("cap", cap, lambda x: x > 0, "more than 0")
     _check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
@@ -579,7 +586,7 @@ def _loss_only(algorithm: Algorithm, column: str) -> frozenset[str]:
 
 
 def _check_uncorrected(algorithm: Algorithm, wrapper: str) -> None:
-    if isinstance(algorithm.loss, partial) and algorithm.loss.func is corrected_loss:
+    if is_corrected(algorithm):
         raise ConfigError(
             f"{wrapper}(...) was given an algorithm that already has a correction, and its tokens would be weighted twice: "
             "use one of decoupled and truncated"
@@ -588,8 +595,8 @@ def _check_uncorrected(algorithm: Algorithm, wrapper: str) -> None:
 
 def _extra_terms(kl_coef: float, entropy_coef: float = 0.0, kl: KLEstimator = BOUNDED_K3) -> dict[str, Any]:
     """The keyword arguments of the KL and entropy terms of policy_loss, only those that are on."""
-    _check(kl_coef >= 0, "kl_coef", kl_coef, "at least 0")
-    _check(entropy_coef >= 0, "entropy_coef", entropy_coef, "at least 0")
+    _check("kl_coef", kl_coef, lambda x: x >= 0, "at least 0")
+    _check("entropy_coef", entropy_coef, lambda x: x >= 0, "at least 0")
     return ({"kl": kl, "kl_coef": kl_coef} if kl_coef > 0 else {}) | ({"entropy_coef": entropy_coef} if entropy_coef > 0 else {})
 
 
@@ -609,15 +616,20 @@ def _requires(kl_coef: float = 0.0, entropy_coef: float = 0.0) -> frozenset[str]
 
 
 def _check_clip(clip_low: float, clip_high: float, dual: float | None) -> None:
-    _check(0 <= clip_low < 1, "clip_low", clip_low, "in [0, 1): it is a width, the ratio is clipped to [1 - clip_low, 1 + clip_high]")
-    _check(clip_high >= 0, "clip_high", clip_high, "at least 0")
-    _check(dual is None or dual > 1, "dual", dual, "more than 1, or None")
+    _check("clip_low", clip_low, lambda x: 0 <= x < 1, "in [0, 1): it is a width, the ratio is clipped to [1 - clip_low, 1 + clip_high]")
+    _check("clip_high", clip_high, lambda x: x >= 0, "at least 0")
+    _check("dual", dual, lambda x: x > 1, "more than 1", optional=True)
 
 
 def _check_epsilon(epsilon: float) -> None:
-    _check(epsilon >= 0, "epsilon", epsilon, "at least 0")
+    _check("epsilon", epsilon, lambda x: x >= 0, "at least 0")
 
 
-def _check(good: bool, name: str, value: object, expected: str) -> None:
-    if not good:
-        raise ConfigError(f"{name} is {value!r}, expected {expected}")
+def _check(name: str, value: object, accepts: Callable[[Any], bool], expected: str, *, optional: bool = False) -> None:
+    """Raises ConfigError unless the value is a finite number that is accepted or, if it is optional, None."""
+    if optional and value is None:
+        return
+    number = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    if not number or not accepts(value):
+        what = expected if number else f"a finite number {expected}"
+        raise ConfigError(f"{name} is {value!r}, expected {what}{', or None' if optional else ''}")

@@ -128,6 +128,7 @@ class RLTrainingConfig:
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward
     weight_sync: WeightSync = "checkpoint"  # how engines get new weights: from a directory, or handed over in this process
     seed: int = 0  # of the order of rows in minibatches
+    shape_reward: Callable[[Sample], float] | None = None  # the reward that is trained on, of a sample whose own reward filters have seen
     mask_truncated: bool = False  # leave samples that ran out of tokens out of the loss; their rewards count in their groups (DAPO)
     value_clip: float | None = 0.2  # how far values may move from those at collection time, in reward units; None = no clipping
     critic_warmup_steps: int = 0  # first steps in which only the critic is trained

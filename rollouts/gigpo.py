@@ -204,5 +204,6 @@ def turn_advantages(
     _, anchors = torch.unique(torch.stack((groups[real], turns.states[real])), dim=1, return_inverse=True)
     found = step_advantages(returns[real], anchors, std_level=std_level, epsilon=epsilon)
     by_turn = torch.zeros_like(returns).masked_scatter(real, found)
-    at_tokens = torch.where(turns.ids >= 0, by_turn.gather(1, turns.ids.clamp(min=0)), torch.zeros_like(by_turn[:, :1]))
+    by_turn = torch.cat((by_turn, by_turn.new_zeros(len(rewards), 1)), dim=1)  # the last column is that of tokens of no turn
+    at_tokens = by_turn.gather(1, torch.where(turns.ids >= 0, turns.ids, by_turn.shape[1] - 1))
     return episode[:, None] + omega * at_tokens

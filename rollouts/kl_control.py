@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -22,16 +25,24 @@ class KLControl:
 
     def __post_init__(self) -> None:
         for name, value, good, expected in (
-            ("kl_coef", self.kl_coef, 0 <= self.kl_coef < float("inf"), "a finite number, at least 0"),
-            ("target", self.target, self.target is None or 0 < self.target < float("inf"), "more than 0, or None for a fixed kl_coef"),
-            ("horizon", self.horizon, self.horizon > 0, "more than 0 samples"),
+            ("target", self.target, self.target is None or _finite(self.target) > 0, "more than 0, or None for a fixed kl_coef"),
+            ("kl_coef", self.kl_coef, _finite(self.kl_coef) >= 0, "a finite number, at least 0"),
+            ("kl_coef", self.kl_coef, self.target is None or self.kl_coef > 0, "more than 0 where there is a target: no factor changes 0"),
+            ("horizon", self.horizon, _finite(self.horizon) > 0, "a finite number of samples, more than 0"),
         ):
             if not good:
                 raise ConfigError(f"KLControl.{name} is {value!r}, expected {expected}")
 
 
+def _finite(value: object) -> float:
+    """The value if it is a finite number, else NaN, which is in no range."""
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else math.nan
+
+
 def update_kl_control(control: KLControl, current_kl: float, num_samples: int) -> KLControl:
     """kl_coef * (1 + clip(current_kl / target - 1, -0.2, 0.2) * num_samples / horizon); unchanged where target is None.
+
+    A step of many horizons would make that 0, from where no factor leads away: a tenth is the least that one update leaves.
 
     Args:
         current_kl: measured on the samples, in nats; may be negative, as k1 can be.
@@ -42,9 +53,10 @@ def update_kl_control(control: KLControl, current_kl: float, num_samples: int) -
     """
     if control.target is None:
         return control
-    assert abs(current_kl) < float("inf"), f"current_kl is {current_kl}, expected a finite number"
+    assert math.isfinite(current_kl), f"current_kl is {current_kl}, expected a finite number"
     error = min(max(current_kl / control.target - 1, -0.2), 0.2)
-    return replace(control, kl_coef=max(0.0, control.kl_coef * (1 + error * num_samples / control.horizon)))
+    factor = max(1 + error * num_samples / control.horizon, 0.1)
+    return replace(control, kl_coef=max(control.kl_coef * factor, sys.float_info.min))
 
 
 def measure_kl(

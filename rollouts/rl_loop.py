@@ -26,7 +26,7 @@ from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.kl_control import KLControl, update_kl_control
 from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
-from rollouts.samples import derive_seed, select_trainable
+from rollouts.samples import derive_seed, select_trainable, with_reward
 from rollouts.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.train_on_rollouts import check_requirements
 from rollouts.train_on_rollouts import train_on_rollouts as train_on_rollouts
@@ -158,7 +158,8 @@ async def run_rl_training(
 ) -> list[Metrics]:
     """Train for config.num_steps rollout batches.
 
-    Each step: generate and reward -> train -> checkpoint (if due) -> sync weights (if due) -> evaluate (if due) -> log.
+    Each step: generate, reward and filter -> shape rewards (if configured) -> train -> checkpoint (if due) -> sync weights (if due) ->
+    evaluate (if due) -> log. reward_mean is that of the rewards that filters saw, shaped_reward_mean of those that were trained on.
     Nothing is kept between calls: same arguments, same metrics (timings aside). At step 0 the engines are expected to hold the
     backend's weights; the weight version after s steps is s // config.sync_every.
 
@@ -221,9 +222,10 @@ async def run_rl_training(
         generated = clock()
         if on_rollouts is not None:
             on_rollouts(step + 1, rollouts)
-        batch = collate_samples(rollouts.samples, pad_id=pad_id, require_rewards=True)
+        samples = shape_rewards(rollouts.samples, config.shape_reward)
+        batch = collate_samples(samples, pad_id=pad_id, require_rewards=True)
         if config.mask_truncated:
-            batch = mask_truncated_rows(batch, rollouts.samples)
+            batch = mask_truncated_rows(batch, samples)
         only_critic = step < config.critic_warmup_steps
         parity, step_algorithm = Metrics(), algorithm
         if config.parity is not None and step % config.sync_every == 0:  # else the backend is ahead of the engines on purpose
@@ -250,6 +252,8 @@ async def run_rl_training(
         trained = clock()
         finished = step + 1
         metrics |= summarize_rollouts(rollouts, weight_version=served.version) | {"epoch": float(data_buffer.state.epoch_id)}
+        if config.shape_reward is not None:
+            metrics["shaped_reward_mean"] = summarize_samples(select_trainable(samples) or samples)["reward_mean"]
         metrics |= {"generate_s": generated - started, "train_s": trained - generated}
         stopping = should_stop()
         sync_due = finished % config.sync_every == 0
@@ -298,6 +302,11 @@ async def run_rl_training(
         if stopping:
             break
     return history
+
+
+def shape_rewards(samples: tuple[Sample, ...], shape_reward: Callable[[Sample], float] | None) -> tuple[Sample, ...]:
+    """The samples with the rewards that are trained on. The rollouts keep those of the task, which filters, metrics and files are about."""
+    return samples if shape_reward is None else tuple(with_reward(sample, shape_reward(sample)) for sample in samples)
 
 
 def mask_truncated_rows(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:

@@ -723,8 +723,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "advantages.py",
         "returns are not bootstrapped",
-        "torch.zeros_like(token_rewards[:, 0]) if bootstrap is None else bootstrap",
-        "torch.zeros_like(token_rewards[:, 0])",
+        "token_rewards.new_zeros(token_rewards.shape[0]) if bootstrap is None else bootstrap",
+        "token_rewards.new_zeros(token_rewards.shape[0])",
         (parity("advantages/rlax_gae_lambda_returns"),),
     ),
     Mutation(
@@ -935,9 +935,30 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "kl_control.py",
         "the coefficient falls where the KL is too large",
-        "control.kl_coef * (1 + error *",
-        "control.kl_coef * (1 - error *",
+        "1 + error * num_samples",
+        "1 - error * num_samples",
         ("test_kl_control.py::test_the_coefficient_rises_above_the_target_and_falls_below_it",),
+    ),
+    Mutation(
+        "kl_control.py",
+        "the coefficient falls to 0 and stays there",
+        "max(1 + error * num_samples / control.horizon, 0.1)",
+        "max(1 + error * num_samples / control.horizon, 0.0)",
+        ("test_kl_control.py::test_the_coefficient_can_always_rise_again",),
+    ),
+    Mutation(
+        "advantages.py",
+        "GPG scales by all rows where none is valid",
+        "torch.where(num_valid > 0, centered *",
+        "torch.where(num_valid >= 0, centered *",
+        ("test_advantages.py::test_gpg_is_zero_where_no_row_is_valid",),
+    ),
+    Mutation(
+        "algorithms.py",
+        "an infinite hyper-parameter passes",
+        "isinstance(value, Real) and math.isfinite(value)",
+        "isinstance(value, Real)",
+        ("test_algorithms.py::test_hyper_parameters_out_of_range_are_refused_by_name",),
     ),
     Mutation(
         "gigpo.py",

@@ -491,3 +491,16 @@ def test_rows_that_were_cut_off_earn_nothing():
     assert rewards.tolist() == [1.0, -2.0, 3.0]
     with pytest.raises(AssertionError, match="truncated"):
         zero_truncated_rewards(rewards, truncated[:2])
+
+
+def test_rows_without_any_column_have_nothing():
+    nothing = torch.zeros(3, 0)
+    assert discounted_returns(nothing, nothing).shape == (3, 0)
+    assert gae(nothing, nothing, nothing).shape == (3, 0)
+    assert [x.shape for x in vtrace(nothing, nothing, nothing, nothing)] == [(3, 0)] * 3
+
+
+def test_gpg_is_zero_where_no_row_is_valid():
+    rewards = torch.tensor([3.0, 6.0, 9.0])
+    assert gpg_advantages(rewards, torch.arange(3), keep_single=True).tolist() == [0.0] * 3
+    assert gpg_advantages(rewards, torch.arange(3), keep_single=True, valid=is_not_zero).tolist() == [3.0, 6.0, 9.0]

@@ -379,11 +379,21 @@ BAD = [
     (partial(decoupled, grpo()), {"floor": -1.0}, "floor"),
     (partial(decoupled, grpo()), {"floor": 6.0}, "floor"),
     (partial(truncated, grpo()), {"cap": -2.0}, "cap"),
+    (dr_grpo, {"max_tokens": float("inf")}, "max_tokens"),
+    (grpo, {"kl_coef": float("inf")}, "kl_coef"),
+    (grpo, {"epsilon": float("inf")}, "epsilon"),
+    (grpo, {"clip_low": "0.2"}, "clip_low"),
+    (grpo, {"clip_high": None}, "clip_high"),
+    (grpo, {"dual": float("inf")}, "dual"),
+    (grpo, {"epsilon": True}, "epsilon"),
+    (sapo, {"tau_pos": float("inf")}, "tau_pos"),
+    (ppo, {"lam": "high"}, "lam"),
+    (partial(truncated, grpo()), {"cap": float("inf")}, "cap"),
 ]
 
 
 @pytest.mark.parametrize(("preset", "arguments", "name"), BAD, ids=lambda x: str(x) if isinstance(x, dict) else None)
-def test_hyper_parameters_out_of_range_are_refused_by_name(preset: Any, arguments: dict[str, float], name: str):
+def test_hyper_parameters_out_of_range_are_refused_by_name(preset: Any, arguments: dict[str, Any], name: str):
     with pytest.raises(ConfigError, match=f"{name} is .*expected"):
         preset(**arguments)
 

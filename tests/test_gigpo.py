@@ -182,3 +182,10 @@ def test_two_answers_to_one_state_by_hand():
     turns = Turns(ids=torch.tensor([[0, -1, 1], [0, -1, 1]]), states=states, rewards=rewards)
     found = turn_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), turns, gamma=0.5, omega=2.0, std_level=None)
     torch.testing.assert_close(found, torch.tensor([[0.5 + 2 * 0.25, 0.5, 0.5], [-0.5 - 2 * 0.25, -0.5, -0.5]]))
+
+
+def test_episodes_without_a_turn_have_their_episode_advantage_everywhere():
+    none = torch.zeros(2, 0)
+    turns = Turns(ids=torch.full((2, 3), -1), states=none.long(), rewards=none)
+    found = turn_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), turns, std_level=None)
+    assert found.tolist() == [[0.5] * 3, [-0.5] * 3]

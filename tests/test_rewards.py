@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import trio
 
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
-from rollouts.rewards.evaluate import call_reward, compute_reward, parse_reward, score_group, with_overlong_penalty
+from rollouts.rewards.evaluate import call_reward, compute_reward, create_overlong_penalty, parse_reward, score_group
 from rollouts.types import Group, Sample, Status
 
 RAISE, DROP, RETRY = RewardConfig(), RewardConfig(on_error="drop"), RewardConfig(on_error="retry", max_retries=2)
@@ -239,29 +240,17 @@ async def test_the_default_reward_reads_metadata(metadata, expected):
 
 
 def make_long_sample(length: int) -> Sample:
-    return Sample(tokens=(1,) * (length + 2), loss_mask=(0.0, 0.0, *(1.0,) * length), status=Status.COMPLETED)
+    return Sample(tokens=(1,) * (length + 2), loss_mask=(0.0, 0.0, *(1.0,) * length), reward=1.0, status=Status.COMPLETED)
 
 
-async def test_an_overlong_answer_loses_up_to_the_factor_whatever_kind_of_reward_function():
-    async def later(sample: Sample) -> float:
-        await trio.lowlevel.checkpoint()
-        return 1.0
-
-    for reward_fn in (lambda sample: True, later, functools.partial(lambda value, sample: value, 1)):
-        shaped = with_overlong_penalty(reward_fn, max_tokens=20, buffer=8, factor=0.5)
-        rewards = [await call_reward(shaped, make_long_sample(n)) for n in (5, 12, 16, 20, 30)]
-        assert rewards == [1.0, 1.0, 0.75, 0.5, 0.5]
-
-
-async def test_errors_under_an_overlong_penalty_name_the_users_function():
-    def give_text(sample: Sample) -> str:
-        return "good"
-
-    with pytest.raises(RewardError, match="give_text"):
-        await call_reward(with_overlong_penalty(give_text, max_tokens=20, buffer=8), make_long_sample(5))
+def test_an_overlong_answer_loses_up_to_the_factor():
+    penalize = create_overlong_penalty(max_tokens=20, buffer=8, factor=0.5)
+    assert [penalize(make_long_sample(n)) for n in (5, 12, 16, 20, 30)] == [1.0, 1.0, 0.75, 0.5, 0.5]
+    with pytest.raises(RewardError, match=r"sample 0 .* has no reward"):
+        penalize(replace(make_long_sample(5), reward=None))
 
 
 @pytest.mark.parametrize("wrong", [{"buffer": 0}, {"buffer": 21}, {"factor": -1.0}, {"factor": float("nan")}])
 def test_an_overlong_penalty_out_of_range_is_refused(wrong: dict[str, Any]):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        with_overlong_penalty(lambda sample: 1.0, **{"max_tokens": 20, "buffer": 8, **wrong})
+        create_overlong_penalty(**{"max_tokens": 20, "buffer": 8, **wrong})

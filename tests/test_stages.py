@@ -31,7 +31,7 @@ from rollouts.backends.factory import create_reference_backend
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.checkpoints import latest_checkpoint, load_run_state
 from rollouts.config import OptimizerConfig
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, GenerationError
 from rollouts.metrics import JSONLLogger, read_metrics, truncate_log
 from rollouts.samples import group_samples
 from rollouts.testing import create_tiny_model
@@ -62,7 +62,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Conf
     return create
 
 
-async def run(config: Config, directory: Path, stop_after: int | None = None) -> list[dict[str, Any]]:
+async def run(
+    config: Config, directory: Path, stop_after: int | None = None, reward_fn: Callable[[Sample], float] = count_even
+) -> list[dict[str, Any]]:
     """The RL lines of a run; stopped after so many steps, if given."""
     directory.mkdir(exist_ok=True)
     steps_done: list[int] = []
@@ -75,7 +77,7 @@ async def run(config: Config, directory: Path, stop_after: int | None = None) ->
     if checkpoint is not None:
         truncate_log(directory / "metrics.jsonl", load_run_state(checkpoint)["metrics_bytes"])
     logger = JSONLLogger(directory / "metrics.jsonl")
-    task = replace(create_sort_task(num_train=64, num_heldout=4), reward_fn=count_even)
+    task = replace(create_sort_task(num_train=64, num_heldout=4), reward_fn=reward_fn)
     await run_rl(config, directory / "rl", None, RunControl(logger=logger, should_stop=should_stop), task=task)
     logger.finish()
     return [line for line in read_metrics(directory / "metrics.jsonl") if line["step"] > 0]
@@ -217,8 +219,22 @@ async def test_long_answers_are_penalized_and_cut_ones_left_out_on_request(start
     assert masked["num_tokens"] < plain["num_tokens"] and masked["reward_mean"] == plain["reward_mean"]
     rl = {"overlong_buffer": 4, "overlong_penalty": 0.5}
     penalized = (await run(start("dapo", rl=rl), tmp_path / "penalized"))[0]
-    assert penalized["reward_mean"] <= plain["reward_mean"] - 0.5 * plain["truncated_fraction"] + 1e-6
-    assert penalized["num_tokens"] == plain["num_tokens"]
+    assert penalized["shaped_reward_mean"] <= plain["reward_mean"] - 0.5 * plain["truncated_fraction"] + 1e-6
+    assert penalized["reward_mean"] == plain["reward_mean"] and "shaped_reward_mean" not in plain
+    assert penalized["num_tokens"] == plain["num_tokens"] and penalized["loss"] != plain["loss"]
+    both = (await run(start("dapo", rl=rl | {"mask_truncated": True}), tmp_path / "both"))[0]
+    assert both["shaped_reward_mean"] == penalized["shaped_reward_mean"], "a row that is masked has its length all the same"
+
+
+async def test_dynamic_sampling_judges_the_reward_of_the_task_not_the_penalty_on_long_answers(start: Callable[..., Config], tmp_path: Path):
+    rl = {"filter": "nonzero_std", "max_filter_attempts": 2, "overlong_buffer": 4}
+    with pytest.raises(GenerationError, match="check_reward_nonzero_std passed 0 of 8 groups"):
+        await run(start("dapo", rl=rl), tmp_path / "all right", reward_fn=lambda sample: 1.0)
+    trajectories = TrajectorySection(every=1)
+    config = start("dapo", rl=rl | {"num_steps": 1, "max_filter_attempts": 50}, trajectories=trajectories)
+    await run(config, tmp_path / "run", reward_fn=lambda sample: float(sample.tokens[-1] % 2))
+    written = group_samples(read_samples(tmp_path / "run" / "rl" / "trajectories" / "step_0001.jsonl"), group_size=4)
+    assert [{sample.reward for sample in group} for group in written] == [{0.0, 1.0}] * 4
 
 
 async def test_an_adaptive_kl_coefficient_moves_towards_its_target(start: Callable[..., Config], tmp_path: Path):

@@ -228,7 +228,7 @@ async def test_a_kl_that_cannot_be_measured_is_left_out_and_refused_to_a_control
     batch, reference = replace(make_batch(), rollout_log_probs=None), FakeBackend(name="reference")
     algorithm = replace(grpo(kl_coef=1.0), requires=frozenset({"ref_log_probs"}), loss=lambda outputs, batch: sft_loss(outputs, batch))
     assert "reference_kl" not in await train_on_rollouts(FakeBackend(), batch, algorithm, reference=reference)
-    with pytest.raises(DataError, match="KL controller .* no rollout_log_probs"):
+    with pytest.raises(DataError, match=r"KL controller .* no rollout_log_probs"):
         await train_on_rollouts(FakeBackend(), batch, algorithm, reference=reference, kl_coef=0.5)
 
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, SupportsFloat, TypeAlias, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ import trio
 from rollouts.advantages import penalize_overlong
 from rollouts.config import RewardConfig, check_setting
 from rollouts.errors import RewardError
-from rollouts.samples import compute_response_lengths, describe_sample, with_reward
+from rollouts.samples import check_reward, compute_response_lengths, describe_sample, with_reward
 from rollouts.types import Group, Sample, Status
 
 T = TypeVar("T")
@@ -98,11 +98,13 @@ async def score_group(group: Group, reward_fn: RewardFn, config: RewardConfig | 
     return tuple(with_reward(sample, results[k]) if k in results else sample for k, sample in enumerate(group))
 
 
-def with_overlong_penalty(reward_fn: RewardFn, *, max_tokens: int, buffer: int, factor: float = 1.0) -> RewardFn:
-    """A reward function that adds DAPO's soft overlong punishment to the reward of another, see advantages.penalize_overlong.
+def create_overlong_penalty(*, max_tokens: int, buffer: int, factor: float = 1.0) -> Callable[[Sample], float]:
+    """The reward of a sample, less DAPO's soft punishment of long answers: for RLTrainingConfig.shape_reward.
+
+    It comes after the filter: dynamic sampling drops groups that are all right or all wrong, which answers of different length would
+    hide in rewards that the penalty has touched. See advantages.penalize_overlong.
 
     Args:
-        reward_fn: sync or async; where it gives an awaitable, so does the result.
         max_tokens: length of a response (tokens with loss_mask > 0) from which on the whole penalty is given: the token budget.
         buffer: tokens before max_tokens in which it grows from 0, in [1, max_tokens].
         factor: the whole penalty, at least 0.
@@ -111,21 +113,14 @@ def with_overlong_penalty(reward_fn: RewardFn, *, max_tokens: int, buffer: int, 
     """
     check_setting(1 <= buffer <= max_tokens, "buffer", buffer, f"in [1, max_tokens = {max_tokens}]")
     check_setting(0 <= factor < math.inf, "factor", factor, "a finite number, at least 0")
+    return functools.partial(_penalize_overlong, max_tokens=max_tokens, buffer=buffer, factor=factor)
 
-    def penalize(reward: Any, sample: Sample) -> float:
-        rewards = torch.tensor([parse_reward(reward, sample, _describe(reward_fn))], dtype=torch.float64)
-        lengths = torch.tensor(compute_response_lengths([sample.loss_mask]))
-        return float(penalize_overlong(rewards, lengths, max_tokens=max_tokens, buffer=buffer, factor=factor))
 
-    async def penalize_later(reward: Awaitable[Any], sample: Sample) -> float:
-        return penalize(await reward, sample)
-
-    @functools.wraps(reward_fn)
-    def penalized_reward(sample: Sample) -> Any:
-        reward = reward_fn(sample)
-        return penalize_later(reward, sample) if inspect.isawaitable(reward) else penalize(reward, sample)
-
-    return penalized_reward
+def _penalize_overlong(sample: Sample, *, max_tokens: int, buffer: int, factor: float) -> float:
+    check_reward(sample)
+    rewards = torch.tensor([sample.reward], dtype=torch.float64)
+    lengths = torch.tensor(compute_response_lengths([sample.loss_mask]))
+    return float(penalize_overlong(rewards, lengths, max_tokens=max_tokens, buffer=buffer, factor=factor))
 
 
 async def _score_sample(reward_fn: RewardFn, sample: Sample, config: RewardConfig, outcome: Outcome | None) -> float | RewardError:
