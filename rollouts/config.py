@@ -108,7 +108,10 @@ class ParityConfig:
     cap: float = 2.0  # of the importance weights of "correct"
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_rows", "threshold", "cap")
+        check_positive(self, "num_rows")
+        for name in ("threshold", "cap"):
+            value = getattr(self, name)
+            check_setting(_is_number(value) and value > 0, f"ParityConfig.{name}", value, "more than 0")
         check_choice(self, "action", get_args(ParityAction))
 
 

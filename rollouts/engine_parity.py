@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import trio
 from torch import Tensor
 
@@ -120,9 +119,7 @@ def _to_sample(index: int, completion: Completion) -> Sample:
     )
 
 
-async def create_weight_probe(
-    backend: TrainingBackend, tokens: Sequence[int], *, tolerance: float, pad_id: int = 0
-) -> WeightProbe:
+async def create_weight_probe(backend: TrainingBackend, tokens: Sequence[int], *, tolerance: float, pad_id: int = 0) -> WeightProbe:
     """What engines must answer about these tokens once they have the backend's weights.
 
     Args:

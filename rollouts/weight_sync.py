@@ -53,7 +53,8 @@ async def sync_weights_to_engines(
 
     Returns: what the engines answered, in the order of `engines`.
     Raises: CheckpointError if the path is not a directory or its version file cannot be read, and ConfigError if an engine cannot answer
-        the probe, before any engine is asked; EngineError if an engine failed, naming its position and type, the cause, and which engines have the new weights.
+        the probe, before any engine is asked; EngineError if an engine failed, naming its position and type, the cause, and which engines
+        have the new weights.
     """
     path = Path(checkpoint_path)
     version = await trio.to_thread.run_sync(_read_expected_version, path)
@@ -168,9 +169,8 @@ async def _check_outputs(engine: object, probe: WeightProbe) -> None:
     worst = max(differences)
     if not worst <= probe.tolerance:  # NaN included
         raise EngineError(
-            f"it reports the new version, but its log-probs of a probe are off by up to {worst:.3g} nats (token {differences.index(worst) + 1} "
-            f"of {len(probe.tokens)}), more than {probe.tolerance:g}: it serves other weights, a stale prefix cache, or a lower precision than "
-            "the probe's tolerance allows for"
+            f"it reports the new version, but its log-probs of a probe are off by up to {worst:.3g} nats, more than {probe.tolerance:g}: "
+            "it serves other weights, a stale prefix cache, or a lower precision than the tolerance allows for"
         )
 
 
