@@ -10,18 +10,26 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = Path(__file__).parent / "data" / "engines" / "http"
+SHIPPED = Path(__file__).parent / "data" / "engines"
+"""vllm.json and sglang.json: name -> recording, the smaller ones of the collection."""
 
 
-def find_recordings(kind: str) -> tuple[Path, bool]:
-    """The directory of a server's recordings, and whether it is the whole collection or the selection that comes with the tests."""
+def find_recordings(kind: str) -> Path | None:
+    """The directory with all recordings of a server, if it is on this machine."""
     whole = Path(os.environ.get("ROLLOUTS_ENGINES_DIR", ROOT.parent / "shared" / "engines")) / kind / "http"
-    return (whole, True) if whole.is_dir() else (SHIPPED / kind, False)
+    return whole if whole.is_dir() else None
+
+
+def load_selection(kind: str) -> dict[str, Any]:
+    """The recordings that come with the tests."""
+    return json.loads((SHIPPED / f"{kind}.json").read_text())
 
 
 def load_recordings(kind: str) -> dict[str, Any]:
-    """Name -> recording; one that is no JSON as its text."""
-    directory, _ = find_recordings(kind)
+    """All recordings there are here by their names; one that is no JSON as its text."""
+    directory = find_recordings(kind)
+    if directory is None:
+        return load_selection(kind)
     paths = sorted(p for p in directory.iterdir() if p.suffix in {".json", ".txt"})
     return {path.stem: json.loads(path.read_text()) if path.suffix == ".json" else path.read_text() for path in paths}
 
