@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import signal
 import socket
@@ -26,20 +27,46 @@ from rollouts.engines.servers import ServerProcess, launch_server
 from rollouts.errors import EngineError, EngineTimeout
 
 ROOT = Path(__file__).parent.parent
+SHARED_MEMORY = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for surviving processes in /proc")
 
+GRANDCHILD = """
+import os, signal, sys, time
+def asked(number, frame):
+    os.write(2, b"grandchild asked\\n")
+    if sys.argv[1] == "polite":
+        os._exit(0)
+signal.signal(signal.SIGTERM, asked)
+print("ready", flush=True)
+while True:
+    time.sleep(600)
+"""
+
 STAND_IN = """
-import http.server, json, os, signal, socket, subprocess, sys, threading, time
+import http.server, json, mmap, os, signal, socket, subprocess, sys, threading, time
 do = json.loads(os.environ["STAND_IN"])
 args = dict(zip(sys.argv, sys.argv[1:]))
 port = int(args["--port"])
 print("starting on port", port, "with", len(sys.argv), "arguments", flush=True)
-SLEEP = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('grandchild', flush=True); time.sleep(600)"
 if "grandchild" in do:
-    command = [sys.executable, "-ISc", SLEEP]
+    command = [sys.executable, "-IS", os.path.dirname(sys.argv[0]) + "/grandchild", do["grandchild"]]
     subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=do["grandchild"] == "session").stdout.readline()
 if do.get("ignore_sigterm"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "slow_end" in do:
+    def end(number, frame):
+        time.sleep(do["slow_end"])
+        os.write(2, b"first process ends\\n")
+        os._exit(0)
+    signal.signal(signal.SIGTERM, end)
+print("temporary files in", os.environ["TMPDIR"], flush=True)
+open(os.environ["TMPDIR"] + "/socket", "w").close()
+maps = []
+for path in do.get("map", ()):
+    with open(path, "w+b") as file:
+        file.write(bytes(4096))
+        file.flush()
+        maps.append(mmap.mmap(file.fileno(), 4096))
 if "steal_port_once" in do and not os.path.exists(do["steal_port_once"]):
     open(do["steal_port_once"], "w").close()
     thief = socket.create_server(("127.0.0.1", port))
@@ -77,6 +104,9 @@ class StandIn:
         self.folder = folder
         self.log_path = folder / "run" / "server.log"
         self.mark = f"MARK={uuid.uuid4().hex}"  # in the environment of all that is started, however deep
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        (folder / "grandchild").write_text(GRANDCHILD)
         self.python = folder / "python"
         self.python.write_text(f"#!{sys.executable} -IS\n{STAND_IN}")
         self.python.chmod(0o755)
@@ -90,7 +120,8 @@ class StandIn:
         self, port: int | None = None, *, grace_s: float = 2.0, **options: Any
     ) -> contextlib.AbstractAsyncContextManager[ServerProcess]:
         known = {key: options.pop(key) for key in ("startup_s", "on_progress") if key in options}
-        return launch_server(self.config(port, **options), self.log_path, environment={"PATH": os.defpath}, grace_s=grace_s, **known)
+        environment = {"PATH": os.defpath, "TMPDIR": str(self.temporary)}
+        return launch_server(self.config(port, **options), self.log_path, environment=environment, grace_s=grace_s, **known)
 
     def survivors(self) -> list[str]:
         """Command lines of the processes, supervisors included, that carry the mark."""
@@ -120,6 +151,7 @@ def stand_in(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(line.split()[0]), signal.SIGKILL)
     assert not left, f"these processes were left behind: {left}"
+    assert not list(stand_in.temporary.iterdir()), "temporary files were left behind"
 
 
 def can_connect(port: int) -> bool:
@@ -233,6 +265,57 @@ async def test_grandchildren_are_ended_wherever_they_went(stand_in, where):
     async with stand_in.launch(grandchild=where, grace_s=0.3):
         assert len(stand_in.survivors()) == 3
     assert stand_in.survivors() == []
+
+
+async def test_the_first_process_is_asked_to_end_before_the_others(stand_in):
+    async with stand_in.launch(grandchild="polite", slow_end=0.3):
+        begin = trio.current_time()
+    assert trio.current_time() - begin < 1.9
+    assert stand_in.log_path.read_text().splitlines()[-2:] == ["first process ends", "grandchild asked"]
+
+
+async def test_temporary_files_are_removed(stand_in):
+    async with stand_in.launch(healthy_after=0.1):
+        (folder,) = stand_in.temporary.iterdir()
+        assert f"temporary files in {folder}" in stand_in.log_path.read_text()
+        assert [path.name for path in folder.iterdir()] == ["socket"]
+    assert not folder.exists()
+
+
+@pytest.fixture
+def shared_file():
+    """Makes paths in shared memory; removes what is there at the end."""
+    paths = []
+
+    def create(prefix: str) -> Path:
+        paths.append(SHARED_MEMORY / f"{prefix}_{uuid.uuid4().hex}")
+        return paths[-1]
+
+    if not SHARED_MEMORY.is_dir():
+        pytest.skip("shared memory is not seen as files")
+    yield create
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+async def test_shared_memory_is_removed_and_that_of_others_is_not(stand_in, shared_file):
+    own, used, checkpoint, older, foreign = (shared_file(prefix) for prefix in ("psm", "psm", "checkpoint", "psm", "psm"))
+    older.write_bytes(b"x")
+    async with stand_in.launch(map=[str(path) for path in (own, used, checkpoint, older)]):
+        foreign.write_bytes(b"x")
+        with used.open("rb") as file:
+            held = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)
+    assert [path.exists() for path in (own, used, checkpoint, older, foreign)] == [False, True, True, True, True]
+    held.close()
+
+
+async def test_shared_memory_of_a_killed_server_is_removed(stand_in, shared_file):
+    own = shared_file("psm")
+    with pytest.raises(EngineError, match="signal 9"):
+        async with stand_in.launch(map=[str(own)], healthy_after=1.2) as server:  # time for a look at what it maps
+            os.kill(server.pid, signal.SIGKILL)
+            await trio.sleep_forever()
+    assert not own.exists()
 
 
 @pytest.mark.parametrize("where", ["group", "session"])

@@ -2,13 +2,16 @@
 
 A script of the standard library alone, which rollouts.engines.servers runs:
 
-    python -I -S server_supervisor.py GRACE_S PARENT_PID COMMAND...
+    python -I -S server_supervisor.py GRACE_S PARENT_PID FOLDER COMMAND...
 
 * The server gets a session of its own, no standard input, and the supervisor's standard error as its output.
-* It is ended when standard input closes, when the parent is gone (killed with -9, too), on SIGTERM, and what it leaves behind is ended when
-  it exits by itself: SIGTERM, GRACE_S seconds, SIGKILL, until no descendant is left, and all are reaped.
+* It is ended when standard input closes, when the parent is gone (killed with -9, too), and on SIGTERM: SIGTERM to the server's first
+  process, which knows how to end the others, and to these once it has exited; SIGKILL to all that live after GRACE_S seconds. All are
+  reaped. What a server leaves behind that exits by itself is ended in the same way.
 * On Linux descendants are found wherever they went (other sessions, orphans), as orphans are adopted by the supervisor; elsewhere the
   server's process group is ended. On Linux the server is also killed when the supervisor is.
+* At the end FOLDER is removed, which is the server's place for temporary files, and what it left in shared memory: vLLM leaves 400 MB each
+  time, because it kills its own workers.
 
 Standard output tells what happens, one line each: "started PID", "failed MESSAGE", "exited STATUS" (negative: the signal that killed it),
 "left PIDS" for processes that not even SIGKILL ended.
@@ -18,12 +21,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 TICK_S = 0.5  # between two looks at the parent; all else wakes the supervisor at once
 KILL_S = 10.0  # that killed processes may take to vanish: they do not while the kernel waits for a device
@@ -31,19 +36,33 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 IS_LINUX = sys.platform == "linux"
 
+SHARED_MEMORY = "/dev/shm"
+SHARED_NAMES = r"psm_\w+|sem\.mp-\w+|sglang_\w+\.shm|nccl-\w+"
+"""Names that Python's multiprocessing, SGLang and NCCL give; other files there may be someone's checkpoints."""
+
+LOOKS = 10  # ticks in which a new name there must be mapped by the server to count as its own
+
 
 class Supervisor:
     """One server and its descendants."""
 
-    def __init__(self, grace_s: float, parent_pid: int) -> None:
+    def __init__(self, grace_s: float, parent_pid: int, folder: str) -> None:
         self._grace_s = grace_s
         self._parent_pid = parent_pid
+        self._folder = folder
         self._leader = 0
         self._status: int | None = None  # of the leader, once it has exited
         self._wakeup = _receive_signals(signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        self._shared_memory = SharedMemory()
 
     def run(self, command: Sequence[str]) -> int:
         """Start the server, wait for its end or for the order to end it, and leave nothing behind. Returns the exit status."""
+        try:
+            return self._hold(command)
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _hold(self, command: Sequence[str]) -> int:
         libc = ctypes.CDLL(None) if IS_LINUX else None
         if libc is not None:
             libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -63,12 +82,16 @@ class Supervisor:
         self._leader = process.pid
         _report(f"started {self._leader}")
         self._wait()
+        self._shared_memory.look(self._find_living())
         self._end_all()
         process.returncode = 0  # reaped here, not by Popen
         left = self._find_living()
+        self._shared_memory.remove()
         if left:
             _report(f"left {' '.join(map(str, left))}")
-        return 1 if left else 0
+            return 1
+        self._reap()  # zombies are all that can be left
+        return 0
 
     def _wait(self) -> None:
         """Until the server exits or is to be ended."""
@@ -79,24 +102,29 @@ class Supervisor:
             if self._wakeup in readable and signal.SIGTERM in os.read(self._wakeup, 4096):
                 return
             self._reap()
+            if not readable:
+                self._shared_memory.look(self._find_living())
 
     def _end_all(self) -> None:
-        self._send(signal.SIGTERM)
-        self._wait_for_none(self._grace_s)
-        deadline = time.monotonic() + KILL_S
-        while self._find_living() and time.monotonic() < deadline:
-            self._send(signal.SIGKILL)  # again and again, as they may start others
-            self._wait_for_none(0.2)
+        expires = time.monotonic() + self._grace_s
+        if self._status is None:
+            _send(signal.SIGTERM, [self._leader])
+            self._wait_until_gone(expires, leader_only=True)
+        if time.monotonic() < expires:
+            _send(signal.SIGTERM, self._find_living())
+            self._wait_until_gone(expires)
+        expires = time.monotonic() + KILL_S
+        while self._find_living() and time.monotonic() < expires:
+            _send(signal.SIGKILL, self._find_living())  # again and again, as they may start others
+            self._wait_until_gone(min(expires, time.monotonic() + 0.2))
 
-    def _wait_for_none(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+    def _wait_until_gone(self, expires: float, leader_only: bool = False) -> None:
         pause = 0.005
         while True:
             self._reap()
-            left_s = deadline - time.monotonic()
-            if not self._find_living() or left_s <= 0:
+            if (self._status is not None and leader_only) or not self._find_living() or time.monotonic() >= expires:
                 return
-            time.sleep(min(pause, left_s))
+            time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
     def _reap(self) -> None:
@@ -124,12 +152,36 @@ class Supervisor:
             return [] if self._status is not None else [-self._leader]  # macOS says so of a group of zombies
         return [-self._leader]
 
-    def _send(self, number: int) -> None:
-        for pid in self._find_living():
+
+class SharedMemory:
+    """Which names in shared memory are the server's: those that appeared after its start and that it has mapped. On Linux only."""
+
+    def __init__(self) -> None:
+        self._known = set(_list_shared_names())  # whose they are is known
+        self._looks: dict[str, int] = {}  # of names that no process of the server has mapped yet
+        self._own: set[str] = set()
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Find out whose the new names are."""
+        new = set(_list_shared_names()) - self._known
+        if not new:
+            return
+        mapped = new & _find_mapped(pids)
+        self._own |= mapped
+        for name in new - mapped:
+            self._looks[name] = self._looks.get(name, 0) + 1
+        self._known |= mapped | {name for name, looks in self._looks.items() if looks >= LOOKS}
+
+    def remove(self) -> None:
+        """Remove what the server has left, unless another process uses it."""
+        left = self._own & set(_list_shared_names())
+        if left:
+            left -= _find_mapped(int(name) for name in os.listdir("/proc") if name.isdigit())
+        for name in left:
             try:
-                os.kill(pid, number)
-            except (ProcessLookupError, PermissionError):
-                continue  # gone by now, or another user's: reported as left behind
+                os.unlink(os.path.join(SHARED_MEMORY, name))
+            except OSError:
+                continue  # gone by now, or another user's
 
 
 def find_descendants(root: int) -> list[int]:
@@ -154,6 +206,32 @@ def find_descendants(root: int) -> list[int]:
     return found
 
 
+def _list_shared_names() -> list[str]:
+    if not IS_LINUX or not os.path.isdir(SHARED_MEMORY):
+        return []
+    return [name for name in os.listdir(SHARED_MEMORY) if re.fullmatch(SHARED_NAMES, name)]
+
+
+def _find_mapped(pids: Iterable[int]) -> set[str]:
+    """Names in shared memory that these processes have mapped."""
+    found: set[str] = set()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                found.update(line.rpartition(b"/")[2].strip().decode() for line in file if SHARED_MEMORY.encode() in line)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # exited in between, or another user's
+    return found
+
+
+def _send(number: int, pids: Iterable[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue  # gone by now, or another user's: reported as left behind
+
+
 def _receive_signals(*numbers: int) -> int:
     """A file descriptor from which the numbers of arriving signals can be read; they have no other effect."""
     reader, writer = os.pipe()
@@ -174,4 +252,4 @@ def _report(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(Supervisor(float(sys.argv[1]), int(sys.argv[2])).run(sys.argv[3:]))
+    sys.exit(Supervisor(float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]).run(sys.argv[4:]))

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -40,8 +42,9 @@ UNHEALTHY_EXIT_S = 10.0  # between the failure of a request and the exit of the 
 class _Run:
     """One start of the server: its supervisor, and what is known of its end."""
 
-    def __init__(self, supervisor: trio.Process, log_start: int) -> None:
+    def __init__(self, supervisor: trio.Process, folder: str, log_start: int) -> None:
         self.supervisor = supervisor
+        self.folder = folder  # of temporary files
         self.log_start = log_start  # byte of the log
         self.pid = 0
         self.failure: str | None = None  # why the process could not be started
@@ -65,6 +68,7 @@ class _Run:
             if self.pid and not self.exited.is_set():  # the supervisor was killed: the server's first process died with it, others may live
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signal.SIGKILL)
+                shutil.rmtree(self.folder, ignore_errors=True)
         finally:
             self.started.set()
             self.exited.set()
@@ -227,13 +231,24 @@ class _Launch:
     async def _spawn(self) -> _Run:
         command = build_command(self._config, self.port)
         environment = build_environment(self._config, self._environment)
-        supervisor = [sys.executable, "-I", "-S", server_supervisor.__file__, str(self._grace_s), str(os.getpid())]
-        with self.log_path.open("ab") as log:
-            start = log.tell()
-            process = await trio.lowlevel.open_process(
-                [*supervisor, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, start_new_session=True
-            )
-        return _Run(process, start)
+        try:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            with self.log_path.open("ab") as log:
+                start = log.tell()
+                folder = tempfile.mkdtemp(prefix="rollouts-", dir=environment.get("TMPDIR"))  # removed by the supervisor
+                environment["TMPDIR"] = folder
+                supervisor = [sys.executable, "-I", "-S", server_supervisor.__file__, str(self._grace_s), str(os.getpid()), folder]
+                try:
+                    process = await trio.lowlevel.open_process(
+                        [*supervisor, *command],
+                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, start_new_session=True,
+                    )  # fmt: skip
+                except BaseException:
+                    os.rmdir(folder)
+                    raise
+        except OSError as error:
+            raise EngineError(f"the {self._config.kind} server cannot be started: {error}") from error
+        return _Run(process, folder, start)
 
     async def _wait_until_healthy(self, run: _Run, begin: float, expires: float) -> None:
         answer = "no answer yet"
@@ -312,9 +327,7 @@ async def launch_server(
 
     Raises: EngineError if the server does not start, or ends; EngineTimeout if it is not healthy in time.
     """
-    log_path = Path(log_path)
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    launch = _Launch(config, log_path, environment, startup_s, grace_s, on_progress)
+    launch = _Launch(config, Path(log_path), environment, startup_s, grace_s, on_progress)
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
             try:
