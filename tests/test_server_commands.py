@@ -68,7 +68,7 @@ def test_what_is_left_open_is_left_to_the_server():
 
 def test_flags_for_a_cpu_stand_only_where_the_device_is_one():
     cpu_vllm = set(build_command(replace(VLLM, device="cpu"), 1)) - set(build_command(VLLM, 1))
-    assert cpu_vllm == {"--enforce-eager", "--kv-cache-memory-bytes", str(2**28)}
+    assert cpu_vllm == {"--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(2**28)}
     cpu_sglang = set(build_command(replace(SGLANG, device="cpu"), 1)) - set(build_command(SGLANG, 1))
     assert {"--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule"} <= cpu_sglang
     assert build_environment(replace(SGLANG, device="cpu"), {})["SGLANG_USE_CPU_ENGINE"] == "1"

@@ -84,6 +84,7 @@ def build_vllm_command(config: ServerConfig, port: int) -> tuple[str, ...]:
         command += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
     if config.device == "cpu":
         command.append("--enforce-eager")  # compiling for a CPU takes minutes
+        command.append("--no-enable-chunked-prefill")  # a seeded request whose prompt is taken in pieces kills vLLM 0.32 on a CPU
     if config.skip_tokenizer_init:
         command.append("--skip-tokenizer-init")
     return (*command, *config.extra_args)

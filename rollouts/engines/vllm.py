@@ -107,6 +107,7 @@ class VLLMEngine:
         self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
         self._version = initial_version
         self._eos_token_ids = frozenset[int]()
+        self._has_warned_of_seeds = False
         self._info: ServerInfo | None = None
         self._weights: WeightTransaction | None = None
         self._exit_stack = AsyncExitStack()
@@ -155,6 +156,15 @@ class VLLMEngine:
         prompt, request_id = tuple(prompt_tokens), self._requests.name_request(request_id)
         params = check_request(self.name, request_id, prompt, params, n, info)
         check_params(self.name, request_id, params, n, info)
+        if params.seed is not None and not info.honors_seeds:
+            params = params.new(seed=None)
+            if not self._has_warned_of_seeds:
+                self._has_warned_of_seeds = True
+                warnings.warn(
+                    f"{self.name} gets no seeds: on a CPU they would end it as soon as it takes a prompt in pieces. Start it with "
+                    "--no-enable-chunked-prefill",
+                    stacklevel=3,
+                )
         return await self._requests.run(request_id, prompt, params, n, self._send, info.log_prob_kind)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:

@@ -155,6 +155,8 @@ def parse_server_info(server_info: Any, models: Any, version: Any, weight_info: 
         kind = dict(LOG_PROB_KINDS).get(mode)
         if kind is None:
             raise EngineError(f"the server gives {mode!r} instead of log-probs: start it with --logprobs-mode processed_logprobs")
+        device = str(server_info["vllm_config"]["device_config"]["device"]).split(":")[0]
+        scheduler = server_info["vllm_config"]["scheduler_config"]
         return ServerInfo(
             kind="vllm",
             version=parse_version_answer(version),
@@ -165,9 +167,10 @@ def parse_server_info(server_info: Any, models: Any, version: Any, weight_info: 
             weight_version=str(weight_info["weight_version"]),
             dtype=str(model["dtype"]).removeprefix("torch."),
             has_tokenizer=not model["skip_tokenizer_init"],
-            honors_seeds=True,
-            device=str(server_info["vllm_config"]["device_config"]["device"]).split(":")[0],
-            max_running=server_info["vllm_config"]["scheduler_config"]["max_num_seqs"],
+            # taken in pieces, the prompt of a request with a seed ends the server: torch's generators of a CPU have no offset to set back
+            honors_seeds=not (device == "cpu" and scheduler["enable_chunked_prefill"]),
+            device=device,
+            max_running=scheduler["max_num_seqs"],
             is_paused=bool(is_paused["is_paused"]),
         )
 

@@ -208,7 +208,7 @@ class FakeVLLMServer(LoopbackServer):
         }
         config = {
             "model_config": model_config,
-            "scheduler_config": {"max_num_seqs": self._limits.max_num_seqs},
+            "scheduler_config": {"max_num_seqs": self._limits.max_num_seqs, "enable_chunked_prefill": True},
             "device_config": {"device": "cuda"},
             "instance_id": "fake",
         }
