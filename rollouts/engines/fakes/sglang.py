@@ -213,6 +213,7 @@ class FakeSGLangServer(LoopbackServer):
             self._tokenizer,
             label=self.core.label,
             started_at=started_at,
+            vocab_size=self.model.vocab_size,
             prompt_draws=draws,
             is_final=is_final,
         )

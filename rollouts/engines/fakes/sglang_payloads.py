@@ -204,6 +204,7 @@ def describe_sample(
     *,
     label: str,
     started_at: float,
+    vocab_size: int,
     prompt_draws: Sequence[Draw] | None = None,
     is_final: bool = True,
 ) -> dict[str, Any]:
@@ -212,6 +213,7 @@ def describe_sample(
     Args:
         label: the server's weight version now.
         started_at: when the request came, in seconds of time.monotonic().
+        vocab_size: number of ids.
         prompt_draws: log-probs of the prompt after its first token, where wanted.
         is_final: whether the sample is finished and this describes its end.
     """
@@ -219,7 +221,7 @@ def describe_sample(
     text = {} if tokenizer is None else {"text": decode_output(sequence, tokenizer)}
     elapsed = {"e2e_latency": time.monotonic() - started_at}
     sent_at = {"response_sent_to_client_ts": time.time()}
-    log_probs = _describe_log_probs(sequence, generation, tokenizer, prompt_draws)
+    log_probs = _describe_log_probs(sequence, generation, tokenizer, prompt_draws, vocab_size)
     if sequence.was_queued:
         meta: dict[str, Any] = {
             "id": sequence.rid,
@@ -261,8 +263,13 @@ def describe_finish(sequence: Sequence_) -> dict[str, Any]:
     return {"type": "length", "length": len(sequence.draws)}
 
 
+def _echo(token: int, vocab_size: int) -> int:
+    """The id that is reported for a prompt token: the last one of the vocabulary comes back as 0."""
+    return token if token < vocab_size - 1 else 0
+
+
 def _describe_log_probs(
-    sequence: Sequence_, generation: Generation, tokenizer: Tokenizer | None, prompt_draws: Sequence[Draw] | None
+    sequence: Sequence_, generation: Generation, tokenizer: Tokenizer | None, prompt_draws: Sequence[Draw] | None, vocab_size: int
 ) -> dict[str, Any]:
     if not generation.with_log_probs:
         return {}
@@ -275,14 +282,12 @@ def _describe_log_probs(
     top: list[Any] = []
     selected: list[Any] = []
     if prompt_draws is not None:
-        rows = prompt_draws[max(0, generation.log_prob_start - 1) :]
-        prompt, top, selected = (
-            [triple(d.chosen) for d in rows],
-            [list(map(triple, d.top)) for d in rows],
-            [list(map(triple, d.selected)) for d in rows],
-        )
-        if generation.log_prob_start == 0:
-            prompt, top, selected = [[None, sequence.prompt[0], None], *prompt], [None, *top], [None, *selected]
+        first = generation.log_prob_start  # the first token asked for never has a log-prob, wherever it stands
+        rows = prompt_draws[first:]
+        prompt = [[None, _echo(sequence.prompt[first], vocab_size), None]]
+        prompt += [[draw.chosen.log_prob, _echo(draw.chosen.token, vocab_size), *triple(draw.chosen)[2:]] for draw in rows]
+        top = [None, *(list(map(triple, draw.top)) for draw in rows)]
+        selected = [None, *(list(map(triple, draw.selected)) for draw in rows)]
     found: dict[str, Any] = {
         "input_token_logprobs": prompt,
         "output_token_logprobs": [triple(draw.chosen) for draw in sequence.draws],
