@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
 
-from rollouts.config import check_positive, check_setting
+from rollouts.errors import ConfigError
 
 ServerKind = Literal["sglang", "vllm"]
 Device = Literal["cuda", "cpu"]
@@ -49,21 +49,21 @@ class ServerConfig:
     env: Mapping[str, str] = field(default_factory=dict[str, str])  # further variables; they win, too
 
     def __post_init__(self) -> None:
-        check_setting(self.kind in ("sglang", "vllm"), "ServerConfig.kind", self.kind, "'sglang' or 'vllm'")
-        check_setting(self.device in ("cuda", "cpu"), "ServerConfig.device", self.device, "'cuda' or 'cpu'")
+        self._check("kind", self.kind in ("sglang", "vllm"), "'sglang' or 'vllm'")
+        self._check("device", self.device in ("cuda", "cpu"), "'cuda' or 'cpu'")
         for name in ("model_path", "python", "host", "dtype"):
-            check_setting(bool(getattr(self, name)), f"ServerConfig.{name}", getattr(self, name), "a text that is not empty")
-        check_positive(self, "tensor_parallel_size")
-        for name in ("context_length", "max_num_seqs"):
-            if getattr(self, name) is not None:
-                check_positive(self, name)
-        port_is_fine = self.port is None or 1 <= self.port <= 65535
-        check_setting(port_is_fine, "ServerConfig.port", self.port, "1 to 65535, or None for a free one")
-        fraction_is_fine = self.memory_fraction is None or 0 < self.memory_fraction < 1
-        check_setting(fraction_is_fine, "ServerConfig.memory_fraction", self.memory_fraction, "a number between 0 and 1")
-        for arg in self.extra_args:
-            expected = "none of " + ", ".join(OWNED_ARGS) + ": set model_path, host and port instead"
-            check_setting(arg.split("=")[0] not in OWNED_ARGS, "ServerConfig.extra_args", arg, expected)
+            self._check(name, bool(getattr(self, name)), "a text that is not empty")
+        for name in ("tensor_parallel_size", "context_length", "max_num_seqs"):
+            value = getattr(self, name)
+            self._check(name, value is None or value >= 1, "at least 1")
+        self._check("port", self.port is None or 1 <= self.port <= 65535, "1 to 65535, or None for a free one")
+        self._check("memory_fraction", self.memory_fraction is None or 0 < self.memory_fraction < 1, "between 0 and 1")
+        owned = [arg for arg in self.extra_args if arg.split("=")[0] in OWNED_ARGS]
+        self._check("extra_args", not owned, f"no {' or '.join(owned)}: set model_path, host and port instead")
+
+    def _check(self, name: str, is_fine: bool, expected: str) -> None:
+        if not is_fine:
+            raise ConfigError(f"ServerConfig.{name} is {getattr(self, name)!r}, expected {expected}")
 
 
 def build_vllm_command(config: ServerConfig, port: int) -> tuple[str, ...]:
