@@ -174,6 +174,51 @@ async def test_closing_the_transport_ends_all_that_is_in_flight():
     await settle(lambda: count_open_files() <= before)
 
 
+class CancelAtStep(trio.abc.Instrument):
+    """Cancels a scope just before the task that opened it runs for the n-th time."""
+
+    def __init__(self, scope: trio.CancelScope, num_steps: int) -> None:
+        self.scope, self.num_steps, self.task = scope, num_steps, trio.lowlevel.current_task()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self.task:
+            self.num_steps -= 1
+            if self.num_steps == 0:
+                self.scope.cancel()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+async def test_a_request_may_be_cancelled_at_every_step_it_takes(is_kept: bool, name: str):
+    async def in_pieces(exchange: Exchange) -> None:
+        for piece in (b"HTTP/1.1 200 OK\r\nTransfer-Enc", b"oding: chunked\r\n\r\n", b"2\r\n{}\r\n", b"0\r\n\r\n"):
+            await exchange.send(piece)
+            await trio.sleep(0.001)
+
+    transport = PooledTransport(max_connections=1)
+    endings = []
+    async with serve(in_pieces) as server, httpx.AsyncClient(transport=transport, timeout=None, trust_env=False) as client:
+        url = f"http://{name}:{server.port}"
+        for num_steps in range(1, 60):
+            if is_kept:
+                await client.get(url)
+            with trio.CancelScope() as scope:
+                instrument = CancelAtStep(scope, num_steps)
+                trio.lowlevel.add_instrument(instrument)
+                try:
+                    await client.get(url, extensions={"fresh_connection": not is_kept})
+                finally:
+                    trio.lowlevel.remove_instrument(instrument)
+            endings.append(scope.cancelled_caught)
+            assert transport.num_in_flight == 0, f"cancelled at step {num_steps}"
+            await settle(lambda: server.num_open == transport.num_idle)
+            if not scope.cancel_called:
+                break
+        assert (await client.get(url)).text == "{}"
+    assert endings.count(True) >= 5
+    assert endings[-1] is False, "the request takes fewer steps than that"
+
+
 async def over_sample(client: httpx.AsyncClient, url: str, num_wanted: int, num_sent: int) -> None:
     """Send more requests than are wanted, and cancel those that are not done when enough are."""
     num_done = 0
