@@ -85,12 +85,10 @@ class Supervisor:
         self._shared_memory.look(self._find_living())
         self._end_all()
         process.returncode = 0  # reaped here, not by Popen
-        left = self._find_living()
         self._shared_memory.remove()
-        if left:
-            _report(f"left {' '.join(map(str, left))}")
+        if self._reap():
+            _report(f"left {' '.join(map(str, self._find_living()))}")
             return 1
-        self._reap()  # zombies are all that can be left
         return 0
 
     def _wait(self) -> None:
@@ -114,28 +112,25 @@ class Supervisor:
             _send(signal.SIGTERM, self._find_living())
             self._wait_until_gone(expires)
         expires = time.monotonic() + KILL_S
-        while self._find_living() and time.monotonic() < expires:
+        while self._reap() and time.monotonic() < expires:
             _send(signal.SIGKILL, self._find_living())  # again and again, as they may start others
             self._wait_until_gone(min(expires, time.monotonic() + 0.2))
 
     def _wait_until_gone(self, expires: float, leader_only: bool = False) -> None:
         pause = 0.005
-        while True:
-            self._reap()
-            if (self._status is not None and leader_only) or not self._find_living() or time.monotonic() >= expires:
-                return
+        while self._reap() and not (leader_only and self._status is not None) and time.monotonic() < expires:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
-    def _reap(self) -> None:
-        """Collect every child that has exited, adopted ones among them."""
+    def _reap(self) -> bool:
+        """Collect every child that has exited, adopted ones among them. Returns whether any process is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                return not IS_LINUX and bool(self._find_living())  # on Linux every descendant is a child, once its parents are gone
             if pid == 0:
-                return
+                return True
             if pid == self._leader:
                 self._status = os.waitstatus_to_exitcode(status)
                 _report(f"exited {self._status}")
