@@ -31,8 +31,10 @@ async def test_questions_and_answers():
         await exchange.answer(json.dumps([exchange.method, exchange.target, exchange.headers, exchange.body.decode()]).encode())
 
     async with serve(describe) as server, HTTPEndpoint(server.url + "/base/", api_key="secret") as endpoint:
-        method, target, headers, body = await endpoint.post_json("/generate", {"ids": [1, 2], "text": "é"}, params={"mode": "a b"})
-        assert (method, target, json.loads(body)) == ("POST", "/base/generate?mode=a+b", {"ids": [1, 2], "text": "é"})
+        method, target, headers, body = await endpoint.post_json(
+            "/generate", {"ids": [1, 2], "text": "é"}, params={"mode": "keep", "n": "1"}
+        )
+        assert (method, target, json.loads(body)) == ("POST", "/base/generate?mode=keep&n=1", {"ids": [1, 2], "text": "é"})
         assert headers["authorization"] == "Bearer secret"
         assert (headers["content-type"], headers["host"]) == ("application/json", f"127.0.0.1:{server.port}")
         assert (await endpoint.get_json("/x"))[:2] == ["GET", "/base/x"]
