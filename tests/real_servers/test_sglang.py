@@ -48,11 +48,16 @@ def save_weights(path: Path, seed: int) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
-                parameter.mul_(4)
-        embedding = model.get_input_embeddings().weight.mul_(2)  # and output: a large first dimension tells the end of text from the rest
-        embedding[:, 0] = 4
+                parameter.mul_(8)
+        # one dimension of the residual stream tells the end of text from all other tokens, and nothing else
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.mlp.down_proj.weight[0] = 0
+        model.model.norm.weight[0] = 200
+        embedding = model.get_input_embeddings().weight
+        embedding[:, 0] = 0.3
         embedding[1] = 0
-        embedding[1, 0] = -4
+        embedding[1, 0] = -0.3
     model.save_pretrained(path)
     create_char_tokenizer().save_pretrained(path)
     return path
@@ -167,6 +172,7 @@ async def test_given_tokens_are_scored_as_the_trainer_does(sglang_server, weight
 async def test_after_each_of_ten_syncs_greedy_answers_are_those_of_the_new_weights(sglang_server, weights):
     greedy = SamplingParams(max_tokens=24, temperature=0.0)
     checksums: set[str] = set()
+    most_distinct = 0
     async with SGLangEngine(sglang_server.url) as engine:
         before = await start(engine, weights[0])
         for i, path in enumerate(weights[1:], start=1):
@@ -176,8 +182,10 @@ async def test_after_each_of_ten_syncs_greedy_answers_are_those_of_the_new_weigh
             for completion in await generate_all(engine, greedy, 6):  # the prompts' prefixes are in the server's cache from before
                 assert completion.output_tokens == generate_greedily(path, completion.input_tokens, 24)
                 assert set(completion.output_versions) == {before + i}
+                most_distinct = max(most_distinct, len(set(completion.output_tokens)))
             checksums.add(await engine.compute_checksum())
     assert len(checksums) == 10
+    assert most_distinct > 5
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "abort"])
@@ -405,7 +413,7 @@ async def test_stop_ids_and_strings_end_a_response_and_stay_in_it(sglang_server,
     async with SGLangEngine(sglang_server.url) as engine:
         await start(engine, weights[0])
         plain = await engine.generate(PROMPTS[0], greedy)
-        stop_at = next(t for i, t in enumerate(plain.output_tokens) if i >= 3 and t not in plain.output_tokens[:i])
+        stop_at = plain.output_tokens[9]
         place = plain.output_tokens.index(stop_at)
         stopped = await engine.generate(PROMPTS[0], greedy.new(stop_token_ids=(stop_at,)))
         text = tokenizer.decode(list(plain.output_tokens))
