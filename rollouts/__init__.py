@@ -53,7 +53,7 @@ _NAMES_OF_MODULES: Final = (
     ("rewards.answers", "exact_match gsm8k_reward"),
     ("engines.protocol", "InferenceEngine InMemoryWeightUpdates"),
     ("engines.inprocess", "InProcessEngine"),
-    ("engines.batch", "generate_texts"),
+    ("engines.batch", "BatchInferenceManager GeneratedText GeneratedTexts collect_texts generate_results generate_texts"),
     ("backends.protocol", "CheckpointingBackend TrainingBackend"),
     ("backends.futures", "ImmediateTrainFuture TrainFuture open_pipeline"),
     ("backends.pytorch", "PyTorchTrainingBackend"),

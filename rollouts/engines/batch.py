@@ -1,8 +1,8 @@
-"""Prompts in, texts out: the simplest way to ask an engine something."""
+"""Prompts in, texts out: the simplest way to ask an engine something, and many things at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +11,113 @@ import trio
 
 from rollouts.chat import Messages, tokenize_prompt
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import raise_single_errors
+from rollouts.errors import ConfigError, DataError, EngineError, raise_single_errors
 from rollouts.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass(frozen=True, kw_only=True)
+class GeneratedText:
+    """What became of one prompt: a completion and its text, or the error that it failed with."""
+
+    completion: Completion | None = None
+    text: str = ""  # decoded, without special tokens; empty where it failed
+    error: EngineError | DataError | None = None  # of the engine, or of a prompt that cannot be tokenized
+
+    def __post_init__(self) -> None:
+        assert (self.completion is None) != (self.error is None), f"expected a completion or an error, not {self.completion}, {self.error}"
+
+
 @dataclass(frozen=True, eq=False)
 class GeneratedTexts:
-    """Answers to a list of prompts, in the order of the prompts."""
+    """Answers to a list of prompts, in the order of the prompts. One that failed has an error, an empty text and no tokens."""
 
-    sequences: tuple[str, ...]  # decoded, without special tokens
-    tokens: np.ndarray[Any, np.dtype[np.int64]]  # [prompts, longest answer], padded on the right with pad_id
+    results: tuple[GeneratedText, ...]
+    tokens: np.ndarray[Any, np.dtype[np.int64]]  # [prompts, longest answer], padded on the right
     lengths: tuple[int, ...]  # tokens of each answer
-    completions: tuple[Completion, ...]
+
+    @property
+    def sequences(self) -> list[str]:
+        """The text of each answer."""
+        return [result.text for result in self.results]
+
+    @property
+    def completions(self) -> tuple[Completion | None, ...]:
+        """What the engine returned for each prompt; None where it failed."""
+        return tuple(result.completion for result in self.results)
+
+    @property
+    def errors(self) -> dict[int, EngineError | DataError]:
+        """Why prompts failed, by their positions; empty if none did."""
+        return {i: result.error for i, result in enumerate(self.results) if result.error is not None}
+
+
+async def generate_results(
+    engine: InferenceEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | Messages],
+    params_of: Callable[[int], SamplingParams],
+    *,
+    max_in_flight: int | None = None,
+    raise_errors: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[GeneratedText, ...]:
+    """Generate one answer to each prompt. A failure is the result of its own prompt and touches no other.
+
+    Prompts are sent in their order; as soon as an answer is there, the next prompt goes. The engine numbers the requests.
+
+    Args:
+        prompts: a str is tokenized as it stands, messages go through the chat template.
+        params_of: position of a prompt -> how its answer is sampled.
+        max_in_flight: most requests at the same time; None = all prompts at once.
+        raise_errors: raise the first failure, and cancel the other requests, instead of keeping it.
+        template_kwargs: for the chat template, for example {"enable_thinking": False}.
+
+    Raises: what is neither an EngineError nor a DataError; the other requests are then cancelled, too.
+    """
+    assert max_in_flight is None or max_in_flight >= 1, f"max_in_flight is {max_in_flight}, expected at least 1"
+    results: list[GeneratedText | None] = [None] * len(prompts)
+    waiting = iter(range(len(prompts)))
+
+    async def generate_one(i: int) -> GeneratedText:
+        try:
+            tokens = tokenize_prompt(tokenizer, prompts[i], **(template_kwargs or {}))
+            completion = await engine.generate(tokens, params_of(i))
+        except (EngineError, DataError) as error:
+            if raise_errors:
+                raise
+            return GeneratedText(error=error)
+        text = str(tokenizer.decode(list(completion.output_tokens), skip_special_tokens=True))
+        return GeneratedText(completion=completion, text=text)
+
+    async def work() -> None:
+        # nothing waits between taking a position and the call of generate(), so requests are numbered in the order of the prompts
+        for i in waiting:
+            results[i] = await generate_one(i)
+            await trio.lowlevel.checkpoint()  # a prompt that cannot be tokenized has waited for nothing
+
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            for _ in range(len(prompts) if max_in_flight is None else min(max_in_flight, len(prompts))):
+                nursery.start_soon(work)
+    return tuple(result for result in results if result is not None)
+
+
+def collect_texts(results: Sequence[GeneratedText], pad_id: int = 0) -> GeneratedTexts:
+    """The answers as one padded array and a list of texts."""
+    outputs = [() if result.completion is None else result.completion.output_tokens for result in results]
+    lengths = tuple(len(output) for output in outputs)
+    tokens = np.full((len(outputs), max(lengths, default=0)), pad_id, dtype=np.int64)
+    for row, output in enumerate(outputs):
+        tokens[row, : lengths[row]] = output
+    return GeneratedTexts(results=tuple(results), tokens=tokens, lengths=lengths)
+
+
+def find_pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokenizer's pad id, 0 if it has none: what is beyond `lengths` is nobody's."""
+    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
 
 
 async def generate_texts(
@@ -37,28 +129,92 @@ async def generate_texts(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int | None = None,
-    pad_id: int = 0,
+    pad_id: int | None = None,
+    max_in_flight: int | None = None,
 ) -> GeneratedTexts:
-    """Generate one answer to each prompt, all at once.
+    """Generate one answer to each prompt.
 
     Args:
         prompts: a str is tokenized as it stands, messages go through the chat template.
         seed: of the first prompt; the others count on from it. None = the engine's own.
+        pad_id: behind the end of an answer in `tokens`; None = the tokenizer's.
+        max_in_flight: most requests at the same time; None = all prompts at once.
+
+    Raises: EngineError or DataError of the first prompt that fails, the others being cancelled. BatchInferenceManager keeps them apart.
     """
-    completions: list[Completion | None] = [None] * len(prompts)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    results = await generate_results(engine, tokenizer, prompts, count_seeds(params), max_in_flight=max_in_flight, raise_errors=True)
+    return collect_texts(results, find_pad_id(tokenizer) if pad_id is None else pad_id)
 
-    async def generate_one(i: int) -> None:
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=None if seed is None else seed + i)
-        completions[i] = await engine.generate(tokenize_prompt(tokenizer, prompts[i]), params, request_id=f"text-{i:012d}")
 
-    with raise_single_errors():
-        async with trio.open_nursery() as nursery:
-            for i in range(len(prompts)):
-                nursery.start_soon(generate_one, i)
-    finished = tuple(c for c in completions if c is not None)
-    lengths = tuple(c.output_len for c in finished)
-    tokens = np.full((len(finished), max(lengths, default=0)), pad_id, dtype=np.int64)
-    for row, completion in enumerate(finished):
-        tokens[row, : lengths[row]] = completion.output_tokens
-    texts = tuple(str(tokenizer.decode(list(c.output_tokens), skip_special_tokens=True)) for c in finished)
-    return GeneratedTexts(sequences=texts, tokens=tokens, lengths=lengths, completions=finished)
+def count_seeds(params: SamplingParams) -> Callable[[int], SamplingParams]:
+    """Position of a prompt -> the parameters with params.seed plus that position; without a seed, the parameters."""
+    seed = params.seed
+    return (lambda position: params) if seed is None else (lambda position: params.new(seed=(seed + position) % 2**63))
+
+
+class BatchInferenceManager:
+    """Answers to any number of prompts, a limited number of them in flight, failures kept apart.
+
+        manager = BatchInferenceManager(engine, tokenizer, batch_size=64)
+        texts = await manager.generate_batch(prompts, max_tokens=128, temperature=0.7)
+        texts.sequences, texts.tokens, texts.lengths, texts.errors
+
+    It holds settings only, so generate_batch may run several times at once, each with its own batch_size places.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int = 64,
+        *,
+        params: SamplingParams | None = None,
+        pad_id: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            batch_size: most requests in flight; as one ends, the next prompt goes.
+            params: what generate_batch does not set: stop strings and ids, top_k, min_p, and the defaults of the rest.
+            pad_id: behind the end of an answer in `tokens`; None = the tokenizer's.
+            template_kwargs: for the chat template, for example {"enable_thinking": False}.
+
+        Raises: ConfigError unless batch_size is at least 1.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}, expected at least 1 request in flight")
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._batch_size = batch_size
+        self._params = params or SamplingParams()
+        self._pad_id = find_pad_id(tokenizer) if pad_id is None else pad_id
+        self._template_kwargs = template_kwargs
+
+    async def generate_batch(
+        self,
+        prompts: Sequence[str | Messages],
+        max_tokens: int | None = None,
+        *,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> GeneratedTexts:
+        """Generate one answer to each prompt, in their order; prompts that fail are in `errors` of the result, the others unharmed.
+
+        Args:
+            prompts: a str is tokenized as it stands, messages go through the chat template.
+            max_tokens, temperature, top_p: None = those of the constructor's params.
+            seed: of the first prompt; the others count on from it. None = that of the constructor's params.
+        """
+        given: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        params = self._params.new(**{name: value for name, value in given.items() if value is not None})
+        results = await generate_results(
+            self._engine,
+            self._tokenizer,
+            prompts,
+            count_seeds(params),
+            max_in_flight=self._batch_size,
+            template_kwargs=self._template_kwargs,
+        )
+        return collect_texts(results, self._pad_id)
