@@ -5,8 +5,12 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -580,3 +584,14 @@ async def test_time_of_tokens_and_of_a_place():
             nursery.start_soon(client.generate, 5)
         assert trio.current_time() - started >= 0.2
         assert len(client.server.received) == 2
+
+
+def test_the_code_of_the_guide_runs(tmp_path):
+    root = Path(__file__).parent.parent
+    blocks = re.findall(r"^```python\n(.*?)^```", (root / "docs" / "testing.md").read_text(), re.DOTALL | re.MULTILINE)
+    file = tmp_path / "test_guide.py"
+    file.write_text("\n\n".join(blocks))
+    command = [sys.executable, "-m", "pytest", "-c", str(root / "pyproject.toml"), "-p", "no:cacheprovider", str(file)]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    assert "4 passed" in result.stdout, result.stdout[-500:]

@@ -7,9 +7,10 @@ old one, or takes a prefix from a cache that was not reset, is wrong in the way 
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
@@ -198,12 +199,19 @@ class ScriptedModel:
         kv.length = max(kv.length, len(tokens))
 
     def draw(self, prompt: tuple[int, ...], output: Sequence[int], kv: KV, sampling: Sampling, uniform: float, kind: LogProbKind) -> Draw:
-        """What the script says."""
+        """What the script says. All other tokens share what probability it leaves."""
         kv.length = len(prompt) + len(output)
         token, log_prob = self._script(prompt, len(output), kv.weights, sampling.seed)
         assert 0 <= token < self.vocab_size, f"the script gave token {token}, expected one in [0, {self.vocab_size})"
-        chosen = Ranked(token, log_prob, 1)
-        return Draw(chosen, (chosen,) if sampling.num_top else (), tuple(Ranked(i, log_prob, 1) for i in sampling.token_ids))
+        rest = math.log(max(1 - math.exp(log_prob), 1e-6) / (self.vocab_size - 1))
+        if kind == "tempered" and sampling.temperature > 0:  # the script's is that of temperature 1, but for the token itself
+            rest = log_prob - (log_prob - rest) / sampling.temperature
+        chosen, others = Ranked(token, log_prob, 1 if log_prob >= rest else self.vocab_size), Ranked(0, rest, 1 if rest > log_prob else 2)
+        count = self.vocab_size if sampling.num_top < 0 else min(sampling.num_top, self.vocab_size)
+        names = (i for i in range(self.vocab_size) if i != token)
+        top = [chosen] * (count > 0) + [replace(others, token=name) for name, _ in zip(names, range(count - 1), strict=False)]
+        selected = (chosen if i == token else replace(others, token=i) for i in sampling.token_ids)
+        return Draw(chosen, tuple(sorted(top, key=lambda ranked: -ranked.log_prob)), tuple(selected))
 
     def score(self, tokens: Sequence[int], num_top: int = 0, token_ids: Sequence[int] = ()) -> list[Draw]:
         """What the function given for it says, else -1 each."""
