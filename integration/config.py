@@ -14,6 +14,7 @@ from rollouts.config import (
     CheckpointConfig,
     GenerationConfig,
     OptimizerConfig,
+    ParityConfig,
     RewardConfig,
     RLTrainingConfig,
     SFTTrainingConfig,
@@ -37,6 +38,7 @@ OWN_DATA_RESPONSE_TOKENS = 512
 FILLED = frozenset(  # what an algorithm may require
     {"rollout_log_probs", "old_log_probs", "prox_log_probs", "ref_log_probs", "values", "entropy", "greedy_rows"}
 )
+ENGINE_KINDS = ("inprocess", "vllm", "sglang")
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
 
 
@@ -212,15 +214,69 @@ class BackendSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSection:
-    """The inference engine."""
+    """The inference engine: embedded in this process, or a server of SGLang or vLLM, started here or running already."""
 
-    kind: str = "inprocess"
-    max_slots: int = 512  # sequences at the same time
+    kind: str = "inprocess"  # inprocess (the embedded engine), vllm, sglang
+    max_slots: int = 512  # sequences at the same time in the embedded engine
+    urls: tuple[str, ...] = ()  # servers that run already, http://host:port; each prompt goes to one of them
+    launch: bool = False  # start a server for this run, and stop it at the end
+    python: str | None = None  # of the environment that has the server; None = VLLM_PYTHON or SGLANG_PYTHON, else this one
+    api_key_variable: str | None = None  # environment variable that holds the key of servers that ask for one
+    port: int | None = None  # of a server that is started; None = a free one
+    dtype: str = "auto"  # of the server's weights: float32, bfloat16, float16; auto = the checkpoint's, which is float32
+    tensor_parallel_size: int = 1  # GPUs that share the model
+    context_length: int | None = None  # tokens of prompt and response together; None = the model's own
+    max_num_seqs: int | None = None  # sequences at the same time in a server; None = the server's own
+    in_flight: Literal["continue", "abort"] = "continue"  # requests during a weight sync: go on under the new weights, or are sent again
+    one_request_per_group: bool = False  # ask a server for all samples of a prompt at once, which costs less per sample
+    startup_timeout_s: float = 900.0  # until a server that is started must be healthy
+    extra_args: tuple[str, ...] = ()  # for the command line of a server that is started
+    parity_rows: int | None = None  # rows of each batch on which log-probs of engine and trainer are compared; None = 8 for servers, else 0
+    parity_threshold: float = 0.1  # nats, of the mean difference per token, beyond which parity_action is taken
+    parity_action: Literal["warn", "correct", "stop"] = "warn"  # correct = truncated importance sampling for that batch
+    probe_tolerance: float | None = None  # nats, of a server's log-probs after each sync; None = 1e-3 in float32, else 0.3; 0 = do not ask
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_slots")
-        if self.kind != "inprocess":
-            raise ConfigError(f"engine.kind is {self.kind!r}: only 'inprocess' (the embedded engine) is available in this version")
+        check_positive(self, "max_slots", "tensor_parallel_size")
+        check_setting(self.kind in ENGINE_KINDS, "engine.kind", self.kind, " or ".join(ENGINE_KINDS))
+        if self.kind == "inprocess":
+            for name in ("urls", "launch", "python", "port", "context_length", "max_num_seqs", "extra_args", "api_key_variable"):
+                check_setting(
+                    not getattr(self, name),
+                    f"engine.{name}",
+                    getattr(self, name),
+                    "nothing, as the embedded engine is no server: set engine.kind",
+                )
+            check_setting(
+                not self.one_request_per_group, "engine.one_request_per_group", True, "False: the embedded engine shares prompts by itself"
+            )
+        elif self.launch == bool(self.urls):
+            what = "both are given" if self.launch else "neither is given"
+            raise ConfigError(
+                f"engine.kind is {self.kind!r}, and of engine.launch and engine.urls {what}: give --engine.launch to start a server for "
+                "this run, or --engine.urls http://host:port of one that runs"
+            )
+        check_setting(self.startup_timeout_s > 0, "engine.startup_timeout_s", self.startup_timeout_s, "more than 0")
+        check_setting(self.parity_rows is None or self.parity_rows >= 0, "engine.parity_rows", self.parity_rows, "at least 0, or None")
+        check_setting(self.parity_threshold > 0, "engine.parity_threshold", self.parity_threshold, "more than 0")
+        good = self.probe_tolerance is None or self.probe_tolerance >= 0
+        check_setting(good, "engine.probe_tolerance", self.probe_tolerance, "at least 0, or None")
+
+    @property
+    def is_server(self) -> bool:
+        """Whether requests go over HTTP."""
+        return self.kind != "inprocess"
+
+    def parity(self) -> ParityConfig | None:
+        """What the RL loop compares on each batch."""
+        rows = (8 if self.is_server else 0) if self.parity_rows is None else self.parity_rows
+        return ParityConfig(num_rows=rows, threshold=self.parity_threshold, action=self.parity_action) if rows else None
+
+    def tolerance(self) -> float | None:
+        """What the RL loop allows engines to be off after a sync."""
+        if self.probe_tolerance is None:
+            return (1e-3 if self.dtype in ("auto", "float32") else 0.3) if self.is_server else None
+        return self.probe_tolerance or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +414,7 @@ def create_kl_control(config: Config, algorithm: Algorithm) -> KLControl | None:
 
 
 def rl_training_config(config: Config, algorithm: Algorithm, max_tokens: int | None = None) -> RLTrainingConfig:
-    """What run_rl_training gets. The embedded engine takes its weights in memory.
+    """What run_rl_training gets. The embedded engine takes its weights in memory, servers from the disk.
 
     Args:
         max_tokens: the token budget of a response; None = response_tokens(config).
@@ -375,7 +431,9 @@ def rl_training_config(config: Config, algorithm: Algorithm, max_tokens: int | N
         checkpoint_every=config.checkpoint.rl_every,
         eval_every=config.rl.eval_every,
         max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,
-        weight_sync="memory",
+        weight_sync="checkpoint" if config.engine.is_server else "memory",
+        parity=config.engine.parity(),
+        probe_tolerance=config.engine.tolerance(),
         seed=config.seed,
         shape_reward=overlong,
         mask_truncated=config.rl.mask_truncated,

@@ -54,7 +54,7 @@ class Companions:
 def create_model(config: Config, source: Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of a directory with its tokenizer, or the built-in one from random weights (a function of the seed)."""
     section = config.model
-    path = _find_directory(config, source)
+    path = find_directory(config, source)
     if path is not None:
         model = load_hf_model(path, device=parse_device(section.device), trust_remote_code=section.trust_remote_code)
         return model, load_tokenizer(path, trust_remote_code=section.trust_remote_code)
@@ -70,7 +70,7 @@ def read_model_config(config: Config, path: Path | None = None) -> Any:
     """The Hugging Face configuration of a model directory, or of the built-in model, without its weights."""
     from transformers import AutoConfig
 
-    path = _find_directory(config, path)
+    path = find_directory(config, path)
     if path is None:
         return create_model_config(config.model)
     directory = check_model_directory(path)
@@ -156,7 +156,7 @@ def check_companions(config: Config, source: Path | None = None) -> None:
 
 def _read_tokens(config: Config, path: Path | None) -> TokenSpec:
     """The tokens of a model directory or of the built-in model, from its configuration and its tokenizer."""
-    directory = _find_directory(config, path)
+    directory = find_directory(config, path)
     if directory is None:
         tokenizer = create_char_tokenizer(config.model.vocab_size)
     else:
@@ -166,7 +166,7 @@ def _read_tokens(config: Config, path: Path | None) -> TokenSpec:
     return describe_tokenizer(tokenizer, int(read_model_config(config, path).get_text_config().vocab_size))
 
 
-def _find_directory(config: Config, path: Path | None) -> Path | None:
+def find_directory(config: Config, path: Path | None) -> Path | None:
     """A directory that is given, or that of config.model; None for the built-in model."""
     return Path(config.model.path) if path is None and config.model.path is not None else path
 

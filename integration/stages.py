@@ -6,10 +6,10 @@ output_dir/checkpoints/step_NNNN. Metrics of both go to one file, so a stage can
 
 from __future__ import annotations
 
-import copy
+import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,8 @@ from integration.config import (
     rl_training_config,
     sft_training_config,
 )
-from integration.models import check_companions, create_backend, create_companions, create_model, open_companions
+from integration.engines import create_embedded_engine, open_engines
+from integration.models import check_companions, create_backend, create_companions, create_model, find_directory, open_companions
 from integration.tasks import Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import TrainingBackend
@@ -35,7 +36,7 @@ from rollouts.chat import ensure_pad_token
 from rollouts.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state
 from rollouts.config import RolloutConfig, check_rl_batch_sizes
 from rollouts.data_buffer import DataBuffer
-from rollouts.engines.inprocess import InProcessEngine
+from rollouts.engines.protocol import InferenceEngine, InMemoryWeightUpdates
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.generation import create_generate_fn, evaluate_prompts
 from rollouts.metrics import MetricsLogger, StageLogger
@@ -47,7 +48,7 @@ from rollouts.trajectories import select_samples, write_samples
 from rollouts.types import Algorithm, RolloutBatch, Sample, SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 CHECKPOINTS = "checkpoints"
 NUM_EXAMPLES = 16
@@ -61,13 +62,14 @@ class RunControl:
     should_stop: Callable[[], bool] = lambda: False
     say: Callable[[str], None] = lambda text: None  # for people
     clock: Callable[[], float] = time.monotonic
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # for servers that are started
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Accuracy on held-out problems, measured by an engine that is given the backend's weights first."""
 
-    engine: InProcessEngine
+    engine: InferenceEngine
     tokenizer: PreTrainedTokenizerBase
     task: Task
     config: Config
@@ -76,6 +78,7 @@ class Evaluation:
     async def measure(self, backend: TrainingBackend | None = None) -> dict[str, float]:
         """Greedy and, if configured, sampled accuracy. backend: whose weights the engine takes; None = those it has."""
         if backend is not None:
+            assert isinstance(self.engine, InMemoryWeightUpdates), f"{type(self.engine).__name__} takes no weights in memory"
             await self.engine.update_weights(await backend.get_weights().result(), await self.engine.get_weight_version())
         params = generation_config(self.config, self.task.max_tokens).sampling_params()
         greedy, samples = await self._run(params.new(greedy=True))
@@ -109,7 +112,7 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     task = create_task(config, tokenizer, "sft") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "sft")
     backend = create_backend(config, model, tokenizer, config.sft.optimizer, config.sft.num_steps)
-    evaluation = Evaluation(create_engine(config, model, tokenizer), tokenizer, task, config, output_dir / "examples.jsonl")
+    evaluation = Evaluation(create_embedded_engine(config, model, tokenizer), tokenizer, task, config, output_dir / "examples.jsonl")
     checkpoint_dir = output_dir / CHECKPOINTS
     source = find_checkpoint(checkpoint_dir, control)
     start_step = 0
@@ -172,15 +175,23 @@ async def run_rl(
     async with (
         open_pipeline(backend) as pipeline,
         open_companions(companions) as beside,
-        create_engine(config, model, tokenizer) as engine,
+        open_engines(
+            config,
+            model,
+            tokenizer,
+            output_dir,
+            source=find_directory(config, source_checkpoint),
+            environment=control.environment,
+            say=control.say,
+        ) as engines,
     ):
-        evaluation = Evaluation(engine, tokenizer, task, config, output_dir / "examples.jsonl")
-        rollout = create_rollout_config(config, task, algorithm, engine, tokenizer)
+        evaluation = Evaluation(engines[0], tokenizer, task, config, output_dir / "examples.jsonl")
+        rollout = create_rollout_config(config, task, algorithm, engines, tokenizer)
         check_rl_batch_sizes(rollout, training)
-        async with AsyncRolloutManager(buffer, rollout, engines=[engine]) as manager:
+        async with AsyncRolloutManager(buffer, rollout, engines=engines) as manager:
             resume = None
             if source is not None:
-                resume = await restore_rl_run(source, pipeline, manager, [engine], training, critic=beside.critic)
+                resume = await restore_rl_run(source, pipeline, manager, engines, training, critic=beside.critic)
                 control.say(f"RL goes on after step {resume.step} of {config.rl.num_steps}")
             elif source_checkpoint is None and task.heldout_prompts and logger is not None:
                 logger.log(await evaluation.measure(), 0)
@@ -189,7 +200,7 @@ async def run_rl(
                     pipeline,
                     buffer,
                     manager,
-                    [engine],
+                    engines,
                     training,
                     logger,
                     reference=beside.reference,
@@ -238,13 +249,8 @@ def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = 
     return Task(**{**vars(task), "reward_fn": load_function(config.reward.function)})
 
 
-def create_engine(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> InProcessEngine:
-    """The embedded engine over a copy of the model's weights."""
-    return InProcessEngine(copy.deepcopy(model), tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
-
-
 def create_rollout_config(
-    config: Config, task: Task, algorithm: Algorithm, engine: InProcessEngine, tokenizer: PreTrainedTokenizerBase
+    config: Config, task: Task, algorithm: Algorithm, engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase
 ) -> RolloutConfig:
     """How rollouts of the task are produced for the algorithm."""
     generation = generation_config(config, task.max_tokens)
@@ -255,12 +261,13 @@ def create_rollout_config(
         n_baseline_samples=num_greedy,
         over_sampling_factor=config.rl.over_sampling_factor,
         generate_fn=create_generate_fn(
-            [engine],
+            engines,
             tokenizer,
             generation.sampling_params(),
             seed=config.seed,
             template_kwargs=template_kwargs(config),
             num_greedy=num_greedy,
+            one_request_per_group=config.engine.one_request_per_group,
         ),
         reward_fn=task.reward_fn,
         filter_fn=resolve_filter(config.rl.filter),

@@ -1,0 +1,232 @@
+"""The inference engines of a run: the embedded one, or servers that are started here or run already.
+
+    async with create_inference_engine("vllm", "path/to/model", python="/venvs/vllm/bin/python", device="cpu") as engine: ...
+
+This is the one place where the name of an engine becomes an object.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import trio
+
+from integration.config import ENGINE_KINDS, Config, EngineSection
+from rollouts.backends.factory import load_hf_model, load_tokenizer, parse_device
+from rollouts.config import suggest
+from rollouts.engines.inprocess import InProcessEngine
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine
+from rollouts.engines.server_commands import ServerConfig
+from rollouts.engines.servers import launch_server
+from rollouts.engines.sglang import SGLangEngine
+from rollouts.engines.vllm import VLLMEngine
+from rollouts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ServerEngine: TypeAlias = SGLangEngine | VLLMEngine
+
+PYTHON_VARIABLES = {"vllm": "VLLM_PYTHON", "sglang": "SGLANG_PYTHON"}
+"""Environment variables that name the Python of an environment with the server."""
+
+INITIAL_MODEL = "initial_model"
+SECONDS_BETWEEN_NEWS = 10.0
+
+
+def create_embedded_engine(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> InProcessEngine:
+    """The embedded engine over a copy of the model's weights."""
+    return InProcessEngine(copy.deepcopy(model), tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
+
+
+@asynccontextmanager
+async def open_engines(
+    config: Config,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    *,
+    source: Path | None,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+) -> AsyncGenerator[list[InferenceEngine]]:
+    """The engines of the RL stage, which hold the model's weights as version 0.
+
+    Args:
+        model, tokenizer: the policy at the beginning of the stage.
+        output_dir: gets the server's log, and the model as a directory where there is none that a server could load.
+        source: the directory that the model was loaded from; None = it was made here.
+        environment: of this process, for servers that are started.
+        say: tells people how the start of a server goes on.
+
+    Raises: ConfigError, EngineError.
+    """
+    section = config.engine
+    if section.kind == "inprocess":
+        async with create_embedded_engine(config, model, tokenizer) as engine:
+            yield [engine]
+        return
+    initial = await trio.to_thread.run_sync(partial(prepare_initial_model, model, tokenizer, source, output_dir / INITIAL_MODEL))
+    async with AsyncExitStack() as stack:
+        if section.launch:
+            server = create_server_config(section, str(initial), environment, device=config.model.device)
+            log_path = output_dir / f"{section.kind}.log"
+            say(f"starting {section.kind} (log: {log_path})")
+            started = time.monotonic()
+            opened = launch_server(
+                server, log_path, environment=environment, startup_s=section.startup_timeout_s, on_progress=create_news(section.kind, say)
+            )
+            urls: Sequence[str] = [(await stack.enter_async_context(opened)).url]
+            say(f"{section.kind} is ready at {urls[0]} after {time.monotonic() - started:.0f} s")
+        else:
+            urls = section.urls
+        vocab_size = model.config.get_text_config().vocab_size
+        engines = [await stack.enter_async_context(create_server_engine(section, url, environment, vocab_size=vocab_size)) for url in urls]
+        if not section.launch:  # whatever they serve, from here on it is this model
+            for engine in engines:
+                await engine.update_weights_from_checkpoint(initial)
+        yield list(engines)
+
+
+@asynccontextmanager
+async def create_inference_engine(
+    kind: str,
+    model_path: str | Path,
+    *,
+    url: str | None = None,
+    python: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    max_model_len: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    log_path: Path | None = None,
+    **engine_options: Any,
+) -> AsyncGenerator[InferenceEngine]:
+    """An engine for a model directory, by name.
+
+    Args:
+        kind: "local" (the embedded engine), "vllm" or "sglang".
+        model_path: Hugging Face directory.
+        url: of a server that runs already; None = one is started, and stopped at the end of the block.
+        python: of the environment that has the server; None = VLLM_PYTHON or SGLANG_PYTHON, else this one.
+        device: cpu, cuda or auto.
+        dtype: float32, bfloat16, float16; auto = the checkpoint's.
+        tensor_parallel_size: GPUs that share the model; only for servers.
+        max_model_len: tokens of prompt and response together; None = the model's own.
+        environment: of this process; None = os.environ.
+        log_path: of a server; None = <kind>.log in the current directory.
+        engine_options: for InProcessEngine, VLLMEngine or SGLangEngine.
+
+    Raises: ConfigError for a name that is not known, or tensor parallelism where there is none; what the engine raises.
+    """
+    environment = os.environ if environment is None else environment
+    if kind in ("local", "inprocess"):
+        if tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {tensor_parallel_size}, but the embedded engine runs on one device: use 'vllm' or 'sglang'"
+            )
+        model = load_hf_model(Path(model_path), device=parse_device(device))
+        async with InProcessEngine(model, load_tokenizer(Path(model_path)), **engine_options) as engine:
+            yield engine
+        return
+    if kind not in PYTHON_VARIABLES:
+        raise ConfigError(f"unknown engine {kind!r}: {suggest(kind, ('local', *PYTHON_VARIABLES))}")
+    section = EngineSection(
+        kind=kind,
+        urls=() if url is None else (url,),
+        launch=url is None,
+        python=python,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        context_length=max_model_len,
+    )
+    async with AsyncExitStack() as stack:
+        if url is None:
+            server = create_server_config(section, str(model_path), environment, device=device)
+            opened = launch_server(server, log_path or Path(f"{kind}.log"), environment=environment, startup_s=section.startup_timeout_s)
+            url = (await stack.enter_async_context(opened)).url
+        yield await stack.enter_async_context(create_server_engine(section, url, environment, **engine_options))
+
+
+def create_server_engine(section: EngineSection, url: str, environment: Mapping[str, str], **options: Any) -> ServerEngine:
+    """The client of a server. Raises ConfigError if the variable for its key is not set."""
+    kinds: dict[str, Callable[..., ServerEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
+    key_variable = section.api_key_variable
+    if key_variable is not None and key_variable not in environment:
+        raise ConfigError(
+            f"engine.api_key_variable is {key_variable!r}, but there is no such environment variable: export the key under this name"
+        )
+    settings: dict[str, Any] = {
+        "in_flight": section.in_flight,
+        "allow_cast": section.dtype not in ("auto", "float32"),
+        "api_key": None if key_variable is None else environment[key_variable],
+    }
+    return kinds[section.kind](url, **{**settings, **options})
+
+
+def create_server_config(section: EngineSection, model_path: str, environment: Mapping[str, str], *, device: str) -> ServerConfig:
+    """How the server of this configuration is started.
+
+    Args:
+        device: of the model section: cpu, cuda, cuda:N, auto.
+
+    Raises: ConfigError for tensor parallelism on a CPU, and for a GPU that is not there.
+    """
+    kind: Literal["cuda", "cpu"] = "cpu" if parse_device(device).type == "cpu" else "cuda"
+    if kind == "cpu" and section.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"engine.tensor_parallel_size is {section.tensor_parallel_size}, but the model is on the CPU: use 1, or --model.device cuda"
+        )
+    python = section.python or environment.get(PYTHON_VARIABLES[section.kind]) or sys.executable
+    assert section.kind in ENGINE_KINDS, f"{section.kind!r} is not a kind of engine"
+    return ServerConfig(
+        kind="vllm" if section.kind == "vllm" else "sglang",
+        model_path=model_path,
+        python=python,
+        port=section.port,
+        device=kind,
+        dtype=section.dtype,
+        tensor_parallel_size=section.tensor_parallel_size,
+        context_length=section.context_length,
+        max_num_seqs=section.max_num_seqs,
+        extra_args=section.extra_args,
+    )
+
+
+def prepare_initial_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None, target: Path) -> Path:
+    """A directory that says that its weights are version 0: links to the files of `source` or, without one, the model written anew."""
+    target.mkdir(parents=True, exist_ok=True)
+    if source is None:
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    else:
+        for file in source.iterdir():
+            link = target / file.name
+            if file.is_file() and file.name != WEIGHT_VERSION_FILE:
+                link.unlink(missing_ok=True)
+                link.symlink_to(file.absolute())
+    (target / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": 0}) + "\n")
+    return target
+
+
+def create_news(kind: str, say: Callable[[str], None]) -> Callable[[float, str], None]:
+    """Progress of a start for people: now and then the seconds and the last line of the log."""
+    told = 0.0
+
+    def tell(seconds: float, line: str) -> None:
+        nonlocal told
+        if seconds - told >= SECONDS_BETWEEN_NEWS:
+            told = seconds
+            say(f"{kind} is starting, {seconds:.0f} s: {line[:120]}")
+
+    return tell
