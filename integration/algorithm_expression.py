@@ -143,21 +143,24 @@ def create_algorithm(call: PresetCall, max_tokens: int, expression: str | None =
 
 def describe_algorithm(expression: str, max_tokens: int) -> str:
     """The expression with every argument written out, defaults too: dapo -> dapo(clip_low=0.2, clip_high=0.28, epsilon=0.0001)."""
-    return _describe(parse_algorithm(expression), max_tokens)
+    return describe_call(parse_algorithm(expression), max_tokens)
+
+
+def describe_call(call: PresetCall, max_tokens: int) -> str:
+    """describe_algorithm of an expression that is parsed already."""
+    given = _complete(call, max_tokens)
+    defaults = {name: p.default for name, p in _parameters(call.function).items() if p.default is not inspect.Parameter.empty}
+    order = [*_parameters(call.function), *given]
+    values = {name: given.get(name, defaults.get(name)) for name in order if name in given or name in defaults}
+    shown = (
+        f"{key}={describe_call(value, max_tokens) if isinstance(value, PresetCall) else _show(value)}" for key, value in values.items()
+    )
+    return f"{call.name}({', '.join(shown)})"
 
 
 def list_presets() -> str:
     """The known names, for messages."""
     return f"known are {', '.join(sorted(PRESETS))}, or module:function"
-
-
-def _describe(call: PresetCall, max_tokens: int) -> str:
-    given = _complete(call, max_tokens)
-    defaults = {name: p.default for name, p in _parameters(call.function).items() if p.default is not inspect.Parameter.empty}
-    order = [*_parameters(call.function), *given]
-    values = {name: given.get(name, defaults.get(name)) for name in order if name in given or name in defaults}
-    shown = (f"{name}={_describe(value, max_tokens) if isinstance(value, PresetCall) else _show(value)}" for name, value in values.items())
-    return f"{call.name}({', '.join(shown)})"
 
 
 def _show(value: object) -> str:
