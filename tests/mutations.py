@@ -247,6 +247,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "surrogates.py",
+        "tokens inside the region count as outside",
+        "outside = ~inside(",
+        "outside = inside(",
+        ("test_surrogates.py::test_fractions_count_the_tokens_whose_gradient_the_clip_takes",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "the gate is that of the value, not of the gradient",
+        'return {"gate": 4 * gate * (1 - gate)}',
+        'return {"gate": gate}',
+        ("test_surrogates.py::test_the_gate_of_sapo_is_what_it_leaves_of_the_gradient",),
+    ),
+    Mutation(
+        "surrogates.py",
         "clip fractions count the wrong signs",
         "below = ((ratio < 1 - low) & (advantages < 0))",
         "below = ((ratio < 1 - low) & (advantages > 0))",

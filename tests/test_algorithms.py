@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -90,7 +90,7 @@ WRAPPERS = {"decoupled", "recomputed", "truncated"}
 PRESETS = {
     name: function
     for name, function in inspect.getmembers(algorithms, inspect.isfunction)
-    if function.__module__ == algorithms.__name__ and not name.startswith("_") and name != "chain"
+    if function.__module__ == algorithms.__name__ and not name.startswith("_") and function.__annotations__["return"] == "Algorithm"
 }
 
 
@@ -343,6 +343,25 @@ def test_a_token_far_off_leaves_loss_gradient_and_metrics_finite(name: str, log_
         assert all(bool(torch.isfinite(value)) for value in metrics.values()), metrics
         if sign == 0.0 and not algorithm.requires & {"ref_log_probs", "entropy"}:
             assert float(leaf.grad.abs().sum()) == 0.0
+
+
+def test_presets_report_what_their_surrogate_did():
+    log_probs, batch = make_rollouts(3, 6, 5)
+    log_probs, batch = far_off(ANCHORS, 3.0, batch, log_probs)
+
+    def metrics_of(algorithm: Algorithm, sign: float) -> Mapping[str, float]:
+        step = replace(batch, advantages=sign * batch.loss_mask, loss_weights=batch.loss_mask)
+        return {name: float(x) for name, x in algorithm.loss(TokenOutputs(log_probs=log_probs), step).metrics.items()}
+
+    for sign in (1.0, -1.0):  # CISPO bounds a weight whatever the advantage; a clip takes the gradient only of what goes on rising
+        ratio = (log_probs - batch.rollout_log_probs).exp()[batch.loss_mask > 0]
+        bounded = float((ratio > 1.28).double().mean())
+        assert metrics_of(cispo(), sign)["clip_fraction"] == pytest.approx(bounded)
+        assert metrics_of(cispo(), sign)["clip_fraction_low"] == 0
+        assert (metrics_of(dppo(), sign)["outside_fraction"] > 0) == (sign > 0)
+        assert 0 < metrics_of(sapo(), sign)["gate"] < 1
+    assert metrics_of(dapo(clip_high=0.28), 1.0)["clip_fraction_high"] == pytest.approx(bounded)
+    assert metrics_of(dapo(clip_high=0.28), -1.0)["clip_fraction_high"] == 0
 
 
 def to_float32(batch: TrainBatch) -> TrainBatch:
