@@ -503,6 +503,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "loss_weights.py",
+        "the rows of the whole step are ignored",
+        "    if num_rows is not None:\n        return mask.new_tensor(num_rows)",
+        "    if num_rows is not None:\n        return (mask.sum(1) > 0).sum().to(mask.dtype)",
+        ("test_algorithms.py::test_ranks_that_see_their_own_groups_only_have_the_gradient_of_one",),
+    ),
+    Mutation(
+        "statistics.py",
+        "a mean is of one rank only",
+        "total, count = sums if all_reduce is None else all_reduce(sums)",
+        "total, count = sums",
+        ("test_algorithms.py::test_ranks_that_see_their_own_groups_only_have_the_gradient_of_one",),
+    ),
+    Mutation(
+        "loss_weights.py",
         "an empty batch divides by 0",
         "return torch.where(denominator > 0, numerator / torch.where(denominator > 0, denominator, torch.ones_like(denominator)), 0.0)",
         "return numerator / denominator",
