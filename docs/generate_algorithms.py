@@ -37,7 +37,6 @@ ORACLES = {  # preset -> (file in tests/, function): the same loss as naive loop
     )
 }  # fmt: skip
 ARGUMENTS: dict[str, dict[str, Any]] = {"dr_grpo": {"max_tokens": 512}}  # where a hyper-parameter has no default
-NOT_PRESETS = ("chain",)
 COLUMNS = {
     "rollout_log_probs": "log-probs that the engine reported; the samples carry them",
     "old_log_probs": "log-probs of the policy before the update, by the trainer: a forward pass, or the first one of the update itself",
@@ -64,7 +63,17 @@ METRICS = {
     "rollout_kl": "log p_rollout - log p_anchor, an estimate of KL(engine || trainer): near 0 unless rollouts are old",
     "policy_weight": "mean of the weights that depend on the current policy",
     "selected": "share of tokens that the loss treats apart",
-    "outside_fraction": "share of tokens outside the trust region",
+    "outside_fraction": "share of tokens that have left the trust region and lost their gradient",
+    "outside_fraction_low": "of these, the ones with A < 0 that have already become rarer",
+    "outside_fraction_high": "of these, the ones with A > 0 that have already become more frequent",
+    "gate": "mean share of its gradient that the gate leaves a token: 1 at the anchor, near 0 far from it",
+}
+OWN_METRICS = {  # where a metric means something else than above
+    "cispo": {
+        "clip_fraction": "share of tokens whose weight is bounded; they keep their gradient",
+        "clip_fraction_low": "of these, the ones that have become rarer; none where clip_low = 1",
+        "clip_fraction_high": "of these, the ones that have become more frequent",
+    }
 }
 
 
@@ -110,7 +119,7 @@ def find_presets() -> dict[str, Callable[..., Algorithm]]:
     found = [
         function
         for name, function in inspect.getmembers(algorithms, inspect.isfunction)
-        if function.__module__ == algorithms.__name__ and not name.startswith("_") and name not in NOT_PRESETS
+        if function.__module__ == algorithms.__name__ and not name.startswith("_") and function.__annotations__["return"] == "Algorithm"
     ]
     return {function.__name__: function for function in sorted(found, key=lambda function: function.__code__.co_firstlineno)}
 
@@ -183,7 +192,8 @@ def capitalize(text: str) -> str:
 def describe_metrics(name: str) -> list[tuple[str, str]]:
     """(name, meaning) of the metrics of a preset with its defaults, then of those that come with a further term or with a critic."""
     preset, algorithm = find_presets()[name], example_of(name)
-    rows = {metric: METRICS[metric] for metric in find_metrics(algorithm)}
+    meanings = METRICS | OWN_METRICS.get(name, {})
+    rows = {metric: meanings[metric] for metric in find_metrics(algorithm)}
     for switch in SWITCHES:
         if switch in inspect.signature(preset).parameters:
             arguments = ARGUMENTS.get(name, {}) | {switch: 0.1}

@@ -7,7 +7,9 @@
     truncated(my_module:my_algorithm(beta=0.1))
 
 The text is parsed, never evaluated: only names of presets, references to functions, calls of them, literals and, where a preset takes one,
-the name of a KL estimator (kl=k2) mean something.
+the name of a KL estimator (kl=k2) mean something. A reference imports its module, as `import` does, so name only modules you trust. Of what
+the module holds, only functions that are there to make algorithms are called: written in Python, and either with the return annotation
+`-> Algorithm`, or defined in the .py file that the reference names. os:system, builtins:eval and the like are refused.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import typing
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Union
 
 from rollouts import algorithms
@@ -143,21 +146,24 @@ def create_algorithm(call: PresetCall, max_tokens: int, expression: str | None =
 
 def describe_algorithm(expression: str, max_tokens: int) -> str:
     """The expression with every argument written out, defaults too: dapo -> dapo(clip_low=0.2, clip_high=0.28, epsilon=0.0001)."""
-    return _describe(parse_algorithm(expression), max_tokens)
+    return describe_call(parse_algorithm(expression), max_tokens)
+
+
+def describe_call(call: PresetCall, max_tokens: int) -> str:
+    """describe_algorithm of an expression that is parsed already."""
+    given = _complete(call, max_tokens)
+    defaults = {name: p.default for name, p in _parameters(call.function).items() if p.default is not inspect.Parameter.empty}
+    order = [*_parameters(call.function), *given]
+    values = {name: given.get(name, defaults.get(name)) for name in order if name in given or name in defaults}
+    shown = (
+        f"{key}={describe_call(value, max_tokens) if isinstance(value, PresetCall) else _show(value)}" for key, value in values.items()
+    )
+    return f"{call.name}({', '.join(shown)})"
 
 
 def list_presets() -> str:
     """The known names, for messages."""
     return f"known are {', '.join(sorted(PRESETS))}, or module:function"
-
-
-def _describe(call: PresetCall, max_tokens: int) -> str:
-    given = _complete(call, max_tokens)
-    defaults = {name: p.default for name, p in _parameters(call.function).items() if p.default is not inspect.Parameter.empty}
-    order = [*_parameters(call.function), *given]
-    values = {name: given.get(name, defaults.get(name)) for name in order if name in given or name in defaults}
-    shown = (f"{name}={_describe(value, max_tokens) if isinstance(value, PresetCall) else _show(value)}" for name, value in values.items())
-    return f"{call.name}({', '.join(shown)})"
 
 
 def _show(value: object) -> str:
@@ -205,7 +211,7 @@ def _parse_call(source: _Source, node: ast.expr, depth: int) -> PresetCall:
     reference = source.references.get(head.col_offset)
     name = head.id if reference is None else reference
     if reference is not None:
-        function: Preset = load_function(reference)
+        function: Preset = _load_preset(reference)
     elif name in PRESETS:
         function = PRESETS[name]
     else:
@@ -225,6 +231,21 @@ def _parse_call(source: _Source, node: ast.expr, depth: int) -> PresetCall:
             f"{name} needs the argument {missing!r} {source.place(node.col_offset)}: write {example}. {_list_arguments(name, function)}"
         )
     return PresetCall(name=name, function=function, arguments=arguments, text=source.cut(node))
+
+
+def _load_preset(reference: str) -> Preset:
+    """The function that a reference names, if it is one that makes algorithms; see the docstring of the module."""
+    function, location = load_function(reference), reference.rpartition(":")[0]
+    advice = "write it with def and the return annotation -> Algorithm"
+    if not isinstance(function, types.FunctionType):
+        kind = "a class" if inspect.isclass(function) else f"a {type(function).__name__}"
+        raise ConfigError(f"{reference} is {kind}, expected a Python function that makes an algorithm: {advice}")
+    annotation = _read_hints(function).get("return", function.__annotations__.get("return"))
+    named = isinstance(annotation, str) and annotation.rpartition(".")[2] == "Algorithm"  # where it cannot be resolved
+    from_file = location.endswith(".py") and Path(inspect.unwrap(function).__code__.co_filename).resolve() == Path(location).resolve()
+    if not (annotation is Algorithm or named or from_file):
+        raise ConfigError(f"{reference} does not say that it returns an Algorithm, and is not called: {advice}")
+    return function
 
 
 def _bind(source: _Source, name: str, function: Preset, positional: list[ast.expr], keywords: list[ast.keyword]) -> dict[str, ast.expr]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from integration.algorithm_expression import resolve_algorithm
+from integration.algorithm_expression import PresetCall, create_algorithm, parse_algorithm
 from integration.algorithm_facts import find_kl_coefs
 from rollouts.config import (
     CheckpointConfig,
@@ -141,8 +142,13 @@ class RLSection:
             )
         check_count(self, "overlong_buffer")
         check_not_negative(self, "overlong_penalty")
-        resolve_algorithm(self.algorithm, max_tokens=1)  # a mistake in it must not be found out after the SFT stage
+        _ = self.parsed_algorithm  # a misspelt name must not be found out after the SFT stage
         resolve_filter(self.filter)
+
+    @cached_property
+    def parsed_algorithm(self) -> PresetCall:
+        """The expression `algorithm`, parsed: nothing of it has been called."""
+        return parse_algorithm(self.algorithm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,10 +341,24 @@ class Config:
         budget = response_tokens(self)
         buffer = self.rl.overlong_buffer
         check_setting(buffer <= budget, "rl.overlong_buffer", buffer, f"at most the token budget of a response, {budget}")
-        algorithm = resolve_algorithm(self.rl.algorithm, budget)
-        check_algorithm_settings(self, algorithm)
-        rl_training_config(self, algorithm)
+        rl_training_config(self, None)
         reward_config(self)
+
+    @cached_property
+    def algorithm(self) -> Algorithm:
+        """What rl.algorithm means under the run's token budget. Made when it is first asked for, which a run without RL never does.
+
+        Raises: ConfigError if it cannot be made, or not be trained with these settings.
+        """
+        return create_rl_algorithm(self, response_tokens(self))
+
+
+def create_rl_algorithm(config: Config, max_tokens: int) -> Algorithm:
+    """The algorithm of a configuration under a token budget, checked against its settings. Calls the user's functions, if it has any."""
+    algorithm = create_algorithm(config.rl.parsed_algorithm, max_tokens)
+    check_algorithm_settings(config, algorithm)
+    rl_training_config(config, algorithm, max_tokens)
+    return algorithm
 
 
 def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
@@ -413,10 +433,11 @@ def create_kl_control(config: Config, algorithm: Algorithm) -> KLControl | None:
     return KLControl(kl_coef=float(kl_coef), target=section.target, horizon=section.horizon)
 
 
-def rl_training_config(config: Config, algorithm: Algorithm, max_tokens: int | None = None) -> RLTrainingConfig:
+def rl_training_config(config: Config, algorithm: Algorithm | None, max_tokens: int | None = None) -> RLTrainingConfig:
     """What run_rl_training gets. The embedded engine takes its weights in memory, servers from the disk.
 
     Args:
+        algorithm: None = to check the other settings.
         max_tokens: the token budget of a response; None = response_tokens(config).
     """
     budget, buffer = response_tokens(config) if max_tokens is None else max_tokens, config.rl.overlong_buffer
@@ -439,7 +460,7 @@ def rl_training_config(config: Config, algorithm: Algorithm, max_tokens: int | N
         mask_truncated=config.rl.mask_truncated,
         value_clip=config.critic.value_clip,
         critic_warmup_steps=config.critic.warmup_steps,
-        kl_control=create_kl_control(config, algorithm),
+        kl_control=None if algorithm is None else create_kl_control(config, algorithm),
     )
 
 

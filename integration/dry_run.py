@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from integration.algorithm_expression import describe_algorithm, resolve_algorithm
+from integration.algorithm_expression import describe_call
 from integration.command_line import Mode
 from integration.config import Config, count_critic_updates, count_greedy_samples, count_rl_updates, response_tokens
 from integration.models import read_model_config
 from rollouts.config import to_dict
 from rollouts.errors import ConfigError
-from rollouts.types import Algorithm
 
 PROMPT_TOKENS = 64  # assumed
 SORT_ROW_TOKENS = {"sort": 12, "sort-long": 16}  # prompt and answer of an average problem, rounded up
@@ -40,11 +39,10 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
             facts["SFT tokens"] = f"about {rows * SORT_ROW_TOKENS[config.task]:,}"
     if "rl" in mode:
         per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
-        facts["RL algorithm"] = describe_algorithm(config.rl.algorithm, response_tokens(config))
-        algorithm = resolve_algorithm(config.rl.algorithm, response_tokens(config))
-        facts |= describe_companions(config, algorithm)
+        facts["RL algorithm"] = describe_call(config.rl.parsed_algorithm, response_tokens(config))
+        facts |= describe_companions(config)
         facts["RL samples per step"] = f"{per_step:,} ({config.rl.prompts_per_step} prompts x {config.rl.samples_per_prompt})"
-        greedy = count_greedy_samples(algorithm) * config.rl.prompts_per_step
+        greedy = count_greedy_samples(config.algorithm) * config.rl.prompts_per_step
         if greedy:
             facts["RL greedy samples per step"] = f"{greedy:,}, not trained on"
         facts["RL optimizer steps per step"] = (
@@ -57,9 +55,10 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     return facts
 
 
-def describe_companions(config: Config, algorithm: Algorithm) -> dict[str, str]:
+def describe_companions(config: Config) -> dict[str, str]:
     """Where the models come from that the algorithm needs beside the policy."""
     facts: dict[str, str] = {}
+    algorithm = config.algorithm
     if "ref_log_probs" in algorithm.requires:
         facts["RL reference model"] = config.reference.path or "the policy as RL begins"
     if "values" in algorithm.requires:
@@ -74,7 +73,7 @@ def estimate_memory(config: Config, mode: Mode, model: Any, num_parameters: int)
 
     Reference and critic, where the algorithm has them, count as models of the policy's size.
     """
-    requires = resolve_algorithm(config.rl.algorithm, response_tokens(config)).requires if "rl" in mode else frozenset[str]()
+    requires = config.algorithm.requires if "rl" in mode else frozenset[str]()
     model = model.get_text_config()  # the language model, where there are others beside it
     training = 4 * 4 * num_parameters
     engine = 4 * num_parameters

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from integration.algorithm_expression import resolve_algorithm
 from integration.config import (
     Config,
     count_critic_updates,
     count_greedy_samples,
     count_rl_updates,
+    create_rl_algorithm,
     generation_config,
     resolve_filter,
     response_tokens,
@@ -165,7 +165,7 @@ async def run_rl(
     task = create_task(config, tokenizer, "rl") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "rl")
     budget = generation_config(config, task.max_tokens).max_tokens
-    algorithm = resolve_algorithm(config.rl.algorithm, budget)
+    algorithm = config.algorithm if budget == response_tokens(config) else create_rl_algorithm(config, budget)
     training = rl_training_config(config, algorithm, budget)
     backend = create_backend(config, model, tokenizer, config.rl.optimizer, count_rl_updates(config))
     companions = create_companions(config, algorithm, model, tokenizer, count_critic_updates(config))

@@ -150,6 +150,7 @@ def run(command: CommandLine) -> int:
     config = command.config
     check_data_given(config)
     if "rl" in command.mode:
+        _ = config.algorithm  # what is wrong with it must not be found out after the SFT stage
         check_companions(config)
     if command.dry_run:
         print(describe_run(config, command.mode))

@@ -37,7 +37,16 @@ from rollouts.kl import KLEstimator, bounded, k1, k2, k3
 from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
 from rollouts.losses import clipped_policy_loss, corrected_loss, gmpo_policy_loss, policy_loss
 from rollouts.statistics import batch_mean, group_mean, group_std, leave_one_out_mean
-from rollouts.surrogates import LOG_RATIO_BOUND, clip_fractions, inside_binary_kl, inside_tv, sequence_ratio, token_ratio
+from rollouts.surrogates import (
+    LOG_RATIO_BOUND,
+    cispo_fractions,
+    inside_binary_kl,
+    inside_tv,
+    outside_fractions,
+    sapo_gates,
+    sequence_ratio,
+    token_ratio,
+)
 from rollouts.surrogates import cispo as cispo_surrogate
 from rollouts.surrogates import dppo as dppo_surrogate
 from rollouts.surrogates import reinforce as reinforce_surrogate
@@ -237,7 +246,7 @@ def cispo(clip_high: float = 0.28, clip_low: float = 1.0, epsilon: float = 1e-4)
         loss=partial(
             policy_loss,
             surrogate=partial(cispo_surrogate, low=clip_low, high=clip_high),
-            clip_metrics=partial(clip_fractions, low=clip_low, high=clip_high),
+            clip_metrics=partial(cispo_fractions, low=clip_low, high=clip_high),
         ),
         requires=frozenset({"rollout_log_probs"}),
     )
@@ -260,7 +269,11 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, epsilon: float = 1e-4) -> 
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
-        loss=partial(policy_loss, surrogate=partial(sapo_surrogate, tau_pos=tau_pos, tau_neg=tau_neg)),
+        loss=partial(
+            policy_loss,
+            surrogate=partial(sapo_surrogate, tau_pos=tau_pos, tau_neg=tau_neg),
+            clip_metrics=partial(sapo_gates, tau_pos=tau_pos, tau_neg=tau_neg),
+        ),
         requires=frozenset({"rollout_log_probs"}),
     )
 
@@ -568,7 +581,11 @@ def _dppo(inside: Callable[..., Tensor], low: float, high: float, cap: float, ep
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=token_mean,
-        loss=partial(policy_loss, surrogate=partial(dppo_surrogate, low=low, high=high, inside=inside, cap=cap)),
+        loss=partial(
+            policy_loss,
+            surrogate=partial(dppo_surrogate, low=low, high=high, inside=inside, cap=cap),
+            clip_metrics=partial(outside_fractions, inside=inside, low=low, high=high),
+        ),
         requires=frozenset({"rollout_log_probs"}),
     )
 

@@ -178,6 +178,7 @@ class RolloutConfig:
     batch_size: int  # groups per batch
     n_samples_per_prompt: int = 1  # that are trained on
     n_baseline_samples: int = 0  # further ones in each group that only count in its statistics, for example ReMax's one greedy sample
+    segment_log_probs: bool = False  # whether samples carry them, for decoupled(..., segment_wise=True); see proximal.py
     over_sampling_factor: float = 1.0  # groups in flight per group wanted; what finishes too late is used in the next batch
     generate_fn: Callable[..., Any] | None = None  # (prompt, n[, partial]) -> group; sync or async
     reward_fn: Callable[[Sample], Any] | None = None  # sample -> float; sync or async

@@ -74,7 +74,8 @@ def clip_cov_tokens(
     on = mask > 0
     covariances = token_covariances(log_probs, advantages, mask)
     log_ratio = token_ratio(log_probs.detach(), old_log_probs, mask)
-    clipped = clip_fractions(log_ratio, torch.where(on, advantages, 0.0), low=clip_low, high=clip_high)["clip_fraction"] > 0
+    fractions = clip_fractions(log_ratio, log_probs, torch.where(on, advantages, 0.0), low=clip_low, high=clip_high)
+    clipped = fractions["clip_fraction"] > 0
     candidates = (on & ~clipped & (covariances > cov_low) & (covariances < cov_high)).flatten().nonzero()[:, 0]
     number = min(max(int(fraction * int(on.sum())), 1), candidates.numel())
     if generator is not None:

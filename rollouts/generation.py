@@ -16,7 +16,7 @@ import trio
 from rollouts.chat import Messages, tokenize_prompt
 from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer, parse_prompt
-from rollouts.engines.protocol import InferenceEngine
+from rollouts.engines.protocol import GroupGeneration, InferenceEngine
 from rollouts.errors import ConfigError, GenerationError, raise_single_errors
 from rollouts.generate_fns import UNFINISHED, check_generated_group, describe_function, is_async_function, is_finished, note_prompt
 from rollouts.group_race import CollectedGroups as CollectedGroups
@@ -30,7 +30,7 @@ from rollouts.samples import (
     derive_seed,
     passes_filter,
 )
-from rollouts.types import Group, Prompt, RolloutBatch, Sample, SamplingParams, Status
+from rollouts.types import Completion, Group, Prompt, RolloutBatch, Sample, SamplingParams, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +52,7 @@ async def generate_group(
     partial: Group = (),
     template_kwargs: Mapping[str, Any] | None = None,
     num_greedy: int = 0,
+    one_request: bool = False,
 ) -> Group:
     """Generate the n samples of one prompt at once, and beside them num_greedy greedy ones that are not trained on.
 
@@ -64,12 +65,18 @@ async def generate_group(
             have with the rest of params.max_tokens; finished ones are returned as they are.
         template_kwargs: for the chat template, for example {"enable_thinking": False}.
         num_greedy: 1 for ReMax, whose baseline is the reward of the greedy answer. The n samples are the same with it and without.
+        one_request: ask for the n samples of a group that has no tokens yet in one request, which has the id of the first sample and the
+            seed derive_seed(seed, prompt.index, 0, 0), so they are others than without. Greedy samples, and those of a group that has
+            begun, go one by one all the same.
 
     Returns: n + num_greedy samples in the order of their index (prompt.index * (n + num_greedy) + k), group_index = prompt.index,
         metadata copied from the prompt; the greedy ones are the last and have trainable = False in it.
         Status is COMPLETED, TRUNCATED (max_tokens reached) or ABORTED (the engine was told to abort).
-    Raises: what the engine raises (the error itself, not an ExceptionGroup, where one request failed).
+    Raises: what the engine raises (the error itself, not an ExceptionGroup, where one request failed); ConfigError for one_request where
+        the engine has no GroupGeneration.
     """
+    if one_request:
+        _check_generates_groups(engine)
     prompt = parse_prompt(prompt)
     samples = list(partial or create_pending_group(prompt, n, num_baseline=num_greedy))
     assert len(samples) == n + num_greedy, f"partial has {len(samples)} samples, expected n + num_greedy = {n} + {num_greedy}"
@@ -86,17 +93,39 @@ async def generate_group(
         request = params.new(max_tokens=params.max_tokens - num_done, seed=derive_seed(seed, prompt.index, k, num_done))
         if k >= n:
             request = request.new(greedy=True, top_p=1.0, top_k=0, min_p=0.0)
-        completion = await engine.generate(tokens, request, request_id=make_request_id(prompt.index, k))
-        response_tokens = [*tokens[len(prompt_tokens) :], *completion.output_tokens]
-        text = str(tokenizer.decode(response_tokens, skip_special_tokens=True))
-        samples[k] = completion_to_sample(pending, prompt_tokens, completion, text)
+        add_completion(k, await engine.generate(tokens, request, request_id=make_request_id(prompt.index, k)))
 
+    async def generate_together() -> None:
+        assert isinstance(engine, GroupGeneration)
+        request = params.new(seed=derive_seed(seed, prompt.index, 0, 0))
+        completions = await engine.generate_group(prompt_tokens, request, n, request_id=make_request_id(prompt.index, 0))
+        assert len(completions) == n, f"the engine returned {len(completions)} completions for n = {n}"
+        for k, completion in enumerate(completions):
+            add_completion(k, completion)
+
+    def add_completion(k: int, completion: Completion) -> None:
+        response_tokens = [*(samples[k].tokens or prompt_tokens)[len(prompt_tokens) :], *completion.output_tokens]
+        text = str(tokenizer.decode(response_tokens, skip_special_tokens=True))
+        samples[k] = completion_to_sample(samples[k], prompt_tokens, completion, text)
+
+    # a group that has begun must not get the same seed again: its new samples could repeat finished ones
+    together = one_request and all(sample.status in UNFINISHED and sample.tokens in ((), prompt_tokens) for sample in samples[:n])
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
+            if together:
+                nursery.start_soon(generate_together)
             for k, sample in enumerate(samples):
-                if sample.status in UNFINISHED:
+                if sample.status in UNFINISHED and not (together and k < n):
                     nursery.start_soon(generate_sample, k)
     return tuple(samples)
+
+
+def _check_generates_groups(engine: InferenceEngine) -> None:
+    if not isinstance(engine, GroupGeneration):
+        raise ConfigError(
+            f"{getattr(engine, 'name', type(engine).__name__)} cannot generate a group in one request: it has no generate_group(). Set "
+            "one_request_per_group to false for it"
+        )
 
 
 def create_generate_fn(
@@ -107,6 +136,7 @@ def create_generate_fn(
     seed: int = 0,
     template_kwargs: Mapping[str, Any] | None = None,
     num_greedy: int = 0,
+    one_request_per_group: bool = False,
 ) -> Callable[..., Awaitable[Group]]:
     """The generate function of single-turn rollouts, for RolloutConfig.generate_fn.
 
@@ -114,17 +144,30 @@ def create_generate_fn(
         engines: at least one. The prompt with index i goes to engine i % len(engines), so the same run asks the same engine again.
         params, seed, template_kwargs: see generate_group.
         num_greedy: greedy samples beside the n of each call; the same as RolloutConfig.n_baseline_samples.
+        one_request_per_group: one request for the n samples of a group, where it is new; see generate_group.
 
     Returns: async generate_fn(prompt, n, partial=()) -> Group, which continues unfinished groups.
+    Raises: ConfigError if there is no engine, or one cannot generate a group in one request although it is to.
     """
     if not engines:
         raise ConfigError("there are no engines to generate with (found 0): pass at least one")
     serving = tuple(engines)
+    if one_request_per_group:
+        for engine in serving:
+            _check_generates_groups(engine)
 
     async def generate_fn(prompt: Prompt, n: int, partial: Group = ()) -> Group:
-        engine = serving[prompt.index % len(serving)]
         return await generate_group(
-            engine, tokenizer, prompt, n, params, seed=seed, partial=partial, template_kwargs=template_kwargs, num_greedy=num_greedy
+            serving[prompt.index % len(serving)],
+            tokenizer,
+            prompt,
+            n,
+            params,
+            seed=seed,
+            partial=partial,
+            template_kwargs=template_kwargs,
+            num_greedy=num_greedy,
+            one_request=one_request_per_group,
         )
 
     return generate_fn

@@ -58,7 +58,7 @@ def policy_loss(
     unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
     reweigh: Reweigh | None = None,
-    clip_metrics: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
+    clip_metrics: Callable[[Tensor, Tensor, Tensor], Mapping[str, Tensor]] | None = None,
 ) -> LossOutput:
     """sum(loss_weights * (importance_weights * surrogate + kl_coef * kl - entropy_coef * entropy)).
 
@@ -70,7 +70,7 @@ def policy_loss(
             (DeepSeek-V3.2 2025, section 3.1).
         reweigh: (log_probs without gradient, batch) -> weights # [B, T] of the policy term that depend on the current policy, for example
             a mask of rows that have drifted too far.
-        clip_metrics: (log_ratio, advantages) -> further per-token metrics.
+        clip_metrics: (log_ratio, log_probs, advantages) without gradient -> what the surrogate did, further per-token metrics.
 
     Returns: the loss (a sum, so micro-batches add up); metrics are means over tokens with loss_mask > 0. Where the batch has the columns:
         importance_weight, dropped_fraction (weight 0), rollout_kl (k1 of KL(rollout || anchor)).
@@ -108,7 +108,7 @@ def policy_loss(
     else:
         assert entropy_coef == 0.0, f"entropy_coef is {entropy_coef}, but outputs.entropy is None: add 'entropy' to Algorithm.requires"
     if clip_metrics is not None:
-        extra.update(clip_metrics(log_ratio.detach(), advantages))
+        extra.update(clip_metrics(log_ratio.detach(), log_probs.detach(), advantages))
     if batch.old_log_probs is not None and batch.rollout_log_probs is not None:
         extra["rollout_kl"] = _where(mask, batch.rollout_log_probs) - anchor  # k1 of KL(rollout || anchor)
     metrics = _ratio_metrics(log_ratio, log_probs, batch.loss_mask) | {name: _mean(x, batch.loss_mask) for name, x in extra.items()}
@@ -181,7 +181,8 @@ def gmpo_policy_loss(
     )
     anchor = batch.old_log_probs if batch.old_log_probs is not None else batch.rollout_log_probs
     assert anchor is not None, "gmpo_policy_loss needs batch.old_log_probs or batch.rollout_log_probs"
-    each = clip_fractions(token_ratio(outputs.log_probs, anchor, mask).detach(), advantages, low=-math.expm1(-low), high=math.expm1(high))
+    log_probs = outputs.log_probs.detach()
+    each = clip_fractions(token_ratio(log_probs, anchor, mask), log_probs, advantages, low=-math.expm1(-low), high=math.expm1(high))
     return LossOutput(loss, {**metrics, **{name: _mean(x, mask) for name, x in each.items()}})
 
 

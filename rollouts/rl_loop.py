@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -26,9 +26,9 @@ from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.kl_control import KLControl, update_kl_control
 from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
+from rollouts.requirements import check_requirements
 from rollouts.samples import derive_seed, select_trainable, with_reward
 from rollouts.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
-from rollouts.train_on_rollouts import check_requirements
 from rollouts.train_on_rollouts import train_on_rollouts as train_on_rollouts
 from rollouts.training_steps import (
     EvaluateFn,
@@ -45,7 +45,7 @@ CRITIC_DIRECTORY = "critic"
 
 
 class RolloutSource(Protocol):
-    """What the loop needs of a rollout manager."""
+    """What the loop needs of a rollout manager. One that is also a requirements.ConfiguredSource can serve every algorithm."""
 
     async def generate_batch(self) -> RolloutBatch:
         """The next batch: rewarded, filtered, whole groups in the order of their prompts."""
@@ -61,16 +61,6 @@ class RestorableRolloutSource(RolloutSource, Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of state_dict."""
-        ...
-
-
-@runtime_checkable
-class BaselineSource(Protocol):
-    """A rollout source that says beforehand how many samples of each group are not trained on."""
-
-    @property
-    def num_baseline_samples(self) -> int:
-        """For example 1, the greedy one of ReMax."""
         ...
 
 
@@ -183,12 +173,8 @@ async def run_rl_training(
     Raises: ConfigError before the first rollout; what the manager, the engines and the backend raise.
     """
     algorithm = resolve_algorithm(config)
-    check_requirements(algorithm, reference, critic, backend=backend, controls_kl=config.kl_control is not None)
-    if "greedy_rows" in algorithm.requires and isinstance(rollout_manager, BaselineSource) and not rollout_manager.num_baseline_samples:
-        raise ConfigError(
-            "the algorithm requires greedy_rows, an answer in each group that is not trained on: pass a rollout_manager with "
-            "RolloutConfig(n_baseline_samples=1, generate_fn=create_generate_fn(..., num_greedy=1))"
-        )
+    controls_kl = config.kl_control is not None
+    check_requirements(algorithm, reference, critic, backend=backend, source=rollout_manager, controls_kl=controls_kl)
     if config.critic_warmup_steps and critic is None:
         raise ConfigError(f"critic_warmup_steps is {config.critic_warmup_steps}, but there is no critic: pass critic=, or set it to 0")
     saver = None if checkpoint_dir is None and config.weight_sync == "memory" else require_checkpointing(backend)

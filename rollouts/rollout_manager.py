@@ -81,9 +81,9 @@ class AsyncRolloutManager:
             self.request_abort()
 
     @property
-    def num_baseline_samples(self) -> int:
-        """Samples of each group that are not trained on."""
-        return self._config.n_baseline_samples
+    def config(self) -> RolloutConfig:
+        """What its batches are."""
+        return self._config
 
     @property
     def partial_samples(self) -> tuple[Sample, ...]:

@@ -222,8 +222,12 @@ def sapo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, tau_pos: f
     """
     assert tau_pos > 0, f"tau_pos is {tau_pos}, expected more than 0"
     assert tau_neg > 0, f"tau_neg is {tau_neg}, expected more than 0"
-    tau = torch.where(advantages > 0, torch.full_like(advantages, tau_pos), torch.full_like(advantages, tau_neg))
+    tau = _sapo_temperatures(advantages, tau_pos, tau_neg)
     return -advantages * torch.sigmoid(tau * (finite_exp(log_ratio) - 1)) * 4 / tau
+
+
+def _sapo_temperatures(advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
+    return torch.where(advantages > 0, torch.full_like(advantages, tau_pos), torch.full_like(advantages, tau_neg))
 
 
 def dro(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, beta: float = 0.1) -> Tensor:
@@ -366,10 +370,10 @@ def penalized_ratio(
     return policy + penalty * log_ratio.square()
 
 
-# -- what a clip did
+# -- what a surrogate did: # [B, T] each, from its own arguments
 
 
-def clip_fractions(log_ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
+def clip_fractions(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
     """At which tokens the clip is active, that is, where it removes the gradient: # [B, T] of 0 and 1 each."""
     ratio = log_ratio.exp()
     below = ((ratio < 1 - low) & (advantages < 0)).to(log_ratio.dtype)
@@ -378,10 +382,29 @@ def clip_fractions(log_ratio: Tensor, advantages: Tensor, *, low: float, high: f
 
 
 def cispo_fractions(
-    log_ratio: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 0.28, cap: float | None = None
+    log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 0.28, cap: float | None = None
 ) -> dict[str, Tensor]:
     """Where CISPO bounds the weight, whatever the advantage (the gradient stays): # [B, T] of 0 and 1; arguments as in cispo."""
     ratio = log_ratio.exp()
     below = (ratio < 1 - low).to(log_ratio.dtype)
     above = (ratio > (1 + high if cap is None else cap)).to(log_ratio.dtype)
     return {"clip_fraction": below + above, "clip_fraction_low": below, "clip_fraction_high": above}
+
+
+def outside_fractions(
+    log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, inside: Callable[..., Tensor], low: float, high: float
+) -> dict[str, Tensor]:
+    """Which tokens have left DPPO's trust region and lost their gradient: # [B, T] of 0 and 1 each; arguments as in dppo."""
+    outside = ~inside(log_ratio, log_probs, advantages, low=low, high=high)
+    below = (outside & (advantages < 0)).to(log_ratio.dtype)
+    above = (outside & (advantages > 0)).to(log_ratio.dtype)
+    return {"outside_fraction": below + above, "outside_fraction_low": below, "outside_fraction_high": above}
+
+
+def sapo_gates(
+    log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05
+) -> dict[str, Tensor]:
+    """The share of the gradient of -A r that SAPO's gate leaves: # [B, T], 4 s (1 - s) with s = sigmoid(tau (r - 1)), so 1 at r = 1."""
+    tau = _sapo_temperatures(advantages, tau_pos, tau_neg)
+    gate = torch.sigmoid(tau * (finite_exp(log_ratio) - 1))
+    return {"gate": 4 * gate * (1 - gate)}

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.protocol import TrainingBackend
-from rollouts.backends.token_spec import DescribesTokens, explain_token_differences
 from rollouts.batching import plan_minibatches, select_rows
 from rollouts.errors import ConfigError, DataError
 from rollouts.estimators import check_advantages
 from rollouts.kl_control import measure_kl
 from rollouts.loss_weights import token_mean
 from rollouts.losses import value_loss
+from rollouts.requirements import POLICY_COLUMNS, SAMPLE_COLUMNS
 from rollouts.samples import derive_seed
 from rollouts.training_steps import (
     Metrics,
@@ -29,61 +29,6 @@ from rollouts.training_steps import (
 )
 from rollouts.types import Algorithm, LossFn, LossOutput, TokenOutputs, TrainBatch
 
-POLICY_COLUMNS = ("old_log_probs", "prox_log_probs")
-"""Log-probs of the policy before its first update on the batch."""
-
-SAMPLE_COLUMNS = ("rollout_log_probs", "segment_log_probs")
-"""What comes with the samples."""
-
-
-def check_requirements(
-    algorithm: Algorithm,
-    reference: TrainingBackend | None,
-    critic: TrainingBackend | None = None,
-    *,
-    backend: TrainingBackend | None = None,
-    controls_kl: bool = False,
-) -> None:
-    """Raise ConfigError if the loop cannot do what the algorithm requires. Called before the first rollout.
-
-    A critic that the algorithm does not need is refused, because it would cost as much as the policy and change nothing. A reference
-    that is not needed is not touched.
-
-    Args:
-        backend: the policy, whose tokens a critic must know.
-        controls_kl: whether a KL controller sets the coefficient of the algorithm's KL term.
-    """
-    fillable = {*POLICY_COLUMNS, *SAMPLE_COLUMNS, "ref_log_probs", "values", "entropy", "greedy_rows"}  # the last are looked for in a batch
-    unknown = sorted(algorithm.requires - fillable)
-    if unknown:
-        raise ConfigError(f"the algorithm requires {unknown}, which this loop cannot fill; it can fill {sorted(fillable)}")
-    if "ref_log_probs" in algorithm.requires and reference is None:
-        raise ConfigError(
-            "the algorithm requires ref_log_probs (it has a KL term): pass reference=backend of the frozen model, or set kl_coef=0"
-        )
-    if controls_kl and "ref_log_probs" not in algorithm.requires:
-        raise ConfigError(
-            "kl_control is set, but the algorithm has no KL term (it does not require ref_log_probs): "
-            "choose one with kl_coef > 0, or set kl_control=None"
-        )
-    if "values" in algorithm.requires and critic is None:
-        raise ConfigError("the algorithm requires values: pass critic=a backend with a value head, for example create_critic_backend(...)")
-    if critic is not None:
-        if "values" not in algorithm.requires:
-            raise ConfigError("critic= was given, but the algorithm does not require values: leave it out, or choose one that does (ppo)")
-        if backend is not None:
-            _check_critic_tokens(backend, critic)
-
-
-def _check_critic_tokens(backend: TrainingBackend, critic: TrainingBackend) -> None:
-    known, other = (b.token_spec if isinstance(b, DescribesTokens) else None for b in (backend, critic))
-    differences = [] if known is None or other is None else explain_token_differences(known, other)
-    if differences:
-        raise ConfigError(
-            f"the critic's tokenizer differs from the policy's: {'; '.join(differences)}. "
-            "Make the critic from the policy's model directory, or from one of the same family"
-        )
-
 
 def select_log_probs(outputs: TokenOutputs) -> Tensor:
     """The output function of a log-prob pass."""
@@ -91,8 +36,9 @@ def select_log_probs(outputs: TokenOutputs) -> Tensor:
 
 
 def select_values(outputs: TokenOutputs) -> Tensor:
-    """The output function of a critic's pass."""
-    assert outputs.values is not None, "the critic's outputs have no values: it needs a value head, see create_critic_backend"
+    """The output function of a critic's pass. Raises ConfigError if the backend has no value head."""
+    if outputs.values is None:
+        raise ConfigError("critic= computes no values: it needs a value head, make it with create_critic_backend(...)")
     return outputs.values
 
 

@@ -247,6 +247,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "surrogates.py",
+        "tokens inside the region count as outside",
+        "outside = ~inside(",
+        "outside = inside(",
+        ("test_surrogates.py::test_fractions_count_the_tokens_whose_gradient_the_clip_takes",),
+    ),
+    Mutation(
+        "surrogates.py",
+        "the gate is that of the value, not of the gradient",
+        'return {"gate": 4 * gate * (1 - gate)}',
+        'return {"gate": gate}',
+        ("test_surrogates.py::test_the_gate_of_sapo_is_what_it_leaves_of_the_gradient",),
+    ),
+    Mutation(
+        "surrogates.py",
         "clip fractions count the wrong signs",
         "below = ((ratio < 1 - low) & (advantages < 0))",
         "below = ((ratio < 1 - low) & (advantages > 0))",
@@ -486,6 +500,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "(mask.sum() if num_tokens is None else mask.new_tensor(num_tokens))",
         "mask.sum()",
         (parity("losses/prime_default_dppo"),),
+    ),
+    Mutation(
+        "loss_weights.py",
+        "the rows of the whole step are ignored",
+        "    if num_rows is not None:\n        return mask.new_tensor(num_rows)",
+        "    if num_rows is not None:\n        return (mask.sum(1) > 0).sum().to(mask.dtype)",
+        ("test_algorithms.py::test_ranks_that_see_their_own_groups_only_have_the_gradient_of_one",),
+    ),
+    Mutation(
+        "statistics.py",
+        "a mean is of one rank only",
+        "total, count = sums if all_reduce is None else all_reduce(sums)",
+        "total, count = sums",
+        ("test_algorithms.py::test_ranks_that_see_their_own_groups_only_have_the_gradient_of_one",),
     ),
     Mutation(
         "loss_weights.py",

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from integration.algorithm_expression import MAX_DEPTH, MAX_LENGTH, PRESETS, describe_algorithm, parse_algorithm, resolve_algorithm
+from integration.train import main
 from rollouts import algorithms
 from rollouts.errors import ConfigError
 from rollouts.kl import k3
@@ -223,7 +224,10 @@ KNOWN = "nown are .*grpo, .*reinforce, .*rloo.*, or module:function"
         ("own.py:two(grpo, own.py:out_of_range)", "^own.py:out_of_range: beta is 0.1, .* .in 'own.py:two.grpo, own.py:out_of_range.'"),
         ("own.py:broken", "own.py:broken raised ZeroDivisionError: division by zero"),
         ("own.py:no_algorithm", "own.py:no_algorithm returned a float, expected an Algorithm"),
-        ("time:time", "time:time returned a float, expected an Algorithm"),
+        ("time:time", "time:time is a builtin_function_or_method, expected a Python function that makes an algorithm"),
+        ("own.py:Algorithm", "own.py:Algorithm is a class, expected a Python function"),
+        ("own.py:partial", "own.py:partial is a class, expected a Python function"),
+        ("own.py:replace", "own.py:replace does not say that it returns an Algorithm, and is not called: .* -> Algorithm"),
         # syntax
         ("grpo(", "cannot read the algorithm 'grpo\\(': .* at column 5"),
         ("grpo)", "cannot read the algorithm .* at column 5"),
@@ -300,6 +304,77 @@ def test_a_mistake_is_refused_with_its_place_and_what_to_do(expression: str, mes
 def test_nothing_but_presets_references_and_literals_is_read(expression: str, own: Path):
     refusal(expression)
     assert not (own.parent / "evil").exists()
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "os:system('touch evil')",
+        "builtins:eval('1 + 1')",
+        "builtins:exec",
+        "subprocess:run('touch evil', shell=True)",
+        "subprocess:getoutput('touch evil')",
+        "functools:partial",
+        "operator:call",
+        "operator:add(1, 2)",
+        "operator:methodcaller('x')",
+        "shutil:copy('own.py', 'evil')",
+        "decoupled(os:system('touch evil'))",
+        "rollouts.rewards.answers:load_module('evil.py')",
+        "rollouts.types:Algorithm",
+    ],
+)
+def test_nothing_but_a_function_that_makes_algorithms_is_called(expression: str, own: Path):
+    assert re.search("is a (class|builtin_function_or_method)|does not say that it returns an Algorithm", refusal(expression))
+    assert not (own.parent / "evil").exists()
+
+
+ELSEWHERE = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+import functools
+import rollouts.algorithms as presets
+import rollouts.types
+if TYPE_CHECKING:
+    from rollouts.types import Algorithm
+
+def named(x: float = 1.0) -> Algorithm:
+    return presets.grpo()
+
+def dotted(x: float = 1.0) -> rollouts.types.Algorithm:
+    return presets.grpo()
+
+def silent():
+    return presets.grpo()
+
+@functools.lru_cache
+def cached() -> Algorithm:
+    return presets.grpo()
+
+def other() -> float:
+    return 1.0
+"""
+
+
+def test_of_a_module_only_functions_that_say_they_return_an_algorithm_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "elsewhere_module.py").write_text(ELSEWHERE)
+    for name in ("named", "dotted", "named(x=2)"):
+        assert repr(resolve(f"elsewhere_module:{name}")) == repr(algorithms.grpo())
+    for name in ("silent", "other", "cached"):
+        refusal(f"elsewhere_module:{name}")
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(resolve("elsewhere_module.py:silent"), Algorithm)
+
+
+def test_a_configuration_cannot_call_what_makes_no_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.json").write_text('{"rl": {"algorithm": "os:system(\'touch evil\')"}}')
+    assert main(["--config", "c.json", "--dry-run"]) == 2
+    assert "error: os:system is a builtin_function_or_method" in capsys.readouterr().err
+    assert not (tmp_path / "evil").exists()
 
 
 @given(st.text(alphabet="grpodapo()=,.'\"*[]{}:-+0123456789 \n\\é_", max_size=60))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from oracles_algorithms import Step
 
 from rollouts import algorithms
+from rollouts.advantages import in_unequal_group
 from rollouts.algorithms import (
     chain,
     cispo,
@@ -42,7 +45,9 @@ from rollouts.algorithms import (
 )
 from rollouts.batching import select_rows
 from rollouts.errors import ConfigError, DataError
-from rollouts.estimators import estimate_opo, estimate_optimal_token_baseline, estimate_vtrace
+from rollouts.estimators import estimate_gpg, estimate_group_relative, estimate_opo, estimate_optimal_token_baseline, estimate_vtrace
+from rollouts.loss_weights import trained_mask
+from rollouts.statistics import AllReduce, batch_mean, masked_mean, whiten
 from rollouts.types import Algorithm, TokenOutputs, TrainBatch, Transform
 
 CASES: dict[str, tuple[Algorithm, Callable[[Step], Any]]] = {
@@ -90,7 +95,7 @@ WRAPPERS = {"decoupled", "recomputed", "truncated"}
 PRESETS = {
     name: function
     for name, function in inspect.getmembers(algorithms, inspect.isfunction)
-    if function.__module__ == algorithms.__name__ and not name.startswith("_") and name != "chain"
+    if function.__module__ == algorithms.__name__ and not name.startswith("_") and function.__annotations__["return"] == "Algorithm"
 }
 
 
@@ -246,6 +251,81 @@ def test_ranks_that_sum_their_gradients_have_the_gradient_of_one(name: str):
     close(shares[1], gradient)
 
 
+class Ranks:
+    """Threads that stand for the processes of data parallelism."""
+
+    def __init__(self, number: int):
+        self.barrier, self.slots = threading.Barrier(number, timeout=20), [torch.zeros(())] * number
+
+    def all_reduce(self, rank: int, sums: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, which must all call this."""
+        self.slots[rank] = sums
+        self.barrier.wait()
+        total = torch.stack(self.slots).sum(0)
+        self.barrier.wait()
+        return total
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(self.slots)) as pool:
+            return list(pool.map(work, range(len(self.slots))))
+
+
+def mean_over_ranks(rewards: torch.Tensor, group_ids: torch.Tensor, *, all_reduce: AllReduce) -> torch.Tensor:
+    return masked_mean(rewards, torch.ones_like(rewards), all_reduce=all_reduce).expand_as(rewards)
+
+
+def estimate_on_a_rank(algorithm: Algorithm, batch: TrainBatch, all_reduce: AllReduce) -> TrainBatch:
+    """The preset's estimate on whole groups, its statistics over rows and tokens taken over all ranks."""
+    estimate = algorithm.estimate if isinstance(algorithm.estimate, partial) else partial(algorithm.estimate)
+    if estimate.keywords.get("mean_level") is batch_mean:
+        return partial(estimate, mean_level=partial(mean_over_ranks, all_reduce=all_reduce))(batch)
+    if estimate.func is estimate_gpg:
+        centered = estimate_group_relative(batch, std_level=None)
+        counts = torch.tensor([batch.num_rows, int(in_unequal_group(batch.rewards, batch.group_ids).sum())], dtype=torch.float64)
+        rows, valid = all_reduce(counts)
+        return replace(centered, advantages=centered.advantages * rows / valid / estimate.keywords["f_norm"])
+    if "whiten" in inspect.signature(estimate).parameters:
+        plain = partial(estimate, whiten=False)(batch)
+        return replace(plain, advantages=whiten(plain.advantages, trained_mask(batch), all_reduce=all_reduce))
+    return estimate(batch)
+
+
+def weigh_on_a_rank(algorithm: Algorithm, batch: TrainBatch, all_reduce: AllReduce) -> torch.Tensor:
+    """The preset's weights with the denominator of the whole step."""
+    mask = trained_mask(batch)
+    if "num_tokens" in inspect.signature(algorithm.weigh).parameters:
+        return partial(algorithm.weigh, num_tokens=float(all_reduce(mask.sum())))(batch)
+    return partial(algorithm.weigh, num_rows=float(all_reduce((mask.sum(1) > 0).sum())))(batch)
+
+
+@pytest.mark.parametrize("with_an_idle_rank", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_that_see_their_own_groups_only_have_the_gradient_of_one(name: str, with_an_idle_rank: bool):
+    algorithm, _ = CASES[name]
+    log_probs, batch = make_rollouts(5, 9, 6, with_greedy=name == "remax")
+    if with_an_idle_rank:
+        idle = batch.group_ids == batch.group_ids[0]
+        batch = replace(batch, loss_mask=torch.where(idle[:, None], 0.0, batch.loss_mask))
+    batch = with_columns(algorithm, batch, 5)
+    loss, gradient = run(algorithm, log_probs, batch)
+    shares = [(batch.group_ids == group).nonzero()[:, 0].tolist() for group in batch.group_ids.unique()]
+    assert len(shares) > 2
+    ranks = Ranks(len(shares))
+
+    def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        own, all_reduce = select_rows(batch, shares[rank]), partial(ranks.all_reduce, rank)
+        leaf = log_probs[shares[rank], : own.tokens.shape[1]].clone().requires_grad_()
+        step = estimate_on_a_rank(algorithm, own, all_reduce)
+        step = replace(step, loss_weights=weigh_on_a_rank(algorithm, step, all_reduce))
+        part = algorithm.loss(TokenOutputs(log_probs=leaf, entropy=entropy_of(leaf)), step).loss
+        return part.detach(), torch.autograd.grad(part, leaf)[0]
+
+    found = ranks.run(work)
+    close(torch.stack([part for part, _ in found]).sum(), loss)
+    for rows, (_, own) in zip(shares, found, strict=True):
+        close(own, gradient[rows, : own.shape[1]])
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_each_preset_has_an_oracle_of_its_name_and_a_case(name: str):
     assert hasattr(oracles_algorithms, name), f"tests/oracles_algorithms.py has no {name}: write the paper's loss as a loop"
@@ -263,6 +343,9 @@ def test_algorithms_are_values_and_their_parts_print(name: str):
     assert "lambda" not in repr(algorithm)
 
 
+ADVANTAGES_OF_MORE_THAN_REWARDS = {"reinforce_plus_plus", "ppo", "ppo, all terms"}  # a KL penalty on tokens, a critic's values
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equal_rewards_give_a_policy_gradient_of_zero_and_nothing_that_is_not_finite(name: str):
     algorithm, _ = CASES[name]
@@ -271,8 +354,26 @@ def test_equal_rewards_give_a_policy_gradient_of_zero_and_nothing_that_is_not_fi
     loss, gradient = run(algorithm, log_probs, batch)
     assert bool(torch.isfinite(loss))
     assert bool(torch.isfinite(gradient).all())
-    if not algorithm.requires & {"ref_log_probs", "values", "entropy"} and not name.startswith("reinforce_plus_plus,"):
+    if name in ADVANTAGES_OF_MORE_THAN_REWARDS:
+        return
+    estimated = algorithm.estimate(batch)
+    assert float(estimated.advantages.abs().sum()) == 0.0
+    if not algorithm.requires & {"ref_log_probs", "entropy"}:
         assert float(gradient.abs().sum()) == 0.0
+    else:  # what is left is the gradient of the KL and entropy terms, whatever the clip
+        other = dict(algorithm.loss.keywords) | {"low": 0.5, "high": 0.5, "dual": None}
+        expected = run(replace(algorithm, loss=partial(algorithm.loss.func, **other)), log_probs, batch)[1]
+        assert float(expected.abs().sum()) > 0.0
+        assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("preset", [grpo, dapo, gspo, gmpo, cispo, sapo, dppo, dppo_kl], ids=lambda preset: preset.__name__)
+def test_equal_rewards_need_no_epsilon(preset: Callable[..., Algorithm]):
+    log_probs, batch = make_rollouts(7, 6, 5)
+    equal = batch.group_ids == batch.group_ids[0]
+    batch = replace(batch, rewards=torch.where(equal, 0.7, batch.rewards))
+    assert float(preset(epsilon=0.0).estimate(batch).advantages[equal].abs().sum()) == 0.0
+    assert bool(torch.isfinite(run(preset(epsilon=0.0), log_probs, batch)[1]).all())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -285,8 +386,11 @@ def test_a_batch_that_is_masked_out_has_loss_and_gradient_zero(name: str):
     assert float(gradient.abs().sum()) == 0.0
 
 
+BASELINES_BEYOND_THE_GROUP = {"reinforce", "reinforce_plus_plus", "ppo"}  # which groups there are does not matter to them
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_groups_of_one_are_defined(name: str):
+def test_groups_of_one_have_advantage_zero_where_the_group_is_the_baseline(name: str):
     algorithm, _ = CASES[name]
     log_probs, batch = make_rollouts(7, 5, 5)
     batch = with_columns(algorithm, replace(batch, group_ids=torch.arange(5)), 7)
@@ -297,6 +401,13 @@ def test_groups_of_one_are_defined(name: str):
     loss, gradient = run(algorithm, log_probs, batch)
     assert bool(torch.isfinite(loss))
     assert bool(torch.isfinite(gradient).all())
+    advantages = algorithm.estimate(batch).advantages
+    if name.split(",")[0] in BASELINES_BEYOND_THE_GROUP:
+        together = algorithm.estimate(replace(batch, group_ids=torch.zeros(5, dtype=torch.int64)))
+        assert torch.equal(advantages, together.advantages)
+        assert float(advantages.abs().sum()) > 0.0
+    else:
+        assert float(advantages.abs().sum()) == 0.0
 
 
 def far_off(columns: tuple[str, ...], log_ratio: float, batch: TrainBatch, log_probs: torch.Tensor):
@@ -343,6 +454,25 @@ def test_a_token_far_off_leaves_loss_gradient_and_metrics_finite(name: str, log_
         assert all(bool(torch.isfinite(value)) for value in metrics.values()), metrics
         if sign == 0.0 and not algorithm.requires & {"ref_log_probs", "entropy"}:
             assert float(leaf.grad.abs().sum()) == 0.0
+
+
+def test_presets_report_what_their_surrogate_did():
+    log_probs, batch = make_rollouts(3, 6, 5)
+    log_probs, batch = far_off(ANCHORS, 3.0, batch, log_probs)
+
+    def metrics_of(algorithm: Algorithm, sign: float) -> Mapping[str, float]:
+        step = replace(batch, advantages=sign * batch.loss_mask, loss_weights=batch.loss_mask)
+        return {name: float(x) for name, x in algorithm.loss(TokenOutputs(log_probs=log_probs), step).metrics.items()}
+
+    for sign in (1.0, -1.0):  # CISPO bounds a weight whatever the advantage; a clip takes the gradient only of what goes on rising
+        ratio = (log_probs - batch.rollout_log_probs).exp()[batch.loss_mask > 0]
+        bounded = float((ratio > 1.28).double().mean())
+        assert metrics_of(cispo(), sign)["clip_fraction"] == pytest.approx(bounded)
+        assert metrics_of(cispo(), sign)["clip_fraction_low"] == 0
+        assert (metrics_of(dppo(), sign)["outside_fraction"] > 0) == (sign > 0)
+        assert 0 < metrics_of(sapo(), sign)["gate"] < 1
+    assert metrics_of(dapo(clip_high=0.28), 1.0)["clip_fraction_high"] == pytest.approx(bounded)
+    assert metrics_of(dapo(clip_high=0.28), -1.0)["clip_fraction_high"] == 0
 
 
 def to_float32(batch: TrainBatch) -> TrainBatch:

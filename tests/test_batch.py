@@ -108,7 +108,7 @@ async def test_cancelling_drops_what_is_in_flight_and_the_manager_goes_on(tokeni
     assert len((await manager.generate_batch(PROMPTS, max_tokens=3)).sequences) == 10
 
 
-async def test_calls_may_overlap(tokenizer: Any, autojump_clock: trio.testing.MockClock) -> None:
+async def test_calls_may_overlap(tokenizer: Any) -> None:
     engine = InProcessEngine(create_tiny_model(), tokenizer)
     manager = BatchInferenceManager(engine, tokenizer, batch_size=4)
     found: dict[int, list[str]] = {}

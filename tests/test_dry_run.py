@@ -21,6 +21,7 @@ from integration.config import (
 from integration.dry_run import count_parameters, derive_numbers, describe_run, format_bytes
 from integration.models import create_model, read_model_config
 from integration.stages import create_task
+from integration.train import main
 from rollouts.config import from_dict
 from rollouts.errors import ConfigError
 
@@ -51,6 +52,36 @@ def test_the_algorithm_is_shown_with_every_argument():
     assert derive_numbers(config, "rl")["RL algorithm"] == "dr_grpo(max_tokens=36, clip_low=0.1, clip_high=0.2)"
     config = Config(task="sort-long", rl=RLSection(algorithm="dr_grpo"))
     assert derive_numbers(config, "rl")["RL algorithm"].startswith("dr_grpo(max_tokens=10, ")
+
+
+COUNTED = """
+import pathlib
+from rollouts.algorithms import dr_grpo
+from rollouts.types import Algorithm
+
+def own(max_tokens: int) -> Algorithm:
+    with pathlib.Path("calls").open("a") as file:
+        file.write(f"{max_tokens} ")
+    return dr_grpo(max_tokens)
+"""
+
+
+@pytest.mark.parametrize(("mode", "calls"), [("rl", "8 "), ("sft+rl", "8 "), ("sft", "")])
+def test_an_algorithm_of_the_users_is_made_once_with_the_real_budget_and_only_for_rl(
+    mode: str, calls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(COUNTED)
+    (tmp_path / "calls").touch()
+    assert main(["--mode", mode, "--rl.algorithm", "decoupled(own.py:own)", "--dry-run"]) == 0
+    assert (tmp_path / "calls").read_text() == calls
+    assert ("RL algorithm" in capsys.readouterr().out) == (mode != "sft")
+
+
+def test_an_algorithm_that_cannot_be_made_does_not_matter_to_sft(capsys: pytest.CaptureFixture[str]):
+    assert main(["--mode", "sft", "--rl.algorithm", "dapo(clip_low=3)", "--dry-run"]) == 0
+    assert main(["--mode", "rl", "--rl.algorithm", "dapo(clip_low=3)", "--dry-run"]) == 2
+    assert "clip_low is 3.0, expected in [0, 1)" in capsys.readouterr().err
 
 
 def test_the_models_beside_the_policy_are_named_and_count_in_memory():

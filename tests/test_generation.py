@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -13,6 +13,8 @@ import trio
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer
+from rollouts.engines.sglang import SGLangEngine
+from rollouts.engines.vllm import VLLMEngine
 from rollouts.errors import ConfigError, EngineError, GenerationError, RewardError
 from rollouts.filters import check_reward_nonzero_std
 from rollouts.generation import (
@@ -24,7 +26,7 @@ from rollouts.generation import (
     make_request_id,
 )
 from rollouts.samples import derive_seed
-from rollouts.testing import FakeEngine, random_answer, script_answer
+from rollouts.testing import Call, FakeEngine, FakeSGLangServer, FakeVLLMServer, random_answer, script_answer
 from rollouts.types import Completion, Group, Message, Prompt, RolloutBatch, Sample, SamplingParams, Status
 
 
@@ -159,6 +161,156 @@ async def test_generate_fn_spreads_groups_over_engines_by_prompt(tokenizer: Any)
     assert [len(engine.calls) for engine in engines] == [6, 4]
     with pytest.raises(ConfigError, match="no engines"):
         create_generate_fn([], tokenizer, SamplingParams())
+
+
+# all samples of a group in one request
+
+
+class GroupEngine(FakeEngine):
+    """A FakeEngine that takes groups, sample i of them with the seed of the group plus i."""
+
+    async def generate_group(
+        self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, *, request_id: str | None = None
+    ) -> tuple[Completion, ...]:
+        self.calls.append(Call(self.name, "generate_group", {"seed": params.seed, "n": n, "request_id": request_id}))
+        found: dict[int, Completion] = {}
+
+        async def one(i: int) -> None:
+            assert params.seed is not None
+            found[i] = await self.generate(prompt_tokens, params.new(seed=params.seed + i), request_id=f"{request_id}/{i}")
+
+        async with trio.open_nursery() as nursery:
+            for i in range(n):
+                nursery.start_soon(one, i)
+        return tuple(found[i] for i in range(n))
+
+    def methods(self) -> list[str]:
+        return [call.method for call in self.calls if not str(call.arguments.get("request_id")).count("/")]
+
+
+async def test_a_new_group_is_one_request_and_its_greedy_sample_another(tokenizer: Any, autojump_clock: trio.testing.MockClock) -> None:
+    engine = GroupEngine(seconds_per_token=prompt_delay)
+    generate_fn = create_generate_fn([engine], tokenizer, SamplingParams(max_tokens=20), seed=3, num_greedy=1, one_request_per_group=True)
+    group = await generate_fn(Prompt(content="12=", index=5), 4)
+    assert sorted(engine.methods()) == ["generate", "generate_group"]
+    (asked,) = [call.arguments for call in engine.calls if call.method == "generate_group"]
+    assert asked == {"seed": derive_seed(3, 5, 0, 0), "n": 4, "request_id": make_request_id(5, 0)}
+    prompt_tokens = tuple(tokenizer("12=")["input_ids"])
+    for k, sample in enumerate(group[:4]):
+        assert sample.tokens == prompt_tokens + tuple(random_answer()(prompt_tokens, derive_seed(3, 5, 0, 0) + k))
+        assert sample.status is Status.COMPLETED
+    assert [sample.index for sample in group] == [25, 26, 27, 28, 29]
+    assert group[4].metadata["trainable"] is False
+    (greedy,) = [call.arguments["params"] for call in engine.calls if call.arguments.get("request_id") == make_request_id(5, 4)]
+    assert greedy.greedy
+    one_by_one = await generate_group(engine, tokenizer, Prompt(content="12=", index=5), 4, SamplingParams(max_tokens=20), seed=3)
+    assert one_by_one[1:] != group[1:4], "the seeds of the two ways differ"
+
+
+async def test_a_group_that_has_begun_goes_on_sample_by_sample(tokenizer: Any, autojump_clock: trio.testing.MockClock) -> None:
+    prompt, params = Prompt(content="12=", index=2), SamplingParams(max_tokens=6)
+    first_seed = derive_seed(0, 2, 0, 0)
+    first = GroupEngine(lambda tokens, seed: [7, 1] if seed == first_seed else [5] * 10, seconds_per_token=1.0)
+    groups: list[Group] = []
+
+    async def generate() -> None:
+        groups.append(await generate_group(first, tokenizer, prompt, 3, params, one_request=True))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(generate)
+        await trio.sleep(4.5)
+        await first.abort()
+    assert [sample.status for sample in groups[0]] == [Status.COMPLETED, Status.ABORTED, Status.ABORTED]
+
+    second = GroupEngine(script_answer([6] * 10), weight_version=1)
+    group = await generate_group(second, tokenizer, prompt, 3, params, partial=groups[0], one_request=True)
+    assert second.methods() == ["generate", "generate"]
+    assert group[0] == groups[0][0]
+    assert [sample.tokens[-6:] for sample in group[1:]] == [(5, 5, 5, 5, 6, 6)] * 2
+
+
+async def test_samples_that_restart_beside_finished_ones_get_seeds_of_their_own(tokenizer: Any) -> None:
+    prompt, engine = Prompt(content="1", index=4), GroupEngine()
+    whole = await generate_group(engine, tokenizer, prompt, 4, SamplingParams(), one_request=True)
+    pending = [Sample(prompt="1", index=sample.index, group_index=4) for sample in whole]
+    group = await generate_group(engine, tokenizer, prompt, 4, SamplingParams(), partial=(*whole[:2], *pending[2:]), one_request=True)
+    assert len({sample.tokens for sample in group}) == 4
+    assert engine.methods() == ["generate_group", "generate", "generate"]
+
+
+async def test_a_group_that_was_aborted_before_its_first_token_is_one_request_again(
+    tokenizer: Any, autojump_clock: trio.testing.MockClock
+) -> None:
+    slow, groups = GroupEngine(seconds_per_token=9.0), list[Group]()
+
+    async def generate() -> None:
+        groups.append(await generate_group(slow, tokenizer, "1", 2, SamplingParams(), one_request=True))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(generate)
+        await trio.sleep(1.0)
+        await slow.abort()
+    assert {sample.status for sample in groups[0]} == {Status.ABORTED}
+    engine = GroupEngine()
+    again = await generate_group(engine, tokenizer, "1", 2, SamplingParams(), partial=groups[0], one_request=True)
+    assert engine.methods() == ["generate_group"]
+    assert again == await generate_group(engine, tokenizer, "1", 2, SamplingParams(), one_request=True)
+
+
+async def test_an_engine_that_cannot_generate_groups_is_named_before_anything_runs(tokenizer: Any) -> None:
+    engines = [GroupEngine(), FakeEngine(name="embedded")]
+    with pytest.raises(ConfigError, match="embedded cannot generate a group in one request"):
+        create_generate_fn(engines, tokenizer, SamplingParams(), one_request_per_group=True)
+    with pytest.raises(ConfigError, match="embedded cannot"):
+        await generate_group(engines[1], tokenizer, "1", 2, SamplingParams(), one_request=True)
+    assert engines[1].calls == []
+
+
+def count_up(prompt_tokens: tuple[int, ...], index: int, num_loads: int, seed: int | None) -> tuple[int, float]:
+    """Answers without an end that differ from seed to seed."""
+    return 3 + (derive_seed(seed or 0) + index) % 50, -0.5
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+async def test_a_server_gets_one_request_for_a_group(kind: str, tokenizer: Any) -> None:
+    server: Any
+    if kind == "sglang":
+        server, path = FakeSGLangServer(count_up, deterministic=True, seconds_per_token=0.02), "/generate"
+    else:
+        server, path = FakeVLLMServer(count_up, seconds_per_token=0.02), "/inference/v1/generate"
+    async with server, (SGLangEngine if kind == "sglang" else VLLMEngine)(server.url, vocab_size=128) as engine:
+        params, prompt = SamplingParams(max_tokens=4), Prompt(content="12=", index=7)
+        num_before = server.count(path)
+        group = await create_generate_fn([engine], tokenizer, params, one_request_per_group=True)(prompt, 4)
+        assert server.count(path) == num_before + 1
+        assert len({sample.tokens for sample in group}) == 4
+        assert [sample.index for sample in group] == [28, 29, 30, 31]
+        for sample in group:
+            assert (len(sample.tokens), sample.status) == (3 + 4, Status.TRUNCATED)
+            assert sample.weight_versions == (-1, -1, -1, 0, 0, 0, 0)
+            assert sample.rollout_log_probs == (0, 0, 0, -0.5, -0.5, -0.5, -0.5)
+
+        stopped: list[Group] = []
+        endless = create_generate_fn([engine], tokenizer, params.new(max_tokens=480), one_request_per_group=True)
+
+        async def generate() -> None:
+            stopped.append(await endless(prompt, 4))
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(generate)
+                while sum(len(sequence.draws) >= 2 for sequence in server.scheduler.running) < 4:
+                    await trio.sleep(0.002)
+                await engine.abort([make_request_id(7, 0)])
+        assert [sample.status for sample in stopped[0]] == [Status.ABORTED] * 4
+        num_before = server.count(path)
+        longest = max(len(sample.tokens) for sample in stopped[0])
+        rest = create_generate_fn([engine], tokenizer, params.new(max_tokens=longest), one_request_per_group=True)
+        whole = await rest(prompt, 4, stopped[0])
+        assert server.count(path) == num_before + 4
+        for before, after in zip(stopped[0], whole, strict=True):
+            assert after.tokens[: len(before.tokens)] == before.tokens
+            assert (len(after.tokens), after.status) == (3 + longest, Status.TRUNCATED)
 
 
 async def reward_length(sample: Sample) -> float:

@@ -22,7 +22,7 @@ LAYERS = (
     ),
     (
         "generate_fns", "group_race", "generation", "rollout_manager", "weight_sync", "served_weights", "training_steps",
-        "train_on_rollouts", "engine_parity", "sft_loop", "rl_loop", "testing",
+        "requirements", "train_on_rollouts", "engine_parity", "sft_loop", "rl_loop", "testing",
     ),
 )  # fmt: skip
 PROTOCOLS = {"rollouts.backends.protocol", "rollouts.backends.futures", "rollouts.backends.token_spec", "rollouts.engines.protocol"}
@@ -94,7 +94,7 @@ def test_pure_layers_have_no_clock_network_concurrency_or_global_randomness(path
 
 
 NAMES_OF_CHOICES = {  # what a configuration or a command line names; everywhere else a choice is a function or a flag
-    "config": {"Schedule", "OnRewardError", "WeightSync"},
+    "config": {"Schedule", "OnRewardError", "WeightSync", "ParityAction"},
     "chat": {"OnOverflow"},
     "batching": {"PaddingSide"},
 }

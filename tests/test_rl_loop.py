@@ -13,7 +13,7 @@ from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.checkpoints import load_run_state
 from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer
-from rollouts.errors import CheckpointError, ConfigError, DataError, GenerationError
+from rollouts.errors import CheckpointError, ConfigError, GenerationError
 from rollouts.filters import check_reward_nonzero_std
 from rollouts.generation import create_generate_fn
 from rollouts.kl_control import KLControl
@@ -229,8 +229,9 @@ async def test_remax_without_a_greedy_sample_is_refused_with_what_to_do_before_t
             self.generate_batch, self.state_dict = manager.generate_batch, manager.state_dict
 
     backend, buffer, manager, engine = parts
-    with pytest.raises(DataError, match="greedy"):
+    with pytest.raises(ConfigError, match=r"greedy_rows.* Source has no property `config`"):
         await run_rl_training(backend, buffer, Source(manager), [engine], replace(IN_MEMORY, algorithm=remax()))
+    assert engine.calls == []
 
 
 async def test_truncated_samples_can_be_left_out_of_the_loss_and_still_count_in_their_groups():

@@ -377,4 +377,4 @@ def test_settings_that_would_change_nothing_are_refused(
 ):
     (tmp_path / "own.py").write_text(OWN_KL)
     with pytest.raises(ConfigError, match=message):
-        start(algorithm, **sections)
+        _ = start(algorithm, **sections).algorithm

@@ -32,11 +32,13 @@ from rollouts.surrogates import (
     inside_tv_lower,
     inside_tv_symmetric,
     kl_cov,
+    outside_fractions,
     penalized_ratio,
     reinforce,
     row_geometric_mean,
     row_mean_advantages,
     sapo,
+    sapo_gates,
     sequence_mean_ratio,
     sequence_ratio,
     sequence_sum_ratio,
@@ -266,12 +268,27 @@ def test_trust_regions_close_in_the_direction_of_the_advantage_only():
 def test_fractions_count_the_tokens_whose_gradient_the_clip_takes():
     log_ratio = torch.tensor([[1.5, 0.5, 1.5, 0.5, 1.1]]).log().double()
     advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0]]).double()
-    found = clip_fractions(log_ratio, advantages, low=0.2, high=0.28)
+    log_probs = torch.full_like(log_ratio, -1.0)
+    found = clip_fractions(log_ratio, log_probs, advantages, low=0.2, high=0.28)
     assert found["clip_fraction_high"][0].tolist() == [1, 0, 0, 0, 0]
     assert found["clip_fraction_low"][0].tolist() == [0, 0, 0, 1, 0]
     assert found["clip_fraction"][0].tolist() == [1, 0, 0, 1, 0]
-    assert cispo_fractions(log_ratio, advantages, low=0.2, high=0.28)["clip_fraction"][0].tolist() == [1, 1, 1, 1, 0]
-    assert cispo_fractions(log_ratio, advantages, cap=1.05)["clip_fraction"][0].tolist() == [1, 0, 1, 0, 1]
+    assert cispo_fractions(log_ratio, log_probs, advantages, low=0.2, high=0.28)["clip_fraction"][0].tolist() == [1, 1, 1, 1, 0]
+    assert cispo_fractions(log_ratio, log_probs, advantages, cap=1.05)["clip_fraction"][0].tolist() == [1, 0, 1, 0, 1]
+    region = outside_fractions(log_ratio, log_probs, advantages, inside=inside_tv, low=0.2, high=0.1)
+    assert region["outside_fraction"][0].tolist() == [1, 0, 0, 1, 0]  # p moves by 0.12, -0.37, 0.12, -0.37, 0.03
+    assert region["outside_fraction_high"][0].tolist() == [1, 0, 0, 0, 0]
+    assert region["outside_fraction_low"][0].tolist() == [0, 0, 0, 1, 0]
+
+
+def test_the_gate_of_sapo_is_what_it_leaves_of_the_gradient():
+    log_ratio = torch.tensor([[-2.0, 0.0, 0.7, 2.0, 200.0]]).double().requires_grad_()
+    for advantages in (torch.full((1, 5), 1.5).double(), torch.full((1, 5), -0.5).double()):
+        (gated,) = torch.autograd.grad(sapo(log_ratio, log_ratio, advantages, tau_pos=2.0, tau_neg=3.0).sum(), log_ratio)
+        (whole,) = torch.autograd.grad(importance_weighted(log_ratio, log_ratio, advantages).sum(), log_ratio)
+        gate = sapo_gates(log_ratio.detach(), log_ratio.detach(), advantages, tau_pos=2.0, tau_neg=3.0)["gate"]
+        torch.testing.assert_close(gate, gated / whole)
+        assert gate[0, 1] == 1
 
 
 def test_row_means():

@@ -22,7 +22,6 @@ from rollouts.rl_loop import resolve_algorithm
 from rollouts.samples import derive_seed
 from rollouts.testing import FakeBackend, create_tiny_model
 from rollouts.train_on_rollouts import (
-    check_requirements,
     columns_from_loss,
     deal_minibatches,
     summarize_values,
@@ -232,22 +231,7 @@ async def test_a_kl_that_cannot_be_measured_is_left_out_and_refused_to_a_control
         await train_on_rollouts(FakeBackend(), batch, algorithm, reference=reference, kl_coef=0.5)
 
 
-# requirements
-
-
-def test_what_is_missing_is_named_before_anything_runs():
-    critic = FakeBackend(name="critic")
-    check_requirements(ppo(), None, critic)
-    check_requirements(grpo(), FakeBackend())  # a reference that is not needed is not used
-    for algorithm, reference, given_critic, controls_kl, message in (
-        (ppo(), None, None, False, "pass critic="),
-        (grpo(kl_coef=0.1), None, None, False, "pass reference="),
-        (grpo(), None, critic, False, "critic= was given"),
-        (grpo(), FakeBackend(), None, True, "kl_control is set"),
-        (replace(grpo(), requires=frozenset({"turns"})), None, None, False, "cannot fill"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            check_requirements(algorithm, reference, given_critic, controls_kl=controls_kl)
+# a scalar baseline
 
 
 def test_a_scalar_baseline_beside_a_critic_is_refused():

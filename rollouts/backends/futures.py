@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar, cast
 import trio
 from torch import Tensor
 
-from rollouts.backends.protocol import CheckpointingBackend, Future, OutputFn, TrainingBackend
+from rollouts.backends.protocol import CheckpointingBackend, DescribesOutputs, Future, OutputFn, TrainingBackend
 from rollouts.backends.token_spec import DescribesTokens, TokenSpec
 from rollouts.errors import BackendError, raise_single_errors
 from rollouts.types import LossFn, TrainBatch
@@ -97,6 +97,11 @@ class Pipeline:
     def token_spec(self) -> TokenSpec | None:
         """See DescribesTokens; read at once, since it never changes."""
         return self.backend.token_spec if isinstance(self.backend, DescribesTokens) else None
+
+    @property
+    def computes(self) -> frozenset[str] | None:
+        """See DescribesOutputs."""
+        return self.backend.computes if isinstance(self.backend, DescribesOutputs) else None
 
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> Future[Tensor]:
         """See TrainingBackend."""

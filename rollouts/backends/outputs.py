@@ -84,6 +84,18 @@ def compute_scores(
     return TokenOutputs(log_probs=torch.zeros(packed.shape, device=hidden.device), values=packed.unpack(scores))
 
 
+def describe_outputs(compute_outputs: ComputeOutputs) -> frozenset[str] | None:
+    """What a backend with this function computes; None for one that is not of this file.
+
+    Scores are no values: they know the token that a value must not know.
+    """
+    if compute_outputs is compute_log_probs:
+        return frozenset({"log_probs", "entropy"})
+    if compute_outputs is compute_values:
+        return frozenset({"values"})
+    return frozenset({"scores"}) if compute_outputs is compute_scores else None
+
+
 def get_value_head(model: PreTrainedModel) -> torch.nn.Linear:
     """The layer [1, H] from hidden states to values of a token-classification model. Raises ConfigError if there is none."""
     for name in ("score", "classifier"):  # the names in transformers

@@ -57,6 +57,16 @@ class TrainingBackend(Protocol):
 
 
 @runtime_checkable
+class DescribesOutputs(Protocol):
+    """A backend that can say what it computes."""
+
+    @property
+    def computes(self) -> frozenset[str] | None:
+        """Which fields of TokenOutputs mean something, for example log_probs and entropy, or values; None if it is not known."""
+        ...
+
+
+@runtime_checkable
 class CheckpointingBackend(Protocol):
     """A backend that can save and restore all of its state. The loops check for it before they promise a checkpoint."""
 

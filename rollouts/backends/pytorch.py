@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.futures import ImmediateTrainFuture
-from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs
+from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.backends.protocol import OutputFn
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
 from rollouts.errors import BackendError, CheckpointError
@@ -110,6 +110,11 @@ class PyTorchTrainingBackend:
     def token_spec(self) -> TokenSpec:
         """Which tokens the model knows, to compare with those of another model."""
         return describe_tokens(self.model, self.tokenizer)
+
+    @property
+    def computes(self) -> frozenset[str] | None:
+        """See DescribesOutputs."""
+        return describe_outputs(self._compute_outputs)
 
     # -- TrainingBackend
 

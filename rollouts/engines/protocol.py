@@ -55,3 +55,14 @@ class ScoresTokens(Protocol):
     ) -> tuple[float, ...]:
         """Log-probs of input_tokens[start_index:], start_index >= 1, under the weights of this moment and the full distribution."""
         ...
+
+
+@runtime_checkable
+class GroupGeneration(Protocol):
+    """An engine that generates all samples of a prompt in one request, which spares it the same prompt n times."""
+
+    async def generate_group(
+        self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, *, request_id: str | None = None
+    ) -> tuple[Completion, ...]:
+        """n completions of one prompt, whose seeds the engine derives from params.seed; abort(request_id) ends all of them."""
+        ...

@@ -53,7 +53,7 @@ def clipped_outputs(
         "loss": loss,
         "token_loss": token_losses(clip, outputs, batch),
         "importance_weight": importance_ratio(logprobs, batch.old_log_probs, batch.loss_mask, ratio=ratio),
-        "clip_mask": clip_fractions(log_ratio.detach(), batch.advantages, low=eps_clip, high=high)["clip_fraction"],
+        "clip_mask": clip_fractions(log_ratio.detach(), logprobs, batch.advantages, low=eps_clip, high=high)["clip_fraction"],
     }
     if batch.importance_weights is None:
         return out

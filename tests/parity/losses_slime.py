@@ -61,7 +61,7 @@ def slime_policy_loss(
     clip = partial(clipped_policy_loss, low=eps_clip, high=eps_clip_high, dual=eps_clip_c)
     surrogate = partial(clipped, low=eps_clip, high=eps_clip_high, dual=eps_clip_c)
     token_loss, log_ratio = unmasked(surrogate, log_probs, old_log_probs, advantages)
-    fractions = clip_fractions(log_ratio, pad_rows(advantages), low=eps_clip, high=eps_clip_high)["clip_fraction"]
+    fractions = clip_fractions(log_ratio, pad_rows(log_probs), pad_rows(advantages), low=eps_clip, high=eps_clip_high)["clip_fraction"]
     loss = clip(TokenOutputs(log_probs=pad_rows(log_probs)), batch).loss
     return {"loss": loss, "token_loss": token_loss, "clipfrac": rows_of(fractions, log_probs)}
 
@@ -77,7 +77,7 @@ def slime_cispo(
     batch = batch_of(loss_masks, old_log_probs=old_log_probs, advantages=advantages)
     surrogate = partial(cispo, low=eps_clip, high=eps_clip_high)
     token_loss, log_ratio = unmasked(surrogate, log_probs, old_log_probs, advantages)
-    fractions = cispo_fractions(log_ratio, pad_rows(advantages), low=eps_clip, high=eps_clip_high)["clip_fraction"]
+    fractions = cispo_fractions(log_ratio, pad_rows(log_probs), pad_rows(advantages), low=eps_clip, high=eps_clip_high)["clip_fraction"]
     loss = policy_loss(TokenOutputs(log_probs=pad_rows(log_probs)), batch, surrogate=surrogate).loss
     return {"loss": loss, "token_loss": token_loss, "clipfrac": rows_of(fractions, log_probs)}
 
