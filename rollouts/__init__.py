@@ -51,7 +51,7 @@ _NAMES_OF_MODULES: Final = (
     ("trajectories", "read_samples write_samples"),
     ("rewards.evaluate", "compute_reward create_overlong_penalty score_group"),
     ("rewards.answers", "exact_match gsm8k_reward"),
-    ("engines.protocol", "InferenceEngine InMemoryWeightUpdates"),
+    ("engines.protocol", "GroupGeneration InferenceEngine InMemoryWeightUpdates"),
     ("engines.inprocess", "InProcessEngine"),
     ("engines.batch", "BatchInferenceManager GeneratedText GeneratedTexts collect_texts generate_results generate_texts"),
     ("backends.protocol", "CheckpointingBackend TrainingBackend"),
