@@ -275,6 +275,15 @@ class SGLangEngine:
             weights: for their names, shapes and dtypes, which are checked first: what does not fit kills the server.
         """
         server, transaction = self._get_facts(), self._get_weights()
+        self.check_weights(weights)
+        label = label_of(weight_version)
+        answer = await transaction.load_with(lambda: load(self._routes, server.tensor_parallel_size, label), weight_version)
+        self._version = weight_version
+        return answer
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise EngineError for weights that the server could not take from memory."""
+        server = self._get_facts()
         if server.data_parallel_size > 1:
             raise EngineError(
                 f"{self.name} runs {server.data_parallel_size} data parallel replicas, which take no tensors: use a checkpoint directory"
@@ -283,10 +292,19 @@ class SGLangEngine:
             check_tensors(weights, self._reference, allow_cast=self._allow_cast)
         except CheckpointError as error:
             raise EngineError(f"{self.name} was not given new weights: {error}") from error
-        label = label_of(weight_version)
-        answer = await transaction.load_with(lambda: load(self._routes, server.tensor_parallel_size, label), weight_version)
-        self._version = weight_version
-        return answer
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Processes that the server's model is split over."""
+        return self._get_facts().tensor_parallel_size
+
+    async def join_weight_group(self, payload: Mapping[str, Any]) -> None:
+        """Let the server's processes join a process group; returns when all of its members have. See distributed_weights.py."""
+        await self._routes.update("/init_weights_update_group", payload)
+
+    async def leave_weight_group(self, group_name: str) -> None:
+        """Let the server's processes leave a process group."""
+        await self._routes.update("/destroy_weights_update_group", {"group_name": group_name})
 
     async def get_weight_version(self) -> int:
         """Version of the weights that the next token will be sampled with, as the server says."""

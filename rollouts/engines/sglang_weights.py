@@ -125,6 +125,10 @@ class SGLangWeights:
         """Nothing to do: every way of loading sets the label in the moment when the weights change."""
         await trio.lowlevel.checkpoint()
 
+    async def write_label(self, label: str) -> None:
+        """Label the weights that the server has; running requests go on."""
+        await self.update("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
     async def read_label(self) -> str:
         """The server's label of its weights."""
         return (await self._read_info())["weight_version"]
