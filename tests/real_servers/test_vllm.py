@@ -193,27 +193,27 @@ async def test_requests_in_flight_across_syncs_have_a_version_for_each_token(vll
         await engine.update_weights_from_checkpoint(tmp_path / "21")
         before = await count_generated(server)
 
-        async def generate() -> None:
-            found.extend(await generate_all(engine, params))
+        async def generate(i: int) -> None:
+            found.extend(await engine.generate_group(PROMPTS[i], params.new(seed=i), 8))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(generate)
-            for version, count in ((22, 400), (23, 1600)):  # of the 8 * 400 tokens
+            for i in range(len(PROMPTS)):
+                nursery.start_soon(generate, i)
+            for version, count in ((22, 1000), (23, 8000)):  # of the 64 * 400 tokens
                 await wait_for_tokens(server, before + count)
                 await engine.update_weights_from_checkpoint(tmp_path / str(version))
-    assert len(found) == len(PROMPTS)
+    assert len(found) == 8 * len(PROMPTS)
     num_mixed, difference = 0, 0.0
     for completion in found:
         versions = completion.output_versions
         assert list(versions) == sorted(versions)
         num_mixed += len(set(versions)) > 1
-        assert completion.finish_reason == ("stop" if completion.output_tokens[-1] == 1 else "length")
-        assert completion.finish_reason == "stop" or completion.output_len == 400
+        assert (completion.finish_reason, completion.output_len) == ("length", 400)
         expected = {version: compute_log_probs(model, completion) for version, model in models.items()}
         for t, (version, log_prob) in enumerate(zip(versions, completion.output_log_probs, strict=True)):
             difference = max(difference, abs(log_prob - expected[version][t]))
     print(f"{in_flight}: {num_mixed} of {len(found)} of several versions, largest difference {difference:.2e}")
-    assert num_mixed == len(found)  # all ran at the first sync, and most at the second
+    assert num_mixed > len(found) // 2
     assert {version for completion in found for version in completion.output_versions} == {21, 22, 23}
     assert difference < TOLERANCE
 
@@ -254,22 +254,26 @@ async def test_aborts_by_id_by_group_and_of_all_return_what_there_is(vllm_server
 
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
-                for name, n, who in (("a", 1, engine), ("aa", 1, engine), ("group", 4, engine), ("late", 1, engine), ("b", 1, neighbor)):
+                for name, n, who in (("a", 1, engine), ("aa", 1, engine), ("group", 20, engine), ("late", 30, engine), ("b", 4, neighbor)):
                     nursery.start_soon(one, name, n, who)
-                await wait_for_tokens(server, before + 20)
-                await engine.abort(["a", "nobody"])  # returns when "a" has
-                seen = [set(found)]
+                await wait_for_tokens(server, before + 400)
+                await engine.abort(["a", "nobody"])
+                assert "a" in found
+                await wait_for_tokens(server, await count_generated(server) + 400)
                 await engine.abort(["group"])
-                seen.append(set(found))
+                assert "group" in found
+                await wait_for_tokens(server, await count_generated(server) + 400)
                 await engine.abort()
-                seen.append(set(found))
+                assert {"aa", "late"} <= set(found)
+                await wait_for_tokens(server, await count_generated(server) + 10)
                 await neighbor.abort()
-    assert seen == [{"a"}, {"a", "group"}, {"a", "aa", "group", "late"}]  # and "b", of another client, not before it is asked for
+    lengths = {name: max(completion.output_len for completion in completions) for name, completions in found.items()}
+    assert 0 < lengths["a"] < lengths["group"] < lengths["aa"]  # whose id begins with "a"
+    assert lengths["aa"] <= lengths["b"] + 5  # of another client, which went on
+    assert {name: len(completions) for name, completions in found.items()} == {"a": 1, "aa": 1, "group": 20, "late": 30, "b": 4}
     for name, completions in found.items():
-        assert len(completions) == (4 if name == "group" else 1)
         for completion in completions:
-            assert completion.finish_reason == "abort"
-            assert 0 < completion.output_len < 450, name
+            assert completion.finish_reason == "abort", name
             assert completion.output_log_probs == pytest.approx(compute_log_probs(model, completion), abs=TOLERANCE)
 
 
@@ -300,12 +304,13 @@ async def test_an_abort_that_comes_at_once_is_not_lost(vllm_server, tmp_path: Pa
         start = trio.current_time()
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
-                for i in range(32):
+                for i in range(150):
                     nursery.start_soon(one, i)
                 await trio.testing.wait_all_tasks_blocked()
                 await engine.abort()
         assert trio.current_time() - start < 15  # well before the 30 s after which a request is dropped
-        assert [c.finish_reason for c in found] == ["abort"] * 32
+        assert len(found) == 150
+        assert sum(c.finish_reason == "abort" for c in found) > 75  # more than those that the server takes at once and finishes
         assert (await engine.generate(PROMPTS[0], SamplingParams(max_tokens=3))).output_len >= 1
 
 
@@ -316,14 +321,12 @@ async def test_samples_of_a_group_differ_and_seeds_repeat_them(vllm_server, tmp_
         first, second = [await engine.generate_group(PROMPTS[0], params, 4) for _ in range(2)]
         other = await engine.generate_group(PROMPTS[0], params.new(seed=6), 4)
         free = [await engine.generate(PROMPTS[0], params.new(seed=None)) for _ in range(2)]
-        alone = [await engine.generate(prompt, params) for prompt in PROMPTS]
         crowd = await generate_all(engine, params)
-        alone_again = [await engine.generate(prompt, params.new(seed=i)) for i, prompt in enumerate(PROMPTS)]
+        alone = [await engine.generate(prompt, params.new(seed=i)) for i, prompt in enumerate(PROMPTS)]
     assert [c.output_tokens for c in first] == [c.output_tokens for c in second]
     assert len({c.output_tokens for c in (*first, *other)}) == 8
     assert free[0].output_tokens != free[1].output_tokens
-    assert len({c.output_tokens for c in alone}) > 1
-    assert [(c.output_tokens, c.output_log_probs) for c in crowd] == [(c.output_tokens, c.output_log_probs) for c in alone_again]
+    assert [(c.output_tokens, c.output_log_probs) for c in crowd] == [(c.output_tokens, c.output_log_probs) for c in alone]
 
 
 async def test_budgets_stop_ids_and_stop_strings_end_a_completion(vllm_server, tmp_path: Path):
@@ -339,8 +342,9 @@ async def test_budgets_stop_ids_and_stop_strings_end_a_completion(vllm_server, t
         one = await engine.generate(PROMPTS[0], params.new(max_tokens=1))
         assert (one.output_len, one.finish_reason) == (1, "length")
         text = tokenizer.decode(list(plain.output_tokens))  # special tokens are text like any other
-        by_text = await engine.generate(PROMPTS[0], params.new(stop=("~never~", text[3:5])))
-        assert tokenizer.decode(list(by_text.output_tokens)) == text[: text.index(text[3:5]) + 2]
+        stop = text[-3:-1]
+        by_text = await engine.generate(PROMPTS[0], params.new(stop=("~never~", stop)))
+        assert tokenizer.decode(list(by_text.output_tokens)) == text[: text.index(stop) + 2]
         assert by_text.finish_reason == "stop"
         long_prompt = tuple(3 + i % 60 for i in range(505))
         cut = await engine.generate(long_prompt, params.new(max_tokens=100))
