@@ -11,9 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import trio
+from endless_models import create_endless_model
+from transformers import AutoModelForCausalLM
 
+from rollouts.engines.http import describe_server_error
 from rollouts.engines.http_engine import Generated
 from rollouts.engines.request_checks import check_request
+from rollouts.engines.sglang import SGLangEngine
 from rollouts.engines.sglang_protocol import (
     is_updated_but_not_flushed,
     parse_probe,
@@ -30,8 +35,10 @@ from rollouts.engines.sglang_protocol import (
     split_into_buckets,
 )
 from rollouts.errors import EngineError, EngineProtocolError
-from rollouts.types import SamplingParams
+from rollouts.testing import FakeSGLangServer, Fault
+from rollouts.types import Completion, SamplingParams
 
+NOT_FLUSHED = "Weights were updated, but the cache was not flushed because requests are still running or queued. "
 RECORDINGS = Path(os.environ.get("ROLLOUTS_ENGINES_DIR", Path(__file__).parents[2] / "shared" / "engines")) / "sglang" / "http"
 
 
@@ -285,8 +292,6 @@ def test_a_weight_route_must_say_that_it_succeeded():
     ],
 )
 def test_every_shape_of_error_gives_the_servers_own_message(name, message):
-    from rollouts.engines.http import describe_server_error
-
     recorded = read_recording(name)
     assert recorded["status"] >= 400
     assert message in describe_server_error(recorded["status"], json.dumps(recorded["response"]))
@@ -327,3 +332,292 @@ def test_buckets_are_bounded_and_of_one_dtype():
         assert len({t.dtype for _, t in bucket}) == 1
     assert max(len(bucket) for bucket in buckets) > 1
     assert split_into_buckets({}, 100) == []
+
+
+# -- the engine, against a server on loopback with a real model
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("weights")
+    for seed in range(3):
+        create_endless_model(seed).save_pretrained(folder / str(seed))
+    return [folder / str(seed) for seed in range(3)]
+
+
+PROMPT = (5, 9, 12, 20)
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
+SLOW = 0.005  # seconds per token
+
+
+def expected_tokens(path: Path) -> tuple[int, ...]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+    output = model.generate(torch.tensor([PROMPT]), max_new_tokens=9, do_sample=False, eos_token_id=1, pad_token_id=0)
+    return tuple(output[0, len(PROMPT) :].tolist())
+
+
+def endless(prompt, index, num_loads, seed):
+    """A script that never ends, whose tokens say how often weights were loaded."""
+    return 40 + num_loads, -1.0
+
+
+async def generate_in(nursery: trio.Nursery, engine: SGLangEngine, found: list[Any], params: SamplingParams | None = None) -> None:
+    async def one() -> None:
+        try:
+            found.append(await engine.generate(PROMPT, params or SamplingParams(max_tokens=100)))
+        except EngineError as error:
+            found.append(error)
+
+    nursery.start_soon(one)
+
+
+async def test_seeds_decide_where_the_server_runs_deterministically(weights, recwarn):
+    params = SamplingParams(max_tokens=20, seed=3)
+    async with FakeSGLangServer(weights[0], deterministic=True) as server, SGLangEngine(server.url) as engine:
+        first, second = [await engine.generate(PROMPT, params) for _ in range(2)]
+        group = await engine.generate_group(PROMPT, params, 4)
+        again = await engine.generate_group(PROMPT, params, 4)
+    assert first.output_tokens == second.output_tokens
+    assert len({c.output_tokens for c in group}) == 4
+    assert [c.output_tokens for c in group] == [c.output_tokens for c in again]
+    assert not [w for w in recwarn if "seeds" in str(w.message)]
+
+
+async def test_without_determinism_seeds_are_not_sent_and_the_user_is_told_once(weights):
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
+        with pytest.warns(UserWarning, match="ignores seeds") as warned:
+            for _ in range(3):
+                await engine.generate(PROMPT, SamplingParams(max_tokens=2, seed=3))
+        assert all(b"sampling_seed" not in request.body for request in server.received)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("original", [False, True])
+async def test_the_kind_of_log_probs_is_measured(weights, original):
+    async with FakeSGLangServer(weights[0], original_logprob=original) as server, SGLangEngine(server.url) as engine:
+        info = await engine.describe_server()
+        plain = await engine.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0.5))
+        cut = await engine.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0.5, top_p=0.9))
+    kind = "untempered" if original else "tempered"
+    assert (info.log_prob_kind, cut.log_prob_kind, cut.truncated_sampling) == (kind, kind, True)
+    assert (plain.log_prob_kind, plain.temperature) == (("untempered", 1.0) if original else ("sampled", 0.5))
+
+
+async def test_a_wrong_belief_about_log_probs_is_refused(weights):
+    async with FakeSGLangServer(weights[0], original_logprob=True) as server:
+        with pytest.raises(EngineError, match="gives untempered log-probs, expected tempered"):
+            async with SGLangEngine(server.url, log_prob_kind="tempered"):
+                pass
+
+
+async def test_a_version_that_was_not_tested_is_warned_of_and_an_older_one_refused(weights):
+    async with FakeSGLangServer(weights[0], version="0.6.1") as server:
+        with pytest.warns(UserWarning, match=r"0\.6\.1.*tested with 0\.5\.23"):
+            async with SGLangEngine(server.url):
+                pass
+    async with FakeSGLangServer(weights[0], version="0.5.22") as server:
+        with pytest.raises(EngineError, match=r"older than 0\.5\.23"):
+            async with SGLangEngine(server.url):
+                pass
+
+
+async def test_without_the_size_of_the_vocabulary_nothing_is_sent():
+    async with FakeSGLangServer(endless, model_path="/nowhere/here") as server:
+        with pytest.raises(EngineError, match="pass vocab_size"):
+            async with SGLangEngine(server.url):
+                pass
+        async with SGLangEngine(server.url, vocab_size=128) as engine:
+            with pytest.raises(EngineError, match="outside the vocabulary of 128"):
+                await engine.generate((5, 128), GREEDY)
+        assert server.is_alive
+
+
+async def test_a_full_queue_is_waited_for(weights):
+    async with FakeSGLangServer(weights[0], seconds_per_token=0.002, max_running_requests=2, max_queued_requests=2) as server:
+        async with SGLangEngine(server.url) as engine:
+            found: list[Any] = []
+            with trio.fail_after(20):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(12):
+                        await generate_in(nursery, engine, found, SamplingParams(max_tokens=5))
+    assert len(found) == 12
+    assert all(isinstance(one, Completion) for one in found)
+
+
+async def test_an_update_that_answers_400_although_it_took_place_is_flushed_and_done_again(weights):
+    body = json.dumps({"success": False, "message": f"{NOT_FLUSHED}to call /flush_cache.", "num_paused_requests": 0})
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
+        server.add_fault(Fault("status", "/update_weights_from_disk", status=400, body=body, content_type="application/json"))
+        answer = await engine.update_weights_from_checkpoint(weights[1])
+        assert answer["weight_version"] == await engine.get_weight_version() == 1
+        assert (server.count("/update_weights_from_disk"), server.count("/flush_cache")) == (2, 1)
+        found = await engine.generate(PROMPT, GREEDY)
+    assert found.output_tokens == expected_tokens(weights[1])
+
+
+async def test_a_load_that_fails_is_undone_and_requests_go_on(weights):
+    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url) as engine:
+        server.add_fault(Fault("status", "/update_weights_from_disk", status=400, body='{"success": false, "message": "disk is gone"}'))
+        found: list[Any] = []
+        async with trio.open_nursery() as nursery:
+            await generate_in(nursery, engine, found)
+            await trio.sleep(0.1)
+            with pytest.raises(EngineError, match=r"did not take.*disk is gone.*goes on with the weights that it had before"):
+                await engine.update_weights_from_checkpoint(weights[1])
+        assert set(found[0].output_versions) == {0}
+        assert await engine.get_weight_version() == 0
+        assert (await engine.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(weights[0])
+
+
+async def test_with_unknown_weights_nothing_is_generated_until_a_sync_succeeds(weights):
+    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url) as engine:
+        server.add_fault(Fault("status", "/update_weights_from_disk", times=2, status=400, body='{"success": false, "message": "gone"}'))
+        found: list[Any] = []
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                await generate_in(nursery, engine, found)
+                await trio.sleep(0.1)
+                with pytest.raises(EngineError, match="could not be given the weights that it had before"):
+                    await engine.update_weights_from_checkpoint(weights[1])
+        assert "cannot be used" in str(found[0])
+        with pytest.raises(EngineError, match="cannot be used"):
+            await engine.generate(PROMPT, GREEDY)
+        await engine.update_weights_from_checkpoint(weights[2])
+        after = await engine.generate(PROMPT, GREEDY)
+    assert after.output_tokens == expected_tokens(weights[2])
+    assert set(after.output_versions) == {1}
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/model_info"])
+@pytest.mark.parametrize("in_flight", ["continue", "abort"])
+async def test_a_sync_that_is_cancelled_leaves_known_weights(weights, path, in_flight):
+    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url, in_flight=in_flight) as engine:
+        server.add_fault(Fault("delay", path, delay_s=0.3))
+        found: list[Any] = []
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                await generate_in(nursery, engine, found, SamplingParams(max_tokens=200))
+                await trio.sleep(0.1)
+                with trio.move_on_after(0.2) as scope:
+                    await engine.update_weights_from_checkpoint(weights[1])
+        assert scope.cancelled_caught
+        assert set(found[0].output_versions) == {0}
+        await trio.sleep(0.3)  # what was cancelled may still be on the server's desk
+        assert await engine.get_weight_version() == 0
+        assert (await engine.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(weights[0])
+
+
+async def test_a_server_that_was_started_again_is_noticed(weights):
+    async with FakeSGLangServer(weights[0]) as server:
+        async with SGLangEngine(server.url) as engine:
+            await engine.update_weights_from_checkpoint(weights[1])
+            port = int(server.url.rpartition(":")[2])
+            server.die()
+            async with FakeSGLangServer(weights[0], port=port):
+                with pytest.raises(EngineError, match="was started again"):
+                    await engine.generate(PROMPT, GREEDY)
+                await engine.update_weights_from_checkpoint(weights[2])
+                after = await engine.generate(PROMPT, GREEDY)
+    assert set(after.output_versions) == {2}
+    assert after.output_tokens == expected_tokens(weights[2])
+
+
+async def test_a_server_that_dies_fails_what_is_pending_and_the_sync(weights):
+    found: list[Any] = []
+    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url) as engine:
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    await generate_in(nursery, engine, found)
+                await trio.sleep(0.1)
+                server.die()
+        with trio.fail_after(20), pytest.raises(EngineError, match="did not take"):
+            await engine.update_weights_from_checkpoint(weights[1])
+    assert len(found) == 3
+    assert all(isinstance(one, EngineError) for one in found)
+
+
+async def test_a_label_of_others_is_no_version(weights):
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
+        await engine._server.post_json("/update_weight_version", {"new_version": "mine", "abort_all_requests": False}, kind="control")
+        with pytest.raises(EngineProtocolError, match="'mine'"):
+            await engine.generate(PROMPT, GREEDY)
+
+
+async def test_an_abort_of_all_spares_other_clients(weights):
+    mine: list[Any] = []
+    others: list[Any] = []
+    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server:
+        async with SGLangEngine(server.url) as engine, SGLangEngine(server.url) as other:
+            async with trio.open_nursery() as nursery:
+                for one, found in ((engine, mine), (other, others)):
+                    await generate_in(nursery, one, found, SamplingParams(max_tokens=60, stop_token_ids=()))
+                await trio.sleep(0.1)
+                await engine.abort()
+    assert (mine[0].finish_reason, others[0].finish_reason) == ("abort", "length")
+
+
+async def test_tensors_are_sent_in_buckets_and_flushed_with_the_last(weights):
+    tensors = dict(create_endless_model(1).state_dict())
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url, bucket_bytes=5000) as engine:
+        await engine.generate(PROMPT, GREEDY)
+        await engine.update_weights(tensors, 7)
+        sent = [r.json() for r in server.received if r.path == "/update_weights_from_tensor"]
+        assert len(sent) > 3
+        assert [body["flush_cache"] for body in sent] == [False] * (len(sent) - 1) + [True]
+        assert ["weight_version" in body for body in sent] == [False] * (len(sent) - 1) + [True]
+        found = await engine.generate(PROMPT, GREEDY)
+    assert found.output_tokens == expected_tokens(weights[1])
+    assert set(found.output_versions) == {7}
+
+
+async def test_a_session_that_another_client_left_open_is_closed(weights):
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
+        await engine._server.post_json("/begin_weight_update", {}, kind="control")
+        await engine.update_weights(dict(create_endless_model(1).state_dict()), 1)
+        assert (await engine.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(weights[1])
+
+
+async def test_an_update_in_memory_that_fails_half_way_goes_back_to_the_directory(weights):
+    tensors = dict(create_endless_model(2).state_dict())
+    failing = Fault("status", "/update_weights_from_tensor", after=1, status=500, body='{"success": false, "message": "out of memory"}')
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url, bucket_bytes=5000) as engine:
+        await engine.update_weights_from_checkpoint(weights[1])
+        server.add_fault(failing)
+        with pytest.raises(EngineError, match=r"out of memory.*goes on with the weights that it had before"):
+            await engine.update_weights(tensors, 2)
+        found = await engine.generate(PROMPT, GREEDY)
+        assert (found.output_tokens, set(found.output_versions)) == (expected_tokens(weights[1]), {1})
+        await engine.update_weights(tensors, 2)  # the session was closed
+        server.add_fault(failing)
+        with pytest.raises(EngineError, match="in no directory"):
+            await engine.update_weights(tensors, 3)
+        with pytest.raises(EngineError, match="cannot be used"):
+            await engine.generate(PROMPT, GREEDY)
+        await engine.update_weights(tensors, 3)
+        found = await engine.generate(PROMPT, GREEDY)
+    assert (found.output_tokens, set(found.output_versions)) == (expected_tokens(weights[2]), {3})
+
+
+async def test_weights_that_do_not_fit_are_not_sent(weights):
+    tensors = dict(create_endless_model(1).state_dict())
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
+        for wrong in (
+            {**tensors, "model.norm.weight": torch.ones(3)},
+            {**tensors, "model.norm.weight": tensors["model.norm.weight"].bfloat16()},
+            {**tensors, "model.unknown": torch.ones(3)},
+            {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"},
+        ):
+            with pytest.raises(EngineError, match="was not given new weights"):
+                await engine.update_weights(wrong, 1)
+        assert server.count("/pause_generation") == 0
+
+
+async def test_health_is_never_asked(weights):
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
+        await engine.pause()
+        await engine.update_weights_from_checkpoint(weights[1])
+        await engine.describe_server()
+        await engine.resume()
+        await engine.generate(PROMPT, GREEDY)
+        assert not [r.path for r in server.received if "health" in r.path]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,8 +29,10 @@ from rollouts.engines.servers import launch_server
 from rollouts.engines.sglang import SGLangEngine
 from rollouts.errors import EngineError, EngineStatusError, EngineTimeout
 from rollouts.samples import completion_to_sample
-from rollouts.testing import create_tiny_model
 from rollouts.types import Completion, Sample, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from endless_models import create_endless_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -43,22 +46,7 @@ def load_model(path: Path) -> PreTrainedModel:
 
 
 def save_weights(path: Path, seed: int) -> Path:
-    """Weights that differ from seed to seed, whose greedy answers are not one token for ever and whose texts do not end by themselves."""
-    model = create_tiny_model(hidden_size=64, head_dim=32, seed=seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(8)
-        # one dimension of the residual stream tells the end of text from all other tokens, and nothing else
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight[0] = 0
-            layer.mlp.down_proj.weight[0] = 0
-        model.model.norm.weight[0] = 200
-        embedding = model.get_input_embeddings().weight
-        embedding[:, 0] = 0.3
-        embedding[1] = 0
-        embedding[1, 0] = -0.3
-    model.save_pretrained(path)
+    create_endless_model(seed, hidden_size=64, head_dim=32).save_pretrained(path)
     create_char_tokenizer().save_pretrained(path)
     return path
 
