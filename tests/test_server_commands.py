@@ -160,6 +160,14 @@ def test_wrong_settings_are_refused(changes, message):
         ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", "lower memory_fraction"),
         ("RuntimeError: Found no NVIDIA driver on your system.", "device to cpu"),
         ("RuntimeError: Failed to infer device type", "device to cpu"),
+        ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'", "device to cpu"),
+        (
+            "ValueError: Available memory (19/22 GiB) on startup is less than desired CPU memory utilization (0.92).",
+            "lower memory_fraction",
+        ),
+        ("RuntimeError: Rank 0 scheduler died during initialization (exit code: -9).", "lower memory_fraction"),
+        ("ValueError: User-specified context_length (1000) is greater than the derived context_length (512).", "lower it"),
+        ("RuntimeError: Cannot find any model weights with `/nowhere`", "config.json and weights"),
         ("OSError: /nowhere does not appear to have a file named config.json.", "config.json and weights"),
         ("huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name': '/nowhere'.", "config.json and weights"),
     ],
@@ -181,9 +189,30 @@ def test_the_last_of_thirty_lines_are_told_with_their_place():
     assert describe_log(" \n", Path("run/vllm.log")) == "Its log run/vllm.log is empty."
 
 
+def test_the_root_of_a_chain_of_exceptions_is_told_where_the_last_lines_miss_it():
+    log = """
+(APIServer pid=1) WARNING 11-21 system_utils.py:255] this can cause errors like `OSError: [Errno 24] Too many open files`
+(Worker pid=3) ERROR 11-21 09:35:47 [multiproc_executor.py:953] RuntimeError: the root
+(Worker pid=3) ERROR 11-21 09:35:48 [multiproc_executor.py:953] RuntimeError: the root
+my.package.OtherError: what followed
+"""
+    text = describe_log(log + "a line\n" * 30, Path("log"))
+    assert text.startswith(
+        "Exceptions:\n    RuntimeError: the root\n    my.package.OtherError: what followed\nThe last lines of log:\n    a line"
+    )
+    assert "Exceptions" not in describe_log(log, Path("log"))
+
+
+def test_a_kill_from_outside_is_told_from_one_by_the_server_itself():
+    assert "as the kernel does when the machine's memory runs out" in describe_log("loading", Path("log"), -9)
+    assert "as the kernel does when the machine's memory runs out" in describe_log("", Path("log"), -9)
+    assert "kernel" not in describe_log("kill_process_tree called: parent_pid=1", Path("log"), -9)
+    assert "kernel" not in describe_log("loading", Path("log"), -15)
+
+
 def test_exit_statuses_in_words():
     assert describe_status(1) == "ended with exit status 1"
-    assert describe_status(-9) == "was killed by signal 9 (SIGKILL, as the kernel does when the machine's memory runs out)"
+    assert describe_status(-9) == "was killed by signal 9 (SIGKILL)"
     assert describe_status(-11) == "was killed by signal 11 (SIGSEGV)"
     assert "unknown" in describe_status(None)
 

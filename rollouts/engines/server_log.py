@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 TAIL_LINES = 30
 TAIL_BYTES = 65536
+MAX_ERRORS = 5
+
+_EXCEPTION = re.compile(r"(?:(?<=\s)|^)[\w.]*(?:Error|Exception): .*")
+_WARNING = re.compile(r"\bWARN(ING)?\b")
 
 PORT_TAKEN = "the port is in use by another process: leave the port open (None) to have a free one chosen, or name another"
 
@@ -21,14 +26,15 @@ CAUSES = (
     (r"No module named '?(vllm|sglang)\b", "the server is not installed in this Python: name the Python of its own environment"),
     (
         r"out of memory|OutOfMemoryError|Cannot allocate memory|MemoryError|No available memory for the cache|Not enough memory"
-        r"|less than desired GPU memory utilization|insufficient memory",
+        r"|less than desired \w+ memory utilization|less than requested memory|insufficient memory|exit code: -9\b",
         "not enough memory: lower memory_fraction, context_length or max_num_seqs, or see what else runs on the device",
     ),
     (
-        r"Found no NVIDIA driver|No CUDA GPUs are available|CUDA driver version is insufficient|not compiled with CUDA"
-        r"|libcuda\.so|libcudart|Failed to infer device type|CUDA is not available|no CUDA-capable device|Invalid device id",
+        r"Found no NVIDIA driver|No CUDA GPUs are available|CUDA driver version is insufficient"
+        r"|not compiled with CUDA|_cuda_setDevice|libcuda\.so|libcudart|Failed to infer device type|CUDA is not available|no CUDA-capable device|Invalid device id",
         "no usable CUDA device: set device to cpu where the server is a build for CPUs, else look at the driver and CUDA_VISIBLE_DEVICES",
     ),
+    (r"greater than the derived (max_model_len|context_length)", "context_length is longer than the model allows: lower it"),
     (
         r"does not appear to have a file named|Repo id must be|Invalid repository ID|Can't load (the )?config|not a valid model identifier"
         r"|is not a local folder|Incorrect path_or_model_id|couldn't connect to 'https://huggingface|outgoing traffic has been disabled"
@@ -56,18 +62,31 @@ def describe_status(status: int | None) -> str:
     if status >= 0:
         return f"ended with exit status {status}"
     name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else "unknown"
-    by_kernel = ", as the kernel does when the machine's memory runs out" if -status == signal.SIGKILL else ""
-    return f"was killed by signal {-status} ({name}{by_kernel})"
+    return f"was killed by signal {-status} ({name})"
 
 
-def describe_log(log: str, path: Path) -> str:
-    """A known cause, if there is one, and the last lines of a log, to end a message with."""
-    lines = log.splitlines()[-TAIL_LINES:]
-    if not any(line.strip() for line in lines):
-        return f"Its log {path} is empty."
+def find_errors(lines: Sequence[str]) -> list[str]:
+    """The exceptions that a log speaks of, each once, without the prefixes of the log: the first of them is the root of the others."""
+    found = [match[0].strip() for line in lines if not _WARNING.search(line) and (match := _EXCEPTION.search(line))]
+    return list(dict.fromkeys(found))
+
+
+def describe_log(log: str, path: Path, status: int | None = None) -> str:
+    """What a log says of a server's end, to finish a message with: a known cause, the first exceptions, the last lines.
+
+    Args:
+        status: of the server's process, as for describe_status.
+    """
     cause = find_cause(log)
+    if cause is None and status == -signal.SIGKILL and "kill_process_tree" not in log:  # with which SGLang kills itself
+        cause = "something else killed it, as the kernel does when the machine's memory runs out: see its messages (dmesg)"
     hint = f"Probably {cause}.\n" if cause else ""
-    return f"{hint}The last lines of {path}:\n" + "\n".join(f"    {line}" for line in lines)
+    lines = log.splitlines()
+    if not any(line.strip() for line in lines):
+        return f"{hint}Its log {path} is empty."
+    before = find_errors(lines[:-TAIL_LINES])[:MAX_ERRORS]
+    errors = "".join(["Exceptions:\n", *(f"    {line}\n" for line in before)]) if before else ""
+    return f"{hint}{errors}The last lines of {path}:\n" + "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
 
 
 def clean_log(content: bytes) -> str:

@@ -286,7 +286,7 @@ class _Launch:
         log = read_log(self.log_path, run.log_start)
         message = f"the {self._config.kind} server (process {run.pid}, {self.url}) {describe_status(run.status)} {when}. "
         kind = _PortTaken if find_cause(log) == PORT_TAKEN else EngineError
-        return kind(message + describe_log(log, self.log_path))
+        return kind(message + describe_log(log, self.log_path, run.status))
 
     async def await_end(self) -> None:
         """After a failed request: return if the server is healthy, or does not end soon; if it ends, the watching task fails the block."""

@@ -35,6 +35,7 @@ class HeldServer:
 
     url: str
     pid: int
+    holder_pid: int  # of the process that has launched it
     log_path: Path
     model_path: Path
 
@@ -77,7 +78,7 @@ def hold_server(kind: Kind, folder: Path, **changes: Any) -> Iterator[HeldServer
         assert holder.stdout is not None
         line = holder.stdout.readline()
         assert line, f"the {kind} server did not start; what it wrote is above"
-        yield HeldServer(**json.loads(line), log_path=log_path, model_path=model_path)
+        yield HeldServer(**json.loads(line), holder_pid=holder.pid, log_path=log_path, model_path=model_path)
         holder.stdin.close()
         assert holder.wait(timeout=60) == 0, f"the {kind} server ended while tests used it"
 
