@@ -98,7 +98,7 @@ def recorded_tokens(body: Any) -> list[int]:
 def create_server(name: str, model: Any, response: Any, **settings: Any) -> FakeVLLMServer:
     """A fake that says what was recorded, where something was said; else one with a real model."""
     tokens = recorded_tokens(response)
-    options = {"tokenizer": Letters(), **SETTINGS.get(name, {}), **settings}
+    options = {"tokenizer": Letters(), "device": "cpu", **SETTINGS.get(name, {}), **settings}
     if tokens and "logprobs_full_vocab" not in name:
         model = ScriptedModel(lambda prompt, i, loads, seed: (tokens[i % len(tokens)], -4.5))
     return FakeVLLMServer(model, **options)

@@ -43,6 +43,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0 = off
     min_p: float = 0.0
+    allowed: tuple[int, ...] = ()  # tokens that may be sampled; empty = all
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -158,6 +159,16 @@ def read_safetensors(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def describe_missing(path: str) -> str:
+    """What the servers say of a directory that is not there: they take it for a name on the hub."""
+    if path.count("/") > 1:
+        return f"Repo id must be in the form 'repo_name' or 'namespace/repo_name': '{path}'. Use `repo_type` argument if needed."
+    return (
+        "Repo id must use alphanumeric chars, '-', '_' or '.'. The name cannot start or end with '-' or '.' and the maximum length is 96: "
+        f"'{path}'."
+    )
+
+
 def fuse_name(name: str) -> str:
     """The name that a weight of a checkpoint has in a server, where projections that read the same input are one."""
     return re.sub(r"\b(gate|up)_proj\b", "gate_up_proj", re.sub(r"\b[qkv]_proj\b", "qkv_proj", name))
@@ -248,6 +259,7 @@ class CausalModel:
     model: PreTrainedModel
     path: str = "fake-model"
     num_loads: int = 0
+    keeps_tied_head: bool = False  # an output head that is the embedding stays what it is unless a checkpoint has it under its own name
     vocab_size: int = field(init=False)
     context_length: int = field(init=False)
     eos_token_ids: tuple[int, ...] = field(init=False)
@@ -257,16 +269,20 @@ class CausalModel:
         self.model = copy.deepcopy(self.model).eval()
         config: Any = self.model.config
         self.vocab_size, self.context_length = int(config.vocab_size), int(config.max_position_embeddings)
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        self._head_is_tied = head is not None and cast("Any", head).weight is cast("Any", embedding).weight
+        if self._head_is_tied and self.keeps_tied_head:
+            cast("Any", head).weight = torch.nn.Parameter(cast("Any", head).weight.detach().clone())
         eos = config.eos_token_id
         self.eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
     @staticmethod
-    def from_directory(directory: Path) -> CausalModel:
+    def from_directory(directory: Path, *, keeps_tied_head: bool = False) -> CausalModel:
         """Load a Hugging Face directory in float32."""
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        return CausalModel(model, path=str(directory))
+        return CausalModel(model, path=str(directory), keeps_tied_head=keeps_tied_head)
 
     def create_kv(self) -> KV:
         """For a new sequence."""
@@ -284,6 +300,9 @@ class CausalModel:
         logits = self._extend([*prompt, *output], kv)[-1]  # [V]
         if len(output) < sampling.min_tokens:
             logits = logits.index_fill(0, torch.tensor([*self.eos_token_ids, *sampling.stop_token_ids], dtype=torch.long), -torch.inf)
+        if sampling.allowed:
+            index = torch.tensor(sampling.allowed)
+            logits = torch.full_like(logits, -torch.inf).index_copy(0, index, logits[index])
         greedy = sampling.temperature < 1e-5
         tempered = logits if greedy else logits / sampling.temperature
         kept = tempered if greedy else _truncate(tempered, sampling)
@@ -316,13 +335,19 @@ class CausalModel:
         """Names that are missing, unknown or of another shape."""
         own: Any = self.model.state_dict()
         given = {own[name].data_ptr() for name in tensors if name in own}  # a tied weight may stand there under one of its names
-        missing = {name for name in own if name not in tensors and own[name].data_ptr() not in given}
+        missing = {name for name in own if name not in tensors and own[name].data_ptr() not in given and not self._is_head(name)}
         return sorted(missing | {name for name in tensors if name not in own or own[name].shape != tensors[name].shape})
 
     def checksum(self) -> dict[str, bytes]:
         """The bytes of each weight by its name."""
         own: Any = self.model.state_dict()
-        return {name: value.contiguous().view(torch.uint8).numpy().tobytes() for name, value in own.items()}
+        first = {value.data_ptr(): name for name, value in reversed(own.items())}  # a tied weight counts once
+        names = [name for name in sorted(first.values(), key=list(own).index) if not self._is_head(name)]
+        return {name: own[name].contiguous().view(torch.uint8).numpy().tobytes() for name in names}
+
+    def _is_head(self, name: str) -> bool:
+        """Whether a weight is an output head that checkpoints need not have."""
+        return self._head_is_tied and name == "lm_head.weight"
 
     def _extend(self, tokens: Sequence[int], kv: KV) -> Tensor:
         """Run the tokens that the KV lacks. Returns their logits # [n, V] float32."""
@@ -356,12 +381,12 @@ def _describe(log_probs: Tensor, token: int, num_top: int, token_ids: Sequence[i
     return Draw(rank(token), tuple(rank(i) for i in best), tuple(rank(i) for i in token_ids))
 
 
-def create_model(model: FakeModel | Script | PreTrainedModel | Path | str) -> FakeModel:
+def create_model(model: FakeModel | Script | PreTrainedModel | Path | str, *, keeps_tied_head: bool = False) -> FakeModel:
     """A model from what the fake servers accept: a script, a model of transformers (copied), the directory of one, or a FakeModel."""
     if isinstance(model, Path | str):
-        return CausalModel.from_directory(Path(model))
+        return CausalModel.from_directory(Path(model), keeps_tied_head=keeps_tied_head)
     if isinstance(model, torch.nn.Module):
-        return CausalModel(cast("Any", model))
+        return CausalModel(cast("Any", model), keeps_tied_head=keeps_tied_head)
     if isinstance(model, ScriptedModel | CausalModel) or hasattr(model, "create_kv"):
         return model  # pyright: ignore[reportReturnType]
     assert callable(model), f"the model is {model!r}, expected a script, a model of transformers or its directory"

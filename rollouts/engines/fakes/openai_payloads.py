@@ -26,7 +26,7 @@ def decode_output(sequence: Sequence_, tokenizer: Tokenizer) -> str:
     if sequence.finish == "stop" and not isinstance(sequence.matched, str):
         tokens = tokens[:-1]
     text = tokenizer.decode(tokens, skip_special_tokens=True)
-    return text[: text.index(sequence.matched)] if isinstance(sequence.matched, str) else text
+    return text.partition(sequence.matched)[0] if isinstance(sequence.matched, str) else text
 
 
 def describe_log_probs(
@@ -76,22 +76,19 @@ def add_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def describe_chat(rid: str, model: str, sequences: Sequence[Sequence_], tokenizer: Tokenizer, usage: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of /v1/chat/completions; the fields that every OpenAI-like server has."""
+    """The answer of vLLM's /v1/chat/completions."""
+    nothing = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
     choices = [
         {
             "index": i,
-            "message": {"role": "assistant", "content": decode_output(sequence, tokenizer), "tool_calls": []},
+            "message": {"role": "assistant", "content": decode_output(sequence, tokenizer), **nothing},
             "logprobs": None,
             "finish_reason": sequence.finish,
             "stop_reason": sequence.matched,
+            "token_ids": None,
+            "routed_experts": None,
         }
         for i, sequence in enumerate(sequences)
     ]
-    return {
-        "id": rid,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": choices,
-        "usage": usage,
-    }
+    answer = describe_completion(rid, model, choices, usage)
+    return {**answer, "object": "chat.completion", **dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))}

@@ -28,7 +28,7 @@ class Sequence_:
     prompt: tuple[int, ...]
     sampling: Sampling
     salt: str = ""  # only sequences of the same salt share keys and values
-    reads_cache: bool = True  # whether it may use keys and values of others
+    max_cached: int | None = None  # so many tokens at most may use keys and values of others
     draws: list[Draw] = field(default_factory=list[Draw])
     labels: list[str] = field(default_factory=list[str])  # the weight version at which each token was sampled
     finish: Finish | None = None
@@ -70,12 +70,12 @@ class PrefixCache:
         self._max_entries = max_entries
         self._entries: list[tuple[str, tuple[int, ...], KV]] = []
 
-    def take(self, salt: str, tokens: Sequence[int]) -> KV | None:
-        """A copy of the longest usable prefix; at least one token is left to compute."""
+    def take(self, salt: str, tokens: Sequence[int], limit: int) -> KV | None:
+        """A copy of the longest usable prefix of at most `limit` tokens; the oldest of several."""
         best: tuple[int, KV] | None = None
         for entry_salt, entry_tokens, kv in self._entries:
             if entry_salt == salt:
-                usable = min(_count_common(entry_tokens, tokens), len(tokens) - 1, kv.length) // self.block_size * self.block_size
+                usable = min(_count_common(entry_tokens, tokens), limit, kv.length) // self.block_size * self.block_size
                 if usable > 0 and (best is None or usable > best[0]):
                     best = usable, kv
         return None if best is None else best[1].fork(best[0])
@@ -104,6 +104,7 @@ class Scheduler:
         log_prob_kind: LogProbKind,
         block_size: int,
         step_after_abort: bool,
+        shares_prompts: bool,
         seed: int,
         check_step: Callable[[Sequence_], None] = lambda sequence: None,
         find_stop: Callable[[Sequence_], str | None] = lambda sequence: None,
@@ -114,6 +115,7 @@ class Scheduler:
             seconds_per_token: between two tokens of a sequence, the first included.
             block_size: of the prefix cache, in tokens.
             step_after_abort: a running sequence that is aborted still gets one more token.
+            shares_prompts: a prompt that is wholly in the prefix cache is taken from there once its first token is sampled.
             seed: of requests without their own.
             check_step: called before each token; what it raises ends the request.
             find_stop: the stop string that a sequence has reached.
@@ -129,6 +131,7 @@ class Scheduler:
         self._seconds_per_token = seconds_per_token
         self._kind: LogProbKind = log_prob_kind
         self._step_after_abort = step_after_abort
+        self._shares_prompts = shares_prompts
         self._seed = seed
         self._check_step = check_step
         self._find_stop = find_stop
@@ -174,6 +177,9 @@ class Scheduler:
                     continue
                 if sequence.kv is None:
                     self._prefill(sequence)
+                if sequence.sampling.max_tokens == 0:
+                    sequence.finish = "length"
+                    break
                 with trio.move_on_at(sequence.next_token_at):
                     await sequence.changed.wait()
                 is_due = self._step_after_abort if sequence.aborted else trio.current_time() >= sequence.next_token_at
@@ -182,6 +188,13 @@ class Scheduler:
         finally:
             self._remove(sequence)
             sequence.wake()
+
+    def warm(self, sequence: Sequence_) -> None:
+        """Have the prompt in the prefix cache before its samples run."""
+        self._check_step(sequence)
+        kv = self.cache.take(sequence.salt, sequence.prompt, len(sequence.prompt)) or self._model.create_kv()
+        self._model.extend(sequence.prompt, kv)
+        self.cache.put(sequence.salt, sequence.prompt, kv)
 
     def admit(self) -> None:
         """Start waiting sequences while there is room."""
@@ -240,7 +253,8 @@ class Scheduler:
         """Compute all but the last token, as far as nobody has."""
         self._check_step(sequence)
         tokens = (*sequence.prompt, *sequence.tokens)
-        kv = self.cache.take(sequence.salt, tokens) if sequence.reads_cache else None
+        limit = len(tokens) - 1 if sequence.max_cached is None else min(len(tokens) - 1, sequence.max_cached)
+        kv = self.cache.take(sequence.salt, tokens, limit)
         if not sequence.draws:
             sequence.num_cached = 0 if kv is None else kv.length
         sequence.kv = self._model.create_kv() if kv is None else kv
@@ -252,6 +266,10 @@ class Scheduler:
         sampling, output, kv = sequence.sampling, sequence.tokens, sequence.kv
         assert kv is not None, f"{sequence.rid} has no keys and values"
         draw = self._model.draw(sequence.prompt, output, kv, sampling, uniforms[len(output)], self._kind)
+        if not output and self._shares_prompts:
+            known = self.cache.take(sequence.salt, sequence.prompt, len(sequence.prompt))
+            if known is not None and known.length == len(sequence.prompt):
+                kv = sequence.kv = known
         sequence.draws.append(draw)
         sequence.labels.append(self.label)
         sequence.next_token_at = trio.current_time() + self._seconds_per_token

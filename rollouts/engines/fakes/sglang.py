@@ -86,6 +86,7 @@ class FakeSGLangServer(LoopbackServer):
             log_prob_kind="untempered" if original_logprob else "tempered",
             block_size=1,
             step_after_abort=True,
+            shares_prompts=True,
             seed=seed,
             check_step=self._check_step,
             find_stop=self._find_stop,
@@ -191,7 +192,7 @@ class FakeSGLangServer(LoopbackServer):
             generation.prompts[i],
             generation.samplings[i],
             generation.salt,
-            reads_cache=not (generation.with_log_probs and generation.log_prob_start >= 0),
+            max_cached=generation.log_prob_start if generation.with_log_probs and generation.log_prob_start >= 0 else None,
         )
 
     def _admit(self, body: Mapping[str, Any], sequences: Sequence[Sequence_]) -> None:
@@ -199,6 +200,9 @@ class FakeSGLangServer(LoopbackServer):
         for sequence in sequences:
             sampling = payloads.check_sample(sequence.prompt, sequence.sampling, body, self.model.context_length, self._tokenizer)
             sequence.sampling = sampling if self._deterministic else replace(sampling, seed=None)
+        if len({sequence.prompt for sequence in sequences}) < len(sequences):
+            for sequence in sequences:
+                self.scheduler.warm(sequence)
         if self._max_queued is not None:
             room = self._max_running - len(self.scheduler.running)
             if len(self.scheduler.waiting) + len(sequences) - room > self._max_queued:
@@ -224,7 +228,7 @@ class FakeSGLangServer(LoopbackServer):
 
     def _find_stop(self, sequence: Sequence_) -> str | None:
         assert self._tokenizer is not None, "a stop string was accepted without a tokenizer"
-        text = self._tokenizer.decode(list(sequence.tokens), skip_special_tokens=True)
+        text = self._tokenizer.decode(list(sequence.tokens))  # the names of special tokens count, too
         return next((stop for stop in sequence.sampling.stop if stop in text), None)
 
     async def _get_health(self, request: Request) -> Answer:

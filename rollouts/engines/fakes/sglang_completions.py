@@ -41,10 +41,7 @@ class SGLangCompletions:
             }
             for i, sequence in enumerate(sequences)
         ]
-        spans = sequences[0].spans()
-        metadata = {"weight_version": spans[-1]["version"] if spans else None, "weight_versions": spans}
-        head = {"id": uuid.uuid4().hex, "object": "text_completion", "created": int(time.time()), "model": body.get("model")}
-        return json_response({**head, "choices": choices, "usage": _describe_usage(prompts, sequences), "metadata": metadata})
+        return json_response(_describe("text_completion", body, choices, prompts, sequences))
 
     async def chat(self, request: Request) -> Answer:
         """POST /v1/chat/completions."""
@@ -61,8 +58,17 @@ class SGLangCompletions:
         prompts: list[tuple[int, ...]] = [tuple(encoded["input_ids"])]
         max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
         sequences = await self._generate(request, body, prompts, max_tokens, 0)
-        usage = _describe_usage(prompts, sequences)
-        return json_response(openai.describe_chat(uuid.uuid4().hex, str(body.get("model")), sequences, tokenizer, usage))
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": openai.decode_output(sequence, tokenizer), "reasoning_content": None},
+                "logprobs": None,
+                "finish_reason": sequence.finish,
+                "matched_stop": sequence.matched,
+            }
+            for i, sequence in enumerate(sequences)
+        ]
+        return json_response(_describe("chat.completion", body, choices, prompts, sequences))
 
     def _require_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -87,6 +93,21 @@ class SGLangCompletions:
     def _describe_log_probs(self, sequence: Sequence_, count: int | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
         found = openai.describe_log_probs(sequence.draws, count, tokenizer)
         return found and {**found, "text_offset": [-1] * len(sequence.draws)}
+
+
+def _describe(
+    kind: str, body: Mapping[str, Any], choices: list[dict[str, Any]], prompts: Sequence[tuple[int, ...]], sequences: Sequence[Sequence_]
+) -> dict[str, Any]:
+    spans = sequences[0].spans()
+    return {
+        "id": uuid.uuid4().hex,
+        "object": kind,
+        "created": int(time.time()),
+        "model": body.get("model"),
+        "choices": choices,
+        "usage": _describe_usage(prompts, sequences),
+        "metadata": {"weight_version": spans[-1]["version"] if spans else None, "weight_versions": spans},
+    }
 
 
 def _describe_usage(prompts: Sequence[tuple[int, ...]], sequences: Sequence[Sequence_]) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 import trio
 
-from rollouts.engines.fakes.models import LoadError, fuse_name
+from rollouts.engines.fakes.models import LoadError, describe_missing, fuse_name
 from rollouts.engines.fakes.server import Answer, Request, Response, ServerDied, json_response
 from rollouts.engines.fakes.sglang_engine import SGLangCore, describe_model
 from rollouts.engines.fakes.sglang_payloads import read_json, refuse, refuse_body
-from rollouts.engines.fakes.tensor_payloads import read_named_tensors
+from rollouts.engines.fakes.tensor_payloads import is_base64, read_named_tensors
 from rollouts.engines.fakes.weight_groups import WeightGroup
 
 Route: TypeAlias = Callable[[Request], Awaitable[Answer]]
@@ -79,7 +79,12 @@ class SGLangControl:
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush(self, request: Request) -> Answer:
-        timeout_s = float(request.query.get("timeout", "0"))
+        text = request.query.get("timeout", "0")
+        try:
+            timeout_s = float(text)
+        except ValueError as error:
+            message = "Input should be a valid number, unable to parse string as a number"
+            raise refuse_body("float_parsing", "('query', 'timeout')", message, text, request) from error
         if timeout_s > 0:
             with trio.move_on_after(timeout_s) as scope:
                 await self._core.scheduler.wait_until_idle()
@@ -108,7 +113,7 @@ class SGLangControl:
         except LoadError as error:
             reason = str(error)
             if error.kind == "missing":
-                reason = f"Repo id must be in the form 'repo_name' or 'namespace/repo_name': '{path}'. Use `repo_type` argument if needed."
+                reason = describe_missing(path)
             is_success, message = False, f"Failed to get weights iterator: {reason}."
         if is_success:
             core.model_path = path
@@ -135,12 +140,16 @@ class SGLangControl:
         core = self._core
         if body.get("abort_all_requests"):
             core.abort_all()
+        payload = body["serialized_named_tensors"][0]
+        if not is_base64(payload):
+            message = "Value error, Expected base64-encoded bytes"
+            raise refuse_body("value_error", "('body', 'serialized_named_tensors')", message, payload[:100], request)
         if not core.session_is_open:
             return _report(False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()")
 
         async def apply() -> None:
             try:
-                core.model.load_tensors(read_named_tensors(body["serialized_named_tensors"][0]))
+                core.model.load_tensors(read_named_tensors(payload))
             except LoadError as error:
                 raise ServerDied(str(error)) from error
 
@@ -192,6 +201,8 @@ class SGLangControl:
         if body.get("abort_all_requests", True):
             self._core.abort_all()
         version = body["new_version"]
+        if not isinstance(version, str):
+            raise refuse_body("string_type", "('body', 'new_version')", "Input should be a valid string", version, request)
         self._core.label = self._core.scheduler.label = version
         return json_response({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
 

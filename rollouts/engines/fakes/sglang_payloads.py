@@ -23,6 +23,7 @@ _SAMPLING_FIELDS = (
     "custom_params", "beam_width", "watermark", "choice",
 )  # fmt: skip
 _GREEDY_BELOW = 1e-6
+_NO_LIMIT = 1 << 40  # of max_new_tokens: up to the context
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def error_object(status: int, message: str, kind: str) -> Response:
 
 def read_json(request: Request, required: Sequence[str] = ()) -> dict[str, Any]:
     """The body, which must be a JSON object with some fields. Raises Refused."""
+    if not request.body:
+        raise refuse_body("missing", "('body',)", "Field required", None, request)
     try:
         body = request.json()
     except json.JSONDecodeError as error:
@@ -122,7 +125,7 @@ def _parse_prompts(body: Mapping[str, Any], request: Request, tokenizer: Tokeniz
             )
         texts = [text] if isinstance(text, str) else list(text)
         return [tuple(tokenizer.encode(one)) for one in texts], not isinstance(text, str)
-    if not ids:
+    if not ids or any(row == [] for row in ids):  # an empty row of a batch would be answered from the memory of its neighbor
         raise refuse("input_ids cannot be empty.")
     is_batch = isinstance(ids[0], list)
     rows: list[list[Any]] = ids if is_batch else [ids]
@@ -146,13 +149,26 @@ def _create_rids(given: Any, num_prompts: int, n: int) -> tuple[str, ...]:
     return tuple(given)
 
 
+def _check_types(options: Mapping[str, Any]) -> None:
+    """Raise Refused if a number is none."""
+    kinds = {"f64": "temperature top_p min_p frequency_penalty presence_penalty repetition_penalty"}
+    kinds["i64"] = "max_new_tokens top_k min_new_tokens n sampling_seed"
+    for kind, names in kinds.items():
+        for name in names.split():
+            value = options.get(name)
+            if value is not None and not isinstance(value, int | float if kind == "f64" else int):
+                type_name = "string" if isinstance(value, str) else "floating point" if isinstance(value, float) else type(value).__name__
+                raise refuse_plain(f"invalid type: {type_name} {json.dumps(value)}, expected {kind}")
+
+
 def _parse_sampling(options: Mapping[str, Any], num_top: int, token_ids: tuple[int, ...]) -> Sampling:
+    _check_types(options)
     temperature = options.get("temperature", 1.0)
     top_k = options.get("top_k", -1)
     stop = options.get("stop") or ()
     max_tokens = options.get("max_new_tokens", 128)
     return Sampling(
-        max_tokens=-1 if max_tokens is None else max_tokens,
+        max_tokens=_NO_LIMIT if max_tokens is None else max_tokens,
         temperature=0.0 if 0 <= temperature < _GREEDY_BELOW else temperature,
         top_p=options.get("top_p", 1.0),
         top_k=top_k if top_k > 0 else 0,
@@ -173,6 +189,12 @@ def check_sample(
     """What is checked when a request's turn has come. Returns the sampling with max_tokens filled in. Raises Refused."""
     if not math.isfinite(sampling.temperature) or sampling.temperature < 0:
         raise refuse(f"temperature must be a non-negative finite number, got {sampling.temperature}.")
+    if not 0 < sampling.top_p <= 1:
+        raise refuse(f"top_p must be in (0, 1], got {sampling.top_p}.")
+    if not 0 <= sampling.min_p <= 1:
+        raise refuse(f"min_p must be in [0, 1], got {sampling.min_p}.")
+    if sampling.max_tokens < 0:
+        raise refuse(f"max_new_tokens must be at least 0, got {sampling.max_tokens}.")
     if sampling.stop and tokenizer is None:
         raise refuse(
             f"stop={list(sampling.stop)} is unavailable when skip_tokenizer_init=True (requires tokenizer to decode tokens to text for "
@@ -186,7 +208,7 @@ def check_sample(
     length = len(prompt)
     if length >= context_length:
         raise refuse(f"The input ({length} tokens) is longer than the model's context length ({context_length} tokens).")
-    if sampling.max_tokens < 0:
+    if sampling.max_tokens == _NO_LIMIT:
         return replace(sampling, max_tokens=context_length - length)
     if length + sampling.max_tokens > context_length:
         raise refuse(
@@ -222,13 +244,14 @@ def describe_sample(
     elapsed = {"e2e_latency": time.monotonic() - started_at}
     sent_at = {"response_sent_to_client_ts": time.time()}
     log_probs = _describe_log_probs(sequence, generation, tokenizer, prompt_draws, vocab_size)
+    no_span = [{"version": label, "start": 0, "end": 0}]
     if sequence.was_queued:
         meta: dict[str, Any] = {
             "id": sequence.rid,
             "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
             "weight_version": label,
             **elapsed,
-            "weight_versions": sequence.spans() or [{"version": label, "start": 0, "end": 0}],
+            "weight_versions": sequence.spans() or no_span,
             **log_probs,
             "completion_tokens": len(tokens),
             **sent_at,
@@ -244,7 +267,7 @@ def describe_sample(
         "reasoning_tokens": 0,
         "completion_tokens": len(tokens),
         "cached_tokens": sequence.num_cached,
-        **({"weight_versions": sequence.spans()} if is_final else {}),
+        **({"weight_versions": sequence.spans() or no_span} if is_final else {}),
         "cached_tokens_details": {"device": sequence.num_cached, "host": 0} if sequence.num_cached else None,
         "dp_rank": None,
         **(elapsed if is_final else {}),

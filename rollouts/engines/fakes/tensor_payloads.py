@@ -40,6 +40,15 @@ def _load_storage(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
+def is_base64(text: str) -> bool:
+    """Whether a text is valid base64."""
+    try:
+        base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return False
+    return True
+
+
 def read_named_tensors(text: str) -> dict[str, Tensor]:
     """base64 of a pickled list of (name, tensor) -> the tensors. Raises LoadError."""
     try:

@@ -36,6 +36,7 @@ class FakeVLLMServer(LoopbackServer):
         model_name: str = "m",
         version: str = "0.32.0",
         tokenizer: Tokenizer | None = None,
+        device: Literal["cuda", "cpu"] = "cuda",
         logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "processed_logprobs",
         seconds_per_token: float = 0.0,
         seconds_per_update: float = 0.0,
@@ -62,6 +63,8 @@ class FakeVLLMServer(LoopbackServer):
             model_name: served, and required of requests that name one.
             version: that /version reports.
             tokenizer: None = as with --tokens-only --skip-tokenizer-init: no text, no stop strings.
+            device: "cpu" = linear weights are packed: they have no checksums, and an output head that is tied to the embedding stays the
+                old one unless a checkpoint has it under its own name.
             logprobs_mode: raw = of the logits as they are; processed = of the distribution sampled from.
             seconds_per_token: between two tokens of a request, the first included.
             seconds_per_update: that loading weights takes.
@@ -83,7 +86,7 @@ class FakeVLLMServer(LoopbackServer):
             port: 0 = any free one.
         """
         super().__init__(self._handle, detached=_is_control, faults=faults, keep_alive_s=keep_alive_s, port=port)
-        self.model = create_model(model)
+        self.model = create_model(model, keeps_tied_head=device == "cpu")
         self.scheduler = Scheduler(
             self.model,
             max_running=max_num_seqs,
@@ -91,6 +94,7 @@ class FakeVLLMServer(LoopbackServer):
             log_prob_kind="untempered" if logprobs_mode == "raw_logprobs" else "sampled",
             block_size=block_size,
             step_after_abort=False,
+            shares_prompts=False,
             seed=seed,
             check_step=self._check_step,
             find_stop=self._find_stop,
@@ -109,7 +113,7 @@ class FakeVLLMServer(LoopbackServer):
             with_details=prompt_tokens_details,
         )
         self._completions = VLLMCompletions(self._generation, self._limits, tokenizer, generation_config)
-        self._version, self._api_key, self._tokenizer = version, api_key, tokenizer
+        self._version, self._api_key, self._tokenizer, self._device = version, api_key, tokenizer, device
         self._logprobs_mode, self._scale_out = logprobs_mode, scale_out
         self._stays_when_dead = keep_alive_on_engine_death
         self._root, self._created = self.model.path, int(time.time())
@@ -130,7 +134,7 @@ class FakeVLLMServer(LoopbackServer):
             "/inference/v1/abort_requests": {"POST": self._abort_requests},
         }
         if dev_mode:
-            control = VLLMControl(self.core, self._describe_server, worker_methods)
+            control = VLLMControl(self.core, self._describe_server, worker_methods, on_cpu=self._device == "cpu")
             routes |= control.routes() | VLLMWeightTransfer(self.core, weight_transfer).routes()
         return routes
 
@@ -204,12 +208,12 @@ class FakeVLLMServer(LoopbackServer):
             "max_logprobs": self._limits.max_log_probs,
             "logprobs_mode": self._logprobs_mode,
             "skip_tokenizer_init": self._tokenizer is None,
-            "dtype": "float32",
+            "dtype": "torch.float32",
         }
         config = {
             "model_config": model_config,
             "scheduler_config": {"max_num_seqs": self._limits.max_num_seqs, "enable_chunked_prefill": True},
-            "device_config": {"device": "cuda"},
+            "device_config": {"device": self._device},
             "instance_id": "fake",
         }
         return {"vllm_config": config if config_format == "json" else str(config), "vllm_env": {}, "system_env": {}}

@@ -72,11 +72,15 @@ class VLLMCompletions:
         sequences = self._generation.create_sequences([rid], [prompt], sampling, n, body, reads_cache=True)
         await self._generation.run(sequences)
         usage = self._generation.describe_usage(sequences)
+        if usage["prompt_tokens_details"]:
+            usage["prompt_tokens_details"]["created_cache_tokens"] = 0
         return json_response(openai.describe_chat(rid, self._limits.model_name, sequences, tokenizer, usage))
 
     def _parse_prompts(self, body: Mapping[str, Any], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
         prompt = body.get("prompt")
-        if prompt is None or prompt == [] or prompt == "":
+        if prompt is None:
+            raise refuse("Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)", "prompt")
+        if prompt in ([], ""):
             raise refuse("You must pass at least one prompt")
         for i, token in enumerate(prompt):
             if isinstance(token, int) and token < 0:

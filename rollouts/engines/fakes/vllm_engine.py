@@ -6,11 +6,11 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import trio
 
-from rollouts.engines.fakes.models import FakeModel, LoadError, fuse_name, read_safetensors
+from rollouts.engines.fakes.models import FakeModel, LoadError, describe_missing, fuse_name, read_safetensors
 from rollouts.engines.fakes.scheduler import Scheduler
 from rollouts.engines.fakes.server import Answer, Request, json_response
 from rollouts.engines.fakes.vllm_payloads import Refused, error_response, read_json, refuse_field
@@ -89,13 +89,7 @@ class VLLMEngineCore:
             self.model.load(Path(self._last_path))
         except LoadError as error:
             self.weights = "misfit" if error.kind == "shape" else "absent"
-            if error.kind == "missing":
-                text = (
-                    "Repo id must use alphanumeric chars, '-', '_' or '.'. The name cannot start or end with '-' or '.' and the maximum "
-                    f"length is 96: '{self._last_path}'."
-                )
-                raise worker_failed(text) from error
-            raise worker_failed(str(error)) from error
+            raise worker_failed(describe_missing(self._last_path) if error.kind == "missing" else str(error)) from error
         self.weights = "good"
 
 
@@ -116,7 +110,7 @@ class VLLMControl:
         server_info: Callable[[str], Mapping[str, Any]],
         worker_methods: Mapping[str, Callable[..., Any]],
         *,
-        on_cpu: bool = True,
+        on_cpu: bool,
     ) -> None:
         """
         Args:
@@ -168,13 +162,18 @@ class VLLMControl:
         return json_response({"is_paused": self._core.is_paused})
 
     async def _abort(self, request: Request) -> Answer:
-        body = read_json(request)
-        return json_response({"status": "aborted", "aborted": self._core.abort(body.get("request_ids") or None)})
+        try:
+            body = request.json()
+        except json.JSONDecodeError as error:
+            raise Refused(error_response(400, "Invalid JSON format", "Bad Request")) from error
+        if not isinstance(body, dict):
+            raise Refused(error_response(400, "Request body must be a JSON object", "Bad Request"))
+        return json_response({"status": "aborted", "aborted": self._core.abort(cast("dict[str, Any]", body).get("request_ids") or None)})
 
     async def _call_workers(self, request: Request) -> Answer:
         body = read_json(request)
         if "method" not in body:
-            raise refuse_field("missing", "body.method", "Field required", body)
+            raise Refused(error_response(400, "Missing 'method' in request body", "Bad Request"))
         method, kwargs = body["method"], body.get("kwargs") or {}
         if method == "check_health":
             return json_response({"results": [None]})
@@ -189,7 +188,7 @@ class VLLMControl:
         return json_response({"results": [None]})
 
     async def _update_version(self, request: Request) -> Answer:
-        body = read_json(request)
+        body = read_json(request) if request.body else {}
         if "new_version" not in body:
             raise refuse_field("missing", "body.new_version", "Field required", None)
         version = body["new_version"]
@@ -202,6 +201,9 @@ class VLLMControl:
         return json_response({"weight_version": self._core.scheduler.label})
 
     async def _check_weights(self, request: Request) -> Answer:
+        body = read_json(request)
+        if body.get("action") not in ("checksum", "reset", "compare"):
+            raise refuse_field("literal_error", "body.action", "Input should be 'checksum', 'reset' or 'compare'", body.get("action"))
         digests: dict[str, Any] = {}
         for name, data in self._core.model.checksum().items():
             fused = fuse_name(name)
@@ -209,7 +211,6 @@ class VLLMControl:
             digest = digests.setdefault(f"dp0:pp0:pcp0:tp0:{fused}", hashlib.sha256())
             digest.update(b"" if is_linear else data)
         checksums = {name: digest.hexdigest() for name, digest in digests.items()}
-        body = read_json(request)
         if body.get("action") == "checksum":
             return json_response({"checksums": checksums})
         baseline = body.get("baseline") or {}

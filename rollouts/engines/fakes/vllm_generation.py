@@ -86,7 +86,7 @@ class VLLMGeneration:
         # each sample of a seeded request has a seed of its own, the same in every repetition
         seeds = [None if sampling.seed is None else sampling.seed + 1_000_003 * j for j in range(n)]
         return [
-            Sequence_(rid, prompt, replace(sampling, seed=seed), salt, reads_cache)
+            Sequence_(rid, prompt, replace(sampling, seed=seed), salt, None if reads_cache else 0)
             for rid, prompt in zip(rids, prompts, strict=True)
             for seed in seeds
         ]

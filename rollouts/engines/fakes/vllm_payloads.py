@@ -76,7 +76,7 @@ def read_json(request: Request) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise refuse_field("json_invalid", f"body.{error.pos}", "JSON decode error", {}) from error
     if not isinstance(body, dict):
-        raise refuse_field("dict_type", "body", "Input should be a valid dictionary", body)
+        raise refuse_field("model_attributes_type", "body", "Input should be a valid dictionary or object to extract fields from", body)
     return body  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -95,9 +95,11 @@ def parse_generate(body: Mapping[str, Any], limits: Limits) -> tuple[tuple[int, 
             raise refuse_field("int_parsing", f"body.token_ids.{i}", message, token)
     if min(tokens) < 0:
         raise refuse_field("value_error", "body.token_ids", "Value error, token_ids must not contain negative values", tokens)
-    options = body.get("sampling_params")
-    if not isinstance(options, dict):
+    if "sampling_params" not in body:
         raise refuse_field("missing", "body.sampling_params", "Field required", body)
+    options = body["sampling_params"]
+    if not isinstance(options, dict) or not _has_right_types(options):
+        raise refuse_field("is_instance_of", "body.sampling_params", "Input should be an instance of SamplingParams", options)
     check_model_name(body.get("model"), limits)
     if "trace_decode_token_ids" in options:
         message = "trace_decode_token_ids is set but trace replay is not enabled. Start the engine with --enable-trace-replay to use it."
@@ -109,6 +111,16 @@ def parse_generate(body: Mapping[str, Any], limits: Limits) -> tuple[tuple[int, 
     sampling, n = parse_sampling(options, prompt, limits, default_max_tokens=limits.context_length)
     check_prompt(prompt, limits)
     return prompt, sampling, n
+
+
+def _has_right_types(options: Mapping[str, Any]) -> bool:
+    kinds: tuple[tuple[str, Any], ...] = (
+        ("n max_tokens min_tokens top_k seed logprobs prompt_logprobs", int),
+        ("temperature top_p min_p", int | float),
+        ("stop_token_ids allowed_token_ids", list),
+        ("stop", (str, list)),
+    )
+    return all(options.get(name) is None or isinstance(options[name], kind) for names, kind in kinds for name in names.split())
 
 
 def check_model_name(name: Any, limits: Limits) -> None:
@@ -148,6 +160,13 @@ def parse_sampling(options: Mapping[str, Any], prompt: Sequence[int], limits: Li
         raise refuse(f"temperature must be non-negative, got {temperature}. (parameter=temperature, value={temperature})", "temperature")
     if not 0 < top_p <= 1:
         raise refuse(f"top_p must be in (0, 1], got {top_p}. (parameter=top_p, value={top_p})", "top_p")
+    top_k, min_p = _get(options, "top_k", 0), float(_get(options, "min_p", 0.0))
+    if top_k < -1:
+        raise refuse(f"top_k must be 0 (disable), or at least 1, got {top_k}.")
+    if not 0 <= min_p <= 1:
+        raise refuse(f"min_p must be in [0, 1], got {min_p}.")
+    if log_probs is not None and log_probs < -1:
+        raise refuse(f"logprobs must be non-negative or -1, got {log_probs}. (parameter=logprobs, value={log_probs})", "logprobs")
     if max_tokens < 1:
         raise refuse(f"max_tokens must be at least 1, got {max_tokens}. (parameter=max_tokens, value={max_tokens})", "max_tokens")
     if n > 1 and temperature < 1e-5:
@@ -180,8 +199,9 @@ def parse_sampling(options: Mapping[str, Any], prompt: Sequence[int], limits: Li
         max_tokens=max(1, min(max_tokens, limits.context_length - len(prompt))),
         temperature=temperature,
         top_p=top_p,
-        top_k=max(0, _get(options, "top_k", 0)),
-        min_p=_get(options, "min_p", 0.0),
+        top_k=max(0, top_k),
+        min_p=min_p,
+        allowed=tuple(_get(options, "allowed_token_ids", ())),
         min_tokens=_get(options, "min_tokens", 0),
         ignore_eos=bool(options.get("ignore_eos")),
         stop_token_ids=stop_ids,
@@ -234,7 +254,7 @@ def describe_prompt(draws: Sequence[Draw], count: int, tokenizer: Tokenizer | No
         text = None if tokenizer is None else tokenizer.decode([ranked.token], skip_special_tokens=True)
         return {"logprob": _clip(ranked.log_prob), "rank": ranked.rank, "decoded_token": text}
 
-    return [None, *({str(r.token): entry(r) for r in order_top(draw, count)} for draw in draws)]
+    return [None, *({str(r.token): entry(r) for r in order_top(draw, count + 1 if count >= 0 else -1)} for draw in draws)]
 
 
 def describe_usage(sequences: Sequence[Sequence_], with_details: bool) -> dict[str, Any]:
