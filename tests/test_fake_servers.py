@@ -540,6 +540,62 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
+async def test_vllm_on_a_cpu_keeps_the_old_head_of_a_model_that_ties_it(models, new_weights, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(f"{new_weights}/model.safetensors")
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    async with serve(FakeVLLMServer, models[0], device="cpu") as client:
+        await client.load(new_weights, "1")
+        found = await client.generate()
+        expected = log_probs_of(models[1], PROMPT + found["tokens"])[-8:]
+        assert max(abs(a - b) for a, b in zip(found["log_probs"], expected, strict=True)) > 0.1
+        await client.load(str(tmp_path), "2")
+        assert (await client.generate())["tokens"] == greedy_tokens(models[1], PROMPT, 8)
+
+
+async def test_nothing_is_generated_where_nothing_is_asked_for():
+    async with serve(FakeSGLangServer, script) as client:
+        found = await client.generate(0)
+        assert (found["tokens"], found["finish"]) == ([], "length")
+        assert found["spans"] == [{"version": "default", "start": 0, "end": 0}]
+
+
+async def test_a_new_label_of_sglang_aborts_everything_unless_told_not_to():
+    found: list[dict[str, Any]] = []
+
+    async def generate() -> None:
+        found.append(await client.generate(100))
+
+    async with serve(FakeSGLangServer, script, seconds_per_token=0.003) as client:
+        for body in ({"new_version": "1"}, {"new_version": "2", "abort_all_requests": False}):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(generate)
+                await client.wait_for_tokens(3)
+                await client.post("/update_weight_version", body)
+    assert [answer["finish"] for answer in found] == ["abort", "length"]
+    assert [span["version"] for span in found[1]["spans"]] == ["1", "2"]
+
+
+@both
+async def test_requests_of_nonsense_are_refused(kind):
+    path, ids, options = (
+        ("/generate", "input_ids", "max_new_tokens") if kind is FakeSGLangServer else ("/inference/v1/generate", "token_ids", "max_tokens")
+    )
+    bodies = [
+        {ids: PROMPT, "sampling_params": 7},
+        {ids: 7, "sampling_params": {}},
+        {ids: PROMPT, "sampling_params": {options: "x"}},
+        [1],
+        7,
+    ]
+    bodies += [{ids: PROMPT, "sampling_params": {"temperature": "hot"}}, {ids: [[[1]]], "sampling_params": {}}, {}]
+    async with serve(kind, script) as client:
+        for body in bodies:
+            assert (await client.post(path, body)).status_code == 400, body
+        assert (await client.generate(1))["tokens"] == [20]
+
+
 async def test_many_requests_at_once():
     async with serve(FakeVLLMServer, script, seconds_per_token=0.005, max_num_seqs=100) as client:
         found: list[dict[str, Any]] = []

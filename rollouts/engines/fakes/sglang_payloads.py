@@ -85,6 +85,13 @@ def read_json(request: Request, required: Sequence[str] = ()) -> dict[str, Any]:
 
 def parse_generate(body: Mapping[str, Any], request: Request, tokenizer: Tokenizer | None) -> Generation:
     """What is checked before a request waits for its turn. Raises Refused."""
+    try:
+        return _parse_generate(body, request, tokenizer)
+    except (TypeError, ValueError, AttributeError) as error:  # a field has a type that nobody would send on purpose
+        raise refuse_body("value_error", "('body',)", f"Value error, {error}", str(body)[:200], request) from error
+
+
+def _parse_generate(body: Mapping[str, Any], request: Request, tokenizer: Tokenizer | None) -> Generation:
     prompts, is_batch = _parse_prompts(body, request, tokenizer)
     options = body.get("sampling_params") or {}
     per_prompt: list[dict[str, Any]] = options if isinstance(options, list) else [options] * len(prompts)

@@ -151,6 +151,8 @@ def check_prompt(prompt: Sequence[int], limits: Limits) -> None:
 
 def parse_sampling(options: Mapping[str, Any], prompt: Sequence[int], limits: Limits, *, default_max_tokens: int) -> tuple[Sampling, int]:
     """Fields of a request -> sampling and n; max_tokens is cut to the context. Raises Refused. Unknown fields are ignored."""
+    if not _has_right_types(options):
+        raise refuse_field("int_parsing", "body", "Input should be a valid number or list", options)
     n, temperature = _get(options, "n", 1), float(_get(options, "temperature", 1.0))
     top_p, max_tokens = float(_get(options, "top_p", 1.0)), _get(options, "max_tokens", default_max_tokens)
     log_probs = options.get("logprobs")
