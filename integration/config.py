@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from integration.algorithm_expression import PresetCall, create_algorithm, parse_algorithm
 from integration.algorithm_facts import find_kl_coefs
+from rollouts.backends.factory import parse_device
 from rollouts.config import (
     CheckpointConfig,
     GenerationConfig,
@@ -229,7 +230,7 @@ class EngineSection:
     python: str | None = None  # of the environment that has the server; None = VLLM_PYTHON or SGLANG_PYTHON, else this one
     api_key_variable: str | None = None  # environment variable that holds the key of servers that ask for one
     port: int | None = None  # of a server that is started; None = a free one
-    dtype: str = "auto"  # of the server's weights: float32, bfloat16, float16; auto = the checkpoint's, which is float32
+    dtype: str = "auto"  # of a server's weights: float32, bfloat16, float16; auto = float32 on a CPU, bfloat16 on a GPU
     tensor_parallel_size: int = 1  # GPUs that share the model
     context_length: int | None = None  # tokens of prompt and response together; None = the model's own
     max_num_seqs: int | None = None  # sequences at the same time in a server; None = the server's own
@@ -278,10 +279,14 @@ class EngineSection:
         rows = (8 if self.is_server else 0) if self.parity_rows is None else self.parity_rows
         return ParityConfig(num_rows=rows, threshold=self.parity_threshold, action=self.parity_action) if rows else None
 
-    def tolerance(self) -> float | None:
-        """What the RL loop allows engines to be off after a sync."""
+    def precision(self, device: str) -> str:
+        """The dtype of a server whose model is on the device of this name: cpu, cuda, cuda:N, auto."""
+        return ("float32" if parse_device(device).type == "cpu" else "bfloat16") if self.dtype == "auto" else self.dtype
+
+    def tolerance(self, device: str) -> float | None:
+        """What the RL loop allows engines to be off after a sync. device: as for precision."""
         if self.probe_tolerance is None:
-            return (1e-3 if self.dtype in ("auto", "float32") else 0.3) if self.is_server else None
+            return (1e-3 if self.precision(device) == "float32" else 0.3) if self.is_server else None
         return self.probe_tolerance or None
 
 
@@ -454,7 +459,7 @@ def rl_training_config(config: Config, algorithm: Algorithm | None, max_tokens: 
         max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,
         weight_sync="checkpoint" if config.engine.is_server else "memory",
         parity=config.engine.parity(),
-        probe_tolerance=config.engine.tolerance(),
+        probe_tolerance=config.engine.tolerance(config.model.device),
         seed=config.seed,
         shape_reward=overlong,
         mask_truncated=config.rl.mask_truncated,

@@ -120,7 +120,7 @@ async def create_inference_engine(
         url: of a server that runs already; None = one is started, and stopped at the end of the block.
         python: of the environment that has the server; None = VLLM_PYTHON or SGLANG_PYTHON, else this one.
         device: cpu, cuda or auto.
-        dtype: float32, bfloat16, float16; auto = the checkpoint's.
+        dtype: float32, bfloat16, float16; auto = float32 on a CPU, bfloat16 on a GPU. Of servers.
         tensor_parallel_size: GPUs that share the model; only for servers.
         max_model_len: tokens of prompt and response together; None = the model's own.
         environment: of this process; None = os.environ.
@@ -168,7 +168,7 @@ def create_server_engine(section: EngineSection, url: str, environment: Mapping[
         )
     settings: dict[str, Any] = {
         "in_flight": section.in_flight,
-        "allow_cast": section.dtype not in ("auto", "float32"),
+        "allow_cast": True,  # the trainer's weights are float32, a server's what its GPU likes best
         "api_key": None if key_variable is None else environment[key_variable],
     }
     return kinds[section.kind](url, **{**settings, **options})
@@ -195,7 +195,7 @@ def create_server_config(section: EngineSection, model_path: str, environment: M
         python=python,
         port=section.port,
         device=kind,
-        dtype=section.dtype,
+        dtype=section.precision(device),
         tensor_parallel_size=section.tensor_parallel_size,
         context_length=section.context_length,
         max_num_seqs=section.max_num_seqs,
