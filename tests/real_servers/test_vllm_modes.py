@@ -1,0 +1,93 @@
+"""VLLMEngine against vLLM servers that were started in another way, each for one test."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import trio
+
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.engines.http import HTTPEndpoint
+from rollouts.engines.server_commands import ServerConfig
+from rollouts.engines.servers import launch_server
+from rollouts.engines.vllm import VLLMEngine
+from rollouts.engines.vllm_protocol import explain_missing_routes
+from rollouts.errors import EngineError
+from rollouts.logprobs import gather_log_probs
+from rollouts.testing import create_tiny_model
+from rollouts.types import SamplingParams
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(700)]
+
+PROMPT = (5, 6, 7, 8)
+
+
+def create_config(path: Path, **changes) -> ServerConfig:
+    """A tiny model on a CPU; skips the test where no vLLM is named."""
+    if not os.environ.get("VLLM_PYTHON"):
+        pytest.skip("VLLM_PYTHON does not name the Python of an environment with vLLM")
+    create_tiny_model(hidden_size=64, head_dim=32).save_pretrained(path)
+    create_char_tokenizer().save_pretrained(path)
+    settings = {"device": "cpu", "dtype": "float32", "context_length": 512, "max_num_seqs": 16, "env": {"OMP_NUM_THREADS": "1"}}
+    return ServerConfig("vllm", str(path), os.environ["VLLM_PYTHON"], **{**settings, **changes})
+
+
+async def test_raw_log_probs_are_recorded_as_such_and_a_death_fails_what_is_pending(tmp_path: Path):
+    config = create_config(
+        tmp_path / "model", skip_tokenizer_init=True, extra_args=("--logprobs-mode", "raw_logprobs", "--enable-chunked-prefill")
+    )
+    model = create_tiny_model(hidden_size=64, head_dim=32)
+    with pytest.raises(EngineError, match="the vllm server"):
+        async with launch_server(config, tmp_path / "log", environment=os.environ, startup_s=570) as server:
+            with pytest.warns(UserWarning, match="processed_logprobs"):
+                async with VLLMEngine(server.url) as engine:
+                    assert (await engine.describe_server()).log_prob_kind == "untempered"
+                    params = SamplingParams(max_tokens=50, temperature=0.5, seed=3, untempered_log_probs=True)
+                    with pytest.warns(UserWarning, match="gets no seeds"):
+                        completion = await engine.generate(PROMPT, params)
+                    with pytest.raises(EngineError, match="runs without a tokenizer"):
+                        await engine.generate(PROMPT, SamplingParams(stop=("x",)))
+                    failures: list[EngineError] = []
+
+                    async def one() -> None:
+                        try:
+                            await engine.generate_group(PROMPT, SamplingParams(max_tokens=450), 8)
+                        except EngineError as error:
+                            failures.append(error)
+
+                    with trio.fail_after(30):
+                        async with trio.open_nursery() as nursery:
+                            for _ in range(8):
+                                nursery.start_soon(one)
+                            await trio.sleep(0.1)
+                            os.killpg(server.pid, signal.SIGKILL)
+                    assert len(failures) == 8
+                    with trio.fail_after(30), pytest.raises(EngineError, match=r"could not be given the weights"):
+                        await engine.update_weights_from_checkpoint(tmp_path / "model")
+                    with pytest.raises(EngineError, match="cannot be used"):
+                        await engine.generate(PROMPT, SamplingParams())
+            await trio.sleep(30)  # until the launcher has noticed
+    assert (completion.log_prob_kind, completion.temperature) == ("untempered", 1.0)
+    assert completion.finish_reason == ("stop" if completion.output_tokens[-1] == 1 else "length")
+    tokens = torch.tensor([PROMPT + completion.output_tokens])
+    with torch.no_grad():
+        expected = gather_log_probs(model(tokens).logits[0, 3:-1], tokens[0, 4:])
+    torch.testing.assert_close(torch.tensor(completion.output_log_probs), expected, atol=1e-4, rtol=0)
+    assert completion.untempered_log_probs == completion.output_log_probs
+
+
+async def test_a_server_without_its_switches_is_refused_with_their_names(tmp_path: Path):
+    config = create_config(
+        tmp_path / "model", extra_args=("--no-enable-scale-out",), env={"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "0"}
+    )
+    async with launch_server(config, tmp_path / "log", environment=os.environ, startup_s=570) as server:
+        with pytest.raises(EngineError, match="--enable-scale-out"):
+            async with VLLMEngine(server.url):
+                pass
+        async with HTTPEndpoint(server.url) as raw:
+            with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"), explain_missing_routes("the server"):
+                await raw.get_json("/server_info")
