@@ -1,0 +1,204 @@
+"""The RL stage on inference servers, and engines by name. The servers are fakes that sample from real, tiny models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from integration.config import Config, EngineSection, EvaluationSection, ModelSection, RLSection
+from integration.engines import create_inference_engine, create_server_config, create_server_engine, prepare_initial_model
+from integration.models import create_model
+from integration.stages import RunControl, run_rl
+from integration.tasks import create_sort_task
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.config import OptimizerConfig, ParityConfig
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE
+from rollouts.errors import ConfigError, EngineError
+from rollouts.metrics import JSONLLogger, read_metrics
+from rollouts.testing import FakeSGLangServer, FakeVLLMServer, create_tiny_model
+from rollouts.types import Sample, SamplingParams
+
+SERVERS = {"vllm": FakeVLLMServer, "sglang": FakeSGLangServer}
+
+
+def count_even(sample: Sample) -> float:
+    """A reward that differs from sample to sample, whatever the model has learned."""
+    return sum(token % 2 == 0 for token in sample.tokens[-4:]) / 4
+
+
+def create_config(kind: str, url: str, **engine) -> Config:
+    return Config(
+        rl=RLSection(num_steps=3, prompts_per_step=4, samples_per_prompt=4, optimizer=OptimizerConfig(lr=3e-3), sync_every=1),
+        model=ModelSection(hidden_size=64, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1),
+        evaluation=EvaluationSection(num_prompts=4, sampled=False),
+        engine=EngineSection(kind=kind, urls=(url,), **engine),
+    )
+
+
+def save_other_model(config: Config, path: Path) -> Path:
+    """A model of the same architecture and other weights, which the server has before the run begins."""
+    model, tokenizer = create_model(replace(config, seed=7))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+async def train(config: Config, directory: Path, stop_after: int | None = None) -> list[dict[str, object]]:
+    metrics = directory / "metrics.jsonl"
+    logger = JSONLLogger(metrics)
+    steps = iter(range(1, 100))
+    should_stop = (lambda: next(steps) == stop_after) if stop_after else (lambda: False)
+    task = replace(create_sort_task(create_char_tokenizer(), num_heldout=4), reward_fn=count_even)
+    await run_rl(config, directory / "rl", None, RunControl(logger=logger, should_stop=should_stop, clock=lambda: 0.0), task=task)
+    return [{key: value for key, value in line.items() if not key.endswith("_s")} for line in read_metrics(metrics)]
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+@pytest.mark.parametrize("in_flight", ["continue", "abort"])
+async def test_the_rl_stage_trains_on_a_server_whose_numbers_are_the_trainers(kind: str, in_flight: str, tmp_path: Path):
+    config = create_config(kind, "http://127.0.0.1:1", in_flight=in_flight, parity_action="stop", parity_threshold=1e-4)
+    async with SERVERS[kind](save_other_model(config, tmp_path / "other")) as server:
+        config = replace(config, engine=replace(config.engine, urls=(server.url,)))
+        lines = [line for line in await train(config, tmp_path) if "loss" in line]
+    assert [line["weight_version"] for line in lines] == [0, 1, 2]
+    assert all(line["engine_diff_max"] < 1e-4 for line in lines)
+    assert all(line["max_staleness"] == 0 for line in lines)
+
+
+async def test_a_run_on_a_server_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path: Path):
+    config = create_config("vllm", "http://127.0.0.1:1")
+    other = save_other_model(config, tmp_path / "other")
+    lines = []
+    for name, stop_after in (("straight", None), ("stopped", 2), ("stopped", None)):
+        async with FakeVLLMServer(other) as server:  # one that has just been started
+            lines.append(await train(replace(config, engine=replace(config.engine, urls=(server.url,))), tmp_path / name, stop_after))
+    assert len(lines[1]) < len(lines[0])
+    assert {line["step"]: line for line in lines[2]} == {line["step"]: line for line in lines[0]}
+    assert lines[0][-1]["loss"] != 0
+
+
+async def test_one_request_for_a_group_gives_groups_of_the_same_size(tmp_path: Path):
+    config = create_config("vllm", "http://127.0.0.1:1", one_request_per_group=True)
+    async with FakeVLLMServer(save_other_model(config, tmp_path / "other")) as server:
+        lines = await train(replace(config, engine=replace(config.engine, urls=(server.url,))), tmp_path)
+    assert [line["num_samples"] for line in lines if "loss" in line] == [16, 16, 16]
+
+
+async def test_a_server_with_another_vocabulary_is_refused(tmp_path: Path):
+    config = create_config("vllm", "http://127.0.0.1:1")
+    create_tiny_model(vocab_size=80).save_pretrained(tmp_path / "other")
+    async with FakeVLLMServer(tmp_path / "other") as server:
+        with pytest.raises(EngineError, match="vocabulary of 80 tokens, expected 64"):
+            await train(replace(config, engine=replace(config.engine, urls=(server.url,))), tmp_path)
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "vlm"}, "engine.kind is 'vlm', expected inprocess or vllm or sglang"),
+        ({"kind": "vllm"}, "neither is given"),
+        ({"kind": "sglang", "launch": True, "urls": ("http://127.0.0.1:1",)}, "both are given"),
+        ({"launch": True}, "engine.launch is True"),
+        ({"urls": ("http://127.0.0.1:1",)}, "the embedded engine is no server"),
+        ({"one_request_per_group": True}, "one_request_per_group"),
+        ({"kind": "vllm", "launch": True, "startup_timeout_s": 0}, "startup_timeout_s"),
+        ({"parity_threshold": 0.0}, "parity_threshold"),
+        ({"parity_rows": -1}, "parity_rows"),
+        ({"probe_tolerance": -0.1}, "probe_tolerance"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineSection(**settings)
+
+
+def test_servers_are_compared_with_the_trainer_and_the_embedded_engine_is_on_request():
+    server, embedded = EngineSection(kind="vllm", launch=True), EngineSection()
+    assert server.parity() == ParityConfig(num_rows=8)
+    assert (server.tolerance("cpu"), replace(server, dtype="bfloat16").tolerance("cpu")) == (1e-3, 0.3)
+    assert replace(server, probe_tolerance=0).tolerance("cpu") is None
+    assert replace(server, parity_rows=0).parity() is None
+    assert embedded.parity() is None
+    assert embedded.tolerance("cpu") is None
+    assert replace(embedded, parity_rows=4, parity_action="stop").parity() == ParityConfig(num_rows=4, action="stop")
+
+
+def test_the_python_of_a_server_comes_from_the_setting_the_environment_or_is_this_one():
+    section = EngineSection(kind="vllm", launch=True, context_length=256, max_num_seqs=32, extra_args=("--seed", "1"), port=8123)
+    found = [
+        create_server_config(chosen, "/model", environment, device="cpu").python
+        for chosen, environment in (
+            (replace(section, python="/a/python"), {"VLLM_PYTHON": "/b/python"}),
+            (section, {"VLLM_PYTHON": "/b/python", "SGLANG_PYTHON": "/c/python"}),
+            (section, {"SGLANG_PYTHON": "/c/python"}),
+        )
+    ]
+    assert found == ["/a/python", "/b/python", sys.executable]
+    server = create_server_config(section, "/model", {}, device="cpu")
+    assert (server.kind, server.model_path, server.device, server.dtype) == ("vllm", "/model", "cpu", "float32")
+    assert (server.context_length, server.max_num_seqs, server.extra_args, server.port) == (256, 32, ("--seed", "1"), 8123)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2"):
+        create_server_config(replace(section, tensor_parallel_size=2), "/model", {}, device="cpu")
+
+
+def test_a_key_is_read_from_its_variable():
+    section = EngineSection(kind="sglang", urls=("http://127.0.0.1:1",), api_key_variable="ENGINE_KEY")
+    create_server_engine(section, section.urls[0], {"ENGINE_KEY": "secret"})
+    with pytest.raises(ConfigError, match="no such environment variable"):
+        create_server_engine(section, section.urls[0], {})
+
+
+# the model that servers begin with
+
+
+def test_a_model_directory_is_linked_and_says_that_it_is_version_0(tmp_path: Path):
+    source = tmp_path / "source"
+    create_tiny_model().save_pretrained(source)
+    create_char_tokenizer().save_pretrained(source)
+    (source / WEIGHT_VERSION_FILE).write_text('{"weight_version": 9}')
+    for _ in range(2):  # a run that goes on finds it there
+        initial = prepare_initial_model(create_tiny_model(), create_char_tokenizer(), source, tmp_path / "initial")
+    assert {file.name for file in initial.iterdir()} == {file.name for file in source.iterdir()}
+    assert (initial / "model.safetensors").resolve() == source / "model.safetensors"
+    assert json.loads((initial / WEIGHT_VERSION_FILE).read_text()) == {"weight_version": 0}
+    assert json.loads((source / WEIGHT_VERSION_FILE).read_text()) == {"weight_version": 9}
+
+
+# engines by name
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    create_tiny_model().save_pretrained(tmp_path / "model")
+    create_char_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+async def test_engines_by_name_give_the_same_greedy_answer(model_path: Path):
+    greedy = SamplingParams(max_tokens=6, temperature=0.0)
+    answers = []
+    async with create_inference_engine("local", model_path, device="cpu") as engine:
+        answers.append((await engine.generate((5, 6, 7), greedy)).output_tokens)
+    for kind, server_type in SERVERS.items():
+        async with server_type(model_path) as server, create_inference_engine(kind, model_path, url=server.url) as engine:
+            answers.append((await engine.generate((5, 6, 7), greedy)).output_tokens)
+    assert answers[0] == answers[1] == answers[2]
+
+
+async def test_an_engine_that_is_not_known_or_cannot_be_is_refused(model_path: Path):
+    for kind, options, message in (
+        ("vlm", {}, "unknown engine 'vlm'.*vllm"),
+        ("local", {"tensor_parallel_size": 2}, "runs on one device"),
+        ("sglang", {"tensor_parallel_size": 2, "device": "cpu"}, "tensor_parallel_size is 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            async with create_inference_engine(kind, model_path, **options):
+                pass
