@@ -31,7 +31,8 @@ CAUSES = (
     ),
     (
         r"Found no NVIDIA driver|No CUDA GPUs are available|CUDA driver version is insufficient"
-        r"|not compiled with CUDA|_cuda_setDevice|libcuda\.so|libcudart|Failed to infer device type|CUDA is not available|no CUDA-capable device|Invalid device id",
+        r"|not compiled with CUDA|_cuda_setDevice|libcuda\.so|libcudart|Failed to infer device type|CUDA is not available"
+        r"|no CUDA-capable device|Invalid device id",
         "no usable CUDA device: set device to cpu where the server is a build for CPUs, else look at the driver and CUDA_VISIBLE_DEVICES",
     ),
     (r"greater than the derived (max_model_len|context_length)", "context_length is longer than the model allows: lower it"),
