@@ -35,6 +35,7 @@ Bucket = Sequence[tuple[str, Tensor]]
 """Named tensors of one dtype that travel as one."""
 
 _LEAVE_S = 10.0
+_OTHERS_S = 1.0  # that a server has to say itself what went wrong, before a broadcast that failed is all that is known
 
 
 # -- bodies of routes, pure
@@ -132,7 +133,7 @@ class WeightGroup:
     def __init__(self, engines: Sequence[SGLangEngine], name: str, process_group: Any, device: torch.device, bucket_bytes: int) -> None:
         self._engines = engines
         self._name = name
-        self._process_group = process_group
+        self._process_group: Any = process_group  # None once it broke or was closed
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._is_broken = False
@@ -147,23 +148,38 @@ class WeightGroup:
         Raises: EngineError. What does not fit the model is not sent. After a failure on the way the group is of no more use, and engines
             whose weights are not known refuse to generate until they get others.
         """
-        if self._is_broken:
-            raise EngineError(f"the weight group {self._name} broke in an earlier update: open a new one")
+        if self._process_group is None:
+            raise EngineError(f"the weight group {self._name} broke in an earlier update, or was closed: open a new one")
         for engine in self._engines:
             engine.check_weights(weights)
         buckets = split_into_buckets(weights, self._bucket_bytes)
         meeting = _Meeting(len(self._engines))
         answers: dict[int, Mapping[str, Any]] = {}
+        failures: list[EngineError] = []
 
         async def update(i: int) -> None:
             load = partial(self._receive, buckets=buckets, meeting=meeting)
-            answers[i] = await self._engines[i].update_weights_with(load, weights, weight_version)
+            try:
+                answers[i] = await self._engines[i].update_weights_with(load, weights, weight_version)
+            except EngineError as error:
+                failures.append(error)
+                nursery.cancel_scope.cancel()
 
-        with raise_single_errors():
-            async with trio.open_nursery() as nursery:
-                for i in range(len(self._engines)):
-                    nursery.start_soon(update, i)
-                nursery.start_soon(self._broadcast, buckets, meeting)
+        async def broadcast() -> None:
+            try:
+                await self._broadcast(buckets, meeting)
+            except EngineError as error:
+                failures.append(error)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for i in range(len(self._engines)):
+                nursery.start_soon(update, i)
+            nursery.start_soon(broadcast)
+        if failures:
+            raise EngineError(
+                f"weight version {weight_version} did not reach all {len(self._engines)} servers of a group: {failures[0]}"
+            ) from failures[0]
         return [answers[i] for i in range(len(self._engines))]
 
     async def _receive(self, routes: SGLangWeights, num_ranks: int, label: str, *, buckets: Sequence[Bucket], meeting: _Meeting) -> None:
@@ -171,14 +187,14 @@ class WeightGroup:
         async with routes.open_session():
             meeting.arrive()
             await meeting.complete.wait()
-            is_over = False
             try:
                 for bucket in buckets:
                     await routes.update("/update_weights_from_distributed", sglang_bucket_payload(bucket, self._name))
-                is_over = True
-            finally:
-                if not is_over:
-                    self._break()
+            except EngineError:
+                self._is_broken = True
+                with trio.move_on_after(_LEAVE_S, shield=True), suppress(EngineError):
+                    await routes.update("/destroy_weights_update_group", {"group_name": self._name})  # which ends a broadcast to it
+                raise
         await routes.flush()
         await routes.write_label(label)
 
@@ -188,27 +204,28 @@ class WeightGroup:
         options.rootRank = 0
 
         def broadcast(bucket: Bucket) -> None:
-            self._process_group.broadcast([flatten_bucket(bucket, self._device)], options).wait()
+            data = flatten_bucket(bucket, self._device)
+            self._process_group.broadcast([data], options).wait()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
 
         is_over = False
         try:
             for bucket in buckets:
-                await trio.to_thread.run_sync(broadcast, bucket, abandon_on_cancel=True)
+                # not abandoned when cancelled: it ends when all servers have the bucket, when one of them is gone, or when its time is over
+                await trio.to_thread.run_sync(broadcast, bucket)
             is_over = True
         except RuntimeError as error:
-            raise EngineError(f"the weights could not be broadcast to the servers in the group {self._name}: {error}") from error
+            if not self._is_broken:
+                await trio.sleep(_OTHERS_S)
+                raise EngineError(f"the weights could not be broadcast to the servers in the group {self._name}: {error}") from error
         finally:
             if not is_over:
-                self._break()
+                self.close()
 
-    def _break(self) -> None:
-        """End the group, so that no server waits for a broadcast that does not come."""
-        if not self._is_broken:
-            self._is_broken = True
-            with suppress(RuntimeError):
-                self._process_group.abort()
+    def close(self) -> None:
+        """Leave the group, while nothing is broadcast. A server that waits for a broadcast stops waiting as the connections close."""
+        self._process_group = None
 
 
 class _Meeting:
@@ -251,37 +268,52 @@ async def open_weight_group(
     num_ranks = [engine.tensor_parallel_size for engine in engines]
     world_size = 1 + sum(num_ranks)
     where = torch.device(device if device is not None else "cuda" if backend == "nccl" else "cpu")
-    store = await trio.to_thread.run_sync(partial(_create_store, master_address, world_size, timeout_s), abandon_on_cancel=True)
+    stores = [await trio.to_thread.run_sync(partial(_create_store, master_address, world_size, timeout_s))]
+    port = stores[0].port
     joined: list[SGLangEngine] = []
-    process_group: list[Any] = []
+    process_groups: list[Any] = []  # at most this one
 
     async def join(i: int) -> None:
         offset = 1 + sum(num_ranks[:i])
-        await engines[i].join_weight_group(sglang_group_payload(master_address, store.port, offset, world_size, name, backend))
+        await engines[i].join_weight_group(sglang_group_payload(master_address, port, offset, world_size, name, backend))
         joined.append(engines[i])
 
-    async def join_here() -> None:
-        create = partial(_create_process_group, backend, store, name, world_size, timeout_s)
+    async def join_here(nursery: trio.Nursery) -> None:
+        create = partial(_create_process_group, backend, master_address, port, name, world_size, timeout_s)
         try:
-            process_group.append(await trio.to_thread.run_sync(create, abandon_on_cancel=True))
+            process_groups.append(await trio.to_thread.run_sync(create))
         except RuntimeError as error:
+            if not stores:
+                return  # given up already, for a reason that is raised elsewhere
             raise EngineError(f"the {backend} group of trainer and servers did not come about: {error}") from error
+        nursery.cancel_scope.cancel()
 
+    async def hold_store() -> None:
+        """Without the store, whoever waits in it for the others gives up at once."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            if not process_groups:
+                stores.clear()
+
+    group: WeightGroup | None = None
     try:
         with raise_single_errors():
             async with trio.open_nursery() as nursery:
                 for i in range(len(engines)):
                     nursery.start_soon(join, i)
-                nursery.start_soon(join_here)
-        yield WeightGroup(engines, name, process_group[0], where, bucket_bytes)
+                async with trio.open_nursery() as inner:
+                    inner.start_soon(hold_store)
+                    inner.start_soon(join_here, inner)
+        group = WeightGroup(engines, name, process_groups.pop(), where, bucket_bytes)
+        yield group
     finally:
         with trio.move_on_after(_LEAVE_S, shield=True):
             async with trio.open_nursery() as nursery:
                 for engine in joined:
                     nursery.start_soon(_leave, engine, name)
-        if process_group:
-            with suppress(RuntimeError):
-                process_group[0].shutdown()
+        if group is not None:
+            group.close()
 
 
 async def _leave(engine: SGLangEngine, name: str) -> None:
@@ -297,9 +329,10 @@ def _create_store(address: str, world_size: int, timeout_s: float) -> Any:
         raise EngineError(f"this process cannot be reached as {address}: {error}. Give the master_address of this machine") from error
 
 
-def _create_process_group(backend: GroupBackend, store: Any, name: str, world_size: int, timeout_s: float) -> Any:
+def _create_process_group(backend: GroupBackend, address: str, port: int, name: str, world_size: int, timeout_s: float) -> Any:
     """Rank 0 of a group, apart from torch.distributed's default group, which the trainer may have for itself."""
     distributed: Any = torch.distributed
+    store = distributed.TCPStore(address, port, world_size, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     # the prefixes under which a server that makes a group of this name looks for the others
     device = "cuda" if backend == "nccl" else "cpu"
     prefixed = distributed.PrefixStore(f"{device}/", distributed.PrefixStore(f"{name}/", distributed.PrefixStore(name, store)))
