@@ -267,7 +267,7 @@ async def open_replay(*parts: bytes, content_type: str = "text/event-stream", st
         await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         for part in parts:
             await exchange.send(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-            await trio.sleep(0.002)
+            await trio.sleep(0)
         if b"[DONE]" in parts[-1]:
             return await exchange.send(b"0\r\n\r\n")
         if parts[-1].endswith(b"\n\n"):

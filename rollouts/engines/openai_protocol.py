@@ -30,8 +30,10 @@ class TokenUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCompletion:
-    """One answer as text. Never trained on: it does not say which tokens were sampled, and text tokenized again may be other tokens; servers
-    even write parts of it anew, such as the arguments of tool calls."""
+    """One answer as text. Never trained on: it does not say which tokens were sampled, and text tokenized again may be other tokens.
+
+    Servers even write parts of it anew, such as the arguments of tool calls.
+    """
 
     text: str  # "" where the answer is tool calls only
     finish_reason: str  # as the server says: "stop", "length", "tool_calls", "content_filter", "abort" or another
