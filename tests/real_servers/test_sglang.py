@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.engines.distributed_weights import open_weight_group
 from rollouts.engines.http import Deadlines
 from rollouts.engines.server_commands import ServerConfig
 from rollouts.engines.servers import launch_server
@@ -326,6 +327,31 @@ async def test_weights_in_memory_are_those_from_the_disk(sglang_server, weights)
         with pytest.raises(EngineError, match=r"missing: model.norm.weight"):
             await engine.update_weights({k: v for k, v in tensors.items() if k != "model.norm.weight"}, 99)
         await check_alive(engine, weights[1])
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "abort"])
+async def test_weights_over_a_gloo_group_are_those_from_the_disk(sglang_server, weights, in_flight):
+    found: list[Completion] = []
+
+    async def one() -> None:
+        found.append(await engine.generate(PROMPTS[0], LONG))
+
+    async with SGLangEngine(sglang_server.url, in_flight=in_flight) as engine:
+        version = await start(engine, weights[1])
+        checksum = await engine.compute_checksum()
+        await start(engine, weights[0])
+        for i in (2, 3):  # a group can be opened again
+            async with open_weight_group([engine], backend="gloo", bucket_bytes=50_000) as group:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(one)
+                    await trio.sleep(0.4)
+                    (answer,) = await group.update_weights(dict(load_model(weights[1]).state_dict()), version + i)
+                    assert answer["weight_version"] == await engine.get_weight_version() == version + i
+                await check_alive(engine, weights[1])
+                assert await engine.compute_checksum() == checksum
+    models = {version + 1: weights[0], version + 2: weights[1], version + 3: weights[1]}
+    assert [sorted(set(c.output_versions)) for c in found] == [[version + 1, version + 2], [version + 2, version + 3]]
+    assert await difference_to_trainer(found, models) < TOLERANCE
 
 
 async def test_bad_checkpoints_are_not_sent_and_the_server_goes_on(sglang_server, weights, tmp_path: Path):
