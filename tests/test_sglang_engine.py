@@ -20,6 +20,7 @@ from rollouts.engines.http_engine import Generated
 from rollouts.engines.request_checks import check_request
 from rollouts.engines.sglang import SGLangEngine
 from rollouts.engines.sglang_protocol import (
+    find_foreign_defaults,
     is_updated_but_not_flushed,
     parse_probe,
     parse_prompt_log_probs,
@@ -139,6 +140,17 @@ def test_each_token_of_a_request_across_a_sync_has_its_label():
     for span in spans:
         assert set(found.labels[span["start"] : span["end"]]) == {span["version"]}
     assert len(found.labels) == len(found.tokens) == 300
+
+
+@pytest.mark.parametrize("preferred", [None, {}, '{"top_p": 0.9}'])
+def test_defaults_of_a_server_that_every_request_overrides_are_harmless(preferred):
+    assert find_foreign_defaults({"preferred_sampling_params": preferred}) == []
+
+
+def test_defaults_of_a_server_that_a_request_leaves_open_are_found():
+    assert find_foreign_defaults({"preferred_sampling_params": '{"min_new_tokens": 5, "top_p": 0.9}'}) == ["min_new_tokens"]
+    with pytest.raises(EngineProtocolError, match="/model_info"):
+        find_foreign_defaults({})
 
 
 def test_a_stream_repeats_all_tokens_in_each_event():
@@ -621,3 +633,44 @@ async def test_health_is_never_asked(weights):
         await engine.resume()
         await engine.generate(PROMPT, GREEDY)
         assert not [r.path for r in server.received if "health" in r.path]
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "abort"])
+async def test_a_stream_brings_the_tokens_of_the_completion_in_pieces_across_a_sync(weights, in_flight):
+    heard: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+    found: list[Completion] = []
+
+    def hear(tokens, log_probs) -> None:
+        heard.append((tuple(tokens), tuple(log_probs)))
+
+    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url, in_flight=in_flight) as engine:
+
+        async def one(name: str, max_tokens: int) -> None:
+            params = SamplingParams(max_tokens=max_tokens)
+            found.append(
+                await engine.generate_streaming(PROMPT, params, lambda t, lp: heard.append((tuple(t), tuple(lp))), request_id=name)
+            )
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one, "a", 60)
+            await trio.sleep(0.15)
+            await engine.update_weights_from_checkpoint(weights[1])
+        assert found[0].output_tokens == tuple(token for tokens, _ in heard for token in tokens)
+        assert found[0].output_log_probs == tuple(log_prob for _, log_probs in heard for log_prob in log_probs)
+        assert set(found[0].output_versions) == {0, 1}
+        assert len(heard) > 5
+        heard.clear()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one, "b", 400)
+            await trio.sleep(0.15)
+            await engine.abort(["b"])
+    assert found[1].finish_reason == "abort"
+    assert 0 < found[1].output_len < 400
+    assert found[1].output_tokens == tuple(token for tokens, _ in heard for token in tokens)
+
+
+async def test_a_stream_that_breaks_is_an_error(weights):
+    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url) as engine:
+        server.add_fault(Fault("cut", "/generate"))
+        with pytest.raises(EngineError):
+            await engine.generate_streaming(PROMPT, GREEDY, lambda tokens, log_probs: None)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,23 +22,21 @@ from rollouts.engines.checkpoint_check import (
     expect_dtype,
     read_fingerprint,
     read_reference,
-    read_vocab_size,
     read_weight_version,
 )
 from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
-from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest, label_of, version_of
+from rollouts.engines.http_engine import Generated, RequestsInFlight, Send, WireRequest, label_of, version_of
 from rollouts.engines.request_checks import check_request, check_tokens
-from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo, check_server, check_version
+from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo
+from rollouts.engines.sglang_facts import MeasuredKind, ask_facts, read_facts
 from rollouts.engines.sglang_protocol import (
-    OLDEST_VERSION,
-    TESTED_VERSIONS,
     PauseMode,
     SGLangServer,
-    parse_probe,
+    create_sample_ids,
     parse_prompt_log_probs,
     parse_server_info,
+    parse_sglang_event,
     parse_sglang_response,
-    probe_payload,
     prompt_log_probs_payload,
     sglang_payload,
     sglang_sampling_params,
@@ -46,12 +44,15 @@ from rollouts.engines.sglang_protocol import (
 )
 from rollouts.engines.sglang_weights import SGLangWeights
 from rollouts.engines.weight_transaction import ServedDirectory, ServerControls, WeightTransaction
-from rollouts.errors import CheckpointError, EngineError, EngineTimeout, raise_single_errors
+from rollouts.errors import CheckpointError, EngineError, EngineProtocolError, raise_single_errors
 from rollouts.samples import derive_seed
 from rollouts.types import Completion, SamplingParams
 
 _ABORTS_AT_ONCE = 16
-_PROBE_TOKENS = (2, 3, 4)
+
+
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Called with new tokens and their log-probs."""
 
 
 class SGLangEngine:
@@ -76,7 +77,7 @@ class SGLangEngine:
         vocab_size: int | None = None,
         initial_version: int = 0,
         in_flight: Literal["continue", "abort"] = "continue",
-        log_prob_kind: Literal["tempered", "untempered"] | None = None,
+        log_prob_kind: MeasuredKind | None = None,
         reference: CheckpointLayout | None = None,
         allow_cast: bool = False,
         bucket_bytes: int = 32 * 2**20,
@@ -111,7 +112,7 @@ class SGLangEngine:
         self._expected_model = expected_model
         self._vocab_size = vocab_size
         self._in_flight: Literal["continue", "abort"] = in_flight
-        self._log_prob_kind: Literal["tempered", "untempered"] | None = log_prob_kind
+        self._log_prob_kind: MeasuredKind | None = log_prob_kind
         self._bucket_bytes = bucket_bytes
         self._reference = reference
         self._allow_cast = allow_cast
@@ -128,7 +129,13 @@ class SGLangEngine:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
-            self._facts = await self._read_facts()
+            self._facts = await read_facts(
+                self.name,
+                self._server,
+                expected_model=self._expected_model,
+                vocab_size=self._vocab_size,
+                log_prob_kind=self._log_prob_kind,
+            )
             info = self._facts.info
             self._version = version_of(self.name, info.weight_version, self._version)
             self._weights = await self._create_transaction(info)
@@ -153,6 +160,22 @@ class SGLangEngine:
         self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, *, request_id: str | None = None
     ) -> tuple[Completion, ...]:
         """n completions of one prompt in one request, aborted as one. Raises as generate."""
+        return await self._run(prompt_tokens, params, n, request_id, self._send)
+
+    async def generate_streaming(
+        self, prompt_tokens: Sequence[int], params: SamplingParams, on_tokens: OnTokens, *, request_id: str | None = None
+    ) -> Completion:
+        """As generate; on_tokens hears of the tokens while they come, for a display. The server repeats all of them each time, which costs
+        the square of the length. Where an aborting sync interrupts a request with stop strings, its last few tokens come again.
+        """
+        if self._get_facts().streams_deltas:
+            raise EngineError(f"{self.name} runs with --incremental-streaming-output, whose streams this client does not read")
+        (completion,) = await self._run(prompt_tokens, params, 1, request_id, partial(self._send_streaming, on_tokens))
+        return completion
+
+    async def _run(
+        self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, request_id: str | None, send: Send
+    ) -> tuple[Completion, ...]:
         server = self._get_facts()
         prompt, request_id = tuple(prompt_tokens), self._requests.name_request(request_id)
         params = check_request(
@@ -161,9 +184,9 @@ class SGLangEngine:
         if params.seed is not None and not server.info.honors_seeds and not self._has_warned_of_seeds:
             self._has_warned_of_seeds = True
             warnings.warn(
-                f"{self.name} ignores seeds: start it with --enable-deterministic-inference, or do not rely on equal samples", stacklevel=3
+                f"{self.name} ignores seeds: start it with --enable-deterministic-inference, or do not rely on equal samples", stacklevel=4
             )
-        return await self._requests.run(request_id, prompt, params, n, self._send, server.info.log_prob_kind)
+        return await self._requests.run(request_id, prompt, params, n, send, server.info.log_prob_kind)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """Make pending calls return with the tokens they have; None = all of this engine, and of no other client."""
@@ -206,21 +229,43 @@ class SGLangEngine:
         return tuple(await self.compute_prompt_log_probs(input_tokens, start_index))
 
     async def _send(self, request: WireRequest) -> Sequence[Generated]:
-        server = self._get_facts()
-        if len(request.tokens) > server.max_prompt or request.params.max_tokens < 1:  # what an abort left is too little to go on with
+        if self._is_used_up(request):
             return [Generated((), (), (), "length")] * request.n
-        params = [request.params]
-        if request.n > 1:
-            seed = request.params.seed
-            params = [request.params.new(seed=None if seed is None else derive_seed(seed, i)) for i in range(request.n)]
-        sampling = [sglang_sampling_params(one, seeded=server.info.honors_seeds) for one in params]
-        ids = create_sample_ids(request.wire_id, request.n)
+        with self._in_flight_as(request) as ids:
+            return parse_sglang_response(await self._server.post_json("/generate", self._create_payload(request, ids)), ids)
+
+    async def _send_streaming(self, on_tokens: OnTokens, request: WireRequest) -> Sequence[Generated]:
+        if self._is_used_up(request):
+            return [Generated((), (), (), "length")]
+        num_heard, whole = 0, None
+        with self._in_flight_as(request) as ids:
+            async with self._server.stream_events("/generate", {**self._create_payload(request, ids), "stream": True}) as events:
+                async for event in events:
+                    tokens, log_probs, whole = parse_sglang_event(event, ids[0])
+                    if len(tokens) > num_heard:
+                        on_tokens(tokens[num_heard:], log_probs[num_heard:])
+                        num_heard = len(tokens)
+        if whole is None:
+            raise EngineProtocolError(f"{self.name} ended the stream of {ids[0]} without a finish reason")
+        return [whole]
+
+    def _is_used_up(self, request: WireRequest) -> bool:
+        """Whether what an abort left is too little to go on with."""
+        return len(request.tokens) > self._get_facts().max_prompt or request.params.max_tokens < 1
+
+    @contextmanager
+    def _in_flight_as(self, request: WireRequest) -> Generator[list[str]]:
+        """The ids of the request's samples, which are known to aborts in the block."""
         self._num_samples[request.wire_id] = request.n
         try:
-            response = await self._server.post_json("/generate", sglang_payload([request.tokens] * request.n, sampling, ids))
+            yield create_sample_ids(request.wire_id, request.n)
         finally:
             del self._num_samples[request.wire_id]
-        return parse_sglang_response(response, ids)
+
+    def _create_payload(self, request: WireRequest, ids: Sequence[str]) -> dict[str, Any]:
+        params, seeded = request.params, self._get_facts().info.honors_seeds
+        seeds = [params.seed if params.seed is None or request.n == 1 else derive_seed(params.seed, i) for i in range(request.n)]
+        return sglang_payload([request.tokens] * request.n, [sglang_sampling_params(params.new(seed=s), seeded=seeded) for s in seeds], ids)
 
     async def _score(self, tokens: Sequence[int], start_index: int, wire_id: str) -> Any:
         return await self._server.post_json("/generate", prompt_log_probs_payload(tokens, start_index, wire_id))
@@ -325,7 +370,7 @@ class SGLangEngine:
     async def describe_server(self) -> ServerInfo:
         """What the server says about itself now."""
         server = self._get_facts()
-        now = parse_server_info(*await self._ask_facts())
+        now = parse_server_info(*await ask_facts(self._server))
         return replace(now.info, log_prob_kind=server.info.log_prob_kind, vocab_size=server.info.vocab_size)
 
     async def _create_transaction(self, info: ServerInfo) -> WeightTransaction:
@@ -339,42 +384,6 @@ class SGLangEngine:
         controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
         return WeightTransaction(self._requests, controls, served=served)
 
-    # -- the server's facts
-
-    async def _ask_facts(self) -> tuple[Any, Any, Any]:
-        server = self._server
-        return await server.get_json("/server_info"), await server.get_json("/model_info"), await server.get_json("/v1/models")
-
-    async def _read_facts(self) -> SGLangServer:
-        facts = parse_server_info(*await self._ask_facts())
-        found = await trio.to_thread.run_sync(read_vocab_size, Path(facts.info.model_path))
-        info = replace(facts.info, vocab_size=self._vocab_size if found is None else found)
-        check_version(self.name, info.version, oldest=OLDEST_VERSION, tested=TESTED_VERSIONS)
-        check_server(self.name, info, expected_model=self._expected_model, vocab_size=self._vocab_size)
-        if info.vocab_size is None:
-            raise EngineError(
-                f"{self.name} does not say how large its vocabulary is, and {info.model_path}/config.json cannot be read from here: pass "
-                "vocab_size, because one id outside of it kills the server"
-            )
-        return replace(facts, info=replace(info, log_prob_kind=await self._measure_log_prob_kind(info.vocab_size)))
-
-    async def _measure_log_prob_kind(self, vocab_size: int) -> Literal["tempered", "untempered"]:
-        """Which log-probs the server gives: no route says it, two tokens show it."""
-        payload = probe_payload([token % vocab_size for token in _PROBE_TOKENS])
-        try:
-            measured = parse_probe(await self._server.post_json("/generate", payload, kind="health"))
-        except EngineTimeout as error:
-            raise EngineTimeout(
-                f"{self.name} accepts requests but does not answer: it is overloaded, or an earlier run left it paused. Send "
-                "POST /continue_generation with the body {}, or restart it"
-            ) from error
-        if measured is not None and self._log_prob_kind not in (None, measured):
-            raise EngineError(
-                f"{self.name} gives {measured} log-probs, expected {self._log_prob_kind}: set log_prob_kind, or the server's environment "
-                "variable SGLANG_RETURN_ORIGINAL_LOGPROB"
-            )
-        return measured or self._log_prob_kind or "tempered"
-
     def _get_facts(self) -> SGLangServer:
         assert self._facts is not None, "use the engine inside its `async with` block"
         return self._facts
@@ -382,8 +391,3 @@ class SGLangEngine:
     def _get_weights(self) -> WeightTransaction:
         assert self._weights is not None, "use the engine inside its `async with` block"
         return self._weights
-
-
-def create_sample_ids(wire_id: str, n: int) -> list[str]:
-    """The ids of the samples of one request: all of one length, because an abort hits every id that begins with the one given."""
-    return [f"{wire_id}-{i:06d}" for i in range(n)]

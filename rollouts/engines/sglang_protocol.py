@@ -7,6 +7,7 @@ are under temperature 1. A server started with SGLANG_RETURN_ORIGINAL_LOGPROB re
 from __future__ import annotations
 
 import base64
+import json
 import pickle
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,11 @@ def sglang_sampling_params(params: SamplingParams, *, seeded: bool) -> dict[str,
     if seeded and params.seed is not None:
         sampling["sampling_seed"] = params.seed
     return sampling
+
+
+def create_sample_ids(wire_id: str, n: int) -> list[str]:
+    """The ids of the samples of one request: all of one length, because an abort hits every id that begins with the one given."""
+    return [f"{wire_id}-{i:06d}" for i in range(n)]
 
 
 def sglang_payload(
@@ -211,6 +217,14 @@ def parse_server_info(server_info: Any, model_info: Any, models: Any) -> SGLangS
             data_parallel_size=int(server_info["dp_size"]),
             streams_deltas=bool(server_info["incremental_streaming_output"]),
         )
+
+
+def find_foreign_defaults(model_info: Any) -> list[str]:
+    """Names of sampling parameters that the server adds to every request and that a request of ours leaves open."""
+    with _protocol_errors("/model_info", model_info):
+        preferred: Any = model_info["preferred_sampling_params"] or {}
+        preferred = json.loads(preferred) if isinstance(preferred, str) else preferred
+        return sorted(set(preferred) - set(sglang_sampling_params(SamplingParams(), seeded=False)))
 
 
 def probe_payload(prompt: Sequence[int]) -> dict[str, Any]:

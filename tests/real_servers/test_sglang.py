@@ -34,6 +34,7 @@ from rollouts.types import Completion, Sample, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from endless_models import create_endless_model
+from text_checks import check_texts
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -245,6 +246,23 @@ async def test_aborted_requests_return_what_they_have_and_their_neighbours_go_on
         await check_alive(engine, weights[0])
 
 
+async def test_a_stream_brings_the_tokens_of_the_completion_in_pieces(sglang_server, weights):
+    heard: list[int] = []
+    pieces: list[int] = []
+
+    def hear(tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        assert len(tokens) == len(log_probs)
+        heard.extend(tokens)
+        pieces.append(len(tokens))
+
+    async with SGLangEngine(sglang_server.url) as engine:
+        version = await start(engine, weights[0])
+        completion = await engine.generate_streaming(PROMPTS[0], SamplingParams(max_tokens=80), hear)
+        assert completion.output_tokens == tuple(heard)
+        assert len(pieces) > 10
+        assert await difference_to_trainer([completion], {version: weights[0]}) < TOLERANCE
+
+
 async def test_a_cancelled_request_is_dropped_by_the_server(sglang_server, weights):
     async with SGLangEngine(sglang_server.url) as engine:
         await start(engine, weights[0])
@@ -443,6 +461,11 @@ async def test_seeds_have_no_effect_and_the_engine_says_so_once(sglang_server):
             found = {(await engine.generate(PROMPTS[0], SamplingParams(max_tokens=20, seed=3))).output_tokens for _ in range(3)}
     assert len(found) == 3
     assert len(warned) == 1
+
+
+async def test_texts_come_as_batches_as_groups_and_from_the_openai_like_routes(sglang_server):
+    async with SGLangEngine(sglang_server.url, vocab_size=64) as engine:
+        await check_texts(engine, sglang_server.url)
 
 
 async def test_untempered_log_probs_are_recognised_and_a_death_fails_what_is_pending(tmp_path: Path, weights):
