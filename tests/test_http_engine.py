@@ -112,7 +112,14 @@ def test_spans_become_one_label_for_each_token():
     assert expand_spans("server", [("1", 0, 2), ("3", 2, 5)], 5) == ("1", "1", "3", "3", "3")
     assert expand_spans("server", [], 0) == ()
     assert expand_spans("server", [("1", 0, 0)], 0) == ()  # of a request that was aborted in the queue
-    for spans in ([("1", 0, 2)], [("1", 0, 2), ("2", 3, 5)], [("1", 0, 6)], [("1", 1, 5)], [("1", 0, 3), ("2", 2, 5)]):
+    for spans in (
+        [("1", 0, 2)],
+        [("1", 0, 2), ("2", 3, 5)],
+        [("1", 0, 2), ("2", 3, 6)],
+        [("1", 0, 6)],
+        [("1", 1, 5)],
+        [("1", 0, 3), ("2", 2, 5)],
+    ):
         with pytest.raises(EngineProtocolError, match="of 5 tokens"):
             expand_spans("server", spans, 5)
 
@@ -349,6 +356,20 @@ async def test_a_user_ends_a_request_that_waits_for_a_sync(nursery):
     assert {c[0].finish_reason for c in client.done.values()} == {"abort"}
     assert client.server.aborts == []  # nothing of them was with the server
     await client.server.wait_for_request(2)
+
+
+async def test_what_a_user_aborts_during_a_sync_keeps_all_of_its_tokens(nursery):
+    client = Client(nursery, resends=True)
+    await client.start("a", params=SamplingParams(max_tokens=9, stop=("abc",)))
+    request = await client.server.wait_for_request(0)
+
+    async def end(wire_ids: Sequence[str]) -> None:
+        await client.server.answer(request, result((10, 11, 12), "0", "abort"))
+
+    client.server.on_abort = end
+    with client.requests.hold():
+        await client.requests.abort(["a"])
+    assert client.done["a"][0].output_tokens == (10, 11, 12)
 
 
 async def test_nothing_is_sent_while_one_of_several_holds_is_there(nursery):

@@ -454,6 +454,15 @@ async def test_cancelled_requests_end_on_the_server_too():
             assert (await engine.generate(PROMPT, SamplingParams(max_tokens=2))).output_len == 2
 
 
+async def test_every_end_of_text_of_the_model_ends_a_completion(model_path: Path):
+    """A server that was started with --generation-config vllm knows only the tokenizer's."""
+    (model_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7, 900]}))
+    async with FakeVLLMServer(model_path) as server, open_engine(server) as engine:
+        await engine.generate(PROMPT, SamplingParams(max_tokens=2, stop_token_ids=(9,)))
+        (request,) = [request for request in server.received if request.path == "/inference/v1/generate"]
+    assert request.json()["sampling_params"]["stop_token_ids"] == [1, 7, 9]
+
+
 # -- weights
 
 
@@ -484,6 +493,46 @@ async def test_requests_in_flight_have_a_version_for_each_token(model_path: Path
         assert completion.output_log_probs == pytest.approx(
             [expected[version][t] for t, version in enumerate(completion.output_versions)], abs=1e-4
         )
+
+
+async def test_keys_and_values_of_the_old_weights_are_dropped_twice(model_path: Path, tmp_path: Path):
+    """By the pause and after the load: a server may cease to honor the one with requests in flight."""
+    export(tmp_path / "1", 1)
+    async with FakeVLLMServer(model_path) as server, open_engine(server) as engine:
+        await engine.update_weights_from_checkpoint(tmp_path / "1")
+        calls = {request.path: dict(request.query) for request in server.received}
+        paths = [request.path for request in server.received]
+    assert calls["/pause"] == {"mode": "keep", "clear_cache": "true"}
+    assert calls["/reset_prefix_cache"] == {"reset_running_requests": "true"}
+    assert paths.index("/pause") < paths.index("/collective_rpc") < paths.index("/reset_prefix_cache") < paths.index("/resume")
+
+
+async def test_a_tied_output_head_is_loaded_on_a_cpu_too(model_path: Path, tmp_path: Path):
+    model = export(tmp_path / "1", 1)
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    async with FakeVLLMServer(model_path, device="cpu") as server, open_engine(server) as engine:
+        await engine.update_weights_from_checkpoint(tmp_path / "1")
+        completion = await engine.generate(PROMPT, greedy)
+        async with HTTPEndpoint(server.url) as raw:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(model_path)}}
+            await raw.post_json("/collective_rpc", body, kind="sync")
+        naive = await engine.generate((9, 8, 7), greedy)
+    assert completion.output_log_probs == pytest.approx(compute_log_probs(model, completion), abs=1e-4)
+    assert naive.output_log_probs != pytest.approx(compute_log_probs(create_model(0), naive), abs=1e-2)
+    assert not [path for path in (tmp_path / "1").iterdir() if path.is_dir()]
+
+
+async def test_checkpoints_have_the_precision_that_the_server_runs_in(model_path: Path, tmp_path: Path):
+    create_model(0).bfloat16().save_pretrained(model_path)  # which the server, by its own word, holds in float32
+    export(tmp_path / "1", 1)
+    create_model(2).bfloat16().save_pretrained(tmp_path / "2")
+    async with FakeVLLMServer(model_path) as server:
+        async with open_engine(server) as engine:
+            await engine.update_weights_from_checkpoint(tmp_path / "1")
+            with pytest.raises(EngineError, match=r"wrong dtypes: .* is BF16 .*, expected F32"):
+                await engine.update_weights_from_checkpoint(tmp_path / "2")
+        async with open_engine(server, allow_cast=True) as engine:
+            await engine.update_weights_from_checkpoint(tmp_path / "2")
 
 
 async def test_versions_are_those_of_the_directories_else_they_count_up(model_path: Path, tmp_path: Path):
