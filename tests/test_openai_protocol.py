@@ -297,6 +297,18 @@ def test_chunks_that_are_none_are_refused(chunk: Any) -> None:
         join_chunks([chunk])
 
 
+def test_usage_may_come_with_any_chunk() -> None:
+    """Some servers count as they go and send null at the end."""
+    counts = {"prompt_tokens": 2, "completion_tokens": 1}
+    chunks = [
+        {"model": "m", "usage": counts, "choices": [{"index": 0, "delta": {"content": "3"}, "finish_reason": "stop"}]},
+        {"model": "m", "usage": None, "choices": []},
+    ]
+    assert parse_chat_response(join_chunks(chunks)) == ChatCompletion(
+        text="3", finish_reason="stop", model="m", usage=TokenUsage(prompt_tokens=2, completion_tokens=1)
+    )
+
+
 def test_a_stream_without_an_end_is_no_answer() -> None:
     chunk = {"model": "m", "choices": [{"index": 0, "delta": {"content": "3"}, "finish_reason": None}]}
     with pytest.raises(EngineProtocolError, match="reason why it ended"):
