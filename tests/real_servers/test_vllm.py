@@ -12,6 +12,7 @@ import torch
 import trio
 import trio.testing
 from safetensors.torch import load_file, save_file
+from text_checks import check_texts
 
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples
@@ -510,3 +511,8 @@ async def test_cancelled_requests_leave_nothing_behind(vllm_server):
                 await generate_all(engine, SamplingParams(max_tokens=480, temperature=1.0))
         with trio.fail_after(10):
             await generate_all(engine, SamplingParams(max_tokens=3))
+
+
+async def test_texts_come_as_batches_as_groups_and_from_the_openai_like_routes(vllm_server):
+    async with VLLMEngine(vllm_server.url, vocab_size=64) as engine:
+        await check_texts(engine, vllm_server.url)
