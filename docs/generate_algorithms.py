@@ -319,7 +319,7 @@ def write_page(name: str) -> str:
         format_table(("part", "function", "called"), composition),
         *([BOUND] if "bound=20.0" in format_part(algorithm.loss) else []),
         "It requires these columns of the batch:",
-        format_table(("column", "what it is"), columns),
+        format_table(("column", "what it is"), columns) if columns else "None.",
         f"The code, in `rollouts/algorithms.py`:\n\n```python\n{code_without_docstring(preset)}\n```",
         "## Oracle",
         f"The loss of a whole optimizer step as naive loops, from the paper (`tests/{path}`). Tests hold the composition against it in"
@@ -339,10 +339,10 @@ def write_index() -> str:
 
     def row(name: str) -> tuple[str, ...]:
         algorithm = example_of(name)
-        needs = ", ".join(f"`{column}`" for column in sorted(algorithm.requires - {"rollout_log_probs"}))
+        needs = ", ".join(f"`{column}`" for column in sorted(algorithm.requires))
         return f"[{name}]({name}.md)", escape(describe(presets[name]).summary), f"`{format_part(algorithm.weigh)}`", needs
 
-    header = ("preset", "what it is", "weights", "requires, besides `rollout_log_probs`")
+    header = ("preset", "what it is", "weights", "requires")
     wrappers = [name for name in presets if is_wrapper(presets[name])]
     parts = [
         "<!-- Written by docs/generate_algorithms.py: do not edit. -->",

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from rollouts.algorithms import grpo, ppo, recomputed
+from rollouts.algorithms import decoupled, gpg, grpo, opo, ppo, recomputed, reinforce, remax, rloo, truncated
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend
 from rollouts.batching import collate_samples
 from rollouts.config import RLTrainingConfig
@@ -178,6 +178,49 @@ async def test_advantages_of_an_own_estimator_that_are_not_finite_are_refused_be
 async def test_a_batch_without_a_column_that_comes_with_the_samples_is_refused():
     with pytest.raises(DataError, match="rollout_log_probs"):
         await train_on_rollouts(FakeBackend(), replace(make_batch(), rollout_log_probs=None), grpo())
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [rloo(), reinforce(), opo(), gpg(), remax(), recomputed(grpo()), recomputed(grpo(kl_coef=0.1)), recomputed(ppo(kl_coef=0.1))],
+    ids=["rloo", "reinforce", "opo", "gpg", "remax", "recomputed", "recomputed with KL", "recomputed ppo with KL"],
+)
+async def test_an_algorithm_that_does_not_read_the_engines_log_probs_trains_without_them_and_just_the_same(algorithm: Algorithm):
+    results = []
+    with_engine = make_batch(untrainable=(3, 7))
+    for batch in (with_engine, replace(with_engine, rollout_log_probs=None)):
+        backend, reference = (create_pytorch_backend(create_tiny_model(seed=seed), lr=1e-2) for seed in (0, 5))
+        critic = create_critic_backend(create_tiny_model(seed=1), lr=1e-2) if "values" in algorithm.requires else None
+        metrics = await train_on_rollouts(backend, batch, algorithm, reference=reference, critic=critic)
+        results.append((metrics, await backend.get_weights().result()))
+    (full, expected), (bare, weights) = results
+    assert "rollout_log_probs" not in algorithm.requires
+    about_the_ratio = {"approx_kl", "ratio_mean", "max_ratio", "min_ratio"}
+    assert about_the_ratio <= set(full)
+    assert set(full) - set(bare) <= about_the_ratio | {"rollout_kl", "reference_kl"}
+    assert about_the_ratio <= set(bare) or "old_log_probs" not in algorithm.requires
+    assert {name: bare[name] for name in ("loss", "grad_norm")} == {name: full[name] for name in ("loss", "grad_norm")}
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def read_rollouts(log_probs: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+    assert batch.rollout_log_probs is not None
+    return batch.rollout_log_probs.exp()
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        grpo(),
+        truncated(recomputed(grpo())),
+        recomputed(decoupled(grpo())),
+        recomputed(replace(grpo(), loss=partial(clipped_policy_loss, reweigh=read_rollouts))),
+        recomputed(replace(grpo(), estimate=lambda batch: batch)),
+        recomputed(replace(grpo(), loss=lambda outputs, batch: grpo().loss(outputs, batch))),
+    ],
+)
+def test_the_engines_log_probs_are_required_wherever_something_may_read_them(algorithm: Algorithm):
+    assert "rollout_log_probs" in algorithm.requires
 
 
 # KL control
