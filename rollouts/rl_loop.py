@@ -23,6 +23,7 @@ from rollouts.config import RLTrainingConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError
+from rollouts.estimators import estimate_group_relative
 from rollouts.kl_control import KLControl, update_kl_control
 from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
 from rollouts.requirements import check_requirements
@@ -115,13 +116,20 @@ def estimate_with_baseline(batch: TrainBatch, baseline: float) -> TrainBatch:
 
 
 def resolve_algorithm(config: RLTrainingConfig) -> Algorithm:
-    """The configured algorithm (default: GRPO); a scalar config.baseline replaces its estimator."""
+    """The configured algorithm (default: GRPO). A scalar config.baseline takes the place of its estimator: A = rewards - baseline.
+
+    Raises: ConfigError for a scalar baseline beside an estimator that does more than compare rewards with those of their group (a critic,
+        returns along tokens, a KL penalty, ...): all of that would be lost.
+    """
     algorithm = grpo() if config.algorithm is None else config.algorithm
     if config.baseline is None:
         return algorithm
-    if "values" in algorithm.requires:
+    estimate = algorithm.estimate.func if isinstance(algorithm.estimate, partial) else algorithm.estimate
+    if estimate is not estimate_group_relative:
+        name = getattr(estimate, "__name__", type(estimate).__name__)
         raise ConfigError(
-            f"baseline is {config.baseline}, but the algorithm's baseline is its critic: set baseline=None, or choose another"
+            f"baseline is {config.baseline}, but the algorithm's estimator, {name}, does more than compare rewards with those of their "
+            "group, and all of it would be lost: set baseline=None, or choose an algorithm as grpo(), dr_grpo(), dapo() or rloo()"
         )
     return replace(algorithm, estimate=partial(estimate_with_baseline, baseline=config.baseline))
 

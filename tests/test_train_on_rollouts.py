@@ -9,7 +9,21 @@ from functools import partial
 import pytest
 import torch
 
-from rollouts.algorithms import decoupled, gpg, grpo, opo, ppo, recomputed, reinforce, remax, rloo, truncated
+from rollouts.algorithms import (
+    chain,
+    dapo,
+    decoupled,
+    gpg,
+    grpo,
+    opo,
+    ppo,
+    recomputed,
+    reinforce,
+    reinforce_plus_plus,
+    remax,
+    rloo,
+    truncated,
+)
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend
 from rollouts.batching import collate_samples
 from rollouts.config import RLTrainingConfig
@@ -277,9 +291,23 @@ async def test_a_kl_that_cannot_be_measured_is_left_out_and_refused_to_a_control
 # a scalar baseline
 
 
-def test_a_scalar_baseline_beside_a_critic_is_refused():
-    with pytest.raises(ConfigError, match="baseline is 0"):
-        resolve_algorithm(RLTrainingConfig(algorithm=ppo(), baseline=0.5))
+@pytest.mark.parametrize(
+    "algorithm",
+    [ppo(), remax(), opo(), gpg(), reinforce_plus_plus(kl_coef=0.0), replace(grpo(), estimate=chain(estimate_group_relative, list)),
+     replace(grpo(), estimate=lambda batch: batch)],
+)  # fmt: skip
+def test_a_scalar_baseline_is_refused_where_it_would_throw_more_away_than_a_baseline(algorithm: Algorithm):
+    with pytest.raises(ConfigError, match=r"baseline is 0.5, but the algorithm's estimator, \S+, does more .* set baseline=None"):
+        resolve_algorithm(RLTrainingConfig(algorithm=algorithm, baseline=0.5))
+    assert resolve_algorithm(RLTrainingConfig(algorithm=algorithm)) is algorithm
+
+
+@pytest.mark.parametrize("algorithm", [None, grpo(kl_coef=0.1), rloo(), dapo(), decoupled(grpo())])
+def test_a_scalar_baseline_takes_the_place_of_the_groups(algorithm: Algorithm | None):
+    resolved, batch = resolve_algorithm(RLTrainingConfig(algorithm=algorithm, baseline=0.5)), make_batch()
+    assert (resolved.loss, resolved.requires) == ((algorithm or grpo()).loss, (algorithm or grpo()).requires) or algorithm is None
+    expected = (batch.rewards - 0.5)[:, None] * (batch.loss_mask > 0)
+    assert torch.equal(resolved.estimate(batch).advantages, expected)
 
 
 # values
