@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from integration.algorithm_expression import PresetCall, create_algorithm, parse_algorithm
-from integration.algorithm_facts import find_kl_coefs
+from integration.algorithm_facts import find_kl_coefs, learns_from_single_samples
 from rollouts.config import (
     CheckpointConfig,
     GenerationConfig,
@@ -313,6 +313,11 @@ def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"rl.algorithm {name!r} requires {', '.join(unknown)}, which the rollouts of this command do not have; they have "
             f"{', '.join(sorted(FILLED))}. Choose another, or call run_rl_training with samples that carry it"
+        )
+    if config.rl.samples_per_prompt == 1 and not learns_from_single_samples(algorithm):
+        raise ConfigError(
+            f"rl.samples_per_prompt is 1, but rl.algorithm {name!r} compares each answer with the others to its prompt, and would learn "
+            "nothing: give at least 2, or choose an algorithm that needs no others (reinforce, remax, reinforce_plus_plus, ppo)"
         )
     if config.reference.path is not None and "ref_log_probs" not in algorithm.requires:
         raise ConfigError(
