@@ -28,7 +28,7 @@ from typing import Any, Literal, Union
 
 from rollouts import algorithms
 from rollouts.config import suggest
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, locate_error
 from rollouts.kl import KLEstimator, abs_kl, k1, k2, k3
 from rollouts.rewards.answers import load_function
 from rollouts.types import Algorithm
@@ -138,7 +138,7 @@ def create_algorithm(call: PresetCall, max_tokens: int, expression: str | None =
     except Exception as error:  # a reference is to the user's own code: whatever is wrong in it, say where it comes from
         if call.name in PRESETS:
             raise
-        raise ConfigError(f"{call.text} raised {type(error).__name__}: {error}{where}") from error
+        raise ConfigError(f"{call.text} raised {type(error).__name__}: {error} ({locate_error(error)}){where}") from error
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"{call.text} returned a {type(algorithm).__name__}, expected an Algorithm{where}")
     return algorithm
