@@ -511,7 +511,7 @@ def decoupled(
 
     Source: Hilton et al. 2022 (Batch size-invariance for policy optimization); Fu et al. 2025 (AReaL).
     """
-    _check_uncorrected(algorithm, "decoupled")
+    _check_wraps(algorithm, "decoupled")
     _check("cap", cap, lambda x: x > 0, "more than 0", optional=True)
     _check("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
     return replace(
@@ -536,6 +536,7 @@ def recomputed(algorithm: Algorithm) -> Algorithm:
 
     Source: Schulman et al. 2017 (PPO), section 3, where the ratio's anchor is the policy before the update.
     """
+    _check_wraps(algorithm, "recomputed", corrects=False)
     return replace(
         algorithm,
         requires=_without_rollouts(algorithm) | {"old_log_probs"},
@@ -555,7 +556,7 @@ def truncated(algorithm: Algorithm, cap: float | None = 2.0, floor: float | None
 
     Source: Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy RL training).
     """
-    _check_uncorrected(algorithm, "truncated")
+    _check_wraps(algorithm, "truncated")
     _check("cap", cap, lambda x: x > 0, "more than 0", optional=True)
     _check("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
     return replace(
@@ -612,8 +613,13 @@ def _take_apart(part: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[s
     return (part.func, part.keywords) if isinstance(part, partial) else (part, {})
 
 
-def _check_uncorrected(algorithm: Algorithm, wrapper: str) -> None:
-    if is_corrected(algorithm):
+def _check_wraps(algorithm: object, wrapper: str, *, corrects: bool = True) -> None:
+    """Raise ConfigError unless `wrapper` was given an algorithm and, if it is a correction, one that has none yet."""
+    if not isinstance(algorithm, Algorithm):
+        name = getattr(algorithm, "__name__", None) if callable(algorithm) else None
+        found = repr(algorithm) if name is None else f"the function {name}"
+        raise ConfigError(f"{wrapper}(...) was given {found}, expected an algorithm: write {wrapper}({name or 'grpo'}())")
+    if corrects and is_corrected(algorithm):
         raise ConfigError(
             f"{wrapper}(...) was given an algorithm that already has a correction, and its tokens would be weighted twice: "
             "use one of decoupled and truncated"
