@@ -33,7 +33,7 @@ from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.chat import ensure_pad_token
 from rollouts.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state
-from rollouts.config import RolloutConfig, check_rl_batch_sizes
+from rollouts.config import RolloutConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.inprocess import InProcessEngine
 from rollouts.errors import CheckpointError, ConfigError
@@ -176,7 +176,6 @@ async def run_rl(
     ):
         evaluation = Evaluation(engine, tokenizer, task, config, output_dir / "examples.jsonl")
         rollout = create_rollout_config(config, task, algorithm, engine, tokenizer)
-        check_rl_batch_sizes(rollout, training)
         async with AsyncRolloutManager(buffer, rollout, engines=[engine]) as manager:
             resume = None
             if source is not None:

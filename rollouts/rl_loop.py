@@ -19,14 +19,14 @@ from rollouts.algorithms import grpo
 from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
 from rollouts.batching import collate_samples
 from rollouts.checkpoints import load_run_state
-from rollouts.config import RLTrainingConfig
+from rollouts.config import RLTrainingConfig, check_rl_batch_sizes
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.estimators import estimate_group_relative
 from rollouts.kl_control import KLControl, update_kl_control
 from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
-from rollouts.requirements import check_requirements
+from rollouts.requirements import ConfiguredSource, check_requirements
 from rollouts.samples import derive_seed, select_trainable, with_reward
 from rollouts.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.train_on_rollouts import train_on_rollouts as train_on_rollouts
@@ -182,6 +182,8 @@ async def run_rl_training(
     algorithm = resolve_algorithm(config)
     controls_kl = config.kl_control is not None
     check_requirements(algorithm, reference, critic, backend=backend, source=rollout_manager, controls_kl=controls_kl)
+    if isinstance(rollout_manager, ConfiguredSource):
+        check_rl_batch_sizes(rollout_manager.config, config)
     if config.critic_warmup_steps and critic is None:
         raise ConfigError(f"critic_warmup_steps is {config.critic_warmup_steps}, but there is no critic: pass critic=, or set it to 0")
     saver = None if checkpoint_dir is None and config.weight_sync == "memory" else require_checkpointing(backend)
