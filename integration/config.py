@@ -27,6 +27,7 @@ from rollouts.config import (
 from rollouts.errors import ConfigError
 from rollouts.filters import check_any_success, check_response_diversity, check_reward_nonzero_std
 from rollouts.kl_control import KLControl
+from rollouts.requirements import FILLABLE
 from rollouts.rewards.answers import load_function
 from rollouts.rewards.evaluate import create_overlong_penalty
 from rollouts.types import Algorithm, Group
@@ -35,9 +36,7 @@ SELF_MADE_TASKS = ("sort", "sort-long")  # these need no data
 TASKS = (*SELF_MADE_TASKS, "gsm8k", "jsonl")
 RESPONSE_TOKENS = {"sort": 8, "sort-long": 10}  # most tokens of a response, unless the user sets it
 OWN_DATA_RESPONSE_TOKENS = 512
-FILLED = frozenset(  # what an algorithm may require
-    {"rollout_log_probs", "old_log_probs", "prox_log_probs", "ref_log_probs", "values", "entropy", "greedy_rows"}
-)
+FILLED = FILLABLE - {"segment_log_probs"}  # what an algorithm may require: rollouts of this command have one weight version each
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
 
 
