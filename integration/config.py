@@ -241,7 +241,7 @@ class EvaluationSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectorySection:
-    """Rollouts written to trajectories.jsonl, for people to read."""
+    """Rollouts written to rl/trajectories/step_NNNN.jsonl, for people to read."""
 
     every: int = 64  # every n-th sample, by index; 0 = none
 
