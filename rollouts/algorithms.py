@@ -461,6 +461,7 @@ def ppo(
     kl_coef: float = 0.0,
     dual: float | None = None,
     entropy_coef: float = 0.0,
+    by_group: bool = False,
 ) -> Algorithm:
     """GAE from a critic, whitened over all tokens of the batch; clipped ratio; mean over tokens.
 
@@ -473,6 +474,7 @@ def ppo(
         lam: of GAE, in [0, 1]: 1 = Monte-Carlo returns (verl's and AReaL's default), 0 = one step. The paper uses 0.95.
         clip_low, clip_high, dual, entropy_coef: as in grpo.
         kl_coef: of the KL penalty in the reward; > 0 needs a reference model.
+        by_group: whiten over the tokens of each group instead (AReaL's group_adv_norm).
 
     Source: Schulman et al. 2017 (PPO), equations 7, 11 and 12; Schulman et al. 2016 (GAE), equation 16. Whitened over the tokens of the
     rollout batch, as in verl. The clip of the critic's value belongs to its own loss: RLTrainingConfig.value_clip, 0.2 (verl: 0.5).
@@ -482,7 +484,7 @@ def ppo(
     _check("lam", lam, lambda x: 0 <= x <= 1, "in [0, 1]")
     _check("kl_coef", kl_coef, lambda x: x >= 0, "at least 0")
     return Algorithm(
-        estimate=partial(estimate_gae, gamma=gamma, lam=lam, **_penalty(kl_coef, k1)),
+        estimate=partial(estimate_gae, gamma=gamma, lam=lam, **({"by_group": True} if by_group else {}), **_penalty(kl_coef, k1)),
         weigh=token_mean,
         loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **_extra_terms(0.0, entropy_coef)),
         requires=_requires(kl_coef, entropy_coef) | {"values"},
