@@ -4,13 +4,15 @@
                                     [--picture FILE.png] [--set rl.num_steps=12 ...]
 
 SFT runs once per seed; each algorithm then trains from its last checkpoint for as many RL steps as the default job has, with the default
-settings except those that an algorithm needs by its nature (see SETTINGS). `--jobs` runs go on at the same time, one thread each.
+settings. Times are multiples of that of the default job's algorithm, grpo(), on the same seeds; it is run even if it is not asked for.
+`--jobs` runs go on at the same time, one thread each. The exit status is 1 if a run failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -29,7 +31,7 @@ ALGORITHMS = (
     "opo()", "gpg()", "reinforce_plus_plus()", "reinforce_plus_plus_baseline()", "ppo()", "grpo(kl_coef=0.04)", "decoupled(dapo())",
     "truncated(grpo())", "recomputed(ppo())",
 )  # fmt: skip
-SETTINGS: dict[str, tuple[str, ...]] = {}
+DEFAULT = "grpo()"  # the algorithm of the default job
 
 
 def run_training(arguments: Sequence[str], directory: Path) -> float:
@@ -51,9 +53,10 @@ def read_rl_lines(directory: Path) -> list[dict[str, Any]]:
 def train_algorithm(algorithm: str, seed: int, model: Path, directory: Path, more: Sequence[str]) -> dict[str, Any]:
     """RL from an SFT checkpoint. Returns the curves and the seconds."""
     arguments = ["--mode", "rl", "--model.path", str(model), "--seed", str(seed), "--rl.algorithm", algorithm]
-    seconds = run_training([*arguments, *SETTINGS.get(algorithm, ()), *more], directory)
+    seconds = run_training([*arguments, *more], directory)
     lines = read_rl_lines(directory)
     return {
+        "seed": seed,
         "seconds": seconds,
         "accuracy": [line["eval_accuracy"] for line in lines if "eval_accuracy" in line],
         "reward": [line["reward_mean"] for line in lines if "reward_mean" in line],
@@ -61,16 +64,25 @@ def train_algorithm(algorithm: str, seed: int, model: Path, directory: Path, mor
 
 
 def summarize(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Means over seeds of where each algorithm began and ended; the worst seed's end."""
+    """Means over seeds of where each algorithm began and ended; the worst seed's end; time relative to DEFAULT on the same seeds.
+
+    Args:
+        runs: at least one for each algorithm. The time is NaN where DEFAULT has no run of the same seeds.
+    """
     table: dict[str, dict[str, float]] = {}
+    reference = {run["seed"]: run["seconds"] for run in runs.get(DEFAULT, ())}
     for algorithm, of_seeds in runs.items():
+        shared = [run for run in of_seeds if run["seed"] in reference]
+        ratio = sum(run["seconds"] for run in shared) / sum(reference[run["seed"]] for run in shared) if shared else math.nan
         table[algorithm] = {
+            "seeds": len(of_seeds),
             "accuracy_before": statistics.mean(run["accuracy"][0] for run in of_seeds),
             "accuracy_after": statistics.mean(run["accuracy"][-1] for run in of_seeds),
             "worst_seed": min(run["accuracy"][-1] for run in of_seeds),
             "reward_first": statistics.mean(run["reward"][0] for run in of_seeds),
             "reward_last": statistics.mean(run["reward"][-1] for run in of_seeds),
             "seconds_rl": statistics.mean(run["seconds"] for run in of_seeds),
+            "time_ratio": ratio,
         }
     return table
 
@@ -100,8 +112,8 @@ def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    """Parse arguments, train, print, draw, write."""
+def main() -> int:
+    """Parse arguments, train, print, draw, write. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS))
@@ -111,7 +123,8 @@ def main() -> None:
     parser.add_argument("--picture")
     arguments = parser.parse_args()
     more = [part for setting in arguments.set for part in (f"--{setting.split('=', 1)[0]}", setting.split("=", 1)[1])]
-    runs: dict[str, list[dict[str, Any]]] = {algorithm: [] for algorithm in arguments.algorithms}
+    runs: dict[str, list[dict[str, Any]]] = {algorithm: [] for algorithm in dict.fromkeys((DEFAULT, *arguments.algorithms))}
+    num_failed = 0
     seconds_sft: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         for seed in arguments.seeds:
@@ -128,18 +141,23 @@ def main() -> None:
                         last = job.result()
                     except RuntimeError as error:  # one algorithm that fails must not cost the results of the others
                         print(f"seed {seed}  {algorithm:34s} FAILED: {error}", flush=True)
+                        num_failed += 1
                         continue
                     runs[algorithm].append(last)
                     line = f"{last['accuracy'][0]:.3f} -> {last['accuracy'][-1]:.3f}, {last['seconds']:.0f} s"
                     print(f"seed {seed}  {algorithm:34s} {line}", flush=True)
                 write_json(arguments.output, {"machine": describe_machine(), "seconds_sft": seconds_sft, "runs": runs})
+    print(f"{num_failed} of {len(runs) * len(arguments.seeds)} runs failed")
     runs = {algorithm: of_seeds for algorithm, of_seeds in runs.items() if of_seeds}
+    if not runs:
+        return 1
     table = summarize(runs)
     print_table(f"default task, seeds {arguments.seeds}, SFT {statistics.mean(seconds_sft):.0f} s each", table)
     if arguments.picture:
         draw(runs, Path(arguments.picture))
     write_json(arguments.output, {"machine": describe_machine(), "seconds_sft": seconds_sft, "table": table, "runs": runs})
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from integration.algorithm_expression import find_presets
 from rollouts import algorithms
 from rollouts.types import Algorithm, TokenOutputs, TrainBatch
 
@@ -29,13 +30,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 PAGES = DOCS / "algorithms"
 BY_HAND = ("write-your-own.md",)
-ORACLES = {  # preset -> (file in tests/, function): the same loss as naive loops
-    name: ("oracles_algorithms.py", name)
-    for name in (
-        "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "dppo", "dppo_kl", "rloo", "reinforce", "remax", "opo", "gpg",
-        "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "decoupled", "recomputed", "truncated",
-    )
-}  # fmt: skip
+ORACLES = "tests/oracles_algorithms.py"  # the same losses as naive loops: one function for each preset, of the same name
 ARGUMENTS: dict[str, dict[str, Any]] = {"dr_grpo": {"max_tokens": 512}}  # where a hyper-parameter has no default
 COLUMNS = {
     "rollout_log_probs": "log-probs that the engine reported; the samples carry them",
@@ -112,16 +107,6 @@ class Description:
     when: str
     arguments: dict[str, str]
     source: str
-
-
-def find_presets() -> dict[str, Callable[..., Algorithm]]:
-    """Public functions of rollouts/algorithms.py that return an Algorithm, in the order of the file."""
-    found = [
-        function
-        for name, function in inspect.getmembers(algorithms, inspect.isfunction)
-        if function.__module__ == algorithms.__name__ and not name.startswith("_") and function.__annotations__["return"] == "Algorithm"
-    ]
-    return {function.__name__: function for function in sorted(found, key=lambda function: function.__code__.co_firstlineno)}
 
 
 def is_wrapper(preset: Callable[..., Algorithm]) -> bool:
@@ -290,7 +275,6 @@ def write_page(name: str) -> str:
     """The page of one preset."""
     preset, algorithm = find_presets()[name], example_of(name)
     description = describe(preset)
-    path, oracle = ORACLES[name]
     parameters = [
         (f"`{key}`", format_default(parameter), escape(meaning_of(key, description)))
         for key, parameter in inspect.signature(preset).parameters.items()
@@ -303,7 +287,7 @@ def write_page(name: str) -> str:
     columns = [(f"`{column}`", escape(COLUMNS[column])) for column in sorted(algorithm.requires)]
     metrics = [(f"`{metric}`", escape(meaning)) for metric, meaning in describe_metrics(name)]
     parts = [
-        f"<!-- Written by docs/generate_algorithms.py from rollouts/algorithms.py and tests/{path}: do not edit. -->",
+        f"<!-- Written by docs/generate_algorithms.py from rollouts/algorithms.py and {ORACLES}: do not edit. -->",
         f"# {name}",
         escape(description.summary),
         *[format_paragraph(text) for text in description.paragraphs],
@@ -319,13 +303,13 @@ def write_page(name: str) -> str:
         format_table(("part", "function", "called"), composition),
         *([BOUND] if "bound=20.0" in format_part(algorithm.loss) else []),
         "It requires these columns of the batch:",
-        format_table(("column", "what it is"), columns),
+        format_table(("column", "what it is"), columns) if columns else "None.",
         f"The code, in `rollouts/algorithms.py`:\n\n```python\n{code_without_docstring(preset)}\n```",
         "## Oracle",
-        f"The loss of a whole optimizer step as naive loops, from the paper (`tests/{path}`). Tests hold the composition against it in"
+        f"The loss of a whole optimizer step as naive loops, from the paper (`{ORACLES}`). Tests hold the composition against it in"
         " float64, value and gradient to 1e-10, and check that padding, the order of rows and the split into micro-batches change nothing."
         " A `Step` is the batch as lists; `step.tokens()` are the places that are trained on.",
-        f"```python\n{collect_functions(ROOT / 'tests' / path, oracle)}\n```",
+        f"```python\n{collect_functions(ROOT / ORACLES, name)}\n```",
         "## Metrics",
         "Means over the trained tokens of a step (`max_` and `min_`: extremes), besides `loss`, `grad_norm`, `lr` and `num_tokens`:",
         format_table(("metric", "what it says"), metrics),
@@ -339,10 +323,10 @@ def write_index() -> str:
 
     def row(name: str) -> tuple[str, ...]:
         algorithm = example_of(name)
-        needs = ", ".join(f"`{column}`" for column in sorted(algorithm.requires - {"rollout_log_probs"}))
+        needs = ", ".join(f"`{column}`" for column in sorted(algorithm.requires))
         return f"[{name}]({name}.md)", escape(describe(presets[name]).summary), f"`{format_part(algorithm.weigh)}`", needs
 
-    header = ("preset", "what it is", "weights", "requires, besides `rollout_log_probs`")
+    header = ("preset", "what it is", "weights", "requires")
     wrappers = [name for name in presets if is_wrapper(presets[name])]
     parts = [
         "<!-- Written by docs/generate_algorithms.py: do not edit. -->",

@@ -28,38 +28,38 @@ from typing import Any, Literal, Union
 
 from rollouts import algorithms
 from rollouts.config import suggest
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, locate_error
 from rollouts.kl import KLEstimator, abs_kl, k1, k2, k3
 from rollouts.rewards.answers import load_function
 from rollouts.types import Algorithm
 
 Preset = Callable[..., Algorithm]
 
-PRESETS: Mapping[str, Preset] = {
-    preset.__name__: preset
-    for preset in (
-        algorithms.grpo,
-        algorithms.dr_grpo,
-        algorithms.dapo,
-        algorithms.gspo,
-        algorithms.gmpo,
-        algorithms.cispo,
-        algorithms.sapo,
-        algorithms.dppo,
-        algorithms.dppo_kl,
-        algorithms.rloo,
-        algorithms.reinforce,
-        algorithms.remax,
-        algorithms.opo,
-        algorithms.gpg,
-        algorithms.reinforce_plus_plus,
-        algorithms.reinforce_plus_plus_baseline,
-        algorithms.ppo,
-        algorithms.decoupled,
-        algorithms.recomputed,
-        algorithms.truncated,
-    )
-} | {"gae": algorithms.ppo}  # by its estimator, as verl calls it
+
+def find_presets() -> dict[str, Preset]:
+    """The public functions of rollouts/algorithms.py that return an Algorithm, by name, in the order of the file."""
+    found = [
+        function
+        for name, function in inspect.getmembers(algorithms, inspect.isfunction)
+        if function.__module__ == algorithms.__name__ and not name.startswith("_") and _returns_algorithm(function)
+    ]
+    return {function.__name__: function for function in sorted(found, key=lambda function: function.__code__.co_firstlineno)}
+
+
+def _read_hints(function: Preset) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except (TypeError, NameError, AttributeError):  # a function of the user's, whose annotations need not mean anything
+        return {}
+
+
+def _returns_algorithm(function: types.FunctionType) -> bool:
+    """Whether the function says that it returns an Algorithm: its annotation resolves to it or, if it cannot be resolved, is named so."""
+    annotation = _read_hints(function).get("return", function.__annotations__.get("return"))
+    return annotation is Algorithm or (isinstance(annotation, str) and annotation.rpartition(".")[2] == "Algorithm")
+
+
+PRESETS: Mapping[str, Preset] = find_presets() | {"gae": algorithms.ppo}  # the latter by its estimator, as verl calls it
 KL_ESTIMATORS: Mapping[str, KLEstimator] = {estimator.__name__: estimator for estimator in (k1, abs_kl, k2, k3)}  # as kl=k2
 MAX_LENGTH = 2000  # characters
 MAX_DEPTH = 8  # presets inside of presets
@@ -138,7 +138,7 @@ def create_algorithm(call: PresetCall, max_tokens: int, expression: str | None =
     except Exception as error:  # a reference is to the user's own code: whatever is wrong in it, say where it comes from
         if call.name in PRESETS:
             raise
-        raise ConfigError(f"{call.text} raised {type(error).__name__}: {error}{where}") from error
+        raise ConfigError(f"{call.text} raised {type(error).__name__}: {error} ({locate_error(error)}){where}") from error
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"{call.text} returned a {type(algorithm).__name__}, expected an Algorithm{where}")
     return algorithm
@@ -240,10 +240,8 @@ def _load_preset(reference: str) -> Preset:
     if not isinstance(function, types.FunctionType):
         kind = "a class" if inspect.isclass(function) else f"a {type(function).__name__}"
         raise ConfigError(f"{reference} is {kind}, expected a Python function that makes an algorithm: {advice}")
-    annotation = _read_hints(function).get("return", function.__annotations__.get("return"))
-    named = isinstance(annotation, str) and annotation.rpartition(".")[2] == "Algorithm"  # where it cannot be resolved
     from_file = location.endswith(".py") and Path(inspect.unwrap(function).__code__.co_filename).resolve() == Path(location).resolve()
-    if not (annotation is Algorithm or named or from_file):
+    if not (from_file or _returns_algorithm(function)):
         raise ConfigError(f"{reference} does not say that it returns an Algorithm, and is not called: {advice}")
     return function
 
@@ -322,13 +320,6 @@ def _parameters(function: Preset) -> dict[str, inspect.Parameter]:
 
 def _takes_any_keyword(function: Preset) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()) if _parameters(function) else False
-
-
-def _read_hints(function: Preset) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(function)
-    except (TypeError, NameError, AttributeError):  # a function of the user's, whose annotations need not mean anything
-        return {}
 
 
 def _list_options(hint: Any) -> tuple[Any, ...]:

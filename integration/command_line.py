@@ -8,7 +8,10 @@ Values come from the defaults, then from --config (or, with --resume, from the r
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,15 +64,11 @@ class _Arguments:
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
     """Parse arguments.
 
-    Raises: ConfigError with one message; SystemExit(2) by tyro for flags it does not know (it suggests the right one), 0 for --help.
+    Raises: ConfigError with one message; SystemExit(2) by tyro for flags it does not know (it suggests the right one) and values of the
+        wrong type, 0 for --help.
     """
     base = _read_base(argv)
-    arguments = tyro.cli(
-        _Arguments,
-        prog="python -m integration.train",
-        args=list(argv),
-        default=_Arguments(config=base),
-    )
+    arguments = _parse_flags(argv, _Arguments(config=base))
     mode = arguments.mode or (read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl")
     if mode not in MODES:
         raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)}")
@@ -79,6 +78,24 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     if arguments.skip_bad_rows:
         config = replace(config, data=replace(config.data, skip_bad_rows=True))
     return CommandLine(mode=mode, config=config, resume=arguments.resume, dry_run=arguments.dry_run, quiet=arguments.quiet)
+
+
+def _parse_flags(argv: Sequence[str], default: _Arguments) -> _Arguments:
+    """tyro.cli, except that what our own checks refuse is raised as it is: tyro would print it wrapped, in a frame."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(_Arguments, prog="python -m integration.train", args=list(argv), default=default)
+    except SystemExit as stop:
+        cause: BaseException | None = stop
+        while cause is not None and not isinstance(cause, ConfigError):
+            cause = cause.__context__
+        if cause is not None:
+            printed.truncate(0)
+            raise cause from None
+        raise
+    finally:
+        sys.stderr.write(printed.getvalue())
 
 
 def read_config_file(path: Path) -> Config:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from integration.algorithm_expression import PresetCall, create_algorithm, parse_algorithm
-from integration.algorithm_facts import find_kl_coefs
+from integration.algorithm_facts import find_kl_coefs, learns_from_single_samples
 from rollouts.backends.factory import parse_device
 from rollouts.config import (
     CheckpointConfig,
@@ -29,6 +29,7 @@ from rollouts.config import (
 from rollouts.errors import ConfigError
 from rollouts.filters import check_any_success, check_response_diversity, check_reward_nonzero_std
 from rollouts.kl_control import KLControl
+from rollouts.requirements import FILLABLE
 from rollouts.rewards.answers import load_function
 from rollouts.rewards.evaluate import create_overlong_penalty
 from rollouts.types import Algorithm, Group
@@ -37,9 +38,7 @@ SELF_MADE_TASKS = ("sort", "sort-long")  # these need no data
 TASKS = (*SELF_MADE_TASKS, "gsm8k", "jsonl")
 RESPONSE_TOKENS = {"sort": 8, "sort-long": 10}  # most tokens of a response, unless the user sets it
 OWN_DATA_RESPONSE_TOKENS = 512
-FILLED = frozenset(  # what an algorithm may require
-    {"rollout_log_probs", "old_log_probs", "prox_log_probs", "ref_log_probs", "values", "entropy", "greedy_rows"}
-)
+FILLED = FILLABLE - {"segment_log_probs"}  # what an algorithm may require: rollouts of this command have one weight version each
 ENGINE_KINDS = ("inprocess", "vllm", "sglang")
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
 
@@ -303,7 +302,7 @@ class EvaluationSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectorySection:
-    """Rollouts written to trajectories.jsonl, for people to read."""
+    """Rollouts written to rl/trajectories/step_NNNN.jsonl, for people to read."""
 
     every: int = 64  # every n-th sample, by index; 0 = none
 
@@ -374,6 +373,11 @@ def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"rl.algorithm {name!r} requires {', '.join(unknown)}, which the rollouts of this command do not have; they have "
             f"{', '.join(sorted(FILLED))}. Choose another, or call run_rl_training with samples that carry it"
+        )
+    if config.rl.samples_per_prompt == 1 and not learns_from_single_samples(algorithm):
+        raise ConfigError(
+            f"rl.samples_per_prompt is 1, but rl.algorithm {name!r} compares each answer with the others to its prompt, and would learn "
+            "nothing: give at least 2, or choose an algorithm that needs no others (reinforce, remax, reinforce_plus_plus, ppo)"
         )
     if config.reference.path is not None and "ref_log_probs" not in algorithm.requires:
         raise ConfigError(

@@ -34,7 +34,7 @@ from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.chat import ensure_pad_token
 from rollouts.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state
-from rollouts.config import RolloutConfig, check_rl_batch_sizes
+from rollouts.config import RolloutConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine, InMemoryWeightUpdates
 from rollouts.errors import CheckpointError, ConfigError
@@ -187,7 +187,6 @@ async def run_rl(
     ):
         evaluation = Evaluation(engines[0], tokenizer, task, config, output_dir / "examples.jsonl")
         rollout = create_rollout_config(config, task, algorithm, engines, tokenizer)
-        check_rl_batch_sizes(rollout, training)
         async with AsyncRolloutManager(buffer, rollout, engines=engines) as manager:
             resume = None
             if source is not None:

@@ -21,7 +21,7 @@ _NAMES_OF_MODULES: Final = (
     ("filters", "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length check_response_diversity "
                 "check_reward_nonzero_std make_length_filter make_threshold_filter"),
     ("batching", "collate_samples prepare_grpo_batch prepare_sft_batch select_rows shard_rows split_microbatches split_minibatches"),
-    ("logprobs", "chunked_log_probs token_entropy token_log_probs"),
+    ("logprobs", "chunked_log_probs finite_exp token_entropy token_log_probs"),
     ("statistics", "batch_mean batch_std group_mean group_std leave_one_out_mean whiten"),
     ("advantages", "apply_kl_penalty combine_rewards compute_advantages discounted_returns gae gdpo_advantages greedy_baseline "
                    "normalize_by_group vtrace zero_truncated_rewards"),

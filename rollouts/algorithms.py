@@ -4,8 +4,8 @@ An Algorithm is a value: it prints, compares and pickles, because it is made of 
 `Algorithm(estimate=..., weigh=..., loss=...)`, or `dataclasses.replace` of one of these. Wrappers take an algorithm and return one:
 `decoupled(dapo(clip_high=0.28), cap=5.0)`.
 
-The ratio's anchor is rollout_log_probs, what the engine reported, unless a wrapper says otherwise. A hyper-parameter out of range raises
-ConfigError.
+The ratio's anchor is rollout_log_probs, what the engine reported, unless a wrapper says otherwise; an algorithm without a ratio needs none.
+A hyper-parameter out of range raises ConfigError.
 
 Log-ratios that a loss grows with are bounded by 20 nats, as in verl: nothing else bounds the ratio of a bad token without dual clip, or
 k3. A token beyond (r > e^20, a rollout log-prob of -100 for example) has no gradient, and the step goes on.
@@ -14,7 +14,7 @@ k3. A token beyond (r > e^20, a rollout log-prob of -100 for example) has no gra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from numbers import Real
@@ -51,7 +51,7 @@ from rollouts.surrogates import cispo as cispo_surrogate
 from rollouts.surrogates import dppo as dppo_surrogate
 from rollouts.surrogates import reinforce as reinforce_surrogate
 from rollouts.surrogates import sapo as sapo_surrogate
-from rollouts.types import Algorithm, TrainBatch, Transform
+from rollouts.types import Algorithm, LossOutput, TrainBatch, Transform
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,10 @@ _ESTIMATES_FROM_REWARDS: tuple[Transform, ...] = (
     estimate_reinforce_plus_plus_baseline,
     estimate_gae,
 )
-"""Estimators that read no log-probs unless a KL penalty is on."""
+"""Estimators that read no log-probs unless a KL penalty is on, and then old_log_probs where they are filled."""
+
+_LOSSES_THAT_PREFER_OLD: tuple[Callable[..., LossOutput], ...] = (policy_loss, clipped_policy_loss, gmpo_policy_loss)
+"""Losses that read rollout_log_probs for a metric only, once old_log_probs are filled."""
 
 
 def chain(*steps: Transform) -> Transform:
@@ -331,8 +334,7 @@ def rloo() -> Algorithm:
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=leave_one_out_mean, std_level=None),
         weigh=sample_sum,
-        loss=partial(policy_loss, surrogate=reinforce_surrogate),
-        requires=frozenset({"rollout_log_probs"}),
+        loss=partial(policy_loss, surrogate=reinforce_surrogate, ratio=None),
     )
 
 
@@ -346,8 +348,7 @@ def reinforce() -> Algorithm:
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=batch_mean, std_level=None),
         weigh=sample_sum,
-        loss=partial(policy_loss, surrogate=reinforce_surrogate),
-        requires=frozenset({"rollout_log_probs"}),
+        loss=partial(policy_loss, surrogate=reinforce_surrogate, ratio=None),
     )
 
 
@@ -363,8 +364,8 @@ def remax() -> Algorithm:
     return Algorithm(
         estimate=estimate_greedy_baseline,
         weigh=sample_sum,
-        loss=partial(policy_loss, surrogate=reinforce_surrogate),
-        requires=frozenset({"rollout_log_probs", "greedy_rows"}),
+        loss=partial(policy_loss, surrogate=reinforce_surrogate, ratio=None),
+        requires=frozenset({"greedy_rows"}),
     )
 
 
@@ -379,8 +380,7 @@ def opo() -> Algorithm:
     return Algorithm(
         estimate=estimate_opo,
         weigh=sample_sum,
-        loss=partial(policy_loss, surrogate=reinforce_surrogate),
-        requires=frozenset({"rollout_log_probs"}),
+        loss=partial(policy_loss, surrogate=reinforce_surrogate, ratio=None),
     )
 
 
@@ -398,8 +398,7 @@ def gpg(f_norm: float = 1.0) -> Algorithm:
     return Algorithm(
         estimate=partial(estimate_gpg, f_norm=f_norm),
         weigh=token_mean,
-        loss=partial(policy_loss, surrogate=reinforce_surrogate),
-        requires=frozenset({"rollout_log_probs"}),
+        loss=partial(policy_loss, surrogate=reinforce_surrogate, ratio=None),
     )
 
 
@@ -462,6 +461,7 @@ def ppo(
     kl_coef: float = 0.0,
     dual: float | None = None,
     entropy_coef: float = 0.0,
+    by_group: bool = False,
 ) -> Algorithm:
     """GAE from a critic, whitened over all tokens of the batch; clipped ratio; mean over tokens.
 
@@ -474,6 +474,7 @@ def ppo(
         lam: of GAE, in [0, 1]: 1 = Monte-Carlo returns (verl's and AReaL's default), 0 = one step. The paper uses 0.95.
         clip_low, clip_high, dual, entropy_coef: as in grpo.
         kl_coef: of the KL penalty in the reward; > 0 needs a reference model.
+        by_group: whiten over the tokens of each group instead (AReaL's group_adv_norm).
 
     Source: Schulman et al. 2017 (PPO), equations 7, 11 and 12; Schulman et al. 2016 (GAE), equation 16. Whitened over the tokens of the
     rollout batch, as in verl. The clip of the critic's value belongs to its own loss: RLTrainingConfig.value_clip, 0.2 (verl: 0.5).
@@ -483,7 +484,7 @@ def ppo(
     _check("lam", lam, lambda x: 0 <= x <= 1, "in [0, 1]")
     _check("kl_coef", kl_coef, lambda x: x >= 0, "at least 0")
     return Algorithm(
-        estimate=partial(estimate_gae, gamma=gamma, lam=lam, **_penalty(kl_coef, k1)),
+        estimate=partial(estimate_gae, gamma=gamma, lam=lam, **({"by_group": True} if by_group else {}), **_penalty(kl_coef, k1)),
         weigh=token_mean,
         loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **_extra_terms(0.0, entropy_coef)),
         requires=_requires(kl_coef, entropy_coef) | {"values"},
@@ -512,7 +513,7 @@ def decoupled(
 
     Source: Hilton et al. 2022 (Batch size-invariance for policy optimization); Fu et al. 2025 (AReaL).
     """
-    _check_uncorrected(algorithm, "decoupled")
+    _check_wraps(algorithm, "decoupled")
     _check("cap", cap, lambda x: x > 0, "more than 0", optional=True)
     _check("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
     return replace(
@@ -530,16 +531,17 @@ def decoupled(
 def recomputed(algorithm: Algorithm) -> Algorithm:
     """The algorithm with its ratio anchored to the trainer's own log-probs of the policy before the update, without a weight.
 
-    When: the engine's log-probs are not to be trusted, or to compare with frameworks that always do so (verl's default).
+    When: the engine's log-probs are not to be trusted, or are not there, or to compare with frameworks that always do so (verl's default).
 
     Args:
         algorithm: any whose loss uses the ratio.
 
     Source: Schulman et al. 2017 (PPO), section 3, where the ratio's anchor is the policy before the update.
     """
+    _check_wraps(algorithm, "recomputed", corrects=False)
     return replace(
         algorithm,
-        requires=algorithm.requires | {"old_log_probs"},
+        requires=_without_rollouts(algorithm) | {"old_log_probs"},
         loss_only=_loss_only(algorithm, "old_log_probs"),
     )
 
@@ -556,7 +558,7 @@ def truncated(algorithm: Algorithm, cap: float | None = 2.0, floor: float | None
 
     Source: Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy RL training).
     """
-    _check_uncorrected(algorithm, "truncated")
+    _check_wraps(algorithm, "truncated")
     _check("cap", cap, lambda x: x > 0, "more than 0", optional=True)
     _check("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
     return replace(
@@ -596,14 +598,30 @@ def _loss_only(algorithm: Algorithm, column: str) -> frozenset[str]:
     The column is among it if the algorithm did not require it and its estimator is one that looks at rewards, groups and values alone. Of
     any other function it is not known what it reads.
     """
-    whole = algorithm.estimate
-    estimate, settings = (whole.func, whole.keywords) if isinstance(whole, partial) else (whole, {})
+    estimate, settings = _take_apart(algorithm.estimate)
     from_rewards = estimate in _ESTIMATES_FROM_REWARDS and not settings.get("kl_coef")  # a penalty in the rewards reads log-probs
     return algorithm.loss_only | ({column} if from_rewards and column not in algorithm.requires else frozenset())
 
 
-def _check_uncorrected(algorithm: Algorithm, wrapper: str) -> None:
-    if is_corrected(algorithm):
+def _without_rollouts(algorithm: Algorithm) -> frozenset[str]:
+    """What it requires once old_log_probs are the ratio's anchor: no rollout_log_probs, unless something else may read them."""
+    (estimate, _), (loss, settings) = _take_apart(algorithm.estimate), _take_apart(algorithm.loss)
+    known = estimate in _ESTIMATES_FROM_REWARDS and loss in _LOSSES_THAT_PREFER_OLD and settings.get("reweigh") is None
+    return algorithm.requires - ({"rollout_log_probs"} if known else set())
+
+
+def _take_apart(part: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """The function of a partial, and what it fills in."""
+    return (part.func, part.keywords) if isinstance(part, partial) else (part, {})
+
+
+def _check_wraps(algorithm: object, wrapper: str, *, corrects: bool = True) -> None:
+    """Raise ConfigError unless `wrapper` was given an algorithm and, if it is a correction, one that has none yet."""
+    if not isinstance(algorithm, Algorithm):
+        name = getattr(algorithm, "__name__", None) if callable(algorithm) else None
+        found = repr(algorithm) if name is None else f"the function {name}"
+        raise ConfigError(f"{wrapper}(...) was given {found}, expected an algorithm: write {wrapper}({name or 'grpo'}())")
+    if corrects and is_corrected(algorithm):
         raise ConfigError(
             f"{wrapper}(...) was given an algorithm that already has a correction, and its tokens would be weighted twice: "
             "use one of decoupled and truncated"

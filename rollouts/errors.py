@@ -17,6 +17,7 @@ Each message says what was wrong, the value found and what to do. Errors of the 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -87,3 +88,11 @@ def raise_single_errors() -> Generator[None]:
         failure = failure.exceptions[0]
     if failure is not None:
         raise failure
+
+
+def locate_error(error: BaseException) -> str:
+    """Where an exception was raised, as file:line; of a syntax error, where it is."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "nowhere"

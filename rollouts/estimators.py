@@ -80,8 +80,11 @@ def _subtract_kl(batch: TrainBatch, token_rewards: Tensor, kl: KLEstimator | Non
     return apply_kl_penalty(token_rewards, policy_log_probs(batch), batch.ref_log_probs, batch.loss_mask, coefficient, kl)[0]
 
 
-def _fill(batch: TrainBatch, advantages: Tensor, returns: Tensor | None = None, *, whiten: bool = False) -> TrainBatch:
-    """Advantages [B] or [B, T] and returns [B, T], zeroed where loss_mask = 0 and checked; then whitened over the trained tokens."""
+def _fill(
+    batch: TrainBatch, advantages: Tensor, returns: Tensor | None = None, *, whiten: bool = False, by_group: bool = False
+) -> TrainBatch:
+    """Advantages [B] or [B, T] and returns [B, T], zeroed where loss_mask = 0 and checked; then whitened over the trained tokens of the
+    batch or, if by_group, of each group."""
     on, nothing = batch.loss_mask > 0, torch.zeros_like(batch.loss_mask)
     advantages = torch.where(on, advantages[:, None] if advantages.dim() == 1 else advantages, nothing)
     returns = batch.returns if returns is None else torch.where(on, returns, nothing)
@@ -89,6 +92,8 @@ def _fill(batch: TrainBatch, advantages: Tensor, returns: Tensor | None = None, 
     if not whiten:
         return filled
     trained = (trained_mask(batch) > 0).to(advantages.dtype)
+    if by_group:
+        return check_advantages(replace(filled, advantages=normalize_by_group(advantages, batch.group_ids, mask=trained, epsilon=1e-5)))
     return check_advantages(replace(filled, advantages=whiten_tokens(advantages, trained)))
 
 
@@ -230,6 +235,7 @@ def estimate_gae(
     kl: KLEstimator | None = None,
     kl_coef: float = 0.0,
     whiten: bool = True,
+    by_group: bool = False,
 ) -> TrainBatch:
     """Generalised advantages of the KL-penalised token rewards and batch.values; fills returns with advantage + value, before whitening.
 
@@ -237,13 +243,14 @@ def estimate_gae(
         gamma, lam: in [0, 1].
         kl, kl_coef: penalty on each token.
         whiten: whether to whiten the advantages over all trained tokens.
+        by_group: whiten them over the trained tokens of each group instead; AReaL's group_adv_norm, with its 1e-5 added to the std.
 
     Source: Schulman et al. 2016, equation 16; Ouyang et al. 2022 (InstructGPT) for the penalty on tokens.
     """
     _check_rewards(batch)
     assert batch.values is not None, "GAE needs values: name it in Algorithm.requires"
     advantages = gae(penalized_token_rewards(batch, kl, kl_coef), batch.values, batch.loss_mask, gamma, lam)
-    return _fill(batch, advantages, advantages + batch.values, whiten=whiten)
+    return _fill(batch, advantages, advantages + batch.values, whiten=whiten, by_group=by_group)
 
 
 def estimate_vtrace(

@@ -52,7 +52,7 @@ def policy_loss(
     batch: TrainBatch,
     *,
     surrogate: Surrogate,
-    ratio: Ratio = token_ratio,
+    ratio: Ratio | None = token_ratio,
     kl: KLEstimator | None = None,
     kl_coef: float = 0.0,
     unbiased_kl: bool = False,
@@ -65,7 +65,8 @@ def policy_loss(
     Args:
         outputs: of the current policy; entropy is needed if entropy_coef is not 0.
         batch: advantages and loss_weights filled; old_log_probs, else rollout_log_probs, anchor the ratio; ref_log_probs where kl is used.
-        surrogate, ratio, kl: parts from surrogates.py and kl.py, or the caller's own.
+        surrogate, ratio, kl: parts from surrogates.py and kl.py, or the caller's own. ratio=None: the surrogate reads none, so that no
+            anchor is needed; metrics about the ratio are there where an anchor is.
         unbiased_kl: multiply kl by the ratio, with its gradient: unbiased where the tokens come from the anchor and not from the policy
             (DeepSeek-V3.2 2025, section 3.1).
         reweigh: (log_probs without gradient, batch) -> weights # [B, T] of the policy term that depend on the current policy, for example
@@ -78,11 +79,14 @@ def policy_loss(
     """
     weights, mask = _weights_and_mask(outputs, batch)
     anchor = batch.old_log_probs if batch.old_log_probs is not None else batch.rollout_log_probs
-    assert anchor is not None, "policy_loss needs batch.old_log_probs or batch.rollout_log_probs"
+    anchored = anchor is not None
+    assert anchored or ratio is None, "policy_loss needs batch.old_log_probs or batch.rollout_log_probs"
+    assert not (unbiased_kl and ratio is None), "unbiased_kl multiplies by the ratio, but ratio is None"
+    anchor = outputs.log_probs.detach() if anchor is None else anchor  # the surrogate gets a ratio of 1
     assert batch.advantages is not None, "policy_loss needs batch.advantages: call algorithm.estimate first"
     log_probs, anchor, advantages = _where(mask, outputs.log_probs), _where(mask, anchor), _where(mask, batch.advantages)
-    log_ratio = ratio(log_probs, anchor, batch.loss_mask)
-    extra: dict[str, Tensor] = {}
+    log_ratio = (token_ratio if ratio is None else ratio)(log_probs, anchor, batch.loss_mask)
+    extra = {"log_prob_mean": log_probs}
     scale: Tensor | None = None
     if batch.importance_weights is not None:
         scale = extra["importance_weight"] = _where(mask, batch.importance_weights)
@@ -107,11 +111,12 @@ def policy_loss(
         per_token = per_token - entropy_coef * extra["entropy"]
     else:
         assert entropy_coef == 0.0, f"entropy_coef is {entropy_coef}, but outputs.entropy is None: add 'entropy' to Algorithm.requires"
-    if clip_metrics is not None:
+    if clip_metrics is not None and anchored:
         extra.update(clip_metrics(log_ratio.detach(), log_probs.detach(), advantages))
     if batch.old_log_probs is not None and batch.rollout_log_probs is not None:
         extra["rollout_kl"] = _where(mask, batch.rollout_log_probs) - anchor  # k1 of KL(rollout || anchor)
-    metrics = _ratio_metrics(log_ratio, log_probs, batch.loss_mask) | {name: _mean(x, batch.loss_mask) for name, x in extra.items()}
+    metrics = _ratio_metrics(log_ratio, batch.loss_mask) if anchored else {}
+    metrics |= {name: _mean(x, batch.loss_mask) for name, x in extra.items()}
     return LossOutput((weights * _where(mask, per_token)).sum(), metrics)
 
 
@@ -468,7 +473,7 @@ def _mean(x: Tensor, loss_mask: Tensor) -> Tensor:
     return masked_mean(x.detach(), (loss_mask > 0).to(x.dtype))
 
 
-def _ratio_metrics(log_ratio: Tensor, log_probs: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+def _ratio_metrics(log_ratio: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
     """How far the policy is from the anchor. approx_kl is k3 of KL(old || new) at tokens drawn from old: r - 1 - log r.
 
     One token far off must not make a mean infinite: log r counts up to LOG_RATIO_BOUND.
@@ -480,5 +485,4 @@ def _ratio_metrics(log_ratio: Tensor, log_probs: Tensor, loss_mask: Tensor) -> d
         "ratio_mean": _mean(ratio, loss_mask),
         "max_ratio": torch.where(on, ratio, torch.zeros_like(ratio)).max(),
         "min_ratio": torch.where(on, ratio, torch.full_like(ratio, torch.inf)).min() if bool(on.any()) else ratio.new_zeros(()),
-        "log_prob_mean": _mean(log_probs, loss_mask),
     }

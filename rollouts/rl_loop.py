@@ -19,14 +19,15 @@ from rollouts.algorithms import grpo
 from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
 from rollouts.batching import collate_samples
 from rollouts.checkpoints import load_run_state
-from rollouts.config import RLTrainingConfig
+from rollouts.config import RLTrainingConfig, check_rl_batch_sizes
 from rollouts.data_buffer import DataBuffer
 from rollouts.engine_parity import act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError
+from rollouts.estimators import estimate_group_relative
 from rollouts.kl_control import KLControl, update_kl_control
 from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
-from rollouts.requirements import check_requirements
+from rollouts.requirements import ConfiguredSource, check_requirements
 from rollouts.samples import derive_seed, select_trainable, with_reward
 from rollouts.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.train_on_rollouts import train_on_rollouts as train_on_rollouts
@@ -116,13 +117,20 @@ def estimate_with_baseline(batch: TrainBatch, baseline: float) -> TrainBatch:
 
 
 def resolve_algorithm(config: RLTrainingConfig) -> Algorithm:
-    """The configured algorithm (default: GRPO); a scalar config.baseline replaces its estimator."""
+    """The configured algorithm (default: GRPO). A scalar config.baseline takes the place of its estimator: A = rewards - baseline.
+
+    Raises: ConfigError for a scalar baseline beside an estimator that does more than compare rewards with those of their group (a critic,
+        returns along tokens, a KL penalty, ...): all of that would be lost.
+    """
     algorithm = grpo() if config.algorithm is None else config.algorithm
     if config.baseline is None:
         return algorithm
-    if "values" in algorithm.requires:
+    estimate = algorithm.estimate.func if isinstance(algorithm.estimate, partial) else algorithm.estimate
+    if estimate is not estimate_group_relative:
+        name = getattr(estimate, "__name__", type(estimate).__name__)
         raise ConfigError(
-            f"baseline is {config.baseline}, but the algorithm's baseline is its critic: set baseline=None, or choose another"
+            f"baseline is {config.baseline}, but the algorithm's estimator, {name}, does more than compare rewards with those of their "
+            "group, and all of it would be lost: set baseline=None, or choose an algorithm as grpo(), dr_grpo(), dapo() or rloo()"
         )
     return replace(algorithm, estimate=partial(estimate_with_baseline, baseline=config.baseline))
 
@@ -175,6 +183,8 @@ async def run_rl_training(
     algorithm = resolve_algorithm(config)
     controls_kl = config.kl_control is not None
     check_requirements(algorithm, reference, critic, backend=backend, source=rollout_manager, controls_kl=controls_kl)
+    if isinstance(rollout_manager, ConfiguredSource):
+        check_rl_batch_sizes(rollout_manager.config, config)
     if config.critic_warmup_steps and critic is None:
         raise ConfigError(f"critic_warmup_steps is {config.critic_warmup_steps}, but there is no critic: pass critic=, or set it to 0")
     saver = None if checkpoint_dir is None and config.weight_sync == "memory" else require_checkpointing(backend)

@@ -21,7 +21,7 @@ def generator():
 
 def test_every_preset_has_an_oracle_and_a_page(generator):
     presets = set(generator["find_presets"]())
-    assert presets == set(generator["ORACLES"]), "add the preset to ORACLES in docs/generate_algorithms.py"
+    assert presets == {name for name in generator["parse_file"](ROOT / generator["ORACLES"])[1] if name in presets}, "write its oracle"
     assert {path.stem for path in (DOCS / "algorithms").glob("*.md")} == presets | {"README", "write-your-own"}
 
 

@@ -87,16 +87,11 @@ def seen(expression: str) -> object:
     return estimate.keywords["seen"]
 
 
-def test_every_preset_of_the_library_can_be_named():
-    missing = [
-        name
-        for name, function in vars(algorithms).items()
-        if getattr(function, "__module__", None) == algorithms.__name__
-        and getattr(function, "__annotations__", {}).get("return") == "Algorithm"
-        and not name.startswith("_")
-        and name not in PRESETS
-    ]
-    assert missing == []
+def test_the_presets_are_the_functions_of_the_library_that_return_an_algorithm_and_nothing_else():
+    assert {"grpo", "ppo", "decoupled", "recomputed", "truncated"} <= set(PRESETS)
+    assert not {"chain", "is_corrected", "replace", "policy_loss", "group_mean"} & set(PRESETS)
+    assert PRESETS["gae"] is algorithms.ppo
+    assert all(vars(algorithms)[name] is function for name, function in PRESETS.items() if name != "gae")
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -222,7 +217,8 @@ KNOWN = "nown are .*grpo, .*reinforce, .*rloo.*, or module:function"
         ("decoupled(dapo(clip_low=-2), cap=5)", "^dapo\\(clip_low=-2\\): clip_low is -2.0, .* .in 'decoupled.dapo.clip_low=-2., cap=5.'.$"),
         ("own.py:out_of_range(beta=0.5)", "^own.py:out_of_range\\(beta=0.5\\): beta is 0.5, expected at least 1$"),
         ("own.py:two(grpo, own.py:out_of_range)", "^own.py:out_of_range: beta is 0.1, .* .in 'own.py:two.grpo, own.py:out_of_range.'"),
-        ("own.py:broken", "own.py:broken raised ZeroDivisionError: division by zero"),
+        ("own.py:broken", r"own.py:broken raised ZeroDivisionError: division by zero \(.*own.py:\d+\)$"),
+        ("own.py:two(own.py:broken)", r"own.py:broken raised ZeroDivisionError: division by zero \(.*own.py:\d+\) \(in 'own.py:two"),
         ("own.py:no_algorithm", "own.py:no_algorithm returned a float, expected an Algorithm"),
         ("time:time", "time:time is a builtin_function_or_method, expected a Python function that makes an algorithm"),
         ("own.py:Algorithm", "own.py:Algorithm is a class, expected a Python function"),
@@ -365,6 +361,13 @@ def test_of_a_module_only_functions_that_say_they_return_an_algorithm_are_called
         refusal(f"elsewhere_module:{name}")
     monkeypatch.chdir(tmp_path)
     assert isinstance(resolve("elsewhere_module.py:silent"), Algorithm)
+
+
+def test_a_module_that_cannot_be_imported_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "raises_on_import.py").write_text("x = 1\nx = {}['key']\n")
+    for reference in ("raises_on_import:f", f"{tmp_path}/raises_on_import.py:f"):
+        assert re.search(r"KeyError: 'key' \(.*raises_on_import.py:2\)", refusal(reference))
 
 
 def test_a_configuration_cannot_call_what_makes_no_algorithm(

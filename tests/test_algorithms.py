@@ -560,6 +560,16 @@ def test_a_column_that_the_algorithm_required_itself_is_not_taken_away_from_it()
     assert [wrap(algorithm).loss_only for wrap in (recomputed, truncated, decoupled)] == [frozenset()] * 3
 
 
+@pytest.mark.parametrize("wrap", [decoupled, truncated, recomputed])
+def test_a_wrapper_round_something_else_than_an_algorithm_is_refused(wrap: Callable[..., Algorithm]):
+    name = wrap.__name__
+    with pytest.raises(ConfigError, match=rf"^{name}\(...\) was given the function grpo, expected an algorithm: write {name}\(grpo\(\)\)$"):
+        wrap(grpo)
+    for wrong in ("grpo", None, 3, partial(grpo, clip_low=0.1)):
+        with pytest.raises(ConfigError, match=rf"^{name}\(...\) was given .*, expected an algorithm: write {name}\(grpo\(\)\)$"):
+            wrap(wrong)
+
+
 @pytest.mark.parametrize("inner", [decoupled, truncated])
 @pytest.mark.parametrize("outer", [decoupled, truncated])
 def test_tokens_are_not_weighted_twice(outer: Callable[..., Algorithm], inner: Callable[..., Algorithm]):

@@ -9,6 +9,7 @@ import pytest
 
 from integration.command_line import CONFIG_FILE, RUN_FILE, parse_command_line
 from integration.config import Config, RLSection, SFTSection
+from integration.train import main
 from rollouts.config import OptimizerConfig, save_config
 from rollouts.errors import ConfigError
 
@@ -63,14 +64,11 @@ def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--rl.num-minibatches", "7"], "512 rows do not divide into rl.num_minibatches = 7"),
-        (["--backend.kind", "fsdp"], "only 'pytorch'"),
-        (["--rl.algorithm", "grp"], "did you mean 'grpo'?"),
         (["--sft.num-steps", "many"], "many"),
         (["--sft.optimizer.schedule", "lin"], "'linear'"),
     ],
 )
-def test_a_value_that_cannot_work_ends_with_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_a_value_of_the_wrong_type_ends_with_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert message in exit_message(argv, capsys)
 
 
@@ -78,15 +76,45 @@ def test_a_value_that_cannot_work_ends_with_status_2(argv: list[str], message: s
     ("argv", "message"),
     [
         (["--mode", "sfft"], "unknown mode 'sfft': did you mean 'sft'"),
+        (["--rl.num-minibatches", "7"], "512 rows do not divide into rl.num_minibatches = 7"),
+        (["--backend.kind", "fsdp"], "only 'pytorch'"),
+        (["--rl.algorithm", "grp"], r"^unknown algorithm 'grp': did you mean 'grpo'\?"),
+        (["--rl.algorithm", "decoupled(dapo(clip_hi=1))"], "^dapo was given an unknown argument 'clip_hi'"),
         (["--task", "srt"], "unknown task 'srt': did you mean 'sort'"),
         (["--resume"], "--resume needs --output-dir"),
         (["--resume", "--output-dir", "nowhere"], "nowhere has no config.json"),
         (["--config", "nothing.toml"], "there is no configuration file nothing.toml"),
     ],
 )
-def test_other_mistakes_raise_one_message(argv: list[str], message: str):
+def test_other_mistakes_raise_one_message(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match=message):
         parse_command_line(argv)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        (
+            "decoupled(dapo(clip_hi=0.3))",
+            (
+                "decoupled(dapo(clip_hi=0.3))",
+                "error: dapo was given an unknown argument 'clip_hi' (did you mean 'clip_high'?), at column 16",
+            ),
+        ),
+        ("dapo(clip_low=3)", "error: dapo(clip_low=3): clip_low is 3.0, expected in [0, 1)"),
+        ("own.py:own", "error: own.py:own raised KeyError: 'x' ("),
+    ],
+)
+def test_what_is_wrong_with_an_algorithm_is_said_in_one_line_as_everything_else(
+    expression: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def own():\n    return {}['x']\n")
+    assert main(["--rl.algorithm", expression, "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(message) and printed.err.count("\n") == 1
+    assert expression != "own.py:own" or printed.err.endswith("own.py:2)\n")
 
 
 PYTHON = "from integration.config import Config, RLSection\nconfig = Config(seed=5, rl=RLSection(num_steps=2, prompts_per_step=4))\n"

@@ -454,3 +454,19 @@ def test_missing_columns_and_estimators_are_named():
         estimate_vtrace(replace(batch, values=torch.zeros(1, 1), rollout_log_probs=torch.zeros(1, 1)))
     with pytest.raises(AssertionError, match="GiGPO needs turns"):
         estimate_gigpo(batch)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_generalised_advantages_can_be_whitened_within_each_group(seed: int):
+    batch = make_batch(seed, 9, 7, 3)
+    raw, found = estimate_gae(batch, whiten=False), estimate_gae(batch, by_group=True)
+    trained = (batch.loss_mask > 0) & batch.trainable[:, None]
+    for group in range(3):
+        members = trained & (batch.group_ids == group)[:, None]
+        values = raw.advantages[members].tolist()
+        mean = sum(values) / max(len(values), 1)
+        std = (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5 if len(values) > 1 else 0.0
+        expected = [(v - mean) / (std + 1e-5) if std else 0.0 for v in values]
+        assert found.advantages[members].tolist() == pytest.approx(expected, abs=1e-10)
+    assert float(found.advantages[~trained].abs().sum()) == 0
+    assert torch.equal(found.returns, raw.returns)

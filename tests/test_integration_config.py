@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from integration.algorithm_expression import PRESETS
+from integration.algorithm_facts import learns_from_single_samples
 from integration.config import (
     FILTERS,
     BackendSection,
@@ -27,6 +29,7 @@ from integration.config import (
     rl_training_config,
     sft_training_config,
 )
+from rollouts import estimators
 from rollouts.algorithms import grpo
 from rollouts.config import CheckpointConfig, OptimizerConfig, from_dict, to_dict
 from rollouts.errors import ConfigError
@@ -87,6 +90,42 @@ def test_every_section_and_field_has_a_default():
 def test_a_setting_that_cannot_work_is_refused_with_its_name_and_value(make: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+SINGLES = {  # algorithms that learn from groups of one sample
+    "reinforce", "remax", "reinforce_plus_plus", "ppo", "gae",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_groups_of_one_are_refused_with_an_algorithm_that_would_learn_nothing_from_them(name: str):
+    expression = f"{name}(grpo)" if "algorithm" in PRESETS[name].__annotations__ else name
+    config = Config(rl=RLSection(samples_per_prompt=1, algorithm=expression))
+    if name in SINGLES:
+        assert config.algorithm
+    else:
+        with pytest.raises(ConfigError, match=r"rl.samples_per_prompt is 1, but .* learn nothing: give at least 2, or choose .*reinforce"):
+            _ = config.algorithm
+
+
+def test_every_estimator_of_the_library_can_be_asked():
+    found = {name: f for name, f in vars(estimators).items() if name.startswith("estimate_")}
+    learning = {name for name, f in found.items() if learns_from_single_samples(replace(grpo(), estimate=f))}
+    assert learning == {"estimate_greedy_baseline", "estimate_reinforce_plus_plus", "estimate_gae", "estimate_vtrace"}
+
+
+def test_of_an_estimator_of_the_users_it_is_not_known_what_it_learns_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import replace\nfrom rollouts.algorithms import grpo\ndef own():\n"
+        "    return replace(grpo(), estimate=lambda batch: 1 / 0)\n"
+    )
+    assert Config(rl=RLSection(samples_per_prompt=1, algorithm="own.py:own")).algorithm
+    for algorithm in ("ppo(kl_coef=0.1)", "reinforce_plus_plus(kl_coef=0.5)", "decoupled(ppo)"):
+        assert Config(rl=RLSection(samples_per_prompt=1, algorithm=algorithm)).algorithm
+    for algorithm in ("grpo(kl_coef=0.5)", "recomputed(grpo(entropy_coef=0.1))"):
+        with pytest.raises(ConfigError, match="would learn nothing"):
+            _ = Config(rl=RLSection(samples_per_prompt=1, algorithm=algorithm)).algorithm
 
 
 def test_the_loops_get_every_setting_of_their_sections():

@@ -107,6 +107,13 @@ async def test_requirements_are_checked_before_the_first_rollout():
     assert parts[3].calls == []
 
 
+async def test_a_batch_that_does_not_divide_into_minibatches_is_refused_before_the_first_rollout():
+    parts = make_run()
+    with pytest.raises(ConfigError, match="4 prompts x 4 samples = 16 rows does not divide into num_minibatches = 3"):
+        await run(parts, replace(IN_MEMORY, num_minibatches=3))
+    assert parts[3].calls == []
+
+
 async def test_required_columns_are_filled_by_one_forward_pass_each():
     backend, reference = FakeBackend(), FakeBackend(name="reference")
     seen: dict[str, bool] = {}

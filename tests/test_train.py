@@ -197,6 +197,8 @@ def test_dry_run_prints_settings_and_counts_and_leaves_nothing(capsys, tmp_path:
         (["--rl.kl-control.target", "0.1"], "has no KL term"),
         (["--critic.path", "/nowhere"], "has no critic"),
         (["--rl.algorithm", "ppo", "--critic.path", "/nowhere"], "is not a directory"),
+        (["--rl.samples-per-prompt", "1"], "would learn nothing: give at least 2"),
+        (["--rl.samples-per-prompt", "1", "--dry-run"], "would learn nothing: give at least 2"),
         (["--rl.overlong-buffer", "9"], "at most the token budget"),
         (["--rl.filter", "nonzero"], "did you mean 'nonzero_std'?"),
         (["--sft.batch-size", "0"], "batch_size"),

@@ -9,7 +9,21 @@ from functools import partial
 import pytest
 import torch
 
-from rollouts.algorithms import grpo, ppo, recomputed
+from rollouts.algorithms import (
+    chain,
+    dapo,
+    decoupled,
+    gpg,
+    grpo,
+    opo,
+    ppo,
+    recomputed,
+    reinforce,
+    reinforce_plus_plus,
+    remax,
+    rloo,
+    truncated,
+)
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend
 from rollouts.batching import collate_samples
 from rollouts.config import RLTrainingConfig
@@ -180,6 +194,49 @@ async def test_a_batch_without_a_column_that_comes_with_the_samples_is_refused()
         await train_on_rollouts(FakeBackend(), replace(make_batch(), rollout_log_probs=None), grpo())
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [rloo(), reinforce(), opo(), gpg(), remax(), recomputed(grpo()), recomputed(grpo(kl_coef=0.1)), recomputed(ppo(kl_coef=0.1))],
+    ids=["rloo", "reinforce", "opo", "gpg", "remax", "recomputed", "recomputed with KL", "recomputed ppo with KL"],
+)
+async def test_an_algorithm_that_does_not_read_the_engines_log_probs_trains_without_them_and_just_the_same(algorithm: Algorithm):
+    results = []
+    with_engine = make_batch(untrainable=(3, 7))
+    for batch in (with_engine, replace(with_engine, rollout_log_probs=None)):
+        backend, reference = (create_pytorch_backend(create_tiny_model(seed=seed), lr=1e-2) for seed in (0, 5))
+        critic = create_critic_backend(create_tiny_model(seed=1), lr=1e-2) if "values" in algorithm.requires else None
+        metrics = await train_on_rollouts(backend, batch, algorithm, reference=reference, critic=critic)
+        results.append((metrics, await backend.get_weights().result()))
+    (full, expected), (bare, weights) = results
+    assert "rollout_log_probs" not in algorithm.requires
+    about_the_ratio = {"approx_kl", "ratio_mean", "max_ratio", "min_ratio"}
+    assert about_the_ratio <= set(full)
+    assert set(full) - set(bare) <= about_the_ratio | {"rollout_kl", "reference_kl"}
+    assert about_the_ratio <= set(bare) or "old_log_probs" not in algorithm.requires
+    assert {name: bare[name] for name in ("loss", "grad_norm")} == {name: full[name] for name in ("loss", "grad_norm")}
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def read_rollouts(log_probs: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+    assert batch.rollout_log_probs is not None
+    return batch.rollout_log_probs.exp()
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        grpo(),
+        truncated(recomputed(grpo())),
+        recomputed(decoupled(grpo())),
+        recomputed(replace(grpo(), loss=partial(clipped_policy_loss, reweigh=read_rollouts))),
+        recomputed(replace(grpo(), estimate=lambda batch: batch)),
+        recomputed(replace(grpo(), loss=lambda outputs, batch: grpo().loss(outputs, batch))),
+    ],
+)
+def test_the_engines_log_probs_are_required_wherever_something_may_read_them(algorithm: Algorithm):
+    assert "rollout_log_probs" in algorithm.requires
+
+
 # KL control
 
 
@@ -234,9 +291,23 @@ async def test_a_kl_that_cannot_be_measured_is_left_out_and_refused_to_a_control
 # a scalar baseline
 
 
-def test_a_scalar_baseline_beside_a_critic_is_refused():
-    with pytest.raises(ConfigError, match="baseline is 0"):
-        resolve_algorithm(RLTrainingConfig(algorithm=ppo(), baseline=0.5))
+@pytest.mark.parametrize(
+    "algorithm",
+    [ppo(), remax(), opo(), gpg(), reinforce_plus_plus(kl_coef=0.0), replace(grpo(), estimate=chain(estimate_group_relative, list)),
+     replace(grpo(), estimate=lambda batch: batch)],
+)  # fmt: skip
+def test_a_scalar_baseline_is_refused_where_it_would_throw_more_away_than_a_baseline(algorithm: Algorithm):
+    with pytest.raises(ConfigError, match=r"baseline is 0.5, but the algorithm's estimator, \S+, does more .* set baseline=None"):
+        resolve_algorithm(RLTrainingConfig(algorithm=algorithm, baseline=0.5))
+    assert resolve_algorithm(RLTrainingConfig(algorithm=algorithm)) is algorithm
+
+
+@pytest.mark.parametrize("algorithm", [None, grpo(kl_coef=0.1), rloo(), dapo(), decoupled(grpo())])
+def test_a_scalar_baseline_takes_the_place_of_the_groups(algorithm: Algorithm | None):
+    resolved, batch = resolve_algorithm(RLTrainingConfig(algorithm=algorithm, baseline=0.5)), make_batch()
+    assert (resolved.loss, resolved.requires) == ((algorithm or grpo()).loss, (algorithm or grpo()).requires) or algorithm is None
+    expected = (batch.rewards - 0.5)[:, None] * (batch.loss_mask > 0)
+    assert torch.equal(resolved.estimate(batch).advantages, expected)
 
 
 # values

@@ -29,7 +29,7 @@ class Future(Protocol[T_co]):
 
 
 class TrainingBackend(Protocol):
-    """The four operations that training is made of. Jobs run in the order of submission.
+    """The five operations that training is made of. Jobs run in the order of submission.
 
     forward_backward accumulates: the loss is a weighted sum over the tokens of the whole optimizer step, so calling it once per
     micro-batch adds exactly the gradient of the whole.

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollouts.errors import ConfigError, RewardError
+from rollouts.errors import ConfigError, RewardError, locate_error
 from rollouts.types import Sample, Status
 
 # a minus is a sign only where no number or word stands before it: "9-4" ends with 4
@@ -112,7 +112,7 @@ def load_module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # the file is the user's: whatever is wrong in it, say where it comes from
         del sys.modules[name]
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error} ({locate_error(error)})") from error
     return module
 
 
@@ -133,6 +133,9 @@ def load_function(reference: str) -> Callable[..., Any]:
             module = importlib.import_module(location)
         except (ImportError, TypeError, ValueError) as error:  # relative and empty names are the latter two
             raise ConfigError(f"cannot import {location!r} (from {reference!r}): {error}") from error
+        except Exception as error:  # see load_module
+            what = f"{type(error).__name__}: {error} ({locate_error(error)})"
+            raise ConfigError(f"cannot import {location!r} (from {reference!r}): {what}") from error
     function = getattr(module, name, None)
     if not callable(function):
         available = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))

@@ -1,0 +1,44 @@
+"""What the benchmarks report, on runs that are made up."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import algorithms
+
+
+def test_times_are_relative_to_the_default_jobs_algorithm_on_the_same_seeds_and_seeds_are_counted():
+    def run(seed: int, seconds: float) -> dict[str, Any]:
+        return {"seed": seed, "seconds": seconds, "accuracy": [0.5, 0.9], "reward": [0.4, 0.8]}
+
+    table = algorithms.summarize({"grpo()": [run(0, 10.0), run(1, 20.0)], "ppo()": [run(1, 30.0)], "rloo()": [run(2, 5.0)]})
+    assert {name: (row["seeds"], row["time_ratio"]) for name, row in table.items() if name != "rloo()"} == {
+        "grpo()": (2, 1.0),
+        "ppo()": (1, 1.5),
+    }
+    assert math.isnan(table["rloo()"]["time_ratio"])
+
+
+@pytest.mark.parametrize(("failing", "status"), [((), 0), (("rloo()",), 1), (("grpo()", "rloo()"), 1)])
+def test_a_run_that_fails_shows_in_the_exit_status(
+    failing: tuple[str, ...], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def train_sft(arguments: Any, directory: Path) -> float:
+        (directory / "sft" / "checkpoints" / "step_0001").mkdir(parents=True)
+        return 1.0
+
+    def train(algorithm: str, seed: int, *others: Any) -> dict[str, Any]:
+        if algorithm in failing and seed == 1:
+            raise RuntimeError("out of memory")
+        return {"seed": seed, "seconds": 2.0, "accuracy": [0.5, 0.9], "reward": [0.4, 0.8]}
+
+    monkeypatch.setattr(algorithms, "run_training", train_sft)
+    monkeypatch.setattr(algorithms, "train_algorithm", train)
+    monkeypatch.setattr("sys.argv", ["algorithms", "--seeds", "0", "1", "--algorithms", "rloo()"])
+    assert algorithms.main() == status
+    printed = capsys.readouterr().out
+    assert f"{len(failing)} of 4 runs failed" in printed and "grpo()" in printed
