@@ -1,0 +1,13 @@
+"""Stands in for sgl_kernel, of which there are only builds for GPUs: every name can be imported, and raises when it is called."""
+
+__version__ = "0.4.10"
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def raise_missing(*args, **kwargs):
+        raise RuntimeError(f"sgl_kernel.{name} was called, which a CPU does not have")
+
+    return raise_missing
