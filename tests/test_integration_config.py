@@ -84,7 +84,7 @@ def test_every_section_and_field_has_a_default():
         (lambda: ModelSection(hidden_size=100, num_heads=3), "hidden_size is 100, expected a multiple of 3"),
         (lambda: ModelSection(num_heads=4, num_kv_heads=3), "num_heads is 4, expected a multiple of 3"),
         (lambda: BackendSection(kind="fsdp"), "'fsdp': only 'pytorch'"),
-        (lambda: EngineSection(kind="vllm"), "'vllm': only 'inprocess'"),
+        (lambda: EngineSection(kind="vlm"), "'vlm', expected inprocess or vllm"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_with_its_name_and_value(make: Any, message: str):
