@@ -53,8 +53,8 @@ async def read_facts(
     check_server(name, info, expected_model=expected_model, vocab_size=vocab_size)
     if foreign:
         raise EngineError(
-            f"{name} was started with --preferred-sampling-params that set {', '.join(foreign)}, which would change what is sampled: start it "
-            "without"
+            f"{name} was started with --preferred-sampling-params that set {', '.join(foreign)}, which would change what is sampled: start "
+            "it without"
         )
     if info.vocab_size is None:
         raise EngineError(
