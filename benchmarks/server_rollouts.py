@@ -1,7 +1,7 @@
 """Rollouts through a real inference server: the engines beside a bare client at the same concurrency, and where a weight sync's time goes.
 
     python -m benchmarks.server_rollouts --kind vllm|sglang [--python PATH] [--concurrency 64] [--requests 512] [--max-tokens 16]
-        [--repeats 7] [--syncs 10] [--output FILE.json]
+        [--repeats 15] [--syncs 10] [--output FILE.json]
 
 Starts a server with a tiny Qwen3 model on a CPU, or one with --model DIR --device cuda, or uses the one at --url, whose weights are then
 loaded again several times. The bare client sends requests that were encoded before, and reads answers without parsing them: no client
@@ -156,41 +156,22 @@ async def run_requests(ask: Ask, num_requests: int, concurrency: int) -> list[An
     return answers
 
 
-async def measure_turn(
-    contender: AbstractAsyncContextManager[Ask], num_requests: int, concurrency: int, server_pid: int | None
-) -> dict[str, float]:
-    """One turn of a contender: tokens per second, and CPU seconds of client and server for 1,000 requests."""
+async def measure_turn(contender: AbstractAsyncContextManager[Ask], num_requests: int, concurrency: int) -> dict[str, float]:
+    """One turn of a contender: what it got per second, and the client's CPU seconds for 1,000 requests."""
     async with contender as ask:
         await run_requests(ask, concurrency, concurrency)
-        wall, cpu, server = time.perf_counter(), time.process_time(), read_cpu_s(server_pid)
+        wall, cpu = time.perf_counter(), time.process_time()
         answers = await run_requests(ask, num_requests, concurrency)
-        wall, cpu, server = time.perf_counter() - wall, time.process_time() - cpu, read_cpu_s(server_pid) - server
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     assert len(answers) == num_requests, f"{len(answers)} answers to {num_requests} requests"
     tokens = sum(map(count_tokens, answers))
-    thousands = num_requests / 1000
-    return {"tokens/s": tokens / wall, "requests/s": num_requests / wall, "CPU s/1000": cpu / thousands, "server": server / thousands}
-
-
-def read_cpu_s(pid: int | None) -> float:
-    """CPU seconds of a process and its living descendants. Linux only; 0 for None."""
-    if pid is None:
-        return 0.0
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()  # those after the name: state, parent, ..., user and system time
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        parents[int(path.parent.name)], ticks[int(path.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
-    family = {pid}
-    while more := {child for child, parent in parents.items() if parent in family} - family:
-        family |= more
-    return sum(ticks.get(member, 0) for member in family) / os.sysconf("SC_CLK_TCK")
+    return {"tokens/s": tokens / wall, "requests/s": num_requests / wall, "CPU s/1000": 1000 * cpu / num_requests}
 
 
 def summarize(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Medians of each contender's turns, and of the ratio of its tokens per second to the bare client's in the same repeat.
+    """Medians of each contender's turns, its tokens per second in the best one, and both relative to the bare client's.
+
+    The ratio is the median over repeats, each of two turns close together. Where other work disturbs the turns, their best ones tell more.
 
     Args:
         turns: of each contender in order of repeats; each bare one comes just before what is compared with it.
@@ -198,16 +179,16 @@ def summarize(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, d
     table: dict[str, dict[str, float]] = {}
     base: Sequence[Mapping[str, float]] = ()
     for name, own in turns.items():
-        if name.startswith("bare"):
-            base = own
+        base = own if name.startswith("bare") else base
         table[name] = {column: statistics.median(turn[column] for turn in own) for column in own[0]}
-        ratios = [turn["tokens/s"] / other["tokens/s"] for turn, other in zip(own, base, strict=True)]
-        table[name] |= {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+        best, best_base = (max(turn["tokens/s"] for turn in some) for some in (own, base))
+        ratio = statistics.median(turn["tokens/s"] / other["tokens/s"] for turn, other in zip(own, base, strict=True))
+        table[name] |= {"best tokens/s": best, "ratio": ratio, "ratio of best": best / best_base}
     return table
 
 
 async def compare_clients(
-    kind: Kind, url: str, engine: Engine, info: ServerInfo, server_pid: int | None, arguments: argparse.Namespace
+    kind: Kind, url: str, engine: Engine, info: ServerInfo, arguments: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """Contenders take turns, in the other order in every second repeat."""
     assert info.vocab_size is not None, "the server's vocabulary is unknown"
@@ -224,7 +205,7 @@ async def compare_clients(
     for repeat in range(-1, arguments.repeats):
         for name in list(contenders)[:: 1 if repeat % 2 == 0 else -1]:
             n, create = contenders[name]
-            turn = await measure_turn(create(), arguments.requests // n, max(1, arguments.concurrency // n), server_pid)
+            turn = await measure_turn(create(), arguments.requests // n, max(1, arguments.concurrency // n))
             if repeat >= 0:
                 turns[name].append(turn)
     return summarize(turns)
@@ -284,10 +265,10 @@ def save_tiny_model(path: Path) -> Path:
 
 
 @asynccontextmanager
-async def open_server(arguments: argparse.Namespace, folder: Path) -> AsyncGenerator[tuple[str, int | None]]:
-    """Address, and process id if the server was started here."""
+async def open_server(arguments: argparse.Namespace, folder: Path) -> AsyncGenerator[str]:
+    """Address of the server, started if need be."""
     if arguments.url is not None:
-        yield arguments.url.rstrip("/"), None
+        yield arguments.url.rstrip("/")
         return
     config = ServerConfig(
         kind=arguments.kind,
@@ -300,17 +281,19 @@ async def open_server(arguments: argparse.Namespace, folder: Path) -> AsyncGener
         env={"OMP_NUM_THREADS": "1"} if arguments.device == "cpu" else {},
     )
     async with launch_server(config, folder / "server.log", environment=os.environ, startup_s=STARTUP_S) as server:
-        yield server.url, server.pid
+        yield server.url
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start the server, compare clients, sync weights."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        async with open_server(arguments, Path(folder)) as (url, pid), ENGINES[arguments.kind](url) as engine:
+        async with open_server(arguments, Path(folder)) as url, ENGINES[arguments.kind](url) as engine:
             info = await engine.describe_server()
-            table = await compare_clients(arguments.kind, url, engine, info, pid, arguments)
+            table = await compare_clients(arguments.kind, url, engine, info, arguments)
             print_table(f"{arguments.kind} {info.version}, {arguments.concurrency} samples in flight", table)
             syncs: dict[str, dict[str, float]] = {}
             if arguments.syncs > 0:
@@ -332,7 +315,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--syncs", type=int, default=10)
     parser.add_argument("--output")
     arguments = parser.parse_args()
