@@ -217,31 +217,38 @@ async def test_a_budget_beyond_the_context_is_cut_or_refused(create_engine, fact
             assert (completion.output_len, completion.finish_reason) == (facts.longest - 500, "length")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params", "message"),
-    [
-        ((), SamplingParams(), "empty prompt"),
-        ((3, 64), SamplingParams(), "outside the vocabulary"),
-        ((-1,), SamplingParams(), "outside the vocabulary"),
-        ((3,) * 512, SamplingParams(max_tokens=1), "context"),
-        ((3,) * 5000, SamplingParams(max_tokens=1), "context"),
-        ((3,), SamplingParams(max_tokens=0), "max_tokens"),
-    ],
-    ids=["empty", "large id", "negative id", "full", "long", "no budget"],
-)
-async def test_what_cannot_be_served_is_refused_before_anything_is_sent(create_engine, prompt, params, message):
+async def test_what_cannot_be_served_is_refused_before_anything_is_sent(create_engine):
+    bad_prompts = [
+        ((), "empty prompt"),
+        ((3, 64), "outside the vocabulary"),
+        ((-1,), "outside the vocabulary"),
+        ((3,) * 512, "context"),
+        ((3,) * 5000, "context"),
+    ]
+    bad_params = {
+        "max_tokens": 0, "temperature": -1.0, "top_p": 0.0, "top_k": -1, "min_p": 2.0, "seed": -1, "stop_token_ids": (64,),
+    }  # fmt: skip
     async with create_engine() as engine:
         with trio.CancelScope() as scope:
-            scope.cancel()  # so that whatever waits for anything, as sending does, ends otherwise
-            with pytest.raises(EngineError, match=message):
-                await engine.generate(prompt, params)
+            scope.cancel()  # what waits for anything, as sending does, ends with that instead
+            for prompt, message in bad_prompts:
+                with pytest.raises(EngineError, match=message):
+                    await engine.generate(prompt, SamplingParams(max_tokens=1))
+            for field, value in bad_params.items():
+                with pytest.raises(EngineError, match=f"has {field} = "):
+                    await engine.generate((3,), SamplingParams(**{field: value}))
 
 
-async def test_a_closed_engine_says_so(create_engine):
+async def test_an_engine_used_after_its_block_says_so(create_engine, tmp_path: Path):
+    plain_model().save_pretrained(tmp_path / "good")
     async with create_engine() as engine:
         pass
-    with pytest.raises(EngineError, match="closed"):
+    with pytest.raises(EngineError, match="closed: generate inside its `async with` block"):
         await engine.generate(PROMPTS[0], params_of(0))
+    with pytest.raises(EngineError, match="closed"):
+        await engine.recompute_output_log_probs(PROMPTS[0], 1)
+    with pytest.raises((EngineError, AssertionError), match="inside its `async with` block"):
+        await engine.update_weights_from_checkpoint(tmp_path / "good")
 
 
 # -- log-probs

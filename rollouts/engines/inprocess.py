@@ -21,6 +21,7 @@ import trio.testing
 from torch import Tensor
 
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
+from rollouts.engines.request_checks import check_params, check_tokens
 from rollouts.engines.sampling import SamplingRows, UniformStream, sample_tokens
 from rollouts.engines.slots import Prefix, SlotModel
 from rollouts.errors import CheckpointError, EngineError
@@ -201,6 +202,7 @@ class InProcessEngine:
             start_index: at least 1; the first token of a sequence has no prediction.
             temperature: > 0.
         """
+        self._check_open()
         self._check_tokens(tuple(input_tokens), 0, "recompute_output_log_probs")
         if not 1 <= start_index <= len(input_tokens):
             raise EngineError(f"{self.name}: start_index is {start_index}, expected between 1 and the {len(input_tokens)} tokens")
@@ -364,31 +366,22 @@ class InProcessEngine:
     # -- requests and weights
 
     def _create_request(self, prompt: tuple[int, ...], params: SamplingParams, request_id: str | None) -> _Request:
-        if self._closed:
-            raise EngineError(f"{self.name} is closed: generate inside its `async with` block")
+        self._check_open()
         number, self._num_requests = self._num_requests, self._num_requests + 1
         name = f"request-{number:012d}" if request_id is None else request_id
         assert name not in self._pending, f"request id {name!r} is already pending"
-        if params.max_tokens < 1:
-            raise EngineError(f"{self.name}: {name} has max_tokens = {params.max_tokens}, expected at least 1")
+        check_params(self.name, name, params, vocab_size=self._vocab_size, has_tokenizer=self._tokenizer is not None)
         self._check_tokens(prompt, params.max_tokens, name)
-        if params.stop and self._tokenizer is None:
-            raise EngineError(
-                f"{self.name}: {name} has stop strings {params.stop}, which need the tokenizer that the engine was made without"
-            )
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         stop_ids = self._eos | frozenset(params.stop_token_ids)
         return _Request(request_id=name, prompt=prompt, params=params, stop_ids=stop_ids, uniforms=UniformStream(seed))
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError(f"{self.name} is closed: generate inside its `async with` block")
+
     def _check_tokens(self, prompt: tuple[int, ...], max_tokens: int, name: str) -> None:
-        if not prompt:
-            raise EngineError(f"{self.name}: {name} has an empty prompt; give it at least one token")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= self._vocab_size:
-            wrong = low if low < 0 else high
-            raise EngineError(
-                f"{self.name}: {name} has token {wrong}, outside the vocabulary of {self._vocab_size}: is it another tokenizer's?"
-            )
+        check_tokens(self.name, name, prompt, self._vocab_size)
         if len(prompt) + max_tokens > self._max_length:
             raise EngineError(
                 f"{self.name}: {name} has {len(prompt)} prompt tokens and max_tokens = {max_tokens}, more than the context of "
@@ -403,6 +396,7 @@ class InProcessEngine:
             self._finish_aborted()
 
     async def _replace_weights(self, weights: Mapping[str, Tensor], version: int, source: str) -> Mapping[str, Any]:
+        self._check_open()
         try:
             check_weights_fit(self._model, weights, source)
         except CheckpointError as error:

@@ -37,7 +37,12 @@ def check_request(
         )
     if n < 1 or (n > 1 and params.greedy):
         raise EngineError(f"{name}: {request_id} asks for {n} samples{' of greedy decoding, which are all equal' if n > 1 else ''}")
-    _check_params(name, request_id, params, info)
+    check_params(name, request_id, params, vocab_size=info.vocab_size, has_tokenizer=info.has_tokenizer)
+    if params.untempered_log_probs and not gives_untempered_log_probs(info.log_prob_kind, params):
+        raise EngineError(
+            f"{name}: {request_id} asks for untempered log-probs, but this server's are {info.log_prob_kind}, at temperature "
+            f"{params.temperature:g}: sample from the whole distribution at temperature 1, or use the engine in this process"
+        )
     return params.new(max_tokens=min(params.max_tokens, total - len(prompt)))
 
 
@@ -52,7 +57,9 @@ def check_tokens(name: str, request_id: str, tokens: Sequence[int], vocab_size: 
         )
 
 
-def _check_params(name: str, request_id: str, params: SamplingParams, info: ServerInfo) -> None:
+def check_params(name: str, request_id: str, params: SamplingParams, *, vocab_size: int | None, has_tokenizer: bool) -> None:
+    """Raise EngineError for parameters that no engine can follow, some of which would give samples of nothing meant."""
+
     def refuse(field: str, expected: str) -> EngineError:
         return EngineError(f"{name}: {request_id} has {field} = {getattr(params, field)!r}, expected {expected}")
 
@@ -68,15 +75,10 @@ def _check_params(name: str, request_id: str, params: SamplingParams, info: Serv
         raise refuse("top_k", "at least 0 (0 = off)")
     if params.seed is not None and not 0 <= params.seed < 2**63:
         raise refuse("seed", "0 to 2**63 - 1")
-    if params.stop_token_ids and not all(0 <= i < (info.vocab_size or i + 1) for i in params.stop_token_ids):
-        raise refuse("stop_token_ids", f"ids below the vocabulary size of {info.vocab_size}")
-    if params.stop and not info.has_tokenizer:
-        raise refuse("stop", "none: the server runs without a tokenizer; use stop_token_ids, or start it with its tokenizer")
-    if params.untempered_log_probs and not gives_untempered_log_probs(info.log_prob_kind, params):
-        raise EngineError(
-            f"{name}: {request_id} asks for untempered log-probs, but this server's are {info.log_prob_kind}, at temperature "
-            f"{params.temperature:g}: sample from the whole distribution at temperature 1, or use the engine in this process"
-        )
+    if params.stop_token_ids and not all(0 <= i < (vocab_size or i + 1) for i in params.stop_token_ids):
+        raise refuse("stop_token_ids", f"ids below the vocabulary size of {vocab_size}")
+    if params.stop and not has_tokenizer:
+        raise refuse("stop", "none: the engine runs without a tokenizer; use stop_token_ids, or start it with its tokenizer")
 
 
 def classify_log_probs(kind: LogProbKind, params: SamplingParams) -> LogProbKind:
