@@ -297,9 +297,7 @@ class _Launch:
             async with HTTPEndpoint(self.url, deadlines=HEALTH_DEADLINES) as endpoint:
                 await endpoint.get_text("/health", kind="health")
         except EngineError:
-            with trio.move_on_after(UNHEALTHY_EXIT_S):
-                await run.exited.wait()
-                await trio.sleep_forever()
+            await trio.sleep(UNHEALTHY_EXIT_S)  # the watching task cancels it
 
 
 @asynccontextmanager
