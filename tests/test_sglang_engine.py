@@ -20,6 +20,7 @@ from rollouts.engines.http_engine import Generated
 from rollouts.engines.request_checks import check_request
 from rollouts.engines.sglang import SGLangEngine
 from rollouts.engines.sglang_protocol import (
+    create_sample_ids,
     find_foreign_defaults,
     is_updated_but_not_flushed,
     parse_probe,
@@ -131,6 +132,13 @@ def test_an_abort_hits_all_ids_that_begin_alike_so_ids_have_one_length():
     assert read_recording("aborted_prefix_other")["request"]["json"]["rid"] == "grp-10"
     (hit_too,) = parse_recorded("aborted_prefix_other")
     assert hit_too.finish_reason == "abort"
+
+
+def test_ids_of_samples_are_no_beginnings_of_one_another():
+    ids = create_sample_ids("abc", 120)
+    assert len(set(ids)) == 120
+    assert len({len(one) for one in ids}) == 1
+    assert all(one.startswith("abc") for one in ids)
 
 
 def test_each_token_of_a_request_across_a_sync_has_its_label():
@@ -598,9 +606,10 @@ async def test_an_update_in_memory_that_fails_half_way_goes_back_to_the_director
         server.add_fault(failing)
         with pytest.raises(EngineError, match=r"out of memory.*goes on with the weights that it had before"):
             await engine.update_weights(tensors, 2)
+        assert server.count("/end_weight_update") == 1
         found = await engine.generate(PROMPT, GREEDY)
         assert (found.output_tokens, set(found.output_versions)) == (expected_tokens(weights[1]), {1})
-        await engine.update_weights(tensors, 2)  # the session was closed
+        await engine.update_weights(tensors, 2)
         server.add_fault(failing)
         with pytest.raises(EngineError, match="in no directory"):
             await engine.update_weights(tensors, 3)
