@@ -200,7 +200,7 @@ async def test_requests_in_flight_across_syncs_have_a_version_for_each_token(vll
         async with trio.open_nursery() as nursery:
             for i in range(len(PROMPTS)):
                 nursery.start_soon(generate, i)
-            for version, count in ((22, 1000), (23, 8000)):  # of the 64 * 400 tokens
+            for version, count in ((22, 1000), (23, 6000)):  # of the 64 * 400 tokens
                 await wait_for_tokens(server, before + count)
                 await engine.update_weights_from_checkpoint(tmp_path / str(version))
     assert len(found) == 8 * len(PROMPTS)
@@ -266,36 +266,41 @@ async def test_a_load_without_the_tied_output_head_would_keep_the_old_one(vllm_s
 
 async def test_aborts_by_id_by_group_and_of_all_return_what_there_is(vllm_server, tmp_path: Path):
     params = SamplingParams(max_tokens=450, temperature=0.7)
-    found: dict[str, tuple[Completion, ...]] = {}
     model = create_endless_model(41)
     url = vllm_server.url
+    found: dict[str, tuple[Completion, ...]] = {}
+    seen: list[set[str]] = []
     async with VLLMEngine(url) as engine, VLLMEngine(url) as neighbor, HTTPEndpoint(url) as server:
         await engine.update_weights_from_checkpoint(export(model, tmp_path, 41))
-        before = await count_generated(server)
 
         async def one(name: str, n: int, who: VLLMEngine) -> None:
             found[name] = await who.generate_group(PROMPTS[0], params.new(seed=len(name)), n, request_id=name)
 
-        with trio.fail_after(60):
+        for _ in range(10):
+            found.clear()
+            before = await count_generated(server)
             async with trio.open_nursery() as nursery:
                 for name, n, who in (("a", 1, engine), ("aa", 1, engine), ("group", 20, engine), ("late", 30, engine), ("b", 4, neighbor)):
                     nursery.start_soon(one, name, n, who)
                 await wait_for_tokens(server, before + 400)
                 await engine.pause()  # so that none ends by itself meanwhile
-                await engine.abort(["a", "nobody"])
-                seen = [set(found)]
-                await engine.abort(["group"])
-                seen.append(set(found))
-                await engine.abort()
-                seen.append(set(found))
-                await neighbor.abort()
+                await trio.sleep(0.3)
+                if not found:  # else this process was so slow that some had ended already
+                    with trio.fail_after(30):
+                        for names in (["a", "nobody"], ["group"], None):
+                            await engine.abort(names)
+                            seen.append(set(found))
+                        await neighbor.abort()
                 await engine.resume()
+            if seen:
+                break
     assert seen == [{"a"}, {"a", "group"}, {"a", "group", "aa", "late"}]  # not "aa", whose id begins with "a"; not "b", another client's
     assert {name: len(completions) for name, completions in found.items()} == {"a": 1, "aa": 1, "group": 20, "late": 30, "b": 4}
     for name, completions in found.items():
         for completion in completions:
             assert completion.finish_reason == "abort", name
             assert completion.output_log_probs == pytest.approx(compute_log_probs(model, completion), abs=TOLERANCE)
+    assert min(completion.output_len for completion in found["group"]) > 0
 
 
 async def test_an_abort_by_the_bare_id_does_nothing_which_is_why_the_engine_sends_another(vllm_server):
