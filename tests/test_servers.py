@@ -273,7 +273,7 @@ async def test_a_server_that_ignores_sigterm_is_killed_after_the_grace(stand_in)
 
 @pytest.mark.parametrize("where", ["group", "session"])
 async def test_grandchildren_are_ended_wherever_they_went(stand_in, where):
-    async with stand_in.launch(grandchild=where, grace_s=0.3):
+    async with stand_in.launch(grandchild=where, grace_s=0.2):
         assert len(stand_in.survivors()) == 3
     assert stand_in.survivors() == []
 
@@ -332,7 +332,7 @@ async def test_shared_memory_of_a_killed_server_is_removed(stand_in, shared_file
 @pytest.mark.parametrize("where", ["group", "session"])
 async def test_what_a_dead_server_leaves_behind_is_ended(stand_in, where):
     with pytest.raises(EngineError, match="exit status 7"):
-        async with stand_in.launch(grandchild=where, grace_s=0.3) as server:
+        async with stand_in.launch(grandchild=where, grace_s=0.2) as server:
             with contextlib.suppress(httpx.TransportError):
                 await httpx.AsyncClient(trust_env=False).get(server.url + "/die")
             await trio.sleep_forever()
@@ -341,8 +341,8 @@ async def test_what_a_dead_server_leaves_behind_is_ended(stand_in, where):
 
 @pytest.mark.parametrize("healthy_after", [0.0, 600.0])
 async def test_nothing_is_left_after_a_cancellation(stand_in, healthy_after):
-    with trio.move_on_after(0.8) as scope:
-        async with stand_in.launch(healthy_after=healthy_after, grandchild="session", grace_s=0.3):
+    with trio.move_on_after(0.5) as scope:
+        async with stand_in.launch(healthy_after=healthy_after, grandchild="session", grace_s=0.2):
             await trio.sleep_forever()
     assert scope.cancelled_caught
     assert stand_in.survivors() == []
@@ -393,7 +393,7 @@ async def test_stopping_is_no_failure(stand_in):
 
 
 async def test_a_stop_that_is_cancelled_still_stops(stand_in):
-    async with stand_in.launch(ignore_sigterm=True, grace_s=0.3) as server:
+    async with stand_in.launch(ignore_sigterm=True, grace_s=0.2) as server:
         with trio.move_on_after(0.05):
             await server.stop()
         assert stand_in.survivors() == []
@@ -471,7 +471,7 @@ from pathlib import Path
 async def main():
     stand_in = StandIn(Path({folder!r}))
     stand_in.mark = {mark!r}
-    async with stand_in.launch(grace_s=0.5, **{options!r}):
+    async with stand_in.launch(grace_s=0.2, **{options!r}):
         if {fork!r} and os.fork() == 0:
             time.sleep(600)
         print("open", flush=True)

@@ -33,7 +33,7 @@ Progress = Callable[[float, str], None]
 """(seconds since the start, last line of the server's log), about once a second until the server is healthy."""
 
 PORT_ATTEMPTS = 5
-POLL_S = 0.25
+POLL_S = 0.5  # between two looks whether the server is healthy, the first ones sooner
 HEALTH_DEADLINES = Deadlines(health_s=5.0, connect_s=2.0)
 SPAWN_S = 30.0  # until the supervisor says that the server's process exists
 UNHEALTHY_EXIT_S = 10.0  # between the failure of a request and the exit of the server that caused it: SGLang takes 5 s
@@ -252,6 +252,7 @@ class _Launch:
 
     async def _wait_until_healthy(self, run: _Run, begin: float, expires: float) -> None:
         answer = "no answer yet"
+        pause = 0.02
         reported = begin
         with trio.move_on_at(expires):
             async with HTTPEndpoint(self.url, deadlines=HEALTH_DEADLINES) as endpoint:
@@ -267,8 +268,9 @@ class _Launch:
                         reported = now
                         lines = read_log(self.log_path, run.log_start).split("\n")
                         self._on_progress(now - begin, next((line for line in reversed(lines) if line.strip()), ""))
-                    with trio.move_on_after(POLL_S):
+                    with trio.move_on_after(pause):
                         await run.exited.wait()
+                    pause = min(1.5 * pause, POLL_S)
         if run.exited.is_set():
             raise self._describe_end(run, "before it was healthy")
         log = describe_log(read_log(self.log_path, run.log_start), self.log_path)
