@@ -53,6 +53,8 @@ _NAMES_OF_MODULES: Final = (
     ("rewards.answers", "exact_match gsm8k_reward"),
     ("engines.protocol", "GroupGeneration InferenceEngine InMemoryWeightUpdates"),
     ("engines.inprocess", "InProcessEngine"),
+    ("engines.server_commands", "ServerConfig"),
+    ("engines.servers", "ServerProcess launch_server"),
     ("engines.openai_protocol", "ChatCompletion"),
     ("engines.openai_text", "OpenAITextEngine"),
     ("engines.batch", "BatchInferenceManager GeneratedText GeneratedTexts collect_texts generate_results generate_texts"),
