@@ -23,7 +23,7 @@ from rollouts.config import RLTrainingConfig, check_rl_batch_sizes
 from rollouts.data_buffer import DataBuffer
 from rollouts.engine_parity import act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import CheckpointError, ConfigError
+from rollouts.errors import CheckpointError, ConfigError, DataError
 from rollouts.estimators import estimate_group_relative
 from rollouts.kl_control import KLControl, update_kl_control
 from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
@@ -219,6 +219,7 @@ async def run_rl_training(
         if on_rollouts is not None:
             on_rollouts(step + 1, rollouts)
         samples = shape_rewards(rollouts.samples, config.shape_reward)
+        check_sampled_whole(samples, algorithm)
         batch = collate_samples(samples, pad_id=pad_id, require_rewards=True)
         if config.mask_truncated:
             batch = mask_truncated_rows(batch, samples)
@@ -303,6 +304,22 @@ async def run_rl_training(
 def shape_rewards(samples: tuple[Sample, ...], shape_reward: Callable[[Sample], float] | None) -> tuple[Sample, ...]:
     """The samples with the rewards that are trained on. The rollouts keep those of the task, which filters, metrics and files are about."""
     return samples if shape_reward is None else tuple(with_reward(sample, shape_reward(sample)) for sample in samples)
+
+
+def check_sampled_whole(samples: tuple[Sample, ...], algorithm: Algorithm) -> None:
+    """Raise DataError if samples that are trained on were drawn from a cut distribution and the algorithm reads their log-probs.
+
+    The trainer computes log-probs of the whole distribution: a ratio of the two would be of different things.
+    """
+    if "rollout_log_probs" not in algorithm.requires:
+        return
+    cut = [sample for sample in select_trainable(samples) if sample.metadata.get("truncated_sampling")]
+    if cut:
+        raise DataError(
+            f"{len(cut)} of {len(samples)} samples (the first is sample {cut[0].index}) were drawn with top_p, top_k or min_p, and the "
+            "trainer cannot compute the log-probs that the algorithm compares with: sample with top_p=1, top_k=0 and min_p=0, or use an "
+            "algorithm that does not read rollout_log_probs, for example recomputed(...)"
+        )
 
 
 def mask_truncated_rows(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:

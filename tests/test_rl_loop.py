@@ -8,12 +8,12 @@ import pytest
 import torch
 import trio
 
-from rollouts.algorithms import grpo, remax
+from rollouts.algorithms import grpo, recomputed, remax
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.checkpoints import load_run_state
 from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer
-from rollouts.errors import CheckpointError, ConfigError, GenerationError
+from rollouts.errors import CheckpointError, ConfigError, DataError, GenerationError
 from rollouts.filters import check_reward_nonzero_std
 from rollouts.generation import create_generate_fn
 from rollouts.kl_control import KLControl
@@ -320,3 +320,15 @@ async def test_a_kl_controller_waits_for_the_policy_and_counts_the_rows_that_wer
     assert 0 < rows[0] < 16, "some of the rows are truncated, else the test shows nothing"
     expected = [0.1, 0.1 * (1 - 0.2 * rows[0] / 100), 0.1 * (1 - 0.2 * rows[0] / 100) * (1 - 0.2 * rows[1] / 100)]
     assert [m["kl_coef"] for m in history] == pytest.approx(expected)
+
+
+async def test_samples_of_a_cut_distribution_are_refused_where_their_log_probs_are_read():
+    def make_cut_run():
+        backend, buffer, _, engine = make_run()
+        generate = create_generate_fn([engine], create_char_tokenizer(), SamplingParams(max_tokens=6, top_p=0.9), seed=0)
+        config = RolloutConfig(batch_size=4, n_samples_per_prompt=4, generate_fn=generate, reward_fn=random_reward)
+        return backend, buffer, AsyncRolloutManager(buffer, config, engines=[engine]), engine
+
+    with pytest.raises(DataError, match=r"16 of 16 samples .* top_p"):
+        await run(make_cut_run(), IN_MEMORY)
+    assert len(await run(make_cut_run(), replace(IN_MEMORY, algorithm=recomputed(grpo())))) == 3
