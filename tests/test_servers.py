@@ -30,7 +30,10 @@ from rollouts.errors import EngineError, EngineTimeout
 
 ROOT = Path(__file__).parent.parent
 SHARED_MEMORY = Path("/dev/shm")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for surviving processes in /proc")
+pytestmark = [
+    pytest.mark.slow,  # dozens of processes, each given time to end
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for surviving processes in /proc"),
+]
 
 GRANDCHILD = """
 import os, signal, sys, time
