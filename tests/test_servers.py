@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import mmap
@@ -165,6 +166,13 @@ def can_connect(port: int) -> bool:
     return False
 
 
+def is_free(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        return True
+    return False
+
+
 async def test_a_server_is_there_while_the_block_is_open(stand_in):
     async with stand_in.launch(healthy_after=0.3) as server:
         assert server.is_running
@@ -239,7 +247,8 @@ async def test_the_death_of_a_server_fails_the_block_whatever_it_waits_for(stand
             nursery.start_soon(trio.sleep_forever)
             with contextlib.suppress(httpx.TransportError):
                 await httpx.AsyncClient(trust_env=False).get(server.url + path)
-            await trio.sleep_forever()
+            await trio.sleep(10)
+            raise AssertionError("the death was not noticed")
     assert stand_in.survivors() == []
 
 
@@ -429,14 +438,24 @@ async def test_a_port_that_was_asked_for_is_used(stand_in):
         assert server.port == port
 
 
-async def test_the_port_is_kept_from_others_while_the_server_loads_and_restarts(stand_in):
-    async with stand_in.launch() as server:
-        await server.stop()
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", server.port))
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", server.port))
+async def test_the_port_is_kept_from_others_while_the_server_loads(stand_in):
+    tried = []
+    scope = trio.CancelScope()
+
+    def try_to_take(seconds: float, line: str) -> None:
+        ports = [int(line.split()[3]) for line in stand_in.log_path.read_text().splitlines() if line.startswith("starting on port")]
+        with socket.socket() as other:
+            for port in ports:
+                tried.append((port, other.connect_ex(("127.0.0.1", port)), is_free(port)))
+                scope.cancel()
+
+    with scope:
+        async with stand_in.launch(never_healthy=True, on_progress=try_to_take):
+            raise AssertionError("it is not healthy")
+    ((port, connected, was_free),) = tried
+    assert connected == errno.ECONNREFUSED
+    assert not was_free
+    assert is_free(port)
 
 
 async def test_an_address_of_another_machine_is_refused(stand_in):
