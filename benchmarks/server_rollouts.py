@@ -1,7 +1,7 @@
 """Rollouts through a real inference server: the engines beside a bare client at the same concurrency, and where a weight sync's time goes.
 
     python -m benchmarks.server_rollouts --kind vllm|sglang [--python PATH] [--concurrency 64] [--requests 512] [--max-tokens 16]
-        [--repeats 15] [--syncs 10] [--output FILE.json]
+        [--repeats 15] [--syncs 10] [--own-core] [--output FILE.json]
 
 Starts a server with a tiny Qwen3 model on a CPU, or one with --model DIR --device cuda, or uses the one at --url, whose weights are then
 loaded again several times. The bare client sends requests that were encoded before, and reads answers without parsing them: no client
@@ -252,6 +252,12 @@ async def measure_syncs(engine: Engine, info: ServerInfo, model: Any, arguments:
 # -- the server
 
 
+def pin_process(cores: set[int]) -> None:
+    """Let this process, and those that it starts from now on, run on these cores only. Linux only."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
 def save_tiny_model(path: Path) -> Path:
     """Write a model that hardly ever ends an answer before max_tokens, so that all turns sample the same number of tokens."""
     model: Any = create_tiny_model(hidden_size=64, head_dim=32)
@@ -280,7 +286,12 @@ async def open_server(arguments: argparse.Namespace, folder: Path) -> AsyncGener
         max_num_seqs=arguments.concurrency,
         env={"OMP_NUM_THREADS": "1"} if arguments.device == "cpu" else {},
     )
+    own, *others = sorted(os.sched_getaffinity(0))
+    if arguments.own_core:
+        pin_process(set(others))
     async with launch_server(config, folder / "server.log", environment=os.environ, startup_s=STARTUP_S) as server:
+        if arguments.own_core:
+            pin_process({own})
         yield server.url
 
 
@@ -317,6 +328,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--syncs", type=int, default=10)
+    parser.add_argument("--own-core", action="store_true", help="the client runs on one core, a server started here on the others")
     parser.add_argument("--output")
     arguments = parser.parse_args()
     raise_open_files()

@@ -231,7 +231,8 @@ class RequestsInFlight:
         finally:
             del self._pending[request_id]
             pending.returned.set()
-        await trio.lowlevel.checkpoint()
+        # no full checkpoint: where many answers come at once, it would put the next request of each behind the parsing of all others
+        await trio.lowlevel.checkpoint_if_cancelled()
         return tuple(create_completion(request_id, prompt, params, kind, part) for part in parts)
 
     async def call(self, send: Callable[[str], Awaitable[T]]) -> T:

@@ -77,8 +77,12 @@ class PooledTransport(httpx.AsyncBaseTransport):
         body = await _read_body(request)
         timeouts: Mapping[str, float | None] = request.extensions.get("timeout", {})
         holder = object()  # a place belongs to the request, not to the task: another task may close the response
-        with limit_time(timeouts.get("pool"), httpx.PoolTimeout, request, "no free connection"):
-            await self._limiter.acquire_on_behalf_of(holder)
+        await trio.lowlevel.checkpoint_if_cancelled()  # before a kept connection is taken, which would be lost
+        try:  # no further checkpoint: where many answers come at once, all would be parsed before the first new request is sent
+            self._limiter.acquire_on_behalf_of_nowait(holder)
+        except trio.WouldBlock:
+            with limit_time(timeouts.get("pool"), httpx.PoolTimeout, request, "no free connection"):
+                await self._limiter.acquire_on_behalf_of(holder)
         try:
             connection, head = await self._exchange(request, body, timeouts.get("connect"))
         except BaseException:
