@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import trio
 from endless_models import create_endless_model
+from server_waits import PATIENCE_S, wait_until
 from transformers import AutoModelForCausalLM
 
 from rollouts.engines.http import describe_server_error
@@ -649,32 +651,37 @@ async def test_a_stream_brings_the_tokens_of_the_completion_in_pieces_across_a_s
     heard: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
     found: list[Completion] = []
 
-    def hear(tokens, log_probs) -> None:
+    def hear(tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         heard.append((tuple(tokens), tuple(log_probs)))
 
-    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url, in_flight=in_flight) as engine:
+    def count_heard() -> int:
+        return sum(len(tokens) for tokens, _ in heard)
+
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url, in_flight=in_flight) as engine:
+        server.scheduler.hold_tokens(10)
 
         async def one(name: str, max_tokens: int) -> None:
-            params = SamplingParams(max_tokens=max_tokens)
-            found.append(
-                await engine.generate_streaming(PROMPT, params, lambda t, lp: heard.append((tuple(t), tuple(lp))), request_id=name)
-            )
+            found.append(await engine.generate_streaming(PROMPT, SamplingParams(max_tokens=max_tokens), hear, request_id=name))
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(one, "a", 60)
-            await trio.sleep(0.15)
-            await engine.update_weights_from_checkpoint(weights[1])
-        assert found[0].output_tokens == tuple(token for tokens, _ in heard for token in tokens)
-        assert found[0].output_log_probs == tuple(log_prob for _, log_probs in heard for log_prob in log_probs)
-        assert set(found[0].output_versions) == {0, 1}
-        assert len(heard) > 5
-        heard.clear()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(one, "b", 400)
-            await trio.sleep(0.15)
-            await engine.abort(["b"])
+        with trio.fail_after(PATIENCE_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(one, "a", 60)
+                await wait_until(lambda: count_heard() >= 10)
+                await engine.update_weights_from_checkpoint(weights[1])
+                server.scheduler.release_tokens()
+            assert found[0].output_tokens == tuple(token for tokens, _ in heard for token in tokens)
+            assert found[0].output_log_probs == tuple(log_prob for _, log_probs in heard for log_prob in log_probs)
+            assert set(found[0].output_versions[:10]) == {0}
+            assert set(found[0].output_versions[11:]) == {1}  # one that is aborted may get another token from the old weights
+            assert len(heard) > 5
+            heard.clear()
+            server.scheduler.hold_tokens(10)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(one, "b", 400)
+                await wait_until(lambda: count_heard() >= 10)
+                await engine.abort(["b"])
     assert found[1].finish_reason == "abort"
-    assert 0 < found[1].output_len < 400
+    assert 10 <= found[1].output_len <= 11
     assert found[1].output_tokens == tuple(token for tokens, _ in heard for token in tokens)
 
 

@@ -136,6 +136,7 @@ class Scheduler:
         self._check_step = check_step
         self._find_stop = find_stop
         self._num_sequences = 0
+        self._most_tokens: int | None = None  # sequences that have so many stand still
         self._idle = trio.Event()
 
     @property
@@ -172,7 +173,8 @@ class Scheduler:
                 if sequence.aborted and (sequence not in self.running or not self._step_after_abort):
                     sequence.finish = "abort"
                     break
-                if self.frozen or sequence not in self.running:
+                is_held = self._most_tokens is not None and len(sequence.draws) >= self._most_tokens and not sequence.aborted
+                if self.frozen or is_held or sequence not in self.running:
                     await sequence.changed.wait()
                     continue
                 if sequence.kv is None:
@@ -202,6 +204,16 @@ class Scheduler:
             sequence = self.waiting.pop(0)
             sequence.next_token_at = trio.current_time() + self._seconds_per_token
             self.running.append(sequence)
+            sequence.wake()
+
+    def hold_tokens(self, count: int) -> None:
+        """Sequences that have so many tokens stand still until release_tokens; one that is aborted ends all the same."""
+        self._most_tokens = count
+
+    def release_tokens(self) -> None:
+        """Undo hold_tokens."""
+        self._most_tokens = None
+        for sequence in self.sequences:
             sequence.wake()
 
     def freeze(self) -> None:

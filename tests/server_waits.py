@@ -1,0 +1,23 @@
+"""Waiting for what a fake server has done, instead of for a while that is long enough on one machine and not on another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+from rollouts.testing import FakeSGLangServer, FakeVLLMServer
+
+PATIENCE_S = 60.0  # after which something hangs
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Until a condition holds."""
+    with trio.fail_after(PATIENCE_S):
+        while not condition():
+            await trio.sleep(0.002)
+
+
+async def wait_for_tokens(server: FakeSGLangServer | FakeVLLMServer, count: int, num_sequences: int = 1) -> None:
+    """Until so many sequences have that many tokens."""
+    await wait_until(lambda: sum(len(s.draws) >= count for s in server.scheduler.sequences) >= num_sequences)
