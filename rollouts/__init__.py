@@ -43,6 +43,7 @@ _NAMES_OF_MODULES: Final = (
     ("staleness", "compute_capacity"),
     ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig "
                "from_dict to_dict"),
+    ("async_config", "AsyncConfig"),
     ("char_tokenizer", "create_char_tokenizer"),
     ("data_buffer", "DataBuffer"),
     ("datasets", "load_jsonl load_rl_prompts load_sft_conversations"),

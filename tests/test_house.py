@@ -15,6 +15,7 @@ LAYERS = (
     (
         "chat", "samples", "filters", "batching", "logprobs", "statistics", "advantages", "gigpo", "loss_weights", "kl", "surrogates",
         "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators", "algorithms", "config",
+        "async_config",
     ),
     (
         "char_tokenizer", "data_buffer", "datasets", "packing", "model_weights", "checkpoints", "metrics", "trajectories",

@@ -1,0 +1,124 @@
+"""AsyncConfig: how far generation may run ahead of training, and what happens to rollouts that fail, hang, or become too old."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from rollouts.config import RLTrainingConfig, RolloutConfig, check_choice, check_count, check_not_negative, check_positive
+from rollouts.errors import ConfigError
+
+WhenQueueFull = Literal["raise", "wait"]
+RolloutOrder = Literal["finished", "submitted"]
+OnStale = Literal["retry", "drop"]
+OnFailure = Literal["raise", "retry", "drop"]
+InFlight = Literal["continue", "interrupt"]
+MissedSegment = Literal["rollout", "proximal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncConfig:
+    """How rollouts are produced while training goes on. Everything is counted in groups: all samples of one prompt."""
+
+    enabled: bool = False  # for programs that choose between the loops; the executor itself does not read it
+    max_staleness: int = 1  # weight versions that a trained token may be behind; 0 = the numbers of the synchronous loop
+    max_concurrent_rollouts: int | None = None  # groups being generated at once; None = (max_staleness + 1) * groups per version
+    queue_size: int | None = None  # finished groups that may wait to be collected; None = (max_staleness + 1) * groups per version
+    when_queue_full: WhenQueueFull = "raise"  # raise = an error that says "increase queue_size"; wait = the producer waits for room
+    order: RolloutOrder = "finished"  # which groups are trained on: those that finished first, or strictly in the order of their prompts,
+    # where batches do not depend on timing and the trainer waits for stragglers
+    on_stale: OnStale = "retry"  # a group that became too old: its prompt is generated anew under newer weights, or given up
+    on_failure: OnFailure = "retry"  # a rollout that raised: the run ends, the prompt is tried again, or the group is given up
+    max_attempts: int = (
+        3  # per prompt, where retry of either kind applies; after that a failure ends the run, and a stale group is given up
+    )
+    retry_delay_s: float = 1.0  # between a failure and the next attempt
+    rollout_timeout_s: float | None = (
+        None  # for one group; then it is aborted, and goes on from its tokens in the next attempt; None = no limit
+    )
+    patience_s: float | None = 3600.0  # that the trainer waits for a batch before it gives up; None = for ever
+    in_flight: InFlight | None = None  # rollouts during a weight sync: engines swap weights under them, or they are aborted and go on from
+    # prompt and tokens; None = continue, or interrupt where segment-wise PPO must see their tokens
+    enable_segment_wise_ppo: bool | None = None  # a proximal policy for each token, one version after the one that sampled it; None = no,
+    # unless a switch above says so
+    missed_segment: MissedSegment = "rollout"  # what a token's weight falls back to where that log-prob was never computed: none (its
+    # rollout log-prob), or the ordinary proximal one
+
+    def __post_init__(self) -> None:
+        check_count(self, "max_staleness")
+        check_positive(self, "max_attempts")
+        check_not_negative(self, "retry_delay_s")
+        for name in ("max_concurrent_rollouts", "queue_size"):
+            if getattr(self, name) is not None:
+                check_positive(self, name)
+        for name in ("rollout_timeout_s", "patience_s"):
+            value = getattr(self, name)
+            if value is not None and not (not isinstance(value, bool) and 0 < value < math.inf):
+                raise ConfigError(f"AsyncConfig.{name} is {value!r}, expected a finite number of seconds above 0, or None for no limit")
+        choices = {
+            "when_queue_full": get_args(WhenQueueFull),
+            "order": get_args(RolloutOrder),
+            "on_stale": get_args(OnStale),
+            "on_failure": get_args(OnFailure),
+            "missed_segment": get_args(MissedSegment),
+        }
+        for name, known in choices.items():
+            check_choice(self, name, known)
+        if self.in_flight is not None:
+            check_choice(self, "in_flight", get_args(InFlight))
+        if self.segment_wise and self.in_flight == "continue":
+            raise ConfigError(
+                "AsyncConfig.in_flight is 'continue', but enable_segment_wise_ppo is True: it must see the tokens of unfinished rollouts "
+                "at each weight sync. Leave in_flight out, or set it to 'interrupt'"
+            )
+
+    @property
+    def segment_wise(self) -> bool:
+        """Whether tokens get a proximal policy of their own."""
+        return bool(self.enable_segment_wise_ppo)
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether rollouts are aborted around a weight sync, to go on from their tokens."""
+        return self.segment_wise or self.in_flight == "interrupt"
+
+    def concurrent_groups(self, batch_size: int) -> int:
+        """max_concurrent_rollouts, or its default.
+
+        Args:
+            batch_size: groups that are trained on under one weight version: groups in a batch * steps between two syncs.
+        """
+        return (self.max_staleness + 1) * batch_size if self.max_concurrent_rollouts is None else self.max_concurrent_rollouts
+
+    def queue_groups(self, batch_size: int) -> int:
+        """queue_size, or its default. batch_size: as in concurrent_groups."""
+        return (self.max_staleness + 1) * batch_size if self.queue_size is None else self.queue_size
+
+
+def check_async_config(asynchronous: AsyncConfig, rollout: RolloutConfig, training: RLTrainingConfig | None = None) -> None:
+    """Raise ConfigError where the settings of asynchronous rollouts contradict those of batches or of training.
+
+    Args:
+        rollout: what a batch is.
+        training: of the loop; None = it is not known yet.
+    """
+    if asynchronous.queue_size is not None and asynchronous.queue_size < rollout.batch_size:
+        raise ConfigError(
+            f"AsyncConfig.queue_size is {asynchronous.queue_size}, but a batch has {rollout.batch_size} groups: increase queue_size to at "
+            f"least {rollout.batch_size}, or leave it out"
+        )
+    if rollout.over_sampling_factor != 1.0:
+        raise ConfigError(
+            f"RolloutConfig.over_sampling_factor is {rollout.over_sampling_factor:g}, but asynchronous rollouts are not generated batch by "
+            "batch: leave it at 1.0, and raise AsyncConfig.max_staleness or max_concurrent_rollouts to have more groups under way"
+        )
+    reads_segments = training is not None and training.algorithm is not None and "segment_log_probs" in training.algorithm.requires
+    if training is not None and asynchronous.segment_wise != reads_segments:
+        found, advice = (
+            ("does not read segment_log_probs", "wrap it in decoupled(..., segment_wise=True), or set enable_segment_wise_ppo=False")
+            if asynchronous.segment_wise
+            else ("requires segment_log_probs", "set enable_segment_wise_ppo=True, or segment_wise=False in the algorithm")
+        )
+        switch = f"AsyncConfig.enable_segment_wise_ppo is {asynchronous.segment_wise}"
+        raise ConfigError(f"{switch}, but the algorithm {found}: {advice}")
