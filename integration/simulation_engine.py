@@ -1,0 +1,439 @@
+"""Inference engines that cost virtual time and compute nothing: slots, a token rate, weight updates, failures.
+
+One task serves all engines, and one heap knows when each group will be finished. That is possible because sequences do not slow each other
+down: as soon as a response has a slot its end is known, and only a weight update, an abort or a failure moves it. A group under generation
+costs one waiting task, one entry in the heap and a logarithm of the slots for each of its responses, whatever the length of these.
+
+A group is one Sample that stands for all of its responses, with one token for each weight version under which it was generated;
+loss_mask is the number of real tokens that it stands for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import trio
+import trio.testing
+from torch import Tensor
+
+from integration.simulation_lengths import ResponseLengths
+from rollouts.config import check_not_negative, check_positive, check_setting
+from rollouts.errors import EngineError
+from rollouts.samples import derive_seed
+from rollouts.types import Completion, Group, Prompt, Sample, SamplingParams, Status
+
+_SAME_MOMENT = 1e-6  # seconds within which ends count as reached: sums of floats do not come out exact
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSection:
+    """What the engines can do."""
+
+    engines: int = 8  # inference engines that hold the same weights; prompt i goes to engine i % engines
+    slots: int = 64  # sequences that an engine generates at once
+    token_rate: float = 50.0  # tokens per second of each sequence, whatever runs beside it
+    prefill_rate: float = 20000.0  # tokens per second with which an engine reads prompts and the tokens of sequences that it continues
+    prompt_tokens: int = 512
+    sync_s: float = 2.0  # in which engines stand still to get new weights
+    kv_cache: Literal["recompute", "keep"] = "recompute"  # of running sequences under new weights: read again, or used as it is
+    failure_rate: float = 0.0  # fraction of groups whose generation raises, at a random moment
+    keep_partial: bool = True  # groups that were interrupted go on from their tokens; otherwise they begin anew
+
+    def __post_init__(self) -> None:
+        check_positive(self, "engines", "slots", "prompt_tokens")
+        check_not_negative(self, "sync_s", "failure_rate")
+        for name in ("token_rate", "prefill_rate"):
+            value = getattr(self, name)
+            check_setting(0 < value < math.inf, name, value, "a finite number above 0")
+        check_setting(self.failure_rate < 1, "failure_rate", self.failure_rate, "less than 1")
+
+
+@dataclass(eq=False)
+class _Request:
+    """A group under generation. Times are on the fleet's clock, which stands still while weights are updated."""
+
+    index: int  # of its prompt
+    sample: Sample  # what it begins with: nothing, or the tokens of an earlier attempt
+    done: list[int]  # tokens that each response begins with
+    targets: list[int]  # tokens that each response will have
+    fails_after: float  # part of its duration after which it raises; inf = never
+    starts: list[float] = field(default_factory=list[float])  # when each response gets (or got) a slot and its prompt is read
+    ends: list[float] = field(default_factory=list[float])
+    finish: float = math.inf
+    is_planned: bool = False
+    stopped_at: float | None = None  # when it was finished, aborted or failed
+    status: Status = Status.PENDING
+    over: trio.Event = field(default_factory=trio.Event)
+
+
+class _Engine:
+    """The slots of one engine, each known by the time from which it is free, and what is in them, in the order of arrival."""
+
+    def __init__(self, section: EngineSection) -> None:
+        self._section = section
+        self._free_from = [0.0] * section.slots
+        self._read_until = 0.0  # when prompts that are known have been read
+        self.requests: dict[int, _Request] = {}
+
+    def plan(self, request: _Request, now: float) -> None:
+        """Give each response the slot that is free first."""
+        rate, free_from = self._section.token_rate, self._free_from
+        missing = [k for k, done in enumerate(request.done) if done < request.targets[k]]
+        read = self._section.prompt_tokens + sum(request.done[k] for k in missing)
+        self._read_until = max(self._read_until, now, free_from[0]) + read / self._section.prefill_rate
+        request.starts, request.ends = [now] * len(request.targets), [now] * len(request.targets)
+        for k in missing:
+            start = max(free_from[0], self._read_until)
+            request.starts[k], request.ends[k] = start, start + (request.targets[k] - request.done[k]) / rate
+            heapq.heapreplace(free_from, request.ends[k])
+        request.is_planned = True
+        self._finish_by_plan(request)
+
+    def remove(self, request: _Request, now: float) -> list[_Request]:
+        """Take a request out before its end. Returns those that now come to their end at another time, because they wait less."""
+        del self.requests[request.index]
+        running = [end for r in self.requests.values() for start, end in zip(r.starts, r.ends, strict=True) if start <= now < end]
+        self._free_from = [*running, *[now] * (self._section.slots - len(running))]
+        heapq.heapify(self._free_from)
+        moved: list[_Request] = []
+        for other in self.requests.values():
+            before = other.finish
+            for k, start in enumerate(other.starts):
+                if start > now:
+                    earlier = max(self._free_from[0], min(start, max(now, self._read_until)))
+                    other.ends[k] += earlier - start
+                    other.starts[k] = earlier
+                    heapq.heapreplace(self._free_from, other.ends[k])
+            self._finish_by_plan(other)
+            if other.finish != before:
+                moved.append(other)
+        return moved
+
+    def _finish_by_plan(self, request: _Request) -> None:
+        first, last = min(request.starts), max(request.ends)
+        request.finish = last if request.fails_after == math.inf else first + request.fails_after * (last - first)
+
+    def clear(self, now: float) -> None:
+        """Free all slots."""
+        self._free_from = [now] * self._section.slots
+        self._read_until = now
+        self.requests.clear()
+
+
+class SimulatedFleet:
+    """All engines as one InferenceEngine (and InMemoryWeightUpdates). run() must be running while groups are generated."""
+
+    def __init__(self, section: EngineSection, lengths: ResponseLengths, seed: int = 0, refused_fraction: float = 0.0) -> None:
+        """
+        Args:
+            lengths: of the responses.
+            seed: of failures and rewards.
+            refused_fraction: of groups that get reward 0 instead of 1, for a filter to refuse.
+        """
+        self.section = section
+        self.version = 0
+        self.paused_s = 0.0  # in which the engines stood still, in all
+        self.num_failures = 0
+        self.num_begun_anew = 0  # groups whose earlier tokens were lost
+        self._lengths, self._seed, self._refused_fraction = lengths, seed, refused_fraction
+        self._engines = [_Engine(section) for _ in range(section.engines)]
+        self._arrivals: list[_Request] = []
+        self._running: dict[int, _Request] = {}
+        self._finishes: list[tuple[float, int, int, _Request]] = []  # heap; entries of requests that were moved since are skipped
+        self._serial = count()
+        self._num_begun: dict[int, int] = {}  # attempts of each prompt that began anew
+        self._num_failures_of: dict[int, int] = {}
+        self._changes = [0.0]  # when version i began, on the fleet's clock
+        self._paused_at: float | None = None
+        self._alarm = trio.CancelScope()
+        self._active_s = 0.0  # seconds of slots, of requests that are over
+        self._resident: dict[int, tuple[int, int]] = {}  # of groups that somebody holds: tokens, the oldest version among them
+        self._begun_tokens = self._begun_responses = 0  # of first attempts
+
+    # -- time
+
+    @property
+    def now(self) -> float:
+        """The fleet's clock: seconds in which engines did not stand still."""
+        return (trio.current_time() if self._paused_at is None else self._paused_at) - self.paused_s
+
+    async def run(self) -> None:
+        """Serve for ever."""
+        while True:
+            with trio.CancelScope(deadline=self._next_event()) as self._alarm:
+                await trio.sleep_forever()
+            if self._arrivals:
+                # who is about to ask for a group has done so before slots are given away, or trio's random order of tasks would decide
+                await trio.testing.wait_all_tasks_blocked()
+                self._plan_arrivals()
+            self._deliver()
+
+    def _next_event(self) -> float:
+        if self._arrivals:
+            return -math.inf
+        if self._paused_at is not None or not self._finishes:
+            return math.inf
+        return self._finishes[0][0] + self.paused_s
+
+    def _wake(self) -> None:
+        self._alarm.deadline = -math.inf
+
+    def _plan_arrivals(self) -> None:
+        arrivals, self._arrivals = sorted(self._arrivals, key=lambda request: request.index), []
+        now = self.now
+        for request in arrivals:
+            if request.stopped_at is None:
+                self._engine_of(request).plan(request, now)
+                self._engine_of(request).requests[request.index] = request
+                self._running[request.index] = request
+                self._expect(request)
+
+    def _deliver(self) -> None:
+        """Finish what has come to its end."""
+        if self._paused_at is not None:
+            return
+        now = self.now
+        while self._finishes and self._finishes[0][0] <= now + _SAME_MOMENT:
+            finish, index, _, request = heapq.heappop(self._finishes)
+            if self._running.get(index) is not request or request.finish != finish:
+                continue
+            if request.fails_after < math.inf:
+                self.num_failures += 1
+                self._num_failures_of[index] = self._num_failures_of.get(index, 0) + 1
+                self._remove(request, now)
+                self._stop(request, Status.FAILED, now)
+            else:
+                del self._running[index], self._engine_of(request).requests[index]
+                self._stop(request, Status.COMPLETED, now)
+
+    def _expect(self, request: _Request) -> None:
+        heapq.heappush(self._finishes, (request.finish, request.index, next(self._serial), request))
+
+    def _engine_of(self, request: _Request) -> _Engine:
+        return self._engines[request.index % len(self._engines)]
+
+    def _remove(self, request: _Request, now: float) -> None:
+        """Take a running request out and let those behind it move up."""
+        del self._running[request.index]
+        for moved in self._engine_of(request).remove(request, now):
+            self._expect(moved)
+        self._wake()
+
+    def _stop(self, request: _Request, status: Status, now: float) -> None:
+        request.status, request.stopped_at = status, now
+        self._active_s += _active_seconds(request, now)
+        request.over.set()
+
+    # -- generation
+
+    async def generate_group(self, prompt: Prompt, partial: Group = ()) -> Group:
+        """Generate all responses to a prompt, or go on with those of an interrupted group. Raises EngineError for one that fails."""
+        request = self._create_request(prompt, partial)
+        self._arrivals.append(request)
+        self._wake()
+        try:
+            await request.over.wait()
+        finally:
+            if request.stopped_at is None:  # cancelled
+                now = self.now
+                if request.is_planned:
+                    self._remove(request, now)
+                self._stop(request, Status.ABORTED, now)
+        if request.status is Status.FAILED:
+            raise EngineError(f"prompt {prompt.index} failed, as a fraction of {self.section.failure_rate} does in this simulation")
+        sample = self._to_sample(request)
+        if sample.reward or request.status is Status.ABORTED:
+            oldest = min((version for version in sample.weight_versions or () if version >= 0), default=self.version)
+            self._resident[prompt.index] = int(sum(sample.loss_mask)), oldest
+        return (sample,)
+
+    def _create_request(self, prompt: Prompt, partial: Group) -> _Request:
+        index = prompt.index
+        self._resident.pop(index, None)
+        if partial:
+            sample = partial[0]
+            attempt = sample.metadata["attempt"]
+            done, targets = list(sample.metadata["done"]), list(sample.metadata["targets"])
+        else:
+            attempt = self._num_begun.get(index, 0)
+            self._num_begun[index] = attempt + 1
+            self.num_begun_anew += attempt > 0
+            targets = self._lengths.of_group(index, attempt)
+            if attempt == 0:
+                self._begun_tokens += sum(targets)
+                self._begun_responses += len(targets)
+            done = [0] * len(targets)
+            reward = float(self._refused_fraction == 0 or self._draw(index, attempt, 1) >= self._refused_fraction)
+            sample = Sample(
+                tokens=(0,), loss_mask=(0.0,), rollout_log_probs=(0.0,), weight_versions=(-1,), reward=reward, status=Status.ABORTED
+            )
+        key = (index, attempt, 2 + 2 * self._num_failures_of.get(index, 0))  # the same while it is interrupted, another after a failure
+        fails = self.section.failure_rate > 0 and self._draw(*key) < self.section.failure_rate
+        metadata = {"attempt": attempt, "targets": targets, "done": done}
+        return _Request(
+            index=index,
+            sample=replace(sample, metadata=metadata),
+            done=done,
+            targets=targets,
+            fails_after=self._draw(*key, 1) if fails else math.inf,
+        )
+
+    def _draw(self, *key: int) -> float:
+        return derive_seed(self._seed, *key) / 2**63
+
+    def _to_sample(self, request: _Request) -> Sample:
+        """The group so far: a token for each weight version, and how far each response is."""
+        counts = self._count_tokens(request)
+        versions = sorted(counts)
+        produced = [self._tokens_at(request, k, request.stopped_at or 0.0) for k in range(len(request.targets))]
+        if request.status is Status.COMPLETED:  # sums of floats do not come out exact
+            produced = [target - done for target, done in zip(request.targets, request.done, strict=True)]
+        start = request.sample
+        assert start.rollout_log_probs is not None and start.weight_versions is not None
+        more = (-0.5,) * len(versions)
+        return replace(
+            start,
+            tokens=start.tokens + (0,) * len(versions),
+            loss_mask=start.loss_mask + tuple(float(counts[version]) for version in versions),
+            rollout_log_probs=start.rollout_log_probs + more,
+            weight_versions=start.weight_versions + tuple(versions),
+            segment_log_probs=None if start.segment_log_probs is None else start.segment_log_probs + more,
+            status=request.status,
+            metadata={**start.metadata, "done": [done + new for done, new in zip(request.done, produced, strict=True)]},
+        )
+
+    def _count_tokens(self, request: _Request) -> dict[int, int]:
+        """Weight version -> tokens that this attempt has generated under it."""
+        assert request.stopped_at is not None, f"prompt {request.index} is still under generation"
+        counts: dict[int, int] = {}
+        if not request.is_planned:
+            return counts
+        for k, start in enumerate(request.starts):
+            version, before = bisect_right(self._changes, start) - 1, 0
+            total = (
+                request.targets[k] - request.done[k]
+                if request.status is Status.COMPLETED
+                else self._tokens_at(request, k, request.stopped_at)
+            )
+            while before < total:
+                last = version + 1 == len(self._changes) or self._changes[version + 1] >= request.ends[k]
+                until = total if last else min(total, self._tokens_at(request, k, self._changes[version + 1]))
+                if until > before:
+                    counts[version] = counts.get(version, 0) + until - before
+                before, version = until, version + 1
+        return counts
+
+    def _tokens_at(self, request: _Request, k: int, moment: float) -> int:
+        """New tokens of response k at a moment of the fleet's clock."""
+        if not request.is_planned or moment <= request.starts[k]:
+            return 0
+        if moment >= request.ends[k]:
+            return request.targets[k] - request.done[k]
+        return int((moment - request.starts[k]) * self.section.token_rate)
+
+    # -- InferenceEngine
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
+        """Raises EngineError: these engines generate whole groups."""
+        raise EngineError("simulated engines generate groups: use generate_group")
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Make every generate_group return with the tokens so far. Ids of requests mean nothing here: it is always all of them."""
+        now = self.now
+        for request in [*self._running.values(), *self._arrivals]:
+            if request.stopped_at is None:
+                self._stop(request, Status.ABORTED, now)
+        self._arrivals, self._finishes = [], []
+        self._running.clear()
+        for engine in self._engines:
+            engine.clear(now)
+        await trio.lowlevel.checkpoint()
+
+    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
+        """Stand still for the update; then running sequences go on under the new version."""
+        assert self._paused_at is None, "weights are being updated already"
+        self._paused_at = trio.current_time()
+        try:
+            await trio.sleep(self.section.sync_s + self._recompute_seconds())
+        finally:
+            paused_at, self._paused_at = self._paused_at, None
+            self.paused_s += trio.current_time() - paused_at
+            self._wake()
+        assert weight_version >= self.version, f"weight version {weight_version} is older than {self.version}"
+        self._changes.extend([self.now] * (weight_version - self.version))
+        self.version = weight_version
+        return {"success": True, "weight_version": weight_version}
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+        """As update_weights, to the next version."""
+        return await self.update_weights({}, self.version + 1)
+
+    async def get_weight_version(self) -> int:
+        """Of the next token."""
+        await trio.lowlevel.checkpoint()
+        return self.version
+
+    def _recompute_seconds(self) -> float:
+        """In which engines read what they have generated so far again, each an equal share."""
+        if self.section.kv_cache == "keep" or not self._running:
+            return 0.0
+        starts, ends, now = self._gather_times()
+        running = (starts < now) & (ends > now)
+        new = float(np.sum(now - starts, where=running)) * self.section.token_rate
+        return (new + float(running.sum()) * self.section.prompt_tokens) / (self.section.prefill_rate * self.section.engines)
+
+    def _gather_times(self) -> tuple[np.ndarray, np.ndarray, float]:
+        requests = self._running.values()
+        starts = np.fromiter(chain.from_iterable(r.starts for r in requests), dtype=np.float64)
+        ends = np.fromiter(chain.from_iterable(r.ends for r in requests), dtype=np.float64)
+        return starts, ends, self.now
+
+    # -- figures
+
+    def forget(self, index: int) -> None:
+        """The group of this prompt has been trained on."""
+        self._resident.pop(index, None)
+        self._num_begun.pop(index, None)
+
+    def count_resident_tokens(self, oldest_kept: int) -> int:
+        """Tokens that may still be trained on: of groups under generation, and of those that wait; not of such with older versions."""
+        now = self.now
+        running = sum(done + self._tokens_at(request, k, now) for request in self._running.values() for k, done in enumerate(request.done))
+        return running + sum(tokens for tokens, oldest in self._resident.values() if oldest >= oldest_kept)
+
+    @property
+    def mean_length_begun(self) -> float:
+        """Tokens of the responses that were begun."""
+        return self._begun_tokens / max(1, self._begun_responses)
+
+    @property
+    def num_running(self) -> int:
+        """Groups that are being generated or wait for a slot."""
+        return len(self._running) + len(self._arrivals)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engines stand still for new weights."""
+        return self._paused_at is not None
+
+    def count_busy_slots(self) -> int:
+        """Slots with a response in them."""
+        starts, ends, now = self._gather_times()
+        return int(((starts <= now) & (ends > now)).sum())
+
+    def active_seconds(self) -> float:
+        """Seconds that slots were generating, added up over the slots."""
+        now = self.now
+        return self._active_s + sum(_active_seconds(request, now) for request in self._running.values())
+
+
+def _active_seconds(request: _Request, now: float) -> float:
+    return sum(min(end, now) - start for start, end in zip(request.starts, request.ends, strict=True) if start < now)
