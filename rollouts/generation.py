@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+EVALUATION_PREFIX = "eval-"
+"""Of the ids of evaluate_prompts' requests, which an engine may have beside those of rollouts, of prompts with the same numbers."""
+
+
 def make_request_id(group_index: int, sample_number: int) -> str:
     """The id of one sample's request; ids sort as (group_index, sample_number) do."""
     return f"{group_index:012d}-{sample_number:04d}"
@@ -53,6 +57,7 @@ async def generate_group(
     template_kwargs: Mapping[str, Any] | None = None,
     num_greedy: int = 0,
     one_request: bool = False,
+    id_prefix: str = "",
 ) -> Group:
     """Generate the n samples of one prompt at once, and beside them num_greedy greedy ones that are not trained on.
 
@@ -68,6 +73,7 @@ async def generate_group(
         one_request: ask for the n samples of a group that has no tokens yet in one request, which has the id of the first sample and the
             seed derive_seed(seed, prompt.index, 0, 0), so they are others than without. Greedy samples, and those of a group that has
             begun, go one by one all the same.
+        id_prefix: of the requests' ids, which must differ from those of all other requests that the engine has at the same time.
 
     Returns: n + num_greedy samples in the order of their index (prompt.index * (n + num_greedy) + k), group_index = prompt.index,
         metadata copied from the prompt; the greedy ones are the last and have trainable = False in it.
@@ -93,12 +99,12 @@ async def generate_group(
         request = params.new(max_tokens=params.max_tokens - num_done, seed=derive_seed(seed, prompt.index, k, num_done))
         if k >= n:
             request = request.new(greedy=True, top_p=1.0, top_k=0, min_p=0.0)
-        add_completion(k, await engine.generate(tokens, request, request_id=make_request_id(prompt.index, k)))
+        add_completion(k, await engine.generate(tokens, request, request_id=id_prefix + make_request_id(prompt.index, k)))
 
     async def generate_together() -> None:
         assert isinstance(engine, GroupGeneration)
         request = params.new(seed=derive_seed(seed, prompt.index, 0, 0))
-        completions = await engine.generate_group(prompt_tokens, request, n, request_id=make_request_id(prompt.index, 0))
+        completions = await engine.generate_group(prompt_tokens, request, n, request_id=id_prefix + make_request_id(prompt.index, 0))
         assert len(completions) == n, f"the engine returned {len(completions)} completions for n = {n}"
         for k, completion in enumerate(completions):
             add_completion(k, completion)
@@ -173,6 +179,17 @@ def create_generate_fn(
     return generate_fn
 
 
+async def score_generated_group(group: Group, reward_fn: Callable[[Sample], Any] | None, reward: RewardConfig) -> Group | None:
+    """What becomes of a group that generate_fn returned: finished ones are scored, unfinished ones stay as they are.
+
+    Returns: None if a sample has FAILED, or its reward has and reward.on_error is "drop".
+    Raises: RewardError as score_group does.
+    """
+    if any(sample.status is Status.FAILED for sample in group):
+        return None
+    return group if reward_fn is None or not is_finished(group) else await score_group(group, reward_fn, reward)
+
+
 async def evaluate_prompts(
     engine: InferenceEngine,
     tokenizer: PreTrainedTokenizerBase,
@@ -202,7 +219,9 @@ async def evaluate_prompts(
 
     async def evaluate_one(prompt: Prompt) -> None:
         with note_prompt(prompt):
-            group = await generate_group(engine, tokenizer, prompt, n, params, seed=seed, template_kwargs=template_kwargs)
+            group = await generate_group(
+                engine, tokenizer, prompt, n, params, seed=seed, template_kwargs=template_kwargs, id_prefix=EVALUATION_PREFIX
+            )
             groups[prompt.index] = await score_group(group, reward_fn, reward or RewardConfig())
 
     with raise_single_errors():
