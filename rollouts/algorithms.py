@@ -36,6 +36,7 @@ from rollouts.estimators import (
 from rollouts.kl import KLEstimator, bounded, k1, k2, k3
 from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
 from rollouts.losses import clipped_policy_loss, corrected_loss, gmpo_policy_loss, policy_loss
+from rollouts.proximal import Interpolation, approximate_and_anchor
 from rollouts.statistics import batch_mean, group_mean, group_std, leave_one_out_mean
 from rollouts.surrogates import (
     LOG_RATIO_BOUND,
@@ -495,7 +496,13 @@ def ppo(
 
 
 def decoupled(
-    algorithm: Algorithm, cap: float | None = 5.0, floor: float | None = None, drop: bool = True, segment_wise: bool = False
+    algorithm: Algorithm,
+    cap: float | None = 5.0,
+    floor: float | None = None,
+    drop: bool = True,
+    segment_wise: bool = False,
+    missed_as_proximal: bool = False,
+    approximate: Interpolation | None = None,
 ) -> Algorithm:
     """The algorithm with its ratio anchored to the policy before the update, and each token weighted by proximal / behaviour.
 
@@ -509,21 +516,33 @@ def decoupled(
         floor: smallest weight, >= 0; tokens below are dropped. None = no bound.
         drop: False clamps weights to the bounds instead of dropping their tokens.
         segment_wise: w uses segment_log_probs, each token's log-prob one weight version after the one that sampled it; the ratio keeps
-            prox_log_probs. The samples must carry them (rollouts.proximal).
+            prox_log_probs. The samples must carry them (rollouts.proximal_recompute).
+        missed_as_proximal: with segment_wise, the weight of a token whose segment log-prob was never computed is that of prox_log_probs;
+            False = 1.
+        approximate: interpolate_log_probs or interpolate_probs of rollouts.proximal: p_prox is taken between p_rollout and the policy's
+            own log-probs of the pass that is trained on, by how many versions old the token is, and no pass before the update is needed;
+            None = computed by the trainer before the update.
 
     Source: Hilton et al. 2022 (Batch size-invariance for policy optimization); Fu et al. 2025 (AReaL).
     """
     _check_wraps(algorithm, "decoupled")
+    if missed_as_proximal and not segment_wise:
+        raise ConfigError("missed_as_proximal is True, but segment_wise is False: no token can miss a segment. Set segment_wise=True")
     _check("cap", cap, lambda x: x > 0, "more than 0", optional=True)
     _check("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
+    bounds: dict[str, Any] = {"cap": cap, "floor": floor, "drop": drop, "segment_wise": segment_wise}
+    bounds |= {"missed_as_proximal": True} if missed_as_proximal else {}
+    requires = algorithm.requires | {"rollout_log_probs"} | ({"segment_log_probs", "weight_versions"} if segment_wise else set())
+    if missed_as_proximal or approximate is not None:
+        requires |= {"weight_versions", "policy_versions"}
+    if approximate is not None:
+        correction = partial(approximate_and_anchor, interpolate=approximate, **bounds)
+        loss = partial(corrected_loss, correction=correction, loss=algorithm.loss, from_own=True)
+        return replace(algorithm, loss=loss, requires=requires)
     return replace(
         algorithm,
-        loss=partial(
-            corrected_loss,
-            correction=partial(anchor_to_proximal, cap=cap, floor=floor, drop=drop, segment_wise=segment_wise),
-            loss=algorithm.loss,
-        ),
-        requires=algorithm.requires | {"prox_log_probs", "rollout_log_probs"} | ({"segment_log_probs"} if segment_wise else set()),
+        loss=partial(corrected_loss, correction=partial(anchor_to_proximal, **bounds), loss=algorithm.loss),
+        requires=requires | {"prox_log_probs"},
         loss_only=_loss_only(algorithm, "prox_log_probs"),
     )
 

@@ -27,8 +27,8 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
     group_ids number the distinct group_index values from 0, in the order of their first appearance. The first token of a row has
     loss_mask 0, since nothing predicts it. A row is trainable if one of its other tokens has loss_mask > 0 and metadata["trainable"] is
     not False; the loss_mask of other rows becomes 0, their rewards still count in group statistics. temperatures is None if all are 1.
-    weight_versions and rollout_log_probs are columns if every sample has them; segment_log_probs if one has them, with rollout_log_probs
-    in the rows of the others.
+    weight_versions and rollout_log_probs are columns if every sample has them; segment_log_probs and
+    segment_mask if one has them, with rollout_log_probs and False in the rows of the others.
 
     Args:
         samples: tokens and loss_mask of each, at least one token in each.
@@ -67,6 +67,7 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
         trainable=torch.tensor([any(value > 0 for value in mask) for mask in masks]),
         rollout_log_probs=_optional_column(samples, "rollout_log_probs", 0.0, torch.float32),
         segment_log_probs=_segment_column(samples),
+        segment_mask=_segment_mask(samples),
         weight_versions=_optional_column(samples, "weight_versions", -1, torch.int64),
         temperatures=None if all(t == 1.0 for t in temperatures) else torch.tensor(temperatures, dtype=torch.float32),
     )
@@ -87,6 +88,13 @@ def _segment_column(samples: Sequence[Sample]) -> Tensor | None:
         return None
     filled = [replace(s, segment_log_probs=s.segment_log_probs or s.rollout_log_probs) for s in samples]
     return _optional_column(filled, "segment_log_probs", 0.0, torch.float32)
+
+
+def _segment_mask(samples: Sequence[Sample]) -> Tensor | None:
+    if all(sample.segment_versions is None for sample in samples):
+        return None
+    rows = [[v >= 0 for v in s.segment_versions] if s.segment_versions is not None else [False] * len(s.tokens) for s in samples]
+    return _pad_rows(rows, False, torch.bool)
 
 
 def _pad_rows(rows: Sequence[Sequence[float]], pad: float, dtype: torch.dtype) -> Tensor:

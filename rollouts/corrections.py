@@ -114,6 +114,7 @@ def anchor_to_proximal(
     level: Level = token_level,
     drop: bool = True,
     segment_wise: bool = False,
+    missed_as_proximal: bool = False,
     log_bound: float | None = 20.0,
 ) -> TrainBatch:
     """Decoupled objectives: the ratio is taken against the proximal policy, the weight is proximal / rollout.
@@ -127,6 +128,7 @@ def anchor_to_proximal(
         drop: False = clamp the weight instead.
         segment_wise: the weight uses segment_log_probs, whose proximal policy is one version after the one that sampled the token, so it
             stays near 1 for rows that several versions wrote; the ratio still uses prox_log_probs.
+        missed_as_proximal: tokens that find_missed names have the weight of prox_log_probs, as without segment_wise; else weight 1.
         log_bound: of the log-weight before exp.
 
     Source: Hilton et al. 2022 (Batch size-invariance for policy optimization); Fu et al. 2025 (AReaL), equation 5.
@@ -136,9 +138,26 @@ def anchor_to_proximal(
     assert rollout is not None, "anchor_to_proximal needs batch.rollout_log_probs"
     assert not segment_wise or batch.segment_log_probs is not None, "anchor_to_proximal with segment_wise needs batch.segment_log_probs"
     target = batch.segment_log_probs if segment_wise and batch.segment_log_probs is not None else prox
+    if segment_wise and missed_as_proximal:
+        target = torch.where(find_missed(batch), prox, target)
     weights = importance_weights(target, rollout, batch.loss_mask, level=level, log_bound=log_bound)
     bound = drop_outside if drop else clamp_weights
     return replace(_multiplied(batch, bound(weights, floor=floor, cap=cap)), old_log_probs=prox.detach())
+
+
+def find_missed(batch: TrainBatch) -> Tensor:
+    """Where a trained token was sampled by an earlier version than the one that trains, and has no segment log-prob.
+
+    Args:
+        batch: weight_versions and policy_versions filled; without segment_mask no segment log-prob counts as computed.
+
+    Returns: # [B, T] bool.
+    """
+    assert batch.weight_versions is not None, "find_missed needs batch.weight_versions"
+    assert batch.policy_versions is not None, "find_missed needs batch.policy_versions: the version that trains"
+    earlier = (batch.weight_versions >= 0) & (batch.weight_versions < batch.policy_versions.floor()[:, None])
+    missed = earlier & (batch.loss_mask > 0)
+    return missed if batch.segment_mask is None else missed & ~batch.segment_mask
 
 
 def truncate_weights(

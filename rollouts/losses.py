@@ -74,7 +74,7 @@ def policy_loss(
         clip_metrics: (log_ratio, log_probs, advantages) without gradient -> what the surrogate did, further per-token metrics.
 
     Returns: the loss (a sum, so micro-batches add up); metrics are means over tokens with loss_mask > 0. Where the batch has the columns:
-        importance_weight, dropped_fraction (weight 0), rollout_kl (k1 of KL(rollout || anchor)).
+        importance_weight, max_importance_weight, dropped_fraction (weight 0), rollout_kl (k1 of KL(rollout || anchor)).
     Asserts: the columns named above are there.
     """
     weights, mask = _weights_and_mask(outputs, batch)
@@ -86,11 +86,12 @@ def policy_loss(
     assert batch.advantages is not None, "policy_loss needs batch.advantages: call algorithm.estimate first"
     log_probs, anchor, advantages = _where(mask, outputs.log_probs), _where(mask, anchor), _where(mask, batch.advantages)
     log_ratio = (token_ratio if ratio is None else ratio)(log_probs, anchor, batch.loss_mask)
-    extra = {"log_prob_mean": log_probs}
+    extra, largest = {"log_prob_mean": log_probs}, dict[str, Tensor]()
     scale: Tensor | None = None
     if batch.importance_weights is not None:
         scale = extra["importance_weight"] = _where(mask, batch.importance_weights)
         extra["dropped_fraction"] = (scale == 0).to(log_probs.dtype)
+        largest["max_importance_weight"] = scale.detach().max()
     if reweigh is not None:
         extra["policy_weight"] = _where(mask, reweigh(log_probs.detach(), batch).detach().to(log_probs.dtype).expand_as(log_probs))
         scale = extra["policy_weight"] if scale is None else scale * extra["policy_weight"]
@@ -116,7 +117,7 @@ def policy_loss(
     if batch.old_log_probs is not None and batch.rollout_log_probs is not None:
         extra["rollout_kl"] = _where(mask, batch.rollout_log_probs) - anchor  # k1 of KL(rollout || anchor)
     metrics = _ratio_metrics(log_ratio, batch.loss_mask) if anchored else {}
-    metrics |= {name: _mean(x, batch.loss_mask) for name, x in extra.items()}
+    metrics |= largest | {name: _mean(x, batch.loss_mask) for name, x in extra.items()}
     return LossOutput((weights * _where(mask, per_token)).sum(), metrics)
 
 
@@ -215,13 +216,16 @@ def kl_cov_policy_loss(
     return LossOutput(loss, {**metrics, "selected": _mean(batch.selected.to(loss.dtype), batch.loss_mask)})
 
 
-def corrected_loss(outputs: TokenOutputs, batch: TrainBatch, *, correction: Transform, loss: LossFn) -> LossOutput:
+def corrected_loss(outputs: TokenOutputs, batch: TrainBatch, *, correction: Transform, loss: LossFn, from_own: bool = False) -> LossOutput:
     """`loss` on the batch as `correction` makes it, for example with importance weights of rollout against trainer.
 
     The correction must look at one row at a time. Here, and not in `estimate`, it can also use log-probs of the very forward pass that the
     gradient comes from (see Algorithm.loss_only).
+
+    Args:
+        from_own: the correction finds the policy's log-probs of this pass, without gradient, as old_log_probs.
     """
-    return loss(outputs, correction(batch))
+    return loss(outputs, correction(replace(batch, old_log_probs=outputs.log_probs.detach()) if from_own else batch))
 
 
 def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> LossOutput:

@@ -5,17 +5,21 @@ the tokens that v - 1 sampled get their log-prob under v (with_segment_log_probs
 the one that sampled it, however long its row waits, and the weight p_(v) / p_(v-1) stays near 1.
 
 By version: where even that is too dear, interpolate between what the engine reported and what the trainer computes anyway.
+
+docs/asynchronous.md says what each of these weights is for and which to choose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from rollouts.corrections import anchor_to_proximal
+from rollouts.errors import DataError
 from rollouts.samples import describe_sample
 from rollouts.types import Sample, TrainBatch
 
@@ -24,6 +28,29 @@ Interpolation: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 # -- on samples, one version after the one that sampled
+
+
+def check_versions(samples: Sequence[Sample]) -> None:
+    """Raise DataError if a sample has a trained token of which it is not known which version sampled it.
+
+    Segment-wise corrections stand on these versions: an engine that does not report them would make every token look like a missed one.
+    """
+    for sample in samples:
+        versions = sample.weight_versions
+        unknown = [t for t, mask in enumerate(sample.loss_mask) if mask > 0 and (versions is None or versions[t] < 0)]
+        if unknown:
+            found = "no weight_versions" if versions is None else f"weight version {versions[unknown[0]]} at token {unknown[0]}"
+            raise DataError(
+                f"{describe_sample(sample)} has {found}, but segment-wise corrections need the version that sampled each trained token: "
+                "use an engine that reports versions (Completion.output_versions), or set segment_wise (enable_segment_wise_ppo) to False"
+            )
+
+
+def start_segments(sample: Sample) -> Sample:
+    """The sample with segment_log_probs, where it has none: the rollout's, none of them computed. As it is without rollout_log_probs."""
+    if sample.segment_log_probs is not None or sample.rollout_log_probs is None:
+        return sample
+    return replace(sample, segment_log_probs=sample.rollout_log_probs, segment_versions=(-1,) * len(sample.tokens))
 
 
 def find_segment_tokens(sample: Sample, current_version: int) -> tuple[int, ...]:
@@ -40,6 +67,27 @@ def find_segment_tokens(sample: Sample, current_version: int) -> tuple[int, ...]
     return tuple(place for place, (version, mask) in pairs if place > 0 and mask > 0 and version == current_version - 1)
 
 
+def find_due_tokens(sample: Sample, current_version: int) -> tuple[int, ...]:
+    """find_segment_tokens without those whose log-prob under current_version the sample has: none, the second time."""
+    known = sample.segment_versions
+    places = find_segment_tokens(sample, current_version)
+    return places if known is None else tuple(place for place in places if known[place] != current_version)
+
+
+def find_missed_tokens(sample: Sample, current_version: int) -> tuple[int, ...]:
+    """Positions of trained tokens that an earlier version sampled and whose segment log-prob was never computed: their window is closed.
+
+    The version after theirs is no longer held by anybody. Their weight is 1, or that of the proximal policy (anchor_to_proximal).
+
+    Args:
+        current_version: of the weights that train, after find_due_tokens got theirs.
+    """
+    assert sample.weight_versions is not None, f"{describe_sample(sample)} has no weight_versions"
+    known = sample.segment_versions or (-1,) * len(sample.tokens)
+    rows = enumerate(zip(sample.weight_versions, known, sample.loss_mask, strict=True))
+    return tuple(place for place, (version, own, mask) in rows if place > 0 and mask > 0 and 0 <= version < current_version and own < 0)
+
+
 def with_segment_log_probs(sample: Sample, log_probs: Sequence[float], current_version: int) -> Sample:
     """A copy of the sample whose find_segment_tokens have segment_log_probs from `log_probs`; other tokens keep theirs.
 
@@ -48,7 +96,7 @@ def with_segment_log_probs(sample: Sample, log_probs: Sequence[float], current_v
         log_probs: aligned with tokens, under the weights of current_version; only find_segment_tokens are read.
         current_version: of those weights.
 
-    Returns: segment_version = current_version, or the very sample if no token is due.
+    Returns: segment_version = current_version, segment_versions too at the tokens that are due; or the very sample if none is.
     """
     due = find_segment_tokens(sample, current_version)
     if not due:
@@ -57,29 +105,33 @@ def with_segment_log_probs(sample: Sample, log_probs: Sequence[float], current_v
     start = sample.segment_log_probs if sample.segment_log_probs is not None else sample.rollout_log_probs
     assert start is not None, f"{where} has neither segment_log_probs nor rollout_log_probs"
     assert len(log_probs) == len(sample.tokens), f"{where}: {len(log_probs)} log_probs for {len(sample.tokens)} tokens"
-    values = list(start)
+    values, versions = list(start), list(sample.segment_versions or (-1,) * len(sample.tokens))
     for place in due:
-        values[place] = float(log_probs[place])
-    return replace(sample, segment_log_probs=tuple(values), segment_version=current_version)
+        values[place], versions[place] = float(log_probs[place]), current_version
+    return replace(sample, segment_log_probs=tuple(values), segment_versions=tuple(versions), segment_version=current_version)
 
 
 # -- on batches, interpolated between rollout and trainer
 
 
-def proximal_fraction(weight_versions: Tensor, current_version: int) -> Tensor:
-    """How far the proximal policy (version current_version - 1) is on the way from the token's version to current_version.
+def proximal_fraction(weight_versions: Tensor, current_version: float | Tensor) -> Tensor:
+    """How far the proximal policy (version floor(current_version) - 1) is on the way from the token's version to current_version.
 
-    alpha = (current_version - 1 - version) / (current_version - version) for tokens that an earlier version sampled, else 0
+    alpha = (floor(current_version) - 1 - version) / (current_version - version) for tokens that an earlier version sampled, else 0
 
     Args:
         weight_versions: # [B, T] int64, -1 where the policy did not sample.
-        current_version: of the policy that is being trained.
+        current_version: of the policy that is being trained; a fraction where it is ahead of the engines (TrainBatch.policy_versions);
+            a number, or # [B].
 
     Returns: # [B, T] float64 in [0, 1); 0 for tokens of the current version and those that no version sampled.
     """
-    age = (current_version - weight_versions).to(torch.float64)
-    earlier = (weight_versions >= 0) & (age > 0)
-    return torch.where(earlier, (age - 1) / torch.where(earlier, age, torch.ones_like(age)), torch.zeros_like(age))
+    current = torch.as_tensor(current_version, dtype=torch.float64, device=weight_versions.device)
+    current = current[:, None] if current.dim() == 1 else current
+    age = current - weight_versions
+    earlier = (weight_versions >= 0) & (weight_versions < current.floor())
+    behind = current.floor() - 1 - weight_versions
+    return torch.where(earlier, behind / torch.where(earlier, age, torch.ones_like(age)), torch.zeros_like(age))
 
 
 def interpolate_log_probs(rollout_log_probs: Tensor, log_probs: Tensor, fraction: Tensor) -> Tensor:
@@ -93,7 +145,9 @@ def interpolate_probs(rollout_log_probs: Tensor, log_probs: Tensor, fraction: Te
     return torch.logaddexp(torch.log1p(-alpha) + rollout_log_probs, alpha.log() + log_probs)
 
 
-def approximate_proximal(batch: TrainBatch, *, current_version: int, interpolate: Interpolation = interpolate_log_probs) -> TrainBatch:
+def approximate_proximal(
+    batch: TrainBatch, *, current_version: float | None = None, interpolate: Interpolation = interpolate_log_probs
+) -> TrainBatch:
     """prox_log_probs between rollout_log_probs and old_log_probs, as far along as the weight versions say.
 
     Saves the forward pass of a proximal policy where old_log_probs are those of the very pass that the gradient comes from; then follow
@@ -101,7 +155,7 @@ def approximate_proximal(batch: TrainBatch, *, current_version: int, interpolate
 
     Args:
         batch: rollout_log_probs, old_log_probs (of the policy that is being trained) and weight_versions filled.
-        current_version: of the policy that is being trained.
+        current_version: of the policy that is being trained; None = batch.policy_versions.
         interpolate: interpolate_log_probs or interpolate_probs.
 
     Source: AReaL, prox_logp_method = loglinear.
@@ -109,5 +163,12 @@ def approximate_proximal(batch: TrainBatch, *, current_version: int, interpolate
     assert batch.rollout_log_probs is not None, "approximate_proximal needs batch.rollout_log_probs"
     assert batch.old_log_probs is not None, "approximate_proximal needs batch.old_log_probs"
     assert batch.weight_versions is not None, "approximate_proximal needs batch.weight_versions"
-    fraction = proximal_fraction(batch.weight_versions, current_version)
+    current = batch.policy_versions if current_version is None else current_version
+    assert current is not None, "approximate_proximal needs batch.policy_versions, or current_version"
+    fraction = proximal_fraction(batch.weight_versions, current)
     return replace(batch, prox_log_probs=interpolate(batch.rollout_log_probs, batch.old_log_probs.detach(), fraction))
+
+
+def approximate_and_anchor(batch: TrainBatch, *, interpolate: Interpolation, **anchor: Any) -> TrainBatch:
+    """approximate_proximal, then anchor_to_proximal with the given arguments."""
+    return anchor_to_proximal(approximate_proximal(batch, interpolate=interpolate), **anchor)

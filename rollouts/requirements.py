@@ -13,10 +13,10 @@ from rollouts.types import Algorithm
 POLICY_COLUMNS = ("old_log_probs", "prox_log_probs")
 """Log-probs of the policy before its first update on the batch."""
 
-SAMPLE_COLUMNS = ("rollout_log_probs", "segment_log_probs")
+SAMPLE_COLUMNS = ("rollout_log_probs", "segment_log_probs", "weight_versions")
 """What comes with the samples."""
 
-FILLABLE = frozenset({*POLICY_COLUMNS, *SAMPLE_COLUMNS, "ref_log_probs", "values", "entropy", "greedy_rows"})
+FILLABLE = frozenset({*POLICY_COLUMNS, *SAMPLE_COLUMNS, "ref_log_probs", "values", "entropy", "greedy_rows", "policy_versions"})
 """Everything that Algorithm.requires may name. greedy_rows are no column: rows with trainable = False, which samples bring along."""
 
 
@@ -105,5 +105,5 @@ def _check_source(algorithm: Algorithm, source: object) -> None:
     if "segment_log_probs" in algorithm.requires and (config is None or not config.segment_log_probs):
         raise ConfigError(
             "the algorithm requires segment_log_probs: set segment_wise=False, or pass a rollout_manager whose samples carry them "
-            f"(rollouts.proximal.with_segment_log_probs) and whose RolloutConfig(segment_log_probs=True) says so{declared}"
+            f"(rollouts.proximal_recompute) and whose RolloutConfig(segment_log_probs=True) says so{declared}"
         )

@@ -142,6 +142,7 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
         rollout_log_probs=start.rollout_log_probs + completion.output_log_probs,
         weight_versions=start.weight_versions + completion.output_versions,
         segment_log_probs=None if start.segment_log_probs is None else start.segment_log_probs + completion.output_log_probs,
+        segment_versions=None if start.segment_versions is None else start.segment_versions + (-1,) * completion.output_len,
         response=response_text,
         status=status,
         temperature=completion.temperature,

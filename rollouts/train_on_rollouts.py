@@ -64,15 +64,19 @@ async def fill_columns(
     *,
     max_tokens_per_microbatch: int,
     skip: Collection[str] = (),
+    current_version: float | None = None,
 ) -> TrainBatch:
     """The batch with the log-prob and value columns that the algorithm requires, each model asked once, before any update.
 
     Args:
         skip: columns to leave out, because the loss fills them.
+        current_version: of the weights that train, see train_on_rollouts.
 
-    Raises: DataError if the algorithm requires a column that comes with the samples, and the samples do not have it.
+    Raises: DataError if the algorithm requires a column that comes with the samples, and the samples do not have it; ConfigError if it
+        requires policy_versions and current_version is None.
     """
     wanted = algorithm.requires - frozenset(skip)
+    batch = fill_versions(batch, wanted, current_version)
     missing = [column for column in SAMPLE_COLUMNS if column in wanted and getattr(batch, column) is None]
     if missing:
         raise DataError(f"the algorithm requires {missing}, which the samples do not have: fill them where the samples are generated")
@@ -91,6 +95,28 @@ async def fill_columns(
     for columns, pending in passes.items():
         filled |= dict.fromkeys(columns, await pending.result())
     return replace(batch, **filled)
+
+
+def fill_versions(batch: TrainBatch, wanted: Collection[str], current_version: float | None) -> TrainBatch:
+    """The batch with policy_versions, and with segment_log_probs where none of its tokens has been due for one: these are the rollout's.
+
+    Raises: ConfigError if policy_versions are wanted and current_version is None; DataError if segment_log_probs are wanted and it is not
+        known which version sampled a trained token.
+    """
+    if "segment_log_probs" in wanted and batch.weight_versions is not None:
+        unknown = (batch.weight_versions < 0) & (batch.loss_mask > 0)
+        if bool(unknown.any()):
+            raise DataError(
+                f"{int(unknown.sum())} trained tokens have no weight version, but segment-wise corrections need the version that sampled "
+                "each: use an engine that reports versions, or set segment_wise (enable_segment_wise_ppo) to False"
+            )
+    if "policy_versions" in wanted and current_version is None:
+        raise ConfigError("the algorithm requires policy_versions: pass current_version=, the weight version that trains")
+    if current_version is not None and not {"policy_versions", "segment_log_probs"}.isdisjoint(wanted):
+        batch = replace(batch, policy_versions=torch.full_like(batch.rewards, current_version, dtype=torch.float32))
+    if "segment_log_probs" in wanted and batch.segment_log_probs is None and batch.policy_versions is not None:
+        batch = replace(batch, segment_log_probs=batch.rollout_log_probs, segment_mask=torch.zeros_like(batch.tokens, dtype=torch.bool))
+    return batch
 
 
 def columns_from_loss(algorithm: Algorithm, *, num_updates: int, measures_kl: bool = False) -> frozenset[str]:
@@ -135,6 +161,7 @@ async def train_on_rollouts(
     value_clip: float | None = 0.2,
     only_critic: bool = False,
     kl_coef: float | None = None,
+    current_version: float | None = None,
 ) -> Metrics:
     """Train on one rollout batch: estimate once, then num_epochs x num_minibatches optimizer steps of the policy, and of the critic.
 
@@ -150,6 +177,8 @@ async def train_on_rollouts(
         value_clip: see losses.value_loss.
         only_critic: leave the policy as it is.
         kl_coef: of a KL controller; fills the column of that name, so that the algorithm's own number does not count.
+        current_version: of the weights that train, for algorithms that look at the age of tokens: that of the engines, plus the part of
+            the way to the next sync that the trainer has gone since the last one; see TrainBatch.policy_versions.
 
     A batch without a token to train on changes nothing; its metrics are num_tokens and num_updates, both 0.
 
@@ -163,7 +192,14 @@ async def train_on_rollouts(
         return {"num_tokens": 0.0, "num_updates": 0.0}
     skipped = columns_from_loss(algorithm, num_updates=num_updates, measures_kl=kl_coef is not None)
     batch = await fill_columns(
-        batch, algorithm, backend, reference, critic, max_tokens_per_microbatch=max_tokens_per_microbatch, skip=skipped
+        batch,
+        algorithm,
+        backend,
+        reference,
+        critic,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        skip=skipped,
+        current_version=current_version,
     )
     metrics: Metrics = {}
     if batch.ref_log_probs is not None:

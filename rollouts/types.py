@@ -110,6 +110,7 @@ class Sample:
     segment_log_probs: tuple[float, ...] | None = None  # nats, of each token under the version after the one that sampled it, as far as
     # it was computed (proximal.py), else rollout_log_probs; None = never computed
     segment_version: int = -1  # weight version that segment_log_probs were last computed under; -1 = never
+    segment_versions: tuple[int, ...] | None = None  # weight version that each of segment_log_probs is of; -1 = not computed (yet)
     response: str = ""  # the text of the response, for people and rewards; never tokenized again
     reward: float | None = None
     status: Status = Status.PENDING
@@ -134,6 +135,9 @@ class Sample:
             )
         if self.segment_log_probs is not None:
             assert len(self.segment_log_probs) == n, f"{where}: segment_log_probs has {len(self.segment_log_probs)} entries for {n} tokens"
+        if self.segment_versions is not None:
+            assert self.segment_log_probs is not None, f"{where} has segment_versions, but no segment_log_probs that they are about"
+            assert len(self.segment_versions) == n, f"{where}: segment_versions has {len(self.segment_versions)} entries for {n} tokens"
         assert self.temperature > 0, f"{where}: temperature is {self.temperature}, expected > 0 (log-probs under 0 are undefined)"
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,7 +146,7 @@ class Sample:
         out["prompt"] = _content_to_json(self.prompt)
         out["status"] = self.status.value
         out["metadata"] = dict(self.metadata)
-        for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "segment_log_probs"):
+        for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "segment_log_probs", "segment_versions"):
             out[name] = None if out[name] is None else list(out[name])
         return out
 
@@ -153,7 +157,7 @@ class Sample:
         values["prompt"] = _content_from_json(values.get("prompt", ""))
         values["status"] = Status(values.get("status", Status.PENDING))
         values["metadata"] = dict(values.get("metadata", {}))
-        for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "segment_log_probs"):
+        for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "segment_log_probs", "segment_versions"):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
         return cls(**values)
@@ -289,9 +293,12 @@ class TrainBatch:
     old_log_probs: Tensor | None = None  # [B, T] anchor of the ratio; None = rollout_log_probs
     prox_log_probs: Tensor | None = None  # [B, T] proximal policy of decoupled objectives
     segment_log_probs: Tensor | None = None  # [B, T] each token under the weights one version after those that sampled it
+    segment_mask: Tensor | None = None  # [B, T] bool; where segment_log_probs were computed: elsewhere they are rollout_log_probs
     ref_log_probs: Tensor | None = None  # [B, T] reference policy
     values: Tensor | None = None  # [B, T] critic at collection time
     weight_versions: Tensor | None = None  # [B, T] int64, -1 where the policy did not sample
+    policy_versions: Tensor | None = None  # [B] float32, weight version that trains, equal in all rows: that of the engines, plus the
+    # part of the way to the next sync that the trainer has gone since the last one
     turns: Turns | None = None
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T]
@@ -303,10 +310,11 @@ class TrainBatch:
     def __post_init__(self) -> None:
         assert self.tokens.dim() == 2, f"tokens has shape {tuple(self.tokens.shape)}, expected [B, T]"
         b, t = self.tokens.shape
-        per_token = ("loss_mask", "rollout_log_probs", "old_log_probs", "prox_log_probs", "segment_log_probs", "ref_log_probs",
-                     "values", "weight_versions", "advantages", "returns", "loss_weights", "importance_weights", "selected")  # fmt: skip
+        per_token = ("loss_mask", "rollout_log_probs", "old_log_probs", "prox_log_probs", "segment_log_probs", "segment_mask",
+                     "ref_log_probs", "values", "weight_versions", "advantages", "returns", "loss_weights", "importance_weights",
+                     "selected")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b, t)) for name in per_token})
-        per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef")
+        per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "policy_versions")
         check_shapes(**{name: (getattr(self, name), (b,)) for name in per_row})
         if self.turns is not None:
             k = self.turns.states.shape[-1]

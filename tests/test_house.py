@@ -23,7 +23,7 @@ LAYERS = (
     ),
     (
         "generate_fns", "group_race", "generation", "rollout_manager", "weight_sync", "served_weights", "training_steps",
-        "requirements", "train_on_rollouts", "engine_parity", "sft_loop", "rl_run", "rl_loop", "testing",
+        "requirements", "train_on_rollouts", "proximal_recompute", "workflows", "engine_parity", "sft_loop", "rl_run", "rl_loop", "testing",
     ),
 )  # fmt: skip
 PROTOCOLS = {"rollouts.backends.protocol", "rollouts.backends.futures", "rollouts.backends.token_spec", "rollouts.engines.protocol"}
