@@ -14,10 +14,10 @@ import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import trio
@@ -25,107 +25,12 @@ import trio.testing
 from torch import Tensor
 
 from integration.simulation_lengths import ResponseLengths
-from rollouts.config import check_not_negative, check_positive, check_setting
+from integration.simulation_slots import EngineSection, EngineSlots, GroupRequest
 from rollouts.errors import EngineError
 from rollouts.samples import derive_seed
 from rollouts.types import Completion, Group, Prompt, Sample, SamplingParams, Status
 
 _SAME_MOMENT = 1e-6  # seconds within which ends count as reached: sums of floats do not come out exact
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSection:
-    """What the engines can do."""
-
-    engines: int = 8  # inference engines that hold the same weights; prompt i goes to engine i % engines
-    slots: int = 64  # sequences that an engine generates at once
-    token_rate: float = 50.0  # tokens per second of each sequence, whatever runs beside it
-    prefill_rate: float = 20000.0  # tokens per second with which an engine reads prompts and the tokens of sequences that it continues
-    prompt_tokens: int = 512
-    sync_s: float = 2.0  # in which engines stand still to get new weights
-    kv_cache: Literal["recompute", "keep"] = "recompute"  # of running sequences under new weights: read again, or used as it is
-    failure_rate: float = 0.0  # fraction of groups whose generation raises, at a random moment
-    keep_partial: bool = True  # groups that were interrupted go on from their tokens; otherwise they begin anew
-
-    def __post_init__(self) -> None:
-        check_positive(self, "engines", "slots", "prompt_tokens")
-        check_not_negative(self, "sync_s", "failure_rate")
-        for name in ("token_rate", "prefill_rate"):
-            value = getattr(self, name)
-            check_setting(0 < value < math.inf, name, value, "a finite number above 0")
-        check_setting(self.failure_rate < 1, "failure_rate", self.failure_rate, "less than 1")
-
-
-@dataclass(eq=False)
-class _Request:
-    """A group under generation. Times are on the fleet's clock, which stands still while weights are updated."""
-
-    index: int  # of its prompt
-    sample: Sample  # what it begins with: nothing, or the tokens of an earlier attempt
-    done: list[int]  # tokens that each response begins with
-    targets: list[int]  # tokens that each response will have
-    fails_after: float  # part of its duration after which it raises; inf = never
-    starts: list[float] = field(default_factory=list[float])  # when each response gets (or got) a slot and its prompt is read
-    ends: list[float] = field(default_factory=list[float])
-    finish: float = math.inf
-    is_planned: bool = False
-    stopped_at: float | None = None  # when it was finished, aborted or failed
-    status: Status = Status.PENDING
-    over: trio.Event = field(default_factory=trio.Event)
-
-
-class _Engine:
-    """The slots of one engine, each known by the time from which it is free, and what is in them, in the order of arrival."""
-
-    def __init__(self, section: EngineSection) -> None:
-        self._section = section
-        self._free_from = [0.0] * section.slots
-        self._read_until = 0.0  # when prompts that are known have been read
-        self.requests: dict[int, _Request] = {}
-
-    def plan(self, request: _Request, now: float) -> None:
-        """Give each response the slot that is free first."""
-        rate, free_from = self._section.token_rate, self._free_from
-        missing = [k for k, done in enumerate(request.done) if done < request.targets[k]]
-        read = self._section.prompt_tokens + sum(request.done[k] for k in missing)
-        self._read_until = max(self._read_until, now, free_from[0]) + read / self._section.prefill_rate
-        request.starts, request.ends = [now] * len(request.targets), [now] * len(request.targets)
-        for k in missing:
-            start = max(free_from[0], self._read_until)
-            request.starts[k], request.ends[k] = start, start + (request.targets[k] - request.done[k]) / rate
-            heapq.heapreplace(free_from, request.ends[k])
-        request.is_planned = True
-        self._finish_by_plan(request)
-
-    def remove(self, request: _Request, now: float) -> list[_Request]:
-        """Take a request out before its end. Returns those that now come to their end at another time, because they wait less."""
-        del self.requests[request.index]
-        running = [end for r in self.requests.values() for start, end in zip(r.starts, r.ends, strict=True) if start <= now < end]
-        self._free_from = [*running, *[now] * (self._section.slots - len(running))]
-        heapq.heapify(self._free_from)
-        moved: list[_Request] = []
-        for other in self.requests.values():
-            before = other.finish
-            for k, start in enumerate(other.starts):
-                if start > now:
-                    earlier = max(self._free_from[0], min(start, max(now, self._read_until)))
-                    other.ends[k] += earlier - start
-                    other.starts[k] = earlier
-                    heapq.heapreplace(self._free_from, other.ends[k])
-            self._finish_by_plan(other)
-            if other.finish != before:
-                moved.append(other)
-        return moved
-
-    def _finish_by_plan(self, request: _Request) -> None:
-        first, last = min(request.starts), max(request.ends)
-        request.finish = last if request.fails_after == math.inf else first + request.fails_after * (last - first)
-
-    def clear(self, now: float) -> None:
-        """Free all slots."""
-        self._free_from = [now] * self._section.slots
-        self._read_until = now
-        self.requests.clear()
 
 
 class SimulatedFleet:
@@ -144,10 +49,10 @@ class SimulatedFleet:
         self.num_failures = 0
         self.num_begun_anew = 0  # groups whose earlier tokens were lost
         self._lengths, self._seed, self._refused_fraction = lengths, seed, refused_fraction
-        self._engines = [_Engine(section) for _ in range(section.engines)]
-        self._arrivals: list[_Request] = []
-        self._running: dict[int, _Request] = {}
-        self._finishes: list[tuple[float, int, int, _Request]] = []  # heap; entries of requests that were moved since are skipped
+        self._engines = [EngineSlots(section) for _ in range(section.engines)]
+        self._arrivals: list[GroupRequest] = []
+        self._running: dict[int, GroupRequest] = {}
+        self._finishes: list[tuple[float, int, int, GroupRequest]] = []  # heap; entries of requests that were moved since are skipped
         self._serial = count()
         self._num_begun: dict[int, int] = {}  # attempts of each prompt that began anew
         self._num_failures_of: dict[int, int] = {}
@@ -214,22 +119,22 @@ class SimulatedFleet:
                 del self._running[index], self._engine_of(request).requests[index]
                 self._stop(request, Status.COMPLETED, now)
 
-    def _expect(self, request: _Request) -> None:
+    def _expect(self, request: GroupRequest) -> None:
         heapq.heappush(self._finishes, (request.finish, request.index, next(self._serial), request))
 
-    def _engine_of(self, request: _Request) -> _Engine:
+    def _engine_of(self, request: GroupRequest) -> EngineSlots:
         return self._engines[request.index % len(self._engines)]
 
-    def _remove(self, request: _Request, now: float) -> None:
+    def _remove(self, request: GroupRequest, now: float) -> None:
         """Take a running request out and let those behind it move up."""
         del self._running[request.index]
         for moved in self._engine_of(request).remove(request, now):
             self._expect(moved)
         self._wake()
 
-    def _stop(self, request: _Request, status: Status, now: float) -> None:
+    def _stop(self, request: GroupRequest, status: Status, now: float) -> None:
         request.status, request.stopped_at = status, now
-        self._active_s += _active_seconds(request, now)
+        self._active_s += request.active_seconds(now)
         request.over.set()
 
     # -- generation
@@ -255,7 +160,7 @@ class SimulatedFleet:
             self._resident[prompt.index] = int(sum(sample.loss_mask)), oldest
         return (sample,)
 
-    def _create_request(self, prompt: Prompt, partial: Group) -> _Request:
+    def _create_request(self, prompt: Prompt, partial: Group) -> GroupRequest:
         index = prompt.index
         self._resident.pop(index, None)
         if partial:
@@ -278,7 +183,7 @@ class SimulatedFleet:
         key = (index, attempt, 2 + 2 * self._num_failures_of.get(index, 0))  # the same while it is interrupted, another after a failure
         fails = self.section.failure_rate > 0 and self._draw(*key) < self.section.failure_rate
         metadata = {"attempt": attempt, "targets": targets, "done": done}
-        return _Request(
+        return GroupRequest(
             index=index,
             sample=replace(sample, metadata=metadata),
             done=done,
@@ -289,7 +194,7 @@ class SimulatedFleet:
     def _draw(self, *key: int) -> float:
         return derive_seed(self._seed, *key) / 2**63
 
-    def _to_sample(self, request: _Request) -> Sample:
+    def _to_sample(self, request: GroupRequest) -> Sample:
         """The group so far: a token for each weight version, and how far each response is."""
         counts = self._count_tokens(request)
         versions = sorted(counts)
@@ -310,7 +215,7 @@ class SimulatedFleet:
             metadata={**start.metadata, "done": [done + new for done, new in zip(request.done, produced, strict=True)]},
         )
 
-    def _count_tokens(self, request: _Request) -> dict[int, int]:
+    def _count_tokens(self, request: GroupRequest) -> dict[int, int]:
         """Weight version -> tokens that this attempt has generated under it."""
         assert request.stopped_at is not None, f"prompt {request.index} is still under generation"
         counts: dict[int, int] = {}
@@ -331,7 +236,7 @@ class SimulatedFleet:
                 before, version = until, version + 1
         return counts
 
-    def _tokens_at(self, request: _Request, k: int, moment: float) -> int:
+    def _tokens_at(self, request: GroupRequest, k: int, moment: float) -> int:
         """New tokens of response k at a moment of the fleet's clock."""
         if not request.is_planned or moment <= request.starts[k]:
             return 0
@@ -346,15 +251,23 @@ class SimulatedFleet:
         raise EngineError("simulated engines generate groups: use generate_group")
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """Make every generate_group return with the tokens so far. Ids of requests mean nothing here: it is always all of them."""
+        """Make generate_group return with the tokens so far, for the groups of these requests (ids by make_request_id) or for all."""
         now = self.now
-        for request in [*self._running.values(), *self._arrivals]:
+        if request_ids is None:
+            stopped = [*self._running.values(), *self._arrivals]
+            self._arrivals, self._finishes = [], []
+            self._running.clear()
+            for engine in self._engines:
+                engine.clear(now)
+        else:
+            wanted = {int(request_id.split("-")[0]) for request_id in request_ids}
+            stopped = [request for request in self._arrivals if request.index in wanted]
+            for request in [self._running[index] for index in sorted(wanted & self._running.keys())]:
+                self._remove(request, now)
+                stopped.append(request)
+        for request in stopped:
             if request.stopped_at is None:
                 self._stop(request, Status.ABORTED, now)
-        self._arrivals, self._finishes = [], []
-        self._running.clear()
-        for engine in self._engines:
-            engine.clear(now)
         await trio.lowlevel.checkpoint()
 
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
@@ -432,8 +345,4 @@ class SimulatedFleet:
     def active_seconds(self) -> float:
         """Seconds that slots were generating, added up over the slots."""
         now = self.now
-        return self._active_s + sum(_active_seconds(request, now) for request in self._running.values())
-
-
-def _active_seconds(request: _Request, now: float) -> float:
-    return sum(min(end, now) - start for start, end in zip(request.starts, request.ends, strict=True) if start < now)
+        return self._active_s + sum(request.active_seconds(now) for request in self._running.values())
