@@ -126,7 +126,7 @@ async def test_an_engine_without_versions_is_refused(versions: tuple[int, ...] |
         await ProximalRecomputer(record_score([])).add_proximal_log_probs([sample], 4)
     other = make_sample((-1, 3, 3), index=1)
     batch = collate_samples([sample, replace(other, weight_versions=versions)])
-    with pytest.raises(DataError, match="weight.version"):
+    with pytest.raises(DataError, match=r"weight.version"):
         await train_on_rollouts(FakeBackend(), batch, decoupled(grpo(), segment_wise=True), current_version=3.0)
 
 
