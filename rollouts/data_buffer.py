@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ class BufferState:
     sample_offset: int = 0  # in [0, number of prompts)
 
 
+@lru_cache(maxsize=2)  # of the epoch and the next: prompts may be taken one at a time
 def epoch_order(length: int, epoch_id: int, seed: int) -> tuple[int, ...]:
     """The permutation of [0, length) of one epoch: positions sorted by 64-bit random keys.
 

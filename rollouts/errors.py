@@ -5,6 +5,7 @@
     ├── DataError(ValueError)              a data set, conversation, tokenizer or file of the user's
     ├── RewardError(RuntimeError)          a reward function: raised, timed out, or gave no finite number
     ├── GenerationError(RuntimeError)      rollouts that do not come: a filter that starves, a generate function that breaks its contract
+    │   └── GenerationTimeout(TimeoutError)  not there in time; another wait may find them
     ├── BackendError(RuntimeError)         training: non-finite updates, a job that cannot run
     ├── CheckpointError(RuntimeError)      a checkpoint that cannot be written, found, verified or used
     └── EngineError(RuntimeError)          an inference engine
@@ -40,6 +41,10 @@ class RewardError(RolloutsError, RuntimeError):
 
 class GenerationError(RolloutsError, RuntimeError):
     """Rollouts cannot be produced: a filter passes too little, or a generate function broke its contract."""
+
+
+class GenerationTimeout(GenerationError, TimeoutError):
+    """The rollouts that were waited for are not there in time. Nothing is lost: another wait may find them."""
 
 
 class BackendError(RolloutsError, RuntimeError):

@@ -16,11 +16,10 @@ from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError, GenerationError
 from rollouts.generate_fns import PendingGroup, bind_generate_fn, is_finished
-from rollouts.generation import create_starvation_error
+from rollouts.generation import create_starvation_error, score_generated_group
 from rollouts.group_race import CollectedGroups, collect_groups
-from rollouts.rewards.evaluate import score_group
 from rollouts.samples import convert_to_batch, group_samples, passes_filter
-from rollouts.types import Group, Prompt, RolloutBatch, Sample, Status
+from rollouts.types import Group, Prompt, RolloutBatch, Sample
 
 RewardFn = Callable[[Sample], Any]
 
@@ -172,10 +171,7 @@ class AsyncRolloutManager:
         )
 
         async def generate_and_score(pending: PendingGroup) -> Group | None:
-            group = await generate(pending)
-            if any(sample.status is Status.FAILED for sample in group):
-                return None
-            return group if reward_fn is None or not is_finished(group) else await score_group(group, reward_fn, config.reward)
+            return await score_generated_group(await generate(pending), reward_fn, config.reward)
 
         collected = await collect_groups(
             issued,

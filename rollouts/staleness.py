@@ -79,6 +79,12 @@ def with_rejected(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
     return replace(counts, running=counts.running - n, rejected=counts.rejected + n)
 
 
+def with_returned(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
+    """The counts after n running rollouts were stopped before their end: they wait again, with the tokens they have."""
+    assert counts.running >= n, f"{n} rollouts returned, but {counts.running} are running"
+    return replace(counts, running=counts.running - n, enqueued=counts.enqueued + n)
+
+
 def with_dropped(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
     """The counts after n accepted rollouts were dropped before training: they count as rejected, and others may take their place."""
     assert counts.accepted >= n, f"{n} accepted rollouts dropped, but {counts.accepted} are accepted"
@@ -96,6 +102,24 @@ def with_filtered(counts: RolloutCounts, n: int) -> RolloutCounts:
 def with_consumed(counts: RolloutCounts, n: int) -> RolloutCounts:
     """The counts after n samples went to training, which ends as much of the room that with_filtered gave."""
     return replace(counts, filtered=counts.filtered - min(max(0, n), counts.filtered))
+
+
+def with_forgotten(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
+    """The counts after n waiting rollouts were given up: they count as rejected."""
+    assert counts.enqueued >= n, f"{n} waiting rollouts given up, but {counts.enqueued} wait"
+    return replace(counts, enqueued=counts.enqueued - n, rejected=counts.rejected + n)
+
+
+def divide_limits(limits: StalenessLimits, data_parallel_size: int) -> StalenessLimits:
+    """The share of one of several trainers that take their batches from executors of their own: max(1, n // data_parallel_size)."""
+    assert data_parallel_size >= 1, f"data_parallel_size is {data_parallel_size}, expected at least 1"
+    share = {name: max(1, getattr(limits, name) // data_parallel_size) for name in ("max_concurrent", "batch_size")}
+    return replace(limits, **share)
+
+
+def clamp_capacity(capacity: int, limits: StalenessLimits, counts: RolloutCounts) -> int:
+    """What a producer may use of a reported capacity: at least 0, and never more at once than max_concurrent."""
+    return max(0, min(capacity, max(1, limits.max_concurrent) - counts.running))
 
 
 def with_recovered(counts: RolloutCounts, limits: StalenessLimits, version: int) -> RolloutCounts:

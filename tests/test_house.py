@@ -22,7 +22,8 @@ LAYERS = (
         "rewards", "engines", "backends",
     ),
     (
-        "generate_fns", "group_race", "generation", "rollout_manager", "weight_sync", "served_weights", "training_steps",
+        "generate_fns", "group_race", "generation", "rollout_manager", "rollout_queue", "staleness_control", "prompt_schedule",
+        "finished_rollouts", "async_rollouts", "weight_sync", "served_weights", "training_steps",
         "requirements", "train_on_rollouts", "proximal_recompute", "workflows", "engine_parity", "sft_loop", "rl_run", "rl_loop", "testing",
     ),
 )  # fmt: skip
