@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
@@ -26,28 +25,24 @@ from rollouts.errors import (
     GenerationTimeout,
     raise_single_errors,
 )
+from rollouts.executor_parts import (
+    create_cache,
+    create_filtered_capacity_modifier,
+    create_queue,
+    create_staleness_manager,
+    create_staleness_strategy,
+    register_capacity_modifiers,
+    share_batch_size,
+)
 from rollouts.finished_rollouts import FinishedRollouts
-from rollouts.generate_fns import PendingGroup, bind_generate_fn, is_finished, note_prompt
-from rollouts.generation import create_starvation_error, make_request_id, score_generated_group
+from rollouts.generate_fns import PendingGroup
+from rollouts.generation import create_starvation_error
 from rollouts.prompt_schedule import PromptSchedule
-from rollouts.rollout_queue import (
-    FinishedRollout,
-    LocalRolloutCache,
-    LocalRolloutQueue,
-    RolloutCache,
-    RolloutQueue,
-    find_oldest_version,
-)
-from rollouts.samples import convert_to_batch, describe_sample, passes_filter
-from rollouts.staleness import RolloutCounts, StalenessLimits, count_token_ages, divide_limits
-from rollouts.staleness_control import (
-    CapacityModifier,
-    FilteredSamplesCapacityModifier,
-    SegmentWisePPOStrategy,
-    StalenessControlStrategy,
-    StalenessManager,
-    StandardPPOStrategy,
-)
+from rollouts.rollout_queue import FinishedRollout, RolloutCache, RolloutQueue, find_oldest_version
+from rollouts.rollout_runs import RolloutRun, RolloutRuns
+from rollouts.samples import convert_to_batch
+from rollouts.staleness import RolloutCounts, count_token_ages
+from rollouts.staleness_control import StalenessControlStrategy, StalenessManager
 from rollouts.types import Group, RolloutBatch, Sample
 
 EditSamples: TypeAlias = Callable[[tuple[Sample, ...]], Awaitable[Sequence[Sample]]]
@@ -55,29 +50,7 @@ EditSamples: TypeAlias = Callable[[tuple[Sample, ...]], Awaitable[Sequence[Sampl
 
 _SETTLING_PASSES = 5
 _MOST_SETTLING_PASSES = 50
-_ABORT_AGAIN_S = 0.25  # a rollout of several requests may send its next one after an abort
-
-
-class _Running:
-    """A rollout that runs, and how it ends."""
-
-    __slots__ = ("begun_version", "deadline", "error", "group", "num_finished", "passes", "pending", "scope", "scoring", "timed_out")
-
-    def __init__(self, pending: PendingGroup, begun_version: int, num_finished: int, deadline: float) -> None:
-        self.pending = pending  # what there is of it, should it be stopped now
-        self.begun_version = begun_version
-        self.num_finished = num_finished  # of the executor, when this one began
-        self.deadline = deadline
-        self.scope = trio.CancelScope()
-        self.scoring = False
-        self.timed_out = False
-        self.group: Group | None = None  # None = to be dropped, where there is no error
-        self.passes = False
-        self.error: Exception | None = None
-
-    def set_error(self, error: Exception) -> None:
-        """Keep what it raised."""
-        self.error = error
+_OUTAGE_RETRY_S = 0.5  # at least, between two attempts while no engine answers
 
 
 class WorkflowExecutor:
@@ -134,26 +107,23 @@ class WorkflowExecutor:
         """
         if config.generate_fn is None:
             raise ConfigError("RolloutConfig.generate_fn is None: set it, for example to create_generate_fn(engines, tokenizer, params)")
-        for name, value in (("batches_per_version", batches_per_version), ("data_parallel_size", data_parallel_size)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}, expected at least 1")
         check_async_config(asynchronous, config)
         self._config = config
         self._asynchronous = asynchronous
         self._engines = tuple(engines)
         self._version = version
-        self._batch_size = max(1, config.batch_size // data_parallel_size)
+        self._batch_size = share_batch_size(config, data_parallel_size)
         if manager is None:
             manager = create_staleness_manager(config, asynchronous, batches_per_version, data_parallel_size)
-        if version > 0 and manager.get_stats() == RolloutCounts():
-            manager.on_version_recovered(version)
+        self._manager = manager
+        if version > 0 and self._manager.get_stats() == RolloutCounts():
+            self._manager.on_version_recovered(version)
         if queue is None:
             queue = create_queue(asynchronous, manager.limits.batch_size, data_parallel_size)
         if queue.maxsize < self._batch_size:
             raise ConfigError(
                 f"the rollout queue holds {queue.maxsize} groups, but a batch has {self._batch_size}: increase queue_size to at least that"
             )
-        self._manager = manager
         self._schedule = PromptSchedule(data_buffer)
         self._finished = FinishedRollouts(
             queue,
@@ -163,17 +133,18 @@ class WorkflowExecutor:
             in_order=asynchronous.order == "submitted" or asynchronous.max_staleness == 0,
             waits=asynchronous.when_queue_full == "wait",
         )
-        self._generate = bind_generate_fn(
+        self._runs = RolloutRuns(
+            config,
             config.generate_fn,
-            config.n_samples_per_prompt,
-            num_baseline=config.n_baseline_samples,
-            thread_limiter=trio.CapacityLimiter(max(1, manager.limits.max_concurrent)),
+            engines,
+            self._settle,
+            max_concurrent=self._manager.limits.max_concurrent,
+            timeout_s=asynchronous.rollout_timeout_s,
+            needs_versions=asynchronous.segment_wise,
         )
-        self._running: dict[int, _Running] = {}
-        self._watched: OrderedDict[int, _Running] = OrderedDict()  # running ones by deadline
-        self._failures: list[Exception] = []
+        self._failures: list[Exception] = []  # for wait() to raise
         self._last_error: Exception | None = None
-        self._num_finished = 0  # rollouts that came to an end, whatever became of them
+        self._num_ended = 0  # rollouts that came to their end, whatever became of them
         self._num_batches = 0
         self._counts: Counter[str] = Counter()  # since the last batch
         self._refused: deque[Group] = deque(maxlen=config.max_filter_attempts * self._batch_size)  # by filter_fn, since the last batch
@@ -184,9 +155,7 @@ class WorkflowExecutor:
         self._nursery: trio.Nursery | None = None
         self._block: AbstractAsyncContextManager[None] | None = None
         self._work = trio.lowlevel.ParkingLot()  # the producer
-        self._watch = trio.lowlevel.ParkingLot()  # the one who looks after deadlines
         self._arrival = trio.lowlevel.ParkingLot()  # wait()
-        self._ended = trio.lowlevel.ParkingLot()  # those who wait until a rollout does not run any more
 
     @property
     def config(self) -> RolloutConfig:
@@ -214,6 +183,10 @@ class WorkflowExecutor:
         groups = [rollout.group for rollout in self._finished.rollouts] + [pending.samples for pending in self._schedule.waiting]
         return tuple(sample for group in groups for sample in group)
 
+    def get_stats(self) -> RolloutCounts:
+        """Where the rollouts are."""
+        return self._manager.get_stats()
+
     # -- the block
 
     async def __aenter__(self) -> WorkflowExecutor:
@@ -232,28 +205,28 @@ class WorkflowExecutor:
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[None]:
         self._interrupted = False
+        self._runs.begin_idling()
         try:
             with raise_single_errors():
                 async with trio.open_nursery() as nursery:
                     self._nursery = nursery
                     nursery.start_soon(self._produce)
-                    if self._asynchronous.rollout_timeout_s is not None:
-                        nursery.start_soon(self._watch_deadlines)
+                    nursery.start_soon(self._runs.watch_deadlines, nursery)
                     try:
                         yield
                         await self.interrupt()
                     except Exception as error:
                         await self.interrupt()
-                        if self._failures:
-                            error.add_note(f"beside it, {len(self._failures)} rollouts failed; the first: {self._failures.pop(0)!r}")
-                            self._failures.clear()
+                        for failure in self._failures[:1]:
+                            error.add_note(f"beside it, {len(self._failures)} rollouts failed; the first: {failure!r}")
+                        self._failures.clear()
                         raise
                     finally:
                         nursery.cancel_scope.cancel()
         finally:
             self._nursery = None
-            for running in tuple(self._running.values()):  # cancelled from outside
-                self._give_back(running)
+            for run in self._runs.drop_cancelled():
+                self._give_back(run)
         self._raise_failure()
 
     async def _produce(self) -> None:
@@ -264,118 +237,75 @@ class WorkflowExecutor:
 
     def _start_rollouts(self) -> None:
         """Start as many rollouts as may start now."""
-        if self._nursery is None or self._interrupted or self._failures:
-            return
-        while True:
-            blocked = self._finished.is_blocked
-            room = 0 if blocked else self._manager.get_usable_capacity(self._version)
+        all_started = False
+        while not (all_started or self._interrupted or self._failures or self._finished.is_blocked):
             num_waiting = self._schedule.num_waiting
-            now = trio.current_time()
-            taken = self._schedule.take(room, now)
+            taken = self._schedule.take(self._manager.get_usable_capacity(self._version), trio.current_time())
             self._manager.on_rollout_enqueued(len(taken) - (num_waiting - self._schedule.num_waiting))  # those that are new
-            again = False
-            for pending in taken:
-                again = not self._start(pending, now) or again
-            if not again:
-                return
+            num_started = sum(self._start(pending) for pending in taken)
+            all_started = num_started == len(taken)
 
-    def _start(self, pending: PendingGroup, now: float) -> bool:
+    def _start(self, pending: PendingGroup) -> bool:
         """Start a rollout; False if it was too old to go on and waits again, or was given up."""
-        assert self._nursery is not None
-        version, index = self._version, pending.prompt.index
-        if pending.samples and version - find_oldest_version(pending.samples, version) > self._asynchronous.max_staleness:
+        assert self._nursery is not None, "the producer runs outside of its block"
+        index, version = pending.prompt.index, self._version
+        begun = self._schedule.find_begun_version(index, version)
+        if version - find_oldest_version(pending.samples, begun=begun, newest=version) > self._asynchronous.max_staleness:
             self._schedule.end(index)
             self._manager.on_rollout_forgotten()
             self._begin_anew(pending)
             return False
-        timeout_s = self._asynchronous.rollout_timeout_s
-        running = _Running(pending, version, self._num_finished, math.inf if timeout_s is None else now + timeout_s)
-        self._running[index] = running
-        if timeout_s is not None:
-            self._watched[index] = running
-            self._watch.unpark_all()
         self._manager.on_rollout_submitted()
-        self._nursery.start_soon(self._run, running)
+        self._runs.start(self._nursery, pending, begun, self._num_ended)
         return True
 
-    # -- one rollout
+    # -- how rollouts end
 
-    async def _run(self, running: _Running) -> None:
-        prompt = running.pending.prompt
-        try:
-            with running.scope, note_prompt(prompt):
-                group = running.pending.samples
-                if not group or not is_finished(group):
-                    group = await self._generate(running.pending)
-                    progress = _count_tokens(group) - _count_tokens(running.pending.samples)
-                    running.pending = PendingGroup(prompt, group)
-                    if not is_finished(group) and not (progress or running.timed_out or self._interrupted):
-                        raise GenerationError(
-                            f"the rollout of prompt {prompt.index} came back unfinished and without a new token, although nothing stopped "
-                            "it: set the status of its samples to COMPLETED or TRUNCATED where they have ended"
-                        )
-                running.scoring = True
-                running.group = await score_generated_group(group, self._config.reward_fn, self._config.reward)
-                if running.group is not None and is_finished(group):
-                    self._check_versions(running.group)
-                    running.passes = passes_filter(running.group, self._config.filter_fn)
-        except Exception as error:  # what users' functions raise is theirs; on_failure decides, and wait() raises it
-            running.set_error(error)
-        self._settle(running)
-
-    def _check_versions(self, group: Group) -> None:
-        unknown = next((sample for sample in group if sample.weight_versions is None), None)
-        if self._asynchronous.segment_wise and unknown is not None:
-            raise ConfigError(
-                f"enable_segment_wise_ppo is on, but {describe_sample(unknown)} has no weight_versions: use an engine that reports them "
-                "and a generate_fn that keeps them, or set enable_segment_wise_ppo=False"
-            )
-
-    def _settle(self, running: _Running) -> None:
+    def _settle(self, run: RolloutRun) -> None:
         """Give a rollout that does not run any more its place."""
-        prompt = running.pending.prompt
-        stopped = running.scope.cancelled_caught or (running.group is not None and not is_finished(running.group))
-        if running.error is not None and running.scoring:
-            self._fail(running, running.error)
-        elif running.error is not None:
-            self._handle_failure(running, running.error)
-        elif stopped and running.timed_out:
-            self._handle_failure(running, self._create_timeout_error(running))
-        elif stopped:
-            self._give_back(running)
+        if run.error is not None and run.scoring:
+            self._fail(run, run.error)  # of the reward function, which had its own attempts, or of the filter
+        elif run.error is not None:
+            self._handle_failure(run, run.error)
+        elif run.was_stopped and run.timed_out:
+            self._handle_failure(run, _create_timeout_error(run, self._asynchronous.rollout_timeout_s))
+        elif run.was_stopped:
+            self._give_back(run)
         else:
-            self._leave(running)
-            self._schedule.end(prompt.index)
-            self._num_finished += 1
-            self._take_in(running)
-        self._ended.unpark_all()
+            self._num_ended += 1
+            self._schedule.end(run.index)
+            self._take_in(run)
+            self._pass_on()
         self._wake()
 
-    def _take_in(self, running: _Running) -> None:
+    def _take_in(self, run: RolloutRun) -> None:
         """A rollout has come to its end: accept or refuse it."""
-        prompt, group, now = running.pending.prompt, running.group, trio.current_time()
-        if group is None or not running.passes:
-            self._manager.on_rollout_rejected()
-            self._schedule.forget_attempts(prompt.index)
-            self._counts["num_groups_failed" if group is None else "num_groups_filtered"] += 1
-            self._counts["num_refused"] += 1
-            if group is not None:
-                self._refused.append(group)
-            self._pass_on(now)
-            return
-        rollout = FinishedRollout(prompt, group, find_oldest_version(group, running.begun_version))
-        if self._finished.refuses(rollout, self._version):
-            self._manager.on_rollout_rejected()
-            self._begin_anew(PendingGroup(prompt))
-            self._pass_on(now)
-            return
-        self._manager.on_rollout_accepted()
-        self._finished.hold(rollout, now)
-        self._pass_on(now)
+        prompt, group = run.pending.prompt, run.group
+        if group is None:
+            self._refuse(run.index, "num_groups_failed")
+        elif not run.passes:
+            self._refused.append(group)
+            self._refuse(run.index, "num_groups_filtered")
+        else:
+            oldest = find_oldest_version(group, begun=run.begun_version, newest=self._version)
+            rollout = FinishedRollout(prompt, group, oldest)
+            if self._finished.refuses(rollout, self._version):
+                self._manager.on_rollout_rejected()
+                self._begin_anew(run.pending)
+            else:
+                self._manager.on_rollout_accepted()
+                self._finished.hold(rollout, trio.current_time())
 
-    def _pass_on(self, now: float) -> None:
+    def _refuse(self, index: int, reason: str) -> None:
+        """Give up a rollout that ran."""
+        self._manager.on_rollout_rejected()
+        self._schedule.forget_attempts(index)
+        self._counts[reason] += 1
+        self._counts["num_refused"] += 1
+
+    def _pass_on(self) -> None:
         try:
-            self._finished.pass_on(now=now, first_open=self._schedule.first_open)
+            self._finished.pass_on(now=trio.current_time(), first_open=self._schedule.first_open)
         except ConfigError as error:  # the queue is full
             self._failures.append(error)
 
@@ -390,99 +320,47 @@ class WorkflowExecutor:
         else:
             self._schedule.forget_attempts(index)
 
-    # -- what stops a rollout
-
-    def _leave(self, running: _Running) -> None:
-        index = running.pending.prompt.index
-        del self._running[index]
-        self._watched.pop(index, None)
-
-    def _give_back(self, running: _Running) -> None:
+    def _give_back(self, run: RolloutRun) -> None:
         """A rollout was stopped: it waits again, with what it has."""
-        self._leave(running)
         self._manager.on_rollout_returned()
-        self._schedule.add(running.pending)
+        self._schedule.add(run.pending, begun_version=run.begun_version)
 
-    def _fail(self, running: _Running, error: Exception) -> None:
-        """The run is to end with this error. The prompt waits again, for the case that it goes on all the same."""
-        self._schedule.forget_attempts(running.pending.prompt.index)
-        self._give_back(running)
+    def _fail(self, run: RolloutRun, error: Exception) -> None:
+        """The run is to end with this error. The prompt waits again, in case it goes on all the same."""
+        self._schedule.forget_attempts(run.index)
+        self._give_back(run)
         self._failures.append(error)
 
-    def _handle_failure(self, running: _Running, error: Exception) -> None:
-        policy, index = self._asynchronous.on_failure, running.pending.prompt.index
+    def _handle_failure(self, run: RolloutRun, error: Exception) -> None:
+        """A rollout was not generated: do as on_failure says."""
+        policy, attempts = self._asynchronous.on_failure, self._asynchronous.max_attempts
         self._last_error = error
         self._counts["num_failures"] += 1
         if policy == "raise":
-            self._fail(running, error)
-        elif _may_be_outage(error) and running.num_finished == self._num_finished:
-            self._retry_later(running)  # no rollout has ended since this one began
+            self._fail(run, error)
+        elif _may_be_outage(error) and run.num_ended_before == self._num_ended:
+            self._retry_later(run, max(self._asynchronous.retry_delay_s, _OUTAGE_RETRY_S))
         elif policy == "drop":
-            self._leave(running)
-            self._schedule.end(index)
-            self._schedule.forget_attempts(index)
-            self._manager.on_rollout_rejected()
-            self._counts["num_groups_failed"] += 1
-            self._counts["num_refused"] += 1
-            self._pass_on(trio.current_time())
-        elif self._schedule.count_attempt(index) < self._asynchronous.max_attempts:
-            self._retry_later(running)
+            self._schedule.end(run.index)
+            self._refuse(run.index, "num_groups_failed")
+            self._pass_on()
+        elif self._schedule.count_attempt(run.index) < attempts:
+            self._retry_later(run, self._asynchronous.retry_delay_s)
         else:
-            attempts = self._asynchronous.max_attempts
             final = GenerationError(
-                f"the rollout of prompt {index} failed in {attempts} attempts, the last time with {type(error).__name__}: {error}. Repair "
-                "its cause, raise max_attempts, or set on_failure='drop' to go on without such prompts"
+                f"the rollout of prompt {run.index} failed in {attempts} attempts, the last time with {type(error).__name__}: {error}. "
+                "Repair its cause, raise max_attempts, or set on_failure='drop' to go on without such prompts"
             )
             final.__cause__ = error
-            self._fail(running, final)
+            self._fail(run, final)
 
-    def _retry_later(self, running: _Running) -> None:
+    def _retry_later(self, run: RolloutRun, delay_s: float) -> None:
         self._counts["num_groups_retried"] += 1
-        self._leave(running)
         self._manager.on_rollout_rejected()
         self._manager.on_rollout_enqueued()
-        self._schedule.add(running.pending, start_at=trio.current_time() + self._asynchronous.retry_delay_s)
+        self._schedule.add(run.pending, begun_version=run.begun_version, start_at=trio.current_time() + delay_s)
 
-    def _create_timeout_error(self, running: _Running) -> GenerationTimeout:
-        num_tokens = _count_tokens(running.pending.samples)
-        return GenerationTimeout(
-            f"the rollout of prompt {running.pending.prompt.index} did not end within rollout_timeout_s "
-            f"({self._asynchronous.rollout_timeout_s:g} s); it was aborted with {num_tokens} tokens, which are kept. Raise "
-            "rollout_timeout_s, or lower max_tokens"
-        )
-
-    async def _watch_deadlines(self) -> None:
-        """Stop the rollouts that run for too long; the longest-running comes first."""
-        assert self._nursery is not None
-        while True:
-            running = next(iter(self._watched.values()), None)
-            if running is None:
-                await self._watch.park()
-            elif running.deadline > trio.current_time():
-                await trio.sleep_until(running.deadline)
-            else:
-                del self._watched[running.pending.prompt.index]
-                running.timed_out = True
-                self._nursery.start_soon(self._stop_rollout, running)
-
-    async def _stop_rollout(self, running: _Running) -> None:
-        index = running.pending.prompt.index
-        with trio.move_on_after(self._config.grace_s):
-            await self._abort_engines([make_request_id(index, k) for k in range(self._config.group_size)])
-            while self._running.get(index) is running:
-                await self._ended.park()
-        running.scope.cancel()
-
-    async def _abort_engines(self, request_ids: Iterable[str] | None = None) -> None:
-        async def abort(engine: InferenceEngine) -> None:
-            try:
-                await engine.abort(request_ids)
-            except EngineError as error:  # a dead engine cannot be told; what runs on it is cancelled
-                logging.getLogger(__name__).warning("an engine could not be told to abort: %s", error)
-
-        async with trio.open_nursery() as nursery:
-            for engine in self._engines:
-                nursery.start_soon(abort, engine)
+    # -- from outside
 
     async def interrupt(self) -> None:
         """Start no more rollouts, tell the engines to abort, and return when none runs.
@@ -492,16 +370,7 @@ class WorkflowExecutor:
         aborted, also those of others.
         """
         self._interrupted = True
-        with trio.move_on_after(self._config.grace_s):
-            while self._running:
-                await self._abort_engines()
-                with trio.move_on_after(_ABORT_AGAIN_S):
-                    while self._running:
-                        await self._ended.park()
-        for running in self._running.values():
-            running.scope.cancel()
-        while self._running:
-            await self._ended.park()
+        await self._runs.stop_all()
 
     def resume(self) -> None:
         """Start rollouts again after interrupt()."""
@@ -574,8 +443,9 @@ class WorkflowExecutor:
         """The next batch: as many whole groups as config.batch_size says, rewarded, filtered, in the order of their prompts.
 
         Returns: a batch whose metadata have, of the groups since the last batch, num_groups_filtered (by filter_fn), num_groups_purged (too
-            old), num_groups_retried and num_groups_failed (given up); num_groups_ready, num_groups_running and num_groups_waiting; and of
-            the batch staleness_mean, staleness_max and staleness_<k>, the fraction of trained tokens that are k versions behind.
+            old), num_groups_retried and num_groups_failed (given up); num_groups_ready, num_groups_running and num_groups_waiting;
+            engine_idle_s, the seconds since the last batch in which no rollout ran; and of the batch staleness_mean, staleness_max and
+            staleness_<k>, the fraction of trained tokens that are k versions behind.
         Raises: as wait().
         """
         groups = await self.wait(self._batch_size)
@@ -583,9 +453,11 @@ class WorkflowExecutor:
         metadata = {name: self._counts[name] for name in ("num_groups_filtered", "num_groups_purged", "num_groups_retried")}
         metadata["num_groups_failed"] = self._counts["num_groups_failed"]
         metadata["num_groups_ready"] = self._finished.num_ready
-        metadata["num_groups_running"] = len(self._running)
+        metadata["num_groups_running"] = len(self._runs)
         metadata["num_groups_waiting"] = self._schedule.num_waiting
-        batch = convert_to_batch(samples, metadata | summarize_staleness(samples, self._version))
+        batch = convert_to_batch(
+            samples, metadata | {"engine_idle_s": self._runs.take_idle_s()} | summarize_staleness(samples, self._version)
+        )
         self._counts.clear()
         self._refused.clear()
         self._num_batches += 1
@@ -617,9 +489,9 @@ class WorkflowExecutor:
         """Let all rollouts that end at this moment arrive: trio runs their tasks in random order, and the order must not be chance."""
         quiet = 0
         for _ in range(_MOST_SETTLING_PASSES):
-            before = self._num_finished
+            before = self._num_ended
             await trio.lowlevel.checkpoint()
-            quiet = quiet + 1 if self._num_finished == before else 0
+            quiet = quiet + 1 if self._num_ended == before else 0
             if quiet == _SETTLING_PASSES:
                 return
 
@@ -637,13 +509,13 @@ class WorkflowExecutor:
         capacity = self._manager.get_capacity(self._version)
         parts = [
             f"{self._finished.num_ready} of the {count} groups that were waited for are there after {timeout_s or 0:g} s: "
-            f"{len(self._running)} are running, {self._schedule.num_waiting} wait to be started"
+            f"{len(self._runs)} are running, {self._schedule.num_waiting} wait to be started"
         ]
         if self._finished.size > self._finished.num_ready:
             parts.append(f"{self._finished.size - self._finished.num_ready} finished ones wait for prompts before them")
         if self._interrupted:
             parts.append("nothing may start before resume()")
-        elif not self._running:
+        elif not self._runs:
             parts.append(
                 f"at version {self._version} the capacity is {capacity}; where it is not above 0, nothing starts before set_version() "
                 "tells of newer weights, or dropped groups give their room back (register_capacity_modifiers)"
@@ -709,7 +581,7 @@ class WorkflowExecutor:
         What runs counts as waiting, with the samples that it had when it was last stopped: interrupt() before it to have all of them.
         """
         return {
-            **self._schedule.state_dict(running.pending for running in self._running.values()),
+            **self._schedule.state_dict(self._runs.pending),
             "finished": self._finished.state_dict(),
             "manager": self._manager.state_dict(),
             "version": self._version,
@@ -723,8 +595,8 @@ class WorkflowExecutor:
 
         Raises: CheckpointError if the state is not one, or is of another group size; DataError if the data differ.
         """
-        assert not self._running, f"load_state_dict was called while {len(self._running)} rollouts run: interrupt() first"
-        needed = {"buffer", "pending", "attempts", "finished", "manager", "version", "num_batches", "n_samples_per_prompt"}
+        assert not len(self._runs), f"load_state_dict was called while {len(self._runs)} rollouts run: interrupt() first"
+        needed = {"buffer", "pending", "begun", "attempts", "finished", "manager", "version", "num_batches", "n_samples_per_prompt"}
         missing = sorted(needed - set(state))
         if missing:
             raise CheckpointError(f"the saved state of asynchronous rollouts lacks {missing}; it has {sorted(map(str, state))}")
@@ -741,6 +613,9 @@ class WorkflowExecutor:
         self._version = int(state["version"])
         self._num_batches = int(state["num_batches"])
         self._failures.clear()
+        self._counts.clear()
+        self._refused.clear()
+        self._last_error = None
         self._wake()
 
 
@@ -757,8 +632,12 @@ def summarize_staleness(samples: Iterable[Sample], version: int) -> dict[str, fl
     return {"staleness_mean": mean, "staleness_max": float(max(ages)), **{f"staleness_{age}": n / total for age, n in ages.items()}}
 
 
-def _count_tokens(group: Group) -> int:
-    return sum(len(sample.tokens) for sample in group)
+def _create_timeout_error(run: RolloutRun, timeout_s: float | None) -> GenerationTimeout:
+    num_tokens = sum(len(sample.tokens) for sample in run.pending.samples)
+    return GenerationTimeout(
+        f"the rollout of prompt {run.index} did not end within rollout_timeout_s ({timeout_s} s); it was aborted with {num_tokens} tokens, "
+        "prompts included, which are kept. Raise rollout_timeout_s, or lower max_tokens"
+    )
 
 
 def _may_be_outage(error: Exception) -> bool:
@@ -775,54 +654,6 @@ def _check_same_samples(before: Sequence[Sample], after: Sequence[Sample]) -> No
             f"an edit of {len(before)} resident samples returned {len(after)} samples, or others, or in another order: return each of them "
             "at its place"
         )
-
-
-# -- parts
-
-
-def create_staleness_manager(
-    config: RolloutConfig, asynchronous: AsyncConfig, batches_per_version: int = 1, data_parallel_size: int = 1
-) -> StalenessManager:
-    """The manager for one of data_parallel_size trainers, without modifiers."""
-    batch_size = max(1, config.batch_size // data_parallel_size) * batches_per_version
-    whole = StalenessLimits(
-        max_concurrent=asynchronous.concurrent_groups(config.batch_size * batches_per_version),
-        batch_size=batch_size,
-        max_staleness=asynchronous.max_staleness,
-    )
-    return StalenessManager(divide_limits(whole, data_parallel_size).max_concurrent, batch_size, asynchronous.max_staleness)
-
-
-def create_queue(asynchronous: AsyncConfig, groups_per_version: int, data_parallel_size: int = 1) -> RolloutQueue:
-    """A queue of AsyncConfig.queue_size, divided among trainers, or for as many groups as may wait.
-
-    Args:
-        groups_per_version: that this trainer trains on under one weight version.
-    """
-    if asynchronous.queue_size is None:
-        return LocalRolloutQueue(asynchronous.queue_groups(groups_per_version))
-    return LocalRolloutQueue(max(1, asynchronous.queue_size // data_parallel_size))
-
-
-def create_cache() -> RolloutCache:
-    """An empty cache."""
-    return LocalRolloutCache()
-
-
-def create_staleness_strategy(asynchronous: AsyncConfig) -> StalenessControlStrategy:
-    """Segment-wise or standard, as the switch says."""
-    return SegmentWisePPOStrategy(asynchronous.max_staleness) if asynchronous.segment_wise else StandardPPOStrategy()
-
-
-def create_filtered_capacity_modifier() -> FilteredSamplesCapacityModifier:
-    """What gives back the room of dropped groups."""
-    return FilteredSamplesCapacityModifier()
-
-
-def register_capacity_modifiers(manager: StalenessManager, *modifiers: CapacityModifier) -> None:
-    """Let the modifiers' deltas count, in this order."""
-    for modifier in modifiers:
-        manager.register_capacity_modifier(modifier)
 
 
 def create_workflow_executor(

@@ -26,6 +26,7 @@ class PromptSchedule:
         self._running: set[int] = set()
         self._open: list[int] = []  # heap of indices that wait or run, and of some that no longer do
         self._attempts: dict[int, int] = {}  # failed ones, of prompts that have any
+        self._begun: dict[int, int] = {}  # weight version when the first token was sampled, of waiting groups that have samples
 
     @property
     def waiting(self) -> tuple[PendingGroup, ...]:
@@ -49,11 +50,18 @@ class PromptSchedule:
             heappop(self._open)
         return self._open[0] if self._open else math.inf
 
-    def add(self, pending: PendingGroup, *, start_at: float = -math.inf) -> None:
-        """Let a group wait that is not running any more, or never did."""
+    def add(self, pending: PendingGroup, *, begun_version: int | None = None, start_at: float = -math.inf) -> None:
+        """Let a group wait that is not running any more, or never did.
+
+        Args:
+            begun_version: of the weights when its first token was sampled, at the earliest; None = it has none.
+            start_at: not before this time of trio's clock.
+        """
         index = pending.prompt.index
         self._running.discard(index)
         self._waiting[index] = pending
+        if pending.samples and begun_version is not None:
+            self._begun[index] = begun_version
         heappush(self._open, index)
         if start_at > -math.inf:
             heappush(self._delayed, (start_at, index))
@@ -79,8 +87,12 @@ class PromptSchedule:
         self._running.update(pending.prompt.index for pending in taken)
         return taken
 
+    def find_begun_version(self, index: int, version: int) -> int:
+        """Under which version the first token of a group that was taken was sampled; `version` for one that has none. Ask once."""
+        return self._begun.pop(index, version)
+
     def end(self, index: int) -> None:
-        """A running group has come to its end, or a waiting one that was taken is given up."""
+        """A group that was taken has come to its end."""
         self._running.discard(index)
 
     def forget_attempts(self, index: int) -> None:
@@ -108,16 +120,19 @@ class PromptSchedule:
             heappush(self._ready, index)
         self._held_back = set()
 
-    def state_dict(self, running: Iterable[PendingGroup]) -> dict[str, Any]:
+    def state_dict(self, running: Iterable[tuple[PendingGroup, int]]) -> dict[str, Any]:
         """Position in the data, and all groups that have not ended, as JSON values.
 
         Args:
-            running: with the samples that they begin with when they are started again.
+            running: with the samples that they begin with when they are started again, and the version of the first token.
         """
-        groups = sorted([*self._waiting.values(), *running], key=lambda pending: pending.prompt.index)
+        started = {pending.prompt.index: (pending, version) for pending, version in running}
+        groups = self._waiting | {index: pending for index, (pending, _) in started.items()}
+        begun = self._begun | {index: version for index, (pending, version) in started.items() if pending.samples}
         return {
             "buffer": self._data_buffer.save_state(),
-            "pending": [pending.to_dict() for pending in groups],
+            "pending": [groups[index].to_dict() for index in sorted(groups)],
+            "begun": [list(item) for item in sorted(begun.items())],
             "attempts": [list(item) for item in sorted(self._attempts.items())],
         }
 
@@ -129,3 +144,4 @@ class PromptSchedule:
         for pending in state["pending"]:
             self.add(PendingGroup.from_dict(pending))
         self._attempts = {int(index): int(n) for index, n in state["attempts"]}
+        self._begun = {int(index): int(version) for index, version in state["begun"]}

@@ -31,22 +31,23 @@ class FinishedRollout:
         return replace(self, group=group)
 
 
-def find_oldest_version(group: Group, begun_version: int) -> int:
+def find_oldest_version(group: Group, *, begun: int, newest: int) -> int:
     """The oldest weight version that sampled a trained token of the group.
 
     Args:
         group: samples with metadata["trainable"] False do not count.
-        begun_version: when the rollout began; counts for samples without weight_versions, whose tokens are at most as old.
-
-    Returns: begun_version where the policy sampled no trained token.
+        begun: version of the weights when the rollout began: counts for samples without weight_versions that have trained tokens.
+        newest: version of the weights now: for a group without a trained token that the policy sampled.
     """
-    versions = [
-        begun_version
-        if sample.weight_versions is None
-        else min((v for v, mask in zip(sample.weight_versions, sample.loss_mask, strict=True) if v >= 0 and mask > 0), default=None)
-        for sample in select_trainable(group)
-    ]
-    return min((version for version in versions if version is not None), default=begun_version)
+    oldest = newest
+    for sample in select_trainable(group):
+        if sample.weight_versions is None:
+            found = begun if any(mask > 0 for mask in sample.loss_mask) else newest
+        else:
+            pairs = zip(sample.weight_versions, sample.loss_mask, strict=True)
+            found = min((version for version, mask in pairs if version >= 0 and mask > 0), default=newest)
+        oldest = min(oldest, found)
+    return oldest
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""What a WorkflowExecutor is made of, for those who replace one part of it."""
+
+from __future__ import annotations
+
+from rollouts.async_config import AsyncConfig
+from rollouts.config import RolloutConfig
+from rollouts.errors import ConfigError
+from rollouts.rollout_queue import LocalRolloutCache, LocalRolloutQueue, RolloutCache, RolloutQueue
+from rollouts.staleness import StalenessLimits, divide_limits
+from rollouts.staleness_control import (
+    CapacityModifier,
+    FilteredSamplesCapacityModifier,
+    SegmentWisePPOStrategy,
+    StalenessControlStrategy,
+    StalenessManager,
+    StandardPPOStrategy,
+)
+
+
+def share_batch_size(config: RolloutConfig, data_parallel_size: int) -> int:
+    """Groups in a batch of one of data_parallel_size trainers: max(1, batch_size // data_parallel_size)."""
+    return max(1, config.batch_size // data_parallel_size)
+
+
+def create_staleness_manager(
+    config: RolloutConfig, asynchronous: AsyncConfig, batches_per_version: int = 1, data_parallel_size: int = 1
+) -> StalenessManager:
+    """The manager for one of data_parallel_size trainers, without modifiers.
+
+    Raises: ConfigError for a number below 1.
+    """
+    for name, value in (("batches_per_version", batches_per_version), ("data_parallel_size", data_parallel_size)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}, expected at least 1")
+    batch_size = share_batch_size(config, data_parallel_size) * batches_per_version
+    limits = StalenessLimits(
+        max_concurrent=asynchronous.concurrent_groups(config.batch_size * batches_per_version),
+        batch_size=batch_size,
+        max_staleness=asynchronous.max_staleness,
+    )
+    return StalenessManager(divide_limits(limits, data_parallel_size).max_concurrent, batch_size, asynchronous.max_staleness)
+
+
+def create_queue(asynchronous: AsyncConfig, groups_per_version: int, data_parallel_size: int = 1) -> RolloutQueue:
+    """A queue of max(1, AsyncConfig.queue_size // data_parallel_size), by default for as many groups as may wait.
+
+    Args:
+        groups_per_version: that this trainer trains on under one weight version.
+    """
+    if asynchronous.queue_size is None:
+        return LocalRolloutQueue(asynchronous.queue_groups(groups_per_version))
+    return LocalRolloutQueue(max(1, asynchronous.queue_size // data_parallel_size))
+
+
+def create_cache() -> RolloutCache:
+    """An empty cache."""
+    return LocalRolloutCache()
+
+
+def create_staleness_strategy(asynchronous: AsyncConfig) -> StalenessControlStrategy:
+    """Segment-wise or standard, as the switch says."""
+    return SegmentWisePPOStrategy(asynchronous.max_staleness) if asynchronous.segment_wise else StandardPPOStrategy()
+
+
+def create_filtered_capacity_modifier() -> FilteredSamplesCapacityModifier:
+    """What gives back the room of dropped groups."""
+    return FilteredSamplesCapacityModifier()
+
+
+def register_capacity_modifiers(manager: StalenessManager, *modifiers: CapacityModifier) -> None:
+    """Let the modifiers' deltas count."""
+    for modifier in modifiers:
+        manager.register_capacity_modifier(modifier)
