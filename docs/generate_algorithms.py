@@ -36,6 +36,9 @@ COLUMNS = {
     "rollout_log_probs": "log-probs that the engine reported; the samples carry them",
     "old_log_probs": "log-probs of the policy before the update, by the trainer: a forward pass, or the first one of the update itself",
     "prox_log_probs": "log-probs of the proximal policy: the policy before the update, or what the samples carry",
+    "segment_log_probs": "log-probs of each token under the version after the one that sampled it; the samples carry them",
+    "weight_versions": "weight version that sampled each token; the samples carry them",
+    "policy_versions": "weight version that trains; the loop fills it",
     "ref_log_probs": "log-probs of a reference model: pass `reference`",
     "values": "of a critic, which is trained beside the policy: pass `critic`",
     "greedy_rows": "a row with the greedy answer in each group, which is not trained on: make rollouts with"
@@ -54,6 +57,7 @@ METRICS = {
     "ref_kl": "the KL term's mean: the divergence from the reference model",
     "entropy": "mean entropy of the policy, nats: near 0 it no longer explores",
     "importance_weight": "mean weight for the distance between trainer and engine; 1 if they agree",
+    "max_importance_weight": "the largest weight of the step, after its bound",
     "dropped_fraction": "share of tokens with weight 0",
     "rollout_kl": "log p_rollout - log p_anchor, an estimate of KL(engine || trainer): near 0 unless rollouts are old",
     "policy_weight": "mean of the weights that depend on the current policy",

@@ -7,9 +7,10 @@
     truncated(my_module:my_algorithm(beta=0.1))
 
 The text is parsed, never evaluated: only names of presets, references to functions, calls of them, literals and, where a preset takes one,
-the name of a KL estimator (kl=k2) mean something. A reference imports its module, as `import` does, so name only modules you trust. Of what
-the module holds, only functions that are there to make algorithms are called: written in Python, and either with the return annotation
-`-> Algorithm`, or defined in the .py file that the reference names. os:system, builtins:eval and the like are refused.
+the name of a KL estimator (kl=k2) or of an interpolation (approximate=interpolate_log_probs) mean something. A reference imports its
+module, as `import` does, so name only modules you trust. Of what the module holds, only functions that are there to make algorithms are
+called: written in Python, and either with the return annotation `-> Algorithm`, or defined in the .py file that the reference names.
+os:system, builtins:eval and the like are refused.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rollouts import algorithms
 from rollouts.config import suggest
 from rollouts.errors import ConfigError, locate_error
 from rollouts.kl import KLEstimator, abs_kl, k1, k2, k3
+from rollouts.proximal import Interpolation, interpolate_log_probs, interpolate_probs
 from rollouts.rewards.answers import load_function
 from rollouts.types import Algorithm
 
@@ -61,6 +63,8 @@ def _returns_algorithm(function: types.FunctionType) -> bool:
 
 PRESETS: Mapping[str, Preset] = find_presets() | {"gae": algorithms.ppo}  # the latter by its estimator, as verl calls it
 KL_ESTIMATORS: Mapping[str, KLEstimator] = {estimator.__name__: estimator for estimator in (k1, abs_kl, k2, k3)}  # as kl=k2
+INTERPOLATIONS: Mapping[str, Interpolation] = {f.__name__: f for f in (interpolate_log_probs, interpolate_probs)}  # as approximate=...
+FUNCTIONS: tuple[tuple[Any, Mapping[str, Any]], ...] = ((KLEstimator, KL_ESTIMATORS), (Interpolation, INTERPOLATIONS))  # by their type
 MAX_LENGTH = 2000  # characters
 MAX_DEPTH = 8  # presets inside of presets
 # a drive, a path or a dotted module, a colon and a name; strings come first, so that what stands in quotes is no reference
@@ -167,8 +171,8 @@ def list_presets() -> str:
 
 
 def _show(value: object) -> str:
-    """A value as it is written in an expression: KL estimators by their names."""
-    return next((name for name, estimator in KL_ESTIMATORS.items() if estimator is value), repr(value))
+    """A value as it is written in an expression: functions by their names."""
+    return next((name for _, functions in FUNCTIONS for name, function in functions.items() if function is value), repr(value))
 
 
 def _complete(call: PresetCall, max_tokens: int) -> dict[str, Any]:
@@ -279,8 +283,9 @@ def _parse_argument(source: _Source, name: str, parameter: str, hint: Any, node:
     options = _list_options(hint)
     if Algorithm in options and isinstance(node, ast.Name | ast.Call):
         return _parse_call(source, node, depth + 1)
-    if isinstance(node, ast.Name) and KLEstimator in options and node.id in KL_ESTIMATORS:
-        return KL_ESTIMATORS[node.id]
+    for kind, functions in FUNCTIONS:
+        if isinstance(node, ast.Name) and kind in options and node.id in functions:
+            return functions[node.id]
     if isinstance(node, ast.Name):
         quote = " Strings stand in quotes." if expected is None or "string" in expected or "'" in expected else ""
         raise ConfigError(f"found the name {node.id!r} {where}, expected {expected or 'a literal'}.{quote}")
@@ -358,8 +363,8 @@ def _name_type(hint: Any) -> str | None:
             words += map(repr, typing.get_args(option))
         elif option in (None, types.NoneType):
             words.append("None")
-        elif option == KLEstimator:
-            words.append(f"one of {', '.join(KL_ESTIMATORS)}")
+        elif any(option == kind for kind, _ in FUNCTIONS):
+            words.append(f"one of {', '.join(name for kind, functions in FUNCTIONS if kind == option for name in functions)}")
         elif option in names:
             words.append(names[option])
         elif option is not Any:

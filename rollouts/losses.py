@@ -223,9 +223,16 @@ def corrected_loss(outputs: TokenOutputs, batch: TrainBatch, *, correction: Tran
     gradient comes from (see Algorithm.loss_only).
 
     Args:
-        from_own: the correction finds the policy's log-probs of this pass, without gradient, as old_log_probs.
+        from_own: the correction finds the policy's log-probs of this pass, without gradient, as old_log_probs; the metric rollout_kl is
+            then of KL(rollout || policy), not of what the correction made of both.
     """
-    return loss(outputs, correction(replace(batch, old_log_probs=outputs.log_probs.detach()) if from_own else batch))
+    if not from_own:
+        return loss(outputs, correction(batch))
+    own = outputs.log_probs.detach()
+    value, metrics = loss(outputs, correction(replace(batch, old_log_probs=own)))
+    if batch.rollout_log_probs is not None:
+        metrics = {**metrics, "rollout_kl": _mean(_where(batch.loss_mask > 0, batch.rollout_log_probs - own), batch.loss_mask)}
+    return LossOutput(value, metrics)
 
 
 def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> LossOutput:

@@ -30,6 +30,9 @@ class Step:
     values: Sequence[Sequence[float]]  # of the critic
     entropy: Sequence[Sequence[Number]]
     trainable: Sequence[bool]
+    versions: Sequence[Sequence[int]]  # of the weights that sampled each token
+    computed: Sequence[Sequence[bool]]  # whether `segment` was computed
+    current: float  # version of the weights that train; with a fraction: on the way to the next one
 
     def places(self, b: int) -> list[int]:
         """Positions of row b that are trained on."""
@@ -353,18 +356,41 @@ def ppo(
 # -- wrappers, round DAPO
 
 
-def decoupled(step: Step, cap: float | None = 5.0, floor: float | None = None, drop: bool = True, segment_wise: bool = False) -> Number:
+def decoupled(
+    step: Step,
+    cap: float | None = 5.0,
+    floor: float | None = None,
+    drop: bool = True,
+    segment_wise: bool = False,
+    missed_as_proximal: bool = False,
+    geometric: bool | None = None,
+) -> Number:
     """Fu et al. 2025: ratio against the policy before the update; proximal over behaviour as a weight, 0 outside the bounds.
 
-    Segment-wise, the weight's proximal policy is that of each token's own segment.
+    Segment-wise, the weight's proximal policy is that of each token's own segment. With `geometric` the proximal policy is taken between
+    the engine's log-prob and the policy's own: at version floor(current) - 1, on the way from the token's version to the current one.
     """
     a = group_normalized(step, 1e-4)
 
+    def proximal(b: int, t: int) -> float:
+        version, last = step.versions[b][t], math.floor(step.current)
+        if geometric is None:
+            return step.old[b][t]
+        if version >= last:
+            return step.rollout[b][t]
+        alpha = (last - 1 - version) / (step.current - version)
+        own, sampled = float(step.log_probs[b][t].detach()), step.rollout[b][t]
+        return (1 - alpha) * sampled + alpha * own if geometric else math.log((1 - alpha) * math.exp(sampled) + alpha * math.exp(own))
+
     def loss(b: int, t: int) -> Number:
-        w = math.exp((step.segment if segment_wise else step.old)[b][t] - step.rollout[b][t])
+        prox = target = proximal(b, t)
+        missed = step.versions[b][t] < math.floor(step.current) and not step.computed[b][t]
+        if segment_wise and not (missed and missed_as_proximal):
+            target = step.segment[b][t]
+        w = math.exp(target - step.rollout[b][t])
         if (cap is not None and w > cap) or (floor is not None and w < floor):
             w = 0.0 if drop else (cap if cap is not None and w > cap else floor)
-        return w * clip_loss(bounded_ratio(step, b, t, step.old), a[b], 0.2, 0.28)
+        return w * clip_loss(bounded(step.log_probs[b][t] - prox).exp(), a[b], 0.2, 0.28)
 
     return per_token(step, loss)
 

@@ -15,6 +15,7 @@ from integration.train import main
 from rollouts import algorithms
 from rollouts.errors import ConfigError
 from rollouts.kl import k3
+from rollouts.proximal import interpolate_probs
 from rollouts.types import Algorithm
 
 resolve = partial(resolve_algorithm, max_tokens=8)
@@ -209,6 +210,7 @@ KNOWN = "nown are .*grpo, .*reinforce, .*rloo.*, or module:function"
         ("dapo(clip_high=1e999)", "found '1e999' .*, expected a finite number"),
         ("dapo(clip_high=-1e999)", "found '-1e999' .*, expected a finite number"),
         ("dapo(clip_high=" + "9" * 400 + ")", "found '999.*, expected a finite number"),
+        ("decoupled(grpo, approximate=k2)", "found the name 'k2' .*, expected one of interpolate_log_probs, interpolate_probs or None"),
         ("reinforce_plus_plus(kl=k4)", "found the name 'k4' .*, expected one of k1, abs_kl, k2, k3"),
         ("reinforce_plus_plus(kl='k3')", "found 'k3' .*, expected one of k1, abs_kl, k2, k3"),
         ("own.py:takes_function(loss=3)", "found 3 .*, expected what cannot be written here"),
@@ -393,3 +395,10 @@ def test_numbers_arrive_exactly(low: float, high: float, epsilon: float):
     expression = f"dapo(clip_low={low!r}, clip_high={high!r}, epsilon={epsilon!r}, dual=None)"
     assert repr(resolve(expression)) == repr(algorithms.dapo(low, high, epsilon))
     assert describe_algorithm(expression, 8) == expression
+
+
+def test_an_interpolation_is_named():
+    expression = "decoupled(grpo, segment_wise=True, missed_as_proximal=True, approximate=interpolate_probs)"
+    expected = algorithms.decoupled(algorithms.grpo(), segment_wise=True, missed_as_proximal=True, approximate=interpolate_probs)
+    assert resolve_algorithm(expression, 8) == expected
+    assert "approximate=interpolate_probs" in describe_algorithm(expression, 8)

@@ -47,6 +47,7 @@ from rollouts.batching import select_rows
 from rollouts.errors import ConfigError, DataError
 from rollouts.estimators import estimate_gpg, estimate_group_relative, estimate_opo, estimate_optimal_token_baseline, estimate_vtrace
 from rollouts.loss_weights import trained_mask
+from rollouts.proximal import interpolate_log_probs, interpolate_probs
 from rollouts.statistics import AllReduce, batch_mean, masked_mean, whiten
 from rollouts.types import Algorithm, TokenOutputs, TrainBatch, Transform
 
@@ -88,6 +89,22 @@ CASES: dict[str, tuple[Algorithm, Callable[[Step], Any]]] = {
         decoupled(dapo(), cap=1.5, segment_wise=True),
         partial(oracles_algorithms.decoupled, cap=1.5, segment_wise=True),
     ),
+    "decoupled, segment-wise, missed": (
+        decoupled(dapo(), cap=1.5, floor=0.5, segment_wise=True, missed_as_proximal=True),
+        partial(oracles_algorithms.decoupled, cap=1.5, floor=0.5, segment_wise=True, missed_as_proximal=True),
+    ),
+    "decoupled, log-probs by version": (
+        decoupled(dapo(), cap=1.1, approximate=interpolate_log_probs),
+        partial(oracles_algorithms.decoupled, cap=1.1, geometric=True),
+    ),
+    "decoupled, probs by version": (
+        decoupled(dapo(), drop=False, cap=1.05, floor=0.97, approximate=interpolate_probs),
+        partial(oracles_algorithms.decoupled, drop=False, cap=1.05, floor=0.97, geometric=False),
+    ),
+    "decoupled, segment-wise, by version": (
+        decoupled(dapo(), cap=1.5, segment_wise=True, approximate=interpolate_log_probs, missed_as_proximal=True),
+        partial(oracles_algorithms.decoupled, cap=1.5, segment_wise=True, geometric=True, missed_as_proximal=True),
+    ),
     "recomputed": (recomputed(dapo()), oracles_algorithms.recomputed),
     "truncated": (truncated(dapo(), cap=1.1), partial(oracles_algorithms.truncated, cap=1.1)),
 }
@@ -101,7 +118,7 @@ PRESETS = {
 
 def make_rollouts(seed: int, rows: int, width: int, *, with_greedy: bool = False) -> tuple[torch.Tensor, TrainBatch]:
     """Current log-probs and a ragged float64 batch with every column; groups of uneven size, holes in the masks."""
-    g = torch.Generator().manual_seed(seed)
+    g, ages = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
 
     def draw(scale: float = 1.0) -> torch.Tensor:
         return torch.randn(rows, width, generator=g, dtype=torch.float64) * scale
@@ -132,6 +149,9 @@ def make_rollouts(seed: int, rows: int, width: int, *, with_greedy: bool = False
         segment_log_probs=rollout + draw(0.2),
         ref_log_probs=rollout + draw(0.3),
         values=draw(),
+        segment_mask=torch.rand(rows, width, generator=ages) < 0.6,
+        weight_versions=torch.randint(0, 6, (rows, width), generator=ages),
+        policy_versions=torch.full((rows,), 4.5 if seed % 2 else 4.0),
     )
     return rollout + draw(0.3).clamp(max=0.0) + 0.04, batch
 
@@ -179,6 +199,9 @@ def run_oracle(oracle: Callable[[Step], Any], log_probs: torch.Tensor, batch: Tr
         values=batch.values.tolist(),
         entropy=[list(row) for row in entropy_of(leaf)],
         trainable=batch.trainable.tolist(),
+        versions=batch.weight_versions.tolist(),
+        computed=batch.segment_mask.tolist(),
+        current=float(batch.policy_versions[0]),
     )
     loss = oracle(step) + 0.0 * leaf.sum()  # clipped everywhere, it is a plain number
     loss.backward()
@@ -597,3 +620,20 @@ def test_chains_apply_from_left_to_right():
 def replace_advantages(batch: TrainBatch, scale: float, shift: float) -> TrainBatch:
     assert batch.advantages is not None
     return replace(batch, advantages=scale * batch.advantages + shift)
+
+
+def test_weights_are_reported_with_their_largest_and_the_distance_to_the_rollout():
+    log_probs, batch = make_rollouts(3, 6, 5)
+    step = replace(batch, advantages=batch.loss_mask, loss_weights=batch.loss_mask)
+    on = batch.loss_mask > 0
+    metrics = (
+        decoupled(dapo(), cap=1.2, segment_wise=True, approximate=interpolate_log_probs)
+        .loss(TokenOutputs(log_probs=log_probs), step)
+        .metrics
+    )
+    weights = (batch.segment_log_probs - batch.rollout_log_probs).exp()
+    bounded = torch.where(weights <= 1.2, weights, 0.0)[on]
+    assert float(metrics["max_importance_weight"]) == pytest.approx(float(bounded.max()))
+    assert float(metrics["importance_weight"]) == pytest.approx(float(bounded.mean()))
+    assert float(metrics["dropped_fraction"]) == pytest.approx(float((bounded == 0).double().mean()))
+    assert float(metrics["rollout_kl"]) == pytest.approx(float((batch.rollout_log_probs - log_probs)[on].mean()))

@@ -28,6 +28,7 @@ from rollouts.metrics import (
     log_offset,
     measure,
     read_metrics,
+    summarize_behavior,
     summarize_samples,
     truncate_log,
 )
@@ -259,3 +260,15 @@ def test_a_missing_reward_is_not_a_number(rewards):
     summary = summarize_samples([make_sample(reward) for reward in rewards])
     assert all(math.isnan(summary[f"reward_{name}"]) for name in ("mean", "std", "min", "max"))
     assert summary["zero_std_fraction"] == 0.0
+
+
+def test_behavior_metrics_are_those_of_the_loss():
+    loss = {"importance_weight": 0.9, "max_importance_weight": 2.0, "dropped_fraction": 0.25, "rollout_kl": 0.01, "approx_kl": 0.5}
+    assert summarize_behavior(loss) == {
+        "behavior_weight_mean": 0.9,
+        "behavior_weight_max": 2.0,
+        "behavior_masked_fraction": 0.25,
+        "mismatch_kl": 0.01,
+    }
+    assert summarize_behavior({"approx_kl": 0.5, "loss": 1.0}) == {"mismatch_kl": 0.5}
+    assert summarize_behavior({"loss": 1.0}) == {}
