@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from integration.algorithm_expression import PresetCall, create_algorithm, parse_algorithm
 from integration.algorithm_facts import find_kl_coefs, learns_from_single_samples
+from integration.async_settings import SWITCH, derive_algorithm_call, resolve_async_config
+from rollouts.async_config import AsyncConfig, check_async_config
 from rollouts.backends.factory import parse_device
 from rollouts.config import (
     CheckpointConfig,
@@ -19,6 +21,7 @@ from rollouts.config import (
     ParityConfig,
     RewardConfig,
     RLTrainingConfig,
+    RolloutConfig,
     SFTTrainingConfig,
     check_count,
     check_not_negative,
@@ -38,7 +41,6 @@ SELF_MADE_TASKS = ("sort", "sort-long")  # these need no data
 TASKS = (*SELF_MADE_TASKS, "gsm8k", "jsonl")
 RESPONSE_TOKENS = {"sort": 8, "sort-long": 10}  # most tokens of a response, unless the user sets it
 OWN_DATA_RESPONSE_TOKENS = 512
-FILLED = FILLABLE - {"segment_log_probs"}  # what an algorithm may require: rollouts of this command have one weight version each
 ENGINE_KINDS = ("inprocess", "vllm", "sglang")
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
 
@@ -126,6 +128,7 @@ class RLSection:
     over_sampling_factor: float = 1.0  # groups in flight per group wanted
     max_filter_attempts: int = 10  # rounds of generation for one batch
     sync_every: int = 1  # steps between two weight syncs
+    asynchronous: AsyncConfig = field(default_factory=AsyncConfig)  # rollouts that are generated while training goes on
     log_every: int = 1
     eval_every: int = 1
     max_tokens_per_microbatch: int = 16384
@@ -318,6 +321,8 @@ class Config:
     seed: int = 0  # of the built-in model's weights, the order of data and every sampled token
     output_dir: str | None = None  # None = runs/<time>-<task>, new for every run
     num_threads: int | None = None  # CPU threads of torch; None = as torch chooses
+    enable_segment_wise_ppo: bool = False  # a proximal policy for each token of asynchronous rollouts, one version after its own: sets
+    # rl.asynchronous and wraps the algorithm as that needs
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     sft: SFTSection = field(default_factory=SFTSection)
@@ -347,6 +352,20 @@ class Config:
         check_setting(buffer <= budget, "rl.overlong_buffer", buffer, f"at most the token budget of a response, {budget}")
         rl_training_config(self, None)
         reward_config(self)
+        if self.asynchronous.enabled:
+            batch = RolloutConfig(batch_size=self.rl.prompts_per_step, over_sampling_factor=self.rl.over_sampling_factor)
+            check_async_config(self.asynchronous, batch)
+        _ = self.algorithm_call
+
+    @cached_property
+    def asynchronous(self) -> AsyncConfig:
+        """rl.asynchronous with what follows from the switch enable_segment_wise_ppo."""
+        return resolve_async_config(self.rl.asynchronous, segment_wise=self.enable_segment_wise_ppo)
+
+    @cached_property
+    def algorithm_call(self) -> PresetCall:
+        """rl.algorithm, parsed, with what follows from the switch."""
+        return derive_algorithm_call(self.rl.parsed_algorithm, self.asynchronous)
 
     @cached_property
     def algorithm(self) -> Algorithm:
@@ -359,7 +378,7 @@ class Config:
 
 def create_rl_algorithm(config: Config, max_tokens: int) -> Algorithm:
     """The algorithm of a configuration under a token budget, checked against its settings. Calls the user's functions, if it has any."""
-    algorithm = create_algorithm(config.rl.parsed_algorithm, max_tokens)
+    algorithm = create_algorithm(config.algorithm_call, max_tokens)
     check_algorithm_settings(config, algorithm)
     rl_training_config(config, algorithm, max_tokens)
     return algorithm
@@ -368,11 +387,16 @@ def create_rl_algorithm(config: Config, max_tokens: int) -> Algorithm:
 def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError if a run cannot give the algorithm what it requires, or if a setting is of a model that it does not use."""
     name, critic = config.rl.algorithm, config.critic
-    unknown = sorted(algorithm.requires - FILLED)
+    if "segment_log_probs" in algorithm.requires and not config.asynchronous.segment_wise:
+        raise ConfigError(
+            f"rl.algorithm {name!r} requires segment_log_probs, which rollouts have only where the switch is on: add "
+            f"--rl.asynchronous.enabled --{SWITCH}"
+        )
+    unknown = sorted(algorithm.requires - FILLABLE)
     if unknown:
         raise ConfigError(
             f"rl.algorithm {name!r} requires {', '.join(unknown)}, which the rollouts of this command do not have; they have "
-            f"{', '.join(sorted(FILLED))}. Choose another, or call run_rl_training with samples that carry it"
+            f"{', '.join(sorted(FILLABLE))}. Choose another, or call run_rl_training with samples that carry it"
         )
     if config.rl.samples_per_prompt == 1 and not learns_from_single_samples(algorithm):
         raise ConfigError(

@@ -22,6 +22,7 @@ def describe_step(metrics: Mapping[str, Value]) -> str:
         ("loss", "loss", ".4f"),
         ("reward_mean", "reward", ".3f"),
         ("eval_accuracy", "held-out accuracy", ".3f"),
+        ("staleness_mean", "versions behind", ".2f"),
         ("lr", "lr", ".1e"),
         ("step_s", "s/step", ".2f"),
     ):

@@ -39,7 +39,7 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
             facts["SFT tokens"] = f"about {rows * SORT_ROW_TOKENS[config.task]:,}"
     if "rl" in mode:
         per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
-        facts["RL algorithm"] = describe_call(config.rl.parsed_algorithm, response_tokens(config))
+        facts["RL algorithm"] = describe_call(config.algorithm_call, response_tokens(config))
         facts |= describe_companions(config)
         facts["RL samples per step"] = f"{per_step:,} ({config.rl.prompts_per_step} prompts x {config.rl.samples_per_prompt})"
         greedy = count_greedy_samples(config.algorithm) * config.rl.prompts_per_step
@@ -51,8 +51,22 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
         facts["RL optimizer steps"] = f"{count_rl_updates(config):,}"
         facts["RL samples"] = f"{config.rl.num_steps * per_step:,}"
         facts["RL weight syncs"] = f"{config.rl.num_steps // config.rl.sync_every:,}"
+        facts["RL rollouts"] = describe_rollouts(config)
     facts |= estimate_memory(config, mode, model, num_parameters)
     return facts
+
+
+def describe_rollouts(config: Config) -> str:
+    """When rollouts are generated, and how many there are at once."""
+    asynchronous, per_version = config.asynchronous, config.rl.prompts_per_step * config.rl.sync_every
+    if not asynchronous.enabled:
+        return "before each step's training, which waits for them"
+    stopped = "stopped around each weight sync, and go on from their tokens" if asynchronous.interrupts else "go on through weight syncs"
+    running, waiting = asynchronous.concurrent_groups(per_version), asynchronous.queue_groups(per_version)
+    return (
+        f"while training goes on, at most {asynchronous.max_staleness} weight versions behind; up to {running:,} groups are generated at "
+        f"once and {waiting:,} wait; they {stopped}"
+    )
 
 
 def describe_companions(config: Config) -> dict[str, str]:

@@ -28,8 +28,10 @@ from integration.config import (
     sft_training_config,
 )
 from integration.engines import create_embedded_engine, open_engines
+from integration.ledger import Ledger
 from integration.models import check_companions, create_backend, create_companions, create_model, find_directory, open_companions
 from integration.tasks import Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
+from rollouts.async_rollouts import WorkflowExecutor, create_workflow_executor
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.chat import ensure_pad_token
@@ -41,7 +43,7 @@ from rollouts.errors import CheckpointError, ConfigError
 from rollouts.generation import create_generate_fn, evaluate_prompts
 from rollouts.metrics import MetricsLogger, StageLogger
 from rollouts.rewards.answers import load_function
-from rollouts.rl_loop import restore_rl_run, run_rl_training
+from rollouts.rl_loop import restore_rl_run, run_async_rl_training, run_rl_training
 from rollouts.rollout_manager import AsyncRolloutManager
 from rollouts.sft_loop import run_sft_training
 from rollouts.trajectories import select_samples, write_samples
@@ -187,34 +189,40 @@ async def run_rl(
     ):
         evaluation = Evaluation(engines[0], tokenizer, task, config, output_dir / "examples.jsonl")
         rollout = create_rollout_config(config, task, algorithm, engines, tokenizer)
-        async with AsyncRolloutManager(buffer, rollout, engines=engines) as manager:
-            resume = None
-            if source is not None:
-                resume = await restore_rl_run(source, pipeline, manager, engines, training, critic=beside.critic)
-                control.say(f"RL goes on after step {resume.step} of {config.rl.num_steps}")
-            elif source_checkpoint is None and task.heldout_prompts and logger is not None:
-                logger.log(await evaluation.measure(), 0)
-            if resume is None or resume.step < config.rl.num_steps:
-                await run_rl_training(
-                    pipeline,
-                    buffer,
-                    manager,
-                    engines,
-                    training,
-                    logger,
-                    reference=beside.reference,
-                    critic=beside.critic,
-                    pad_id=ensure_pad_token(tokenizer),
-                    evaluate=evaluation.measure,
-                    checkpoint_dir=checkpoint_dir,
-                    keep_last_n=config.checkpoint.keep_last_n,
-                    resume=resume,
-                    should_stop=control.should_stop,
-                    on_rollouts=partial(write_trajectories, output_dir / "trajectories", config.trajectories.every),
-                    clock=control.clock,
-                )
-            elif logger is not None:  # killed between the last checkpoint and its line
+        rollouts = create_rollout_source(config, buffer, rollout, engines)
+        resume = None
+        if source is not None:
+            resume = await restore_rl_run(source, pipeline, rollouts, engines, training, critic=beside.critic)
+            control.say(f"RL goes on after step {resume.step} of {config.rl.num_steps}")
+        ledger = Ledger(output_dir / "ledger.jsonl", finished_steps=0 if resume is None else resume.step)
+
+        def keep(step: int, batch: RolloutBatch) -> None:
+            write_trajectories(output_dir / "trajectories", config.trajectories.every, step, batch)
+            ledger.add(step, batch)
+
+        if resume is not None and resume.step >= config.rl.num_steps:  # killed between the last checkpoint and its line
+            if logger is not None:
                 logger.log(dict(resume.metrics) | await evaluation.measure(), resume.step)
+            return finished_checkpoint(checkpoint_dir, config.rl.num_steps)
+        if resume is None and source_checkpoint is None and task.heldout_prompts and logger is not None:
+            logger.log(await evaluation.measure(), 0)
+        options: dict[str, Any] = {
+            "reference": beside.reference,
+            "critic": beside.critic,
+            "pad_id": ensure_pad_token(tokenizer),
+            "evaluate": evaluation.measure,
+            "checkpoint_dir": checkpoint_dir,
+            "keep_last_n": config.checkpoint.keep_last_n,
+            "resume": resume,
+            "should_stop": control.should_stop,
+            "on_rollouts": keep,
+            "clock": control.clock,
+        }
+        async with rollouts:
+            if isinstance(rollouts, WorkflowExecutor):
+                await run_async_rl_training(pipeline, buffer, rollouts, engines, training, logger, **options)
+            else:
+                await run_rl_training(pipeline, buffer, rollouts, engines, training, logger, **options)
     return finished_checkpoint(checkpoint_dir, config.rl.num_steps)
 
 
@@ -270,9 +278,19 @@ def create_rollout_config(
         ),
         reward_fn=task.reward_fn,
         filter_fn=resolve_filter(config.rl.filter),
+        segment_log_probs=config.asynchronous.segment_wise,
         max_filter_attempts=config.rl.max_filter_attempts,
         reward=reward_config(config),
     )
+
+
+def create_rollout_source(
+    config: Config, buffer: DataBuffer, rollout: RolloutConfig, engines: Sequence[InferenceEngine]
+) -> AsyncRolloutManager | WorkflowExecutor:
+    """What produces the batches: one after another, or while training goes on."""
+    if not config.asynchronous.enabled:
+        return AsyncRolloutManager(buffer, rollout, engines=engines)
+    return create_workflow_executor(buffer, rollout, config.asynchronous, engines=engines, batches_per_version=config.rl.sync_every)
 
 
 def template_kwargs(config: Config) -> Mapping[str, Any]:

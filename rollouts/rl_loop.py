@@ -1,25 +1,38 @@
 """Reinforcement learning: generate -> reward -> advantages -> train -> sync weights, once per step.
 
 One step is one rollout batch. It is trained on with num_epochs x num_minibatches optimizer steps. The weight version counts syncs.
+
+Two loops: run_rl_training generates, then trains; run_async_rl_training trains while the next rollouts are generated.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import trio
+
+from rollouts.async_config import check_async_config
+from rollouts.async_rollouts import WorkflowExecutor
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.config import RLTrainingConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import CheckpointError, RolloutsError, raise_single_errors
 from rollouts.metrics import MetricsLogger
+from rollouts.proximal import find_missed_tokens
+from rollouts.proximal_recompute import ProximalRecomputer, score_with_trainer
 from rollouts.rl_run import ResumePoint, RLRun, RolloutSource
 from rollouts.rl_run import resolve_algorithm as resolve_algorithm
 from rollouts.rl_run import restore_rl_run as restore_rl_run
+from rollouts.samples import select_trainable
 from rollouts.train_on_rollouts import train_on_rollouts as train_on_rollouts
 from rollouts.training_steps import EvaluateFn, Metrics
 from rollouts.types import RolloutBatch
+
+_STOP_S = 30.0  # for rollouts to stop when a run has failed
 
 
 async def run_rl_training(
@@ -107,3 +120,236 @@ async def run_rl_training(
         if stopping:
             break
     return history
+
+
+async def run_async_rl_training(
+    backend: TrainingBackend,
+    data_buffer: DataBuffer,
+    executor: WorkflowExecutor,
+    inference_engines: Sequence[InferenceEngine],
+    config: RLTrainingConfig,
+    metrics_logger: MetricsLogger | None = None,
+    *,
+    reference: TrainingBackend | None = None,
+    critic: TrainingBackend | None = None,
+    pad_id: int = 0,
+    evaluate: EvaluateFn | None = None,
+    checkpoint_dir: Path | None = None,
+    keep_last_n: int = 2,
+    resume: ResumePoint | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_rollouts: Callable[[int, RolloutBatch], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Metrics]:
+    """run_rl_training, with rollouts that are generated while training goes on: tokens may be executor.asynchronous.max_staleness behind.
+
+    Each step: take the groups that are finished, or wait for them -> shape rewards -> train -> checkpoint (if due) -> sync weights (if due)
+    -> segment log-probs of everything that waits (if configured) -> open capacity under the new weights -> evaluate (if due), beside the
+    next step. Rollouts are interrupted, and go on from their tokens, for a checkpoint and, where executor.asynchronous.interrupts, for a
+    sync. With max_staleness=0 nothing overlaps and the numbers are those of run_rl_training.
+
+    A line of metrics is logged when its evaluation is done, before the next step's checkpoint.
+
+    Args: as of run_rl_training, besides:
+        executor: opened, with batches_per_version = config.sync_every.
+
+    Returns: one dict per step done in this call.
+    Raises: as run_rl_training. If rollouts, an evaluation or a sync fails, a checkpoint of the last finished step with everything that
+        waits is written first, where there is a checkpoint_dir, and a note on the error says where.
+    """
+    run = RLRun(
+        backend,
+        data_buffer,
+        executor,
+        inference_engines,
+        config,
+        metrics_logger,
+        reference=reference,
+        critic=critic,
+        pad_id=pad_id,
+        evaluate=evaluate,
+        checkpoint_dir=checkpoint_dir,
+        keep_last_n=keep_last_n,
+        on_rollouts=on_rollouts,
+        clock=clock,
+    )
+    check_async_config(executor.asynchronous, executor.config, replace(config, algorithm=run.algorithm))
+    recomputer: ProximalRecomputer | None = None
+    if executor.asynchronous.segment_wise:
+        score = score_with_trainer(backend, max_tokens_per_microbatch=config.max_tokens_per_microbatch, pad_id=pad_id)
+        # between two syncs the trainer is ahead of the version that the engines hold
+        behind = -1 if resume is None or resume.step % config.sync_every == 0 else resume.step // config.sync_every
+        recomputer = ProximalRecomputer(score, last_version=behind)
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            loop = _AsyncLoop(run, executor, recomputer, nursery, should_stop, clock)
+            await loop.run(resume)
+    return loop.history
+
+
+class _Line:
+    """The line of a finished step, while its evaluation goes on beside the next step."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.error: Exception | None = None
+        self.evaluating = trio.CancelScope()
+        self.waiting = trio.CancelScope()  # round what would wait in vain once the evaluation has failed
+
+    def set_error(self, error: Exception) -> None:
+        """The evaluation failed. It is raised where the step that runs beside it has come to a point that can be saved."""
+        self.error = error
+        self.waiting.cancel()
+
+
+class _AsyncLoop:
+    """The state of one run_async_rl_training call: the last finished step, and the line that is not logged yet."""
+
+    def __init__(
+        self,
+        run: RLRun,
+        executor: WorkflowExecutor,
+        recomputer: ProximalRecomputer | None,
+        nursery: trio.Nursery,
+        should_stop: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._run, self._executor, self._recomputer, self._nursery = run, executor, recomputer, nursery
+        self._should_stop, self._clock = should_stop, clock
+        self._line: _Line | None = None
+        self._updating = False  # while a step trains: the weights of that moment are of no finished step
+        self._finished, self._metrics, self._metrics_bytes = 0, Metrics(), run.log_offset
+        self.history: list[Metrics] = []
+
+    async def run(self, resume: ResumePoint | None) -> None:
+        """All steps; if one fails, a checkpoint of the last finished one."""
+        try:
+            await self._begin(resume)
+            for step in range(self._finished, self._run.config.num_steps):
+                if await self._run_step(step):
+                    break
+        except Exception as error:  # whatever it is, what is finished must not be lost with it
+            await self._save_after(error)
+            raise
+
+    async def _begin(self, resume: ResumePoint | None) -> None:
+        self._finished = await self._run.begin(resume)
+        metrics = Metrics() if resume is None else dict(resume.metrics)
+        self._metrics = dict(metrics)
+        if resume is not None and self._recomputer is not None:
+            await self._executor.interrupt()
+            await self._recompute(metrics)
+        if metrics:  # the checkpoint was written before this line, so that it could serve the sync
+            await self._go_on(metrics)
+        else:
+            self._open_version()
+
+    async def _run_step(self, step: int) -> bool:
+        """One step. Returns whether it is the last one."""
+        run, executor, clock = self._run, self._executor, self._clock
+        started = clock()
+        rollouts = await self._wait_for_batch()
+        generated = clock()
+        self._updating = True
+        metrics = await run.train(step, rollouts)
+        self._updating = False
+        trained = clock()
+        metrics |= summarize_mismatch(metrics)
+        if self._recomputer is not None:
+            missed = (len(find_missed_tokens(sample, run.served.version)) for sample in select_trainable(rollouts.samples))
+            metrics["num_missed_tokens"] = float(sum(missed))
+        metrics |= {"generate_s": generated - started, "train_s": trained - generated, "trainer_wait_s": generated - started}
+        error = await self._finish_line()
+        self._finished, self._metrics, self._metrics_bytes = step + 1, metrics, run.log_offset
+        if error is not None:
+            raise error
+        evaluated, stopping = clock(), self._should_stop()
+        saves, syncs = run.is_checkpoint_due(self._finished, stopping), run.is_sync_due(self._finished)
+        is_last = stopping or self._finished == run.config.num_steps
+        if saves or is_last or (syncs and executor.asynchronous.interrupts):
+            await executor.interrupt()
+        checkpoint = await run.save(self._finished, metrics, self._metrics_bytes) if saves else None
+        saved = clock()
+        if syncs:
+            await run.sync(self._finished, rollouts, checkpoint)
+            await self._recompute(metrics)
+        metrics |= {"checkpoint_s": saved - evaluated, "sync_s": clock() - saved, "step_s": clock() - started}
+        self.history.append(metrics)
+        if is_last:  # nothing new starts, and what was stopped stays where the caller can save it
+            await run.finish_step(self._finished, metrics, stopping)
+        else:
+            await self._go_on(metrics)
+        return is_last
+
+    async def _go_on(self, metrics: Metrics) -> None:
+        """Log the line of the last finished step, and let rollouts start under the new weights: with max_staleness 0 in this order."""
+        run, finished = self._run, self._finished
+        if self._executor.asynchronous.max_staleness == 0 or not run.is_evaluation_due(finished):
+            await run.finish_step(finished, metrics, stopping=False)
+            self._open_version()
+        else:
+            self._open_version()
+            self._line = _Line()
+            self._nursery.start_soon(self._evaluate_beside, finished, metrics, self._line)
+
+    def _open_version(self) -> None:
+        if self._run.served.version > self._executor.version:
+            self._executor.set_version(self._run.served.version)
+        self._executor.resume()
+
+    async def _recompute(self, metrics: Metrics) -> None:
+        """Segment log-probs for everything that waits. Nothing runs, and the trainer holds the weights that the engines have just got."""
+        if self._recomputer is not None:
+            metrics["num_segment_tokens"] = float(await self._recomputer.recompute_all(self._executor, self._run.served.version))
+
+    async def _evaluate_beside(self, finished: int, metrics: Metrics, line: _Line) -> None:
+        try:
+            try:
+                with line.evaluating:
+                    await self._run.evaluate(finished, metrics)
+            finally:  # a line without these numbers is better than none
+                self._run.log(finished, metrics, stopping=False)
+        except Exception as error:  # evaluations are the user's
+            line.set_error(error)
+        finally:
+            line.done.set()
+
+    async def _finish_line(self) -> Exception | None:
+        """Wait until the line of the step before is logged. Returns the error that its evaluation ended with."""
+        line, self._line = self._line, None
+        if line is None:
+            return None
+        await line.done.wait()
+        return line.error
+
+    async def _wait_for_batch(self) -> RolloutBatch:
+        if self._line is None:
+            return await self._executor.generate_batch()
+        with self._line.waiting:
+            return await self._executor.generate_batch()
+        error = await self._finish_line()
+        assert error is not None, "only a failed evaluation cancels the wait for a batch"
+        raise error
+
+    async def _save_after(self, error: Exception) -> None:
+        """Save the last finished step with everything that waits, and note on the error where."""
+        if self._line is not None:  # its requests would be aborted below, and unfinished answers judged
+            self._line.evaluating.cancel()
+            await self._finish_line()
+        if self._updating or not self._run.saves or isinstance(error, CheckpointError):
+            return
+        with trio.move_on_after(_STOP_S):  # what does not stop must not keep the checkpoint from being written
+            await self._executor.interrupt()
+        try:
+            path = await self._run.save(self._finished, self._metrics, self._metrics_bytes)
+        except (RolloutsError, OSError) as problem:
+            error.add_note(f"step {self._finished} could not be saved: {problem}")
+        else:
+            error.add_note(f"step {self._finished} and all rollouts that wait or were under way are saved in {path}: resume from there")
+
+
+def summarize_mismatch(metrics: Metrics) -> Metrics:
+    """mismatch_kl, in nats per token: KL(rollout || trainer before the update) where the algorithm has the trainer compute it, else, where
+    the ratio is anchored to the rollout, KL(rollout || trainer) over the updates of the step. Nothing where neither is known."""
+    known = [metrics[name] for name in ("rollout_kl", "approx_kl") if name in metrics]
+    return {"mismatch_kl": known[0]} if known else {}

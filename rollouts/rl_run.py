@@ -216,6 +216,7 @@ class RLRun:
             value_clip=config.value_clip,
             only_critic=only_critic,
             kl_coef=None if kl_control is None else kl_control.kl_coef,
+            current_version=self.served.version + step % config.sync_every / config.sync_every,
         )
         if kl_control is not None and "reference_kl" in metrics and not only_critic:
             self._kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
@@ -297,11 +298,19 @@ class RLRun:
 
     async def finish_step(self, finished: int, metrics: Metrics, stopping: bool) -> None:
         """Evaluate, into the same dict, and log, each if it is due."""
-        if self._evaluate is not None and is_due(finished, self.config.eval_every, self.config.num_steps):
+        await self.evaluate(finished, metrics)
+        self.log(finished, metrics, stopping)
+
+    def is_evaluation_due(self, finished: int) -> bool:
+        """Whether the model is evaluated after this step."""
+        return self._evaluate is not None and is_due(finished, self.config.eval_every, self.config.num_steps)
+
+    async def evaluate(self, finished: int, metrics: Metrics) -> None:
+        """Add the numbers of the evaluation after this step, if it is due."""
+        if self._evaluate is not None and self.is_evaluation_due(finished):
             started = self._clock()
             metrics.update(await self._evaluate())
             metrics["evaluate_s"] = self._clock() - started
-        self.log(finished, metrics, stopping)
 
     def log(self, finished: int, metrics: Metrics, stopping: bool) -> None:
         """Log the line of a step, if it is due."""

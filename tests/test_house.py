@@ -23,7 +23,7 @@ LAYERS = (
     ),
     (
         "generate_fns", "group_race", "generation", "rollout_manager", "rollout_queue", "staleness_control", "prompt_schedule",
-        "rollout_runs", "finished_rollouts", "executor_parts", "async_rollouts", "weight_sync", "served_weights", "training_steps",
+        "rollout_runs", "finished_rollouts", "executor_parts", "rollout_book", "async_rollouts", "weight_sync", "served_weights", "training_steps",
         "requirements", "train_on_rollouts", "proximal_recompute", "workflows", "engine_parity", "sft_loop", "rl_run", "rl_loop", "testing",
     ),
 )  # fmt: skip
@@ -97,6 +97,7 @@ def test_pure_layers_have_no_clock_network_concurrency_or_global_randomness(path
 
 NAMES_OF_CHOICES = {  # what a configuration or a command line names; everywhere else a choice is a function or a flag
     "config": {"Schedule", "OnRewardError", "WeightSync", "ParityAction"},
+    "async_config": {"WhenQueueFull", "RolloutOrder", "OnStale", "OnFailure", "InFlight", "MissedSegment"},
     "chat": {"OnOverflow"},
     "batching": {"PaddingSide"},
 }

@@ -1,0 +1,64 @@
+"""What the switch enable_segment_wise_ppo means for the parts of a run: the rollouts' settings and the algorithm follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from integration.algorithm_expression import PRESETS, PresetCall
+from rollouts.async_config import AsyncConfig
+from rollouts.errors import ConfigError
+
+SWITCH = "enable_segment_wise_ppo"
+
+
+def resolve_async_config(asynchronous: AsyncConfig, *, segment_wise: bool) -> AsyncConfig:
+    """The settings of asynchronous rollouts under the switch.
+
+    Raises: ConfigError if they contradict it, or if the switch is on and rollouts are not asynchronous.
+    """
+    if asynchronous.enable_segment_wise_ppo is not None and asynchronous.enable_segment_wise_ppo != segment_wise:
+        raise ConfigError(
+            f"rl.asynchronous.{SWITCH} is {asynchronous.enable_segment_wise_ppo}, but it follows from the switch --{SWITCH}, which is "
+            f"{segment_wise}: set the switch and leave rl.asynchronous.{SWITCH} out"
+        )
+    if segment_wise and not asynchronous.enabled:
+        raise ConfigError(
+            f"{SWITCH} is True, but rollouts are not asynchronous, so that every token is of one version: add --rl.asynchronous.enabled, "
+            f"or leave --{SWITCH} out"
+        )
+    if segment_wise and asynchronous.in_flight == "continue":
+        raise ConfigError(
+            f"rl.asynchronous.in_flight is 'continue', but {SWITCH} must see the tokens of unfinished rollouts at each weight sync: "
+            "leave rl.asynchronous.in_flight out"
+        )
+    return replace(asynchronous, enable_segment_wise_ppo=segment_wise)
+
+
+def derive_algorithm_call(call: PresetCall, asynchronous: AsyncConfig) -> PresetCall:
+    """The algorithm's expression under the switch: decoupled(..., segment_wise=True), around it where it is not decoupled itself.
+
+    Args:
+        asynchronous: as resolve_async_config gives it.
+
+    Returns: the very call where the switch is off.
+    Raises: ConfigError if the expression contradicts the switch.
+    """
+    given = call.arguments.get("segment_wise") if call.name == "decoupled" else None
+    if not asynchronous.segment_wise:
+        if given:
+            raise ConfigError(f"rl.algorithm {call.text!r} is segment-wise, but {SWITCH} is off: add --{SWITCH}, which sets it")
+        return call
+    if given is False:
+        raise ConfigError(f"rl.algorithm {call.text!r} says segment_wise=False, but {SWITCH} is True: leave one of them out")
+    missed = asynchronous.missed_segment == "proximal"
+    said = call.arguments.get("missed_as_proximal") if call.name == "decoupled" else None
+    if said is not None and said != missed:
+        raise ConfigError(
+            f"rl.algorithm {call.text!r} says missed_as_proximal={said}, but it follows from rl.asynchronous.missed_segment, which is "
+            f"{asynchronous.missed_segment!r}: leave it out"
+        )
+    derived: dict[str, Any] = {"segment_wise": True, "missed_as_proximal": missed}
+    if call.name == "decoupled":
+        return replace(call, arguments={**call.arguments, **derived})
+    return PresetCall(name="decoupled", function=PRESETS["decoupled"], arguments={"algorithm": call, **derived}, text=call.text)
