@@ -400,5 +400,5 @@ def test_numbers_arrive_exactly(low: float, high: float, epsilon: float):
 def test_an_interpolation_is_named():
     expression = "decoupled(grpo, segment_wise=True, missed_as_proximal=True, approximate=interpolate_probs)"
     expected = algorithms.decoupled(algorithms.grpo(), segment_wise=True, missed_as_proximal=True, approximate=interpolate_probs)
-    assert resolve_algorithm(expression, 8) == expected
+    assert repr(resolve_algorithm(expression, 8)) == repr(expected)
     assert "approximate=interpolate_probs" in describe_algorithm(expression, 8)

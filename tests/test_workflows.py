@@ -1,0 +1,287 @@
+"""Workflows as generate functions: whose samples they give, what an interruption does, requests at the same time, reward signatures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import trio
+
+from rollouts.algorithms import remax
+from rollouts.batching import collate_samples
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.config import GenerationConfig, RewardConfig, RolloutConfig
+from rollouts.data_buffer import DataBuffer
+from rollouts.errors import ConfigError, GenerationError, RewardError
+from rollouts.generate_fns import PendingGroup, bind_generate_fn, is_finished
+from rollouts.generation import create_generate_fn
+from rollouts.rollout_manager import AsyncRolloutManager
+from rollouts.samples import completion_to_sample
+from rollouts.testing import FakeEngine, script_answer
+from rollouts.types import Message, Prompt, Sample, SamplingParams, Status
+from rollouts.workflows import (
+    EpisodeData,
+    EpisodeEngine,
+    EpisodeInterrupted,
+    LLMRequest,
+    ReMaxWorkflow,
+    RLVRWorkflow,
+    adapt_reward_fn,
+    create_workflow_generate_fn,
+)
+
+TOKENIZER = create_char_tokenizer()
+PROMPT = Prompt(content="2 1 >", index=3, metadata={"answer": "12"})
+PARAMS = SamplingParams(max_tokens=12)
+
+
+def count_ones(prompt, completions, prompt_ids, completion_ids, **data) -> float:
+    return float(completions.count("1"))
+
+
+async def generate(workflow, engine, n: int = 2, *, prompt: Prompt = PROMPT, partial=(), num_baseline: int = 0):
+    generate_fn = create_workflow_generate_fn(workflow, [engine], num_baseline=num_baseline)
+    return await bind_generate_fn(generate_fn, n, num_baseline=num_baseline)(PendingGroup(prompt, partial))
+
+
+# episodes of the user's own
+
+
+class TwoTurns:
+    """Asks twice, and trains on both answers."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> Sample:
+        prompt = tuple(TOKENIZER(data["prompt"])["input_ids"])
+        sample = Sample(prompt=data["prompt"], metadata={"answer": data["answer"]})
+        for _ in range(2):
+            completion = await engine.agenerate(LLMRequest(input_ids=sample.tokens or prompt, gconfig=PARAMS))
+            self.ids.append(completion.request_id)
+            text = TOKENIZER.decode(completion.output_tokens, skip_special_tokens=True)
+            sample = replace(completion_to_sample(sample, prompt, completion, sample.response + text), status=Status.ABORTED)
+        return replace(sample, status=Status.COMPLETED, reward=1.0)
+
+
+async def test_an_object_with_arun_episode_gives_the_samples_of_a_group():
+    workflow = TwoTurns()
+    (sample,) = await generate(workflow, FakeEngine(script_answer([5, 6, 1])), 1)
+    assert sample.tokens[-6:] == (5, 6, 1, 5, 6, 1)
+    assert (sample.index, sample.group_index, sample.status, sample.reward) == (3, 3, Status.COMPLETED, 1.0)
+    assert sample.metadata == {"answer": "12"}
+    assert len(set(workflow.ids)) == 2
+
+
+async def test_a_function_is_a_workflow_too_and_sees_the_data_of_the_prompt():
+    seen = []
+
+    async def episode(engine, data):
+        seen.append((dict(data), data.n_samples, data.prompt.index, await engine.get_weight_version()))
+        return [Sample(tokens=(1,), loss_mask=(0.0,), status=Status.COMPLETED)] * data.n_samples
+
+    prompt = Prompt(content=(Message(role="user", content="hi"),), index=5, metadata={"answer": 4})
+    group = await generate(episode, FakeEngine(weight_version=9), 2, prompt=prompt)
+    assert [sample.index for sample in group] == [10, 11]
+    ((data, *rest),) = seen
+    assert data["answer"] == 4
+    assert data["messages"][0]["content"] == "hi"
+    assert rest == [2, 5, 9]
+
+
+async def test_the_same_episode_gives_the_same_tokens_whatever_else_runs():
+    first = await generate(TwoTurns(), FakeEngine(), 1)
+    engine = FakeEngine()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(generate, TwoTurns(), engine, 1)
+        other = await generate(TwoTurns(), engine, 1, prompt=replace(PROMPT, index=4))
+    again = await generate(TwoTurns(), engine, 1)
+    assert again == first
+    assert other[0].tokens != first[0].tokens
+
+
+async def test_none_drops_the_group_and_a_wrong_number_of_samples_is_an_error():
+    async def nothing(engine, data):
+        return None
+
+    group = await generate(nothing, FakeEngine(), 2)
+    assert [sample.status for sample in group] == [Status.FAILED] * 2
+
+    async def one(engine, data):
+        return Sample(tokens=(1,), loss_mask=(1.0,), status=Status.COMPLETED)
+
+    with pytest.raises(GenerationError, match="returned 1 samples for prompt 3, expected n = 2"):
+        await generate(one, FakeEngine(), 2)
+
+
+@pytest.mark.parametrize("in_nursery", [False, True])
+async def test_an_interrupted_episode_is_begun_anew(in_nursery: bool, autojump_clock):
+    class Nested(TwoTurns):
+        async def arun_episode(self, engine, data):
+            if not in_nursery:
+                return await super().arun_episode(engine, data)
+            out = []
+            async with trio.open_nursery() as nursery:
+
+                async def run():
+                    out.append(await TwoTurns.arun_episode(self, engine, data))
+
+                nursery.start_soon(run)
+            return out[0]
+
+    engine = FakeEngine(script_answer([5, 6, 1]), seconds_per_token=1.0)
+    groups = []
+    async with trio.open_nursery() as nursery:
+
+        async def run() -> None:
+            groups.append(await generate(Nested(), engine, 1))
+
+        nursery.start_soon(run)
+        await trio.sleep(4.5)  # in the middle of the second answer
+        await engine.abort()
+    (pending,) = groups[0]
+    assert not is_finished(groups[0])
+    assert pending.status is Status.PENDING
+    assert (pending.index, pending.metadata) == (3, {"answer": "12"})
+    again = await generate(Nested(), engine, 1, partial=groups[0])
+    assert is_finished(again)
+
+
+async def test_half_an_answer_is_not_taken_for_a_whole_one(autojump_clock):
+    engine = FakeEngine(script_answer([5, 6, 1]), seconds_per_token=1.0)
+    async with trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            with pytest.raises(EpisodeInterrupted, match="aborted after 1 tokens"):
+                await EpisodeEngine(engine, 3).agenerate(LLMRequest(input_ids=[4], gconfig=PARAMS, rid="mine"))
+
+        nursery.start_soon(ask)
+        await trio.sleep(1.5)
+        assert engine.pending_requests == ("mine",)
+        await engine.abort()
+
+
+async def test_an_episode_does_not_change_weights(tmp_path):
+    with pytest.raises(ConfigError, match="changed by the training loop"):
+        await EpisodeEngine(FakeEngine()).update_weights_from_checkpoint(tmp_path)
+
+
+def test_a_workflow_needs_an_engine_and_an_episode():
+    with pytest.raises(ConfigError, match="no engines"):
+        create_workflow_generate_fn(TwoTurns(), [])
+    with pytest.raises(ConfigError, match="a str without arun_episode"):
+        create_workflow_generate_fn("TwoTurns", [FakeEngine()])  # pyright: ignore[reportArgumentType]
+
+
+# RLVR and ReMax
+
+
+async def test_rlvr_gives_the_samples_of_create_generate_fn_and_their_rewards():
+    engine = FakeEngine()
+    group = await generate(RLVRWorkflow(count_ones, PARAMS, TOKENIZER, seed=5), engine, 3)
+    plain = await create_generate_fn([FakeEngine()], TOKENIZER, PARAMS, seed=5)(PROMPT, 3)
+    assert [replace(sample, reward=None) for sample in group] == list(plain)
+    assert [sample.reward for sample in group] == [float(sample.response.count("1")) for sample in plain]
+
+
+async def test_rlvr_alone_takes_what_a_prompt_may_be():
+    workflow = RLVRWorkflow(count_ones, GenerationConfig(max_tokens=5), TOKENIZER)
+    for data in ({"prompt": "2 1 >", "answer": "12"}, "2 1 >"):
+        (sample,) = await workflow.arun_episode(FakeEngine(script_answer([5, 6, 7, 8, 9, 10])), data)  # pyright: ignore
+        assert sample.status is Status.TRUNCATED
+        assert sample.reward is not None
+
+
+async def test_rlvr_goes_on_from_the_tokens_it_has(autojump_clock):
+    engine = FakeEngine(script_answer([5] * 11 + [1]), seconds_per_token=1.0)
+    workflow = RLVRWorkflow(count_ones, PARAMS, TOKENIZER)
+    groups = []
+    async with trio.open_nursery() as nursery:
+
+        async def run() -> None:
+            groups.append(await generate(workflow, engine))
+
+        nursery.start_soon(run)
+        await trio.sleep(4.5)
+        await engine.abort()
+    assert [sample.status for sample in groups[0]] == [Status.ABORTED] * 2
+    assert [sample.reward for sample in groups[0]] == [None] * 2
+    engine.weight_version = 1
+    for sample in await generate(workflow, engine, partial=groups[0]):
+        assert [sample.weight_versions.count(version) for version in (0, 1)] == [4, 8]
+        assert sample.reward is not None
+
+
+async def test_a_reward_that_fails_follows_the_policy():
+    def fail(prompt, completions, prompt_ids, completion_ids, **data):
+        raise ValueError("no")
+
+    with pytest.raises(RewardError, match="no"):
+        await generate(RLVRWorkflow(fail, PARAMS, TOKENIZER), FakeEngine())
+    dropped = await generate(RLVRWorkflow(fail, PARAMS, TOKENIZER, reward=RewardConfig(on_error="drop")), FakeEngine())
+    assert {sample.status for sample in dropped} == {Status.FAILED}
+
+
+async def test_remax_asks_for_the_sampled_and_the_greedy_answer_at_once(autojump_clock):
+    engine = FakeEngine(seconds_per_token=1.0)
+    groups = []
+    async with trio.open_nursery() as nursery:
+
+        async def run() -> None:
+            groups.append(await generate(ReMaxWorkflow(count_ones, PARAMS, TOKENIZER), engine, 1, num_baseline=1))
+
+        nursery.start_soon(run)
+        await trio.sleep(0.5)
+        assert len(set(engine.pending_requests)) == 2
+    sampled, greedy = groups[0]
+    assert [call.arguments["params"].greedy for call in engine.calls] in ([False, True], [True, False])
+    assert (sampled.metadata.get("trainable", True), greedy.metadata["trainable"]) == (True, False)
+    assert greedy.reward is not None
+
+
+async def test_the_difference_of_rewards_is_the_advantage_of_all_tokens():
+    answers = iter([[4, 4, 1], [5, 1]])
+    engine = FakeEngine(lambda prompt, seed: next(answers))
+    config = RolloutConfig(
+        batch_size=1,
+        n_baseline_samples=1,
+        generate_fn=create_workflow_generate_fn(
+            ReMaxWorkflow(lambda p, c, p_ids, c_ids, **data: len(c_ids), PARAMS, TOKENIZER), [engine], num_baseline=1
+        ),
+    )
+    batch = await AsyncRolloutManager(DataBuffer([PROMPT]), config, engines=[engine]).generate_batch()
+    sampled, greedy = batch.samples
+    advantages = remax().estimate(collate_samples(batch.samples)).advantages
+    assert advantages is not None
+    difference = (sampled.reward or 0.0) - (greedy.reward or 0.0)
+    assert abs(difference) == 1.0
+    assert advantages[0].tolist() == [difference * (mask > 0) for mask in sampled.loss_mask] + [0.0] * (
+        advantages.shape[1] - len(sampled.tokens)
+    )
+
+
+# reward signatures
+
+
+async def test_a_reward_function_gets_texts_tokens_and_the_data_of_its_prompt():
+    seen = []
+
+    def reward(prompt, completions, prompt_ids, completion_ids, **data):
+        seen.append((prompt, completions, prompt_ids, completion_ids, data))
+        return 0.5
+
+    prompt_tokens = tuple(TOKENIZER("2 1 >")["input_ids"])
+    sample = Sample(
+        tokens=(*prompt_tokens, 5, 6, 7),
+        loss_mask=(0.0,) * len(prompt_tokens) + (1.0, 0.0, 1.0),
+        response="xyz",
+        metadata={"answer": "12", "prompt": "hidden by the argument"},
+    )
+    assert adapt_reward_fn(reward, TOKENIZER)(sample) == 0.5
+    assert seen == [("2 1 >", "xyz", list(prompt_tokens), [5, 6, 7], {"answer": "12"})]
+
+    async def named(prompt, completions, prompt_ids, completion_ids, answer):
+        return len(answer)
+
+    more = replace(sample, metadata={"answer": "12", "level": 3})
+    assert await adapt_reward_fn(named, TOKENIZER)(more) == 2
