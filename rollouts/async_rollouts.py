@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -16,13 +15,8 @@ from rollouts.config import RolloutConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import (
-    CheckpointError,
     ConfigError,
-    EngineError,
-    EngineProtocolError,
-    EngineStatusError,
     GenerationError,
-    GenerationTimeout,
     raise_single_errors,
 )
 from rollouts.executor_parts import (
@@ -36,12 +30,12 @@ from rollouts.executor_parts import (
 )
 from rollouts.finished_rollouts import FinishedRollouts
 from rollouts.generate_fns import PendingGroup
-from rollouts.generation import create_starvation_error
 from rollouts.prompt_schedule import PromptSchedule
-from rollouts.rollout_queue import FinishedRollout, RolloutCache, RolloutQueue, find_oldest_version
+from rollouts.rollout_book import RolloutBook
+from rollouts.rollout_queue import RolloutCache, RolloutQueue
 from rollouts.rollout_runs import RolloutRun, RolloutRuns
 from rollouts.samples import convert_to_batch
-from rollouts.staleness import RolloutCounts, count_token_ages
+from rollouts.staleness import RolloutCounts, summarize_staleness
 from rollouts.staleness_control import StalenessControlStrategy, StalenessManager
 from rollouts.types import Group, RolloutBatch, Sample
 
@@ -108,22 +102,20 @@ class WorkflowExecutor:
         if config.generate_fn is None:
             raise ConfigError("RolloutConfig.generate_fn is None: set it, for example to create_generate_fn(engines, tokenizer, params)")
         check_async_config(asynchronous, config)
-        self._config = config
-        self._asynchronous = asynchronous
-        self._engines = tuple(engines)
-        self._version = version
-        self._batch_size = share_batch_size(config, data_parallel_size)
+        batch_size = share_batch_size(config, data_parallel_size)
         if manager is None:
             manager = create_staleness_manager(config, asynchronous, batches_per_version, data_parallel_size)
-        self._manager = manager
-        if version > 0 and self._manager.get_stats() == RolloutCounts():
-            self._manager.on_version_recovered(version)
+        if version > 0 and manager.get_stats() == RolloutCounts():
+            manager.on_version_recovered(version)
         if queue is None:
             queue = create_queue(asynchronous, manager.limits.batch_size, data_parallel_size)
-        if queue.maxsize < self._batch_size:
+        if queue.maxsize < batch_size:
             raise ConfigError(
-                f"the rollout queue holds {queue.maxsize} groups, but a batch has {self._batch_size}: increase queue_size to at least that"
+                f"the rollout queue holds {queue.maxsize} groups, but a batch has {batch_size}: increase queue_size to at least that"
             )
+        self._config = config
+        self._asynchronous = asynchronous
+        self._batch_size = batch_size
         self._schedule = PromptSchedule(data_buffer)
         self._finished = FinishedRollouts(
             queue,
@@ -133,21 +125,25 @@ class WorkflowExecutor:
             in_order=asynchronous.order == "submitted" or asynchronous.max_staleness == 0,
             waits=asynchronous.when_queue_full == "wait",
         )
+        self._book = RolloutBook(
+            config,
+            asynchronous,
+            self._schedule,
+            self._finished,
+            manager,
+            version=version,
+            max_refused=config.max_filter_attempts * batch_size,
+        )
         self._runs = RolloutRuns(
             config,
             config.generate_fn,
             engines,
             self._settle,
-            max_concurrent=self._manager.limits.max_concurrent,
+            max_concurrent=manager.limits.max_concurrent,
             timeout_s=asynchronous.rollout_timeout_s,
             needs_versions=asynchronous.segment_wise,
         )
-        self._failures: list[Exception] = []  # for wait() to raise
-        self._last_error: Exception | None = None
-        self._num_ended = 0  # rollouts that came to their end, whatever became of them
         self._num_batches = 0
-        self._counts: Counter[str] = Counter()  # since the last batch
-        self._refused: deque[Group] = deque(maxlen=config.max_filter_attempts * self._batch_size)  # by filter_fn, since the last batch
         self._wanted = 0  # groups that wait() waits for
         self._collected_version = -1
         self._interrupted = False
@@ -170,7 +166,7 @@ class WorkflowExecutor:
     @property
     def version(self) -> int:
         """Of the weights that generate now."""
-        return self._version
+        return self._book.version
 
     @property
     def batch_size(self) -> int:
@@ -185,7 +181,7 @@ class WorkflowExecutor:
 
     def get_stats(self) -> RolloutCounts:
         """Where the rollouts are."""
-        return self._manager.get_stats()
+        return self._book.manager.get_stats()
 
     # -- the block
 
@@ -217,17 +213,17 @@ class WorkflowExecutor:
                         await self.interrupt()
                     except Exception as error:
                         await self.interrupt()
-                        for failure in self._failures[:1]:
-                            error.add_note(f"beside it, {len(self._failures)} rollouts failed; the first: {failure!r}")
-                        self._failures.clear()
+                        for failure in self._book.failures[:1]:
+                            error.add_note(f"beside it, {len(self._book.failures)} rollouts failed; the first: {failure!r}")
+                        self._book.failures.clear()
                         raise
                     finally:
                         nursery.cancel_scope.cancel()
         finally:
             self._nursery = None
             for run in self._runs.drop_cancelled():
-                self._give_back(run)
-        self._raise_failure()
+                self._book.give_back(run)
+        self._book.raise_failure()
 
     async def _produce(self) -> None:
         while True:
@@ -237,128 +233,14 @@ class WorkflowExecutor:
 
     def _start_rollouts(self) -> None:
         """Start as many rollouts as may start now."""
-        all_started = False
-        while not (all_started or self._interrupted or self._failures or self._finished.is_blocked):
-            num_waiting = self._schedule.num_waiting
-            taken = self._schedule.take(self._manager.get_usable_capacity(self._version), trio.current_time())
-            self._manager.on_rollout_enqueued(len(taken) - (num_waiting - self._schedule.num_waiting))  # those that are new
-            num_started = sum(self._start(pending) for pending in taken)
-            all_started = num_started == len(taken)
-
-    def _start(self, pending: PendingGroup) -> bool:
-        """Start a rollout; False if it was too old to go on and waits again, or was given up."""
-        assert self._nursery is not None, "the producer runs outside of its block"
-        index, version = pending.prompt.index, self._version
-        begun = self._schedule.find_begun_version(index, version)
-        if version - find_oldest_version(pending.samples, begun=begun, newest=version) > self._asynchronous.max_staleness:
-            self._schedule.end(index)
-            self._manager.on_rollout_forgotten()
-            self._begin_anew(pending)
-            return False
-        self._manager.on_rollout_submitted()
-        self._runs.start(self._nursery, pending, begun, self._num_ended)
-        return True
-
-    # -- how rollouts end
+        if self._nursery is not None and not self._interrupted:
+            for pending, begun_version in self._book.take_rollouts():
+                self._runs.start(self._nursery, pending, begun_version, self._book.num_ended)
+            self._wake_waiter()  # where a prompt was given up, those after it need not wait for it any more
 
     def _settle(self, run: RolloutRun) -> None:
-        """Give a rollout that does not run any more its place."""
-        if run.error is not None and run.scoring:
-            self._fail(run, run.error)  # of the reward function, which had its own attempts, or of the filter
-        elif run.error is not None:
-            self._handle_failure(run, run.error)
-        elif run.was_stopped and run.timed_out:
-            self._handle_failure(run, _create_timeout_error(run, self._asynchronous.rollout_timeout_s))
-        elif run.was_stopped:
-            self._give_back(run)
-        else:
-            self._num_ended += 1
-            self._schedule.end(run.index)
-            self._take_in(run)
-            self._pass_on()
+        self._book.settle(run)
         self._wake()
-
-    def _take_in(self, run: RolloutRun) -> None:
-        """A rollout has come to its end: accept or refuse it."""
-        prompt, group = run.pending.prompt, run.group
-        if group is None:
-            self._refuse(run.index, "num_groups_failed")
-        elif not run.passes:
-            self._refused.append(group)
-            self._refuse(run.index, "num_groups_filtered")
-        else:
-            oldest = find_oldest_version(group, begun=run.begun_version, newest=self._version)
-            rollout = FinishedRollout(prompt, group, oldest)
-            if self._finished.refuses(rollout, self._version):
-                self._manager.on_rollout_rejected()
-                self._begin_anew(run.pending)
-            else:
-                self._manager.on_rollout_accepted()
-                self._finished.hold(rollout, trio.current_time())
-
-    def _refuse(self, index: int, reason: str) -> None:
-        """Give up a rollout that ran."""
-        self._manager.on_rollout_rejected()
-        self._schedule.forget_attempts(index)
-        self._counts[reason] += 1
-        self._counts["num_refused"] += 1
-
-    def _pass_on(self) -> None:
-        try:
-            self._finished.pass_on(now=trio.current_time(), first_open=self._schedule.first_open)
-        except ConfigError as error:  # the queue is full
-            self._failures.append(error)
-
-    def _begin_anew(self, pending: PendingGroup) -> None:
-        """A group was too old: let its prompt wait again, without what there was, or give it up."""
-        index = pending.prompt.index
-        self._counts["num_groups_purged"] += 1
-        if self._asynchronous.on_stale == "retry" and self._schedule.count_attempt(index) < self._asynchronous.max_attempts:
-            self._counts["num_groups_retried"] += 1
-            self._schedule.add(PendingGroup(pending.prompt))
-            self._manager.on_rollout_enqueued()
-        else:
-            self._schedule.forget_attempts(index)
-
-    def _give_back(self, run: RolloutRun) -> None:
-        """A rollout was stopped: it waits again, with what it has."""
-        self._manager.on_rollout_returned()
-        self._schedule.add(run.pending, begun_version=run.begun_version)
-
-    def _fail(self, run: RolloutRun, error: Exception) -> None:
-        """The run is to end with this error. The prompt waits again, in case it goes on all the same."""
-        self._schedule.forget_attempts(run.index)
-        self._give_back(run)
-        self._failures.append(error)
-
-    def _handle_failure(self, run: RolloutRun, error: Exception) -> None:
-        """A rollout was not generated: do as on_failure says."""
-        policy, attempts = self._asynchronous.on_failure, self._asynchronous.max_attempts
-        self._last_error = error
-        self._counts["num_failures"] += 1
-        if policy == "raise":
-            self._fail(run, error)
-        elif _may_be_outage(error) and run.num_ended_before == self._num_ended:
-            self._retry_later(run, max(self._asynchronous.retry_delay_s, _OUTAGE_RETRY_S))
-        elif policy == "drop":
-            self._schedule.end(run.index)
-            self._refuse(run.index, "num_groups_failed")
-            self._pass_on()
-        elif self._schedule.count_attempt(run.index) < attempts:
-            self._retry_later(run, self._asynchronous.retry_delay_s)
-        else:
-            final = GenerationError(
-                f"the rollout of prompt {run.index} failed in {attempts} attempts, the last time with {type(error).__name__}: {error}. "
-                "Repair its cause, raise max_attempts, or set on_failure='drop' to go on without such prompts"
-            )
-            final.__cause__ = error
-            self._fail(run, final)
-
-    def _retry_later(self, run: RolloutRun, delay_s: float) -> None:
-        self._counts["num_groups_retried"] += 1
-        self._manager.on_rollout_rejected()
-        self._manager.on_rollout_enqueued()
-        self._schedule.add(run.pending, begun_version=run.begun_version, start_at=trio.current_time() + delay_s)
 
     # -- from outside
 
@@ -382,27 +264,27 @@ class WorkflowExecutor:
 
         Raises: ConfigError if the version goes backwards.
         """
-        if version < self._version:
+        if version < self._book.version:
             raise ConfigError(
-                f"the weight version was set to {version}, but it is {self._version} already: versions only rise. Count syncs from the "
-                "version that the run was resumed at, or load the state of that version first"
+                f"the weight version was set to {version}, but it is {self._book.version} already: versions only rise. Count syncs from "
+                "the version that the run was resumed at, or load the state of that version first"
             )
-        self._version = version
+        self._book.version = version
         self._wake()
 
     def _wake(self) -> None:
         """Let those look who may have something to do now."""
         self._work.unpark_all()
-        if self._wanted and (self._failures or self._may_collect() or self._is_starving()):
+        self._wake_waiter()
+
+    def _wake_waiter(self) -> None:
+        if self._wanted and (self._book.failures or self._may_collect() or self._book.is_starving):
             self._arrival.unpark_all()
 
     # -- batches
 
     def _may_collect(self) -> bool:
-        return not self._editing and (self._finished.num_ready >= self._wanted or self._collected_version != self._version)
-
-    def _is_starving(self) -> bool:
-        return self._counts["num_refused"] >= self._config.max_filter_attempts * self._batch_size
+        return not self._editing and (self._finished.num_ready >= self._wanted or self._collected_version != self._book.version)
 
     async def wait(self, count: int, timeout_s: float | None = None) -> tuple[Group, ...]:
         """The `count` oldest finished groups: in the order in which they finished, at the same moment in that of their prompts.
@@ -424,20 +306,30 @@ class WorkflowExecutor:
         try:
             with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
                 while True:
-                    self._raise_failure()
+                    if self._book.failures:
+                        self._work.unpark_all()  # it starts rollouts again when the failure has been raised
+                        self._book.raise_failure()
                     if self._may_collect():
                         self._collect()
                         if self._finished.num_ready >= count:
                             await self._let_arrivals_settle()
                             self._collect()
                     if self._finished.num_ready >= count and not self._editing:
-                        return self._hand_out(count)
-                    if self._is_starving():
-                        raise self._create_starvation_error(count)
+                        return self._book.hand_out(count)
+                    if self._book.is_starving:
+                        raise self._book.create_starvation_error()
                     await self._arrival.park()
         finally:
             self._wanted = 0
-        raise self._create_wait_error(count, timeout_s)
+        raise self._book.create_wait_error(
+            count, math.inf if timeout_s is None else timeout_s, num_running=len(self._runs), interrupted=self._interrupted
+        )
+
+    def _collect(self) -> None:
+        """Bring what is finished into the cache, without what is too old."""
+        self._collected_version = self._book.version
+        self._book.collect()
+        self._work.unpark_all()  # the queue has room, and dropped groups have given theirs back
 
     async def generate_batch(self) -> RolloutBatch:
         """The next batch: as many whole groups as config.batch_size says, rewarded, filtered, in the order of their prompts.
@@ -450,97 +342,20 @@ class WorkflowExecutor:
         """
         groups = await self.wait(self._batch_size)
         samples = [sample for group in groups for sample in group]
-        metadata = {name: self._counts[name] for name in ("num_groups_filtered", "num_groups_purged", "num_groups_retried")}
-        metadata["num_groups_failed"] = self._counts["num_groups_failed"]
-        metadata["num_groups_ready"] = self._finished.num_ready
-        metadata["num_groups_running"] = len(self._runs)
-        metadata["num_groups_waiting"] = self._schedule.num_waiting
-        batch = convert_to_batch(
-            samples, metadata | {"engine_idle_s": self._runs.take_idle_s()} | summarize_staleness(samples, self._version)
-        )
-        self._counts.clear()
-        self._refused.clear()
+        metadata = self._book.take_counts() | {"num_groups_running": len(self._runs), "engine_idle_s": self._runs.take_idle_s()}
+        batch = convert_to_batch(samples, metadata | summarize_staleness(samples, self._book.version))
         self._num_batches += 1
         return batch
-
-    def _collect(self) -> None:
-        """Bring what is finished into the cache, without what is too old."""
-        self._collected_version = self._version
-        now = trio.current_time()
-        try:
-            dropped = self._finished.collect(self._version, now=now, first_open=self._schedule.first_open)
-        except ConfigError as error:  # the queue is full
-            self._failures.append(error)
-            return
-        if dropped:
-            self._manager.on_rollout_dropped(len(dropped), self._version)
-            for rollout in dropped:
-                self._begin_anew(PendingGroup(rollout.prompt))
-        self._work.unpark_all()  # the queue has room, and dropped groups have given theirs back
-
-    def _hand_out(self, count: int) -> tuple[Group, ...]:
-        taken = self._finished.take(count)
-        for rollout in taken:
-            self._schedule.forget_attempts(rollout.prompt.index)
-        self._counts["num_refused"] = 0
-        return tuple(rollout.group for rollout in taken)
 
     async def _let_arrivals_settle(self) -> None:
         """Let all rollouts that end at this moment arrive: trio runs their tasks in random order, and the order must not be chance."""
         quiet = 0
         for _ in range(_MOST_SETTLING_PASSES):
-            before = self._num_ended
+            before = self._book.num_ended
             await trio.lowlevel.checkpoint()
-            quiet = quiet + 1 if self._num_ended == before else 0
+            quiet = quiet + 1 if self._book.num_ended == before else 0
             if quiet == _SETTLING_PASSES:
                 return
-
-    def _raise_failure(self) -> None:
-        if not self._failures:
-            return
-        first, *others = self._failures
-        self._failures.clear()
-        if others:
-            first.add_note(f"beside it, {len(others)} more rollouts failed; the last: {others[-1]!r}")
-        self._wake()
-        raise first
-
-    def _create_wait_error(self, count: int, timeout_s: float | None) -> GenerationTimeout:
-        capacity = self._manager.get_capacity(self._version)
-        parts = [
-            f"{self._finished.num_ready} of the {count} groups that were waited for are there after {timeout_s or 0:g} s: "
-            f"{len(self._runs)} are running, {self._schedule.num_waiting} wait to be started"
-        ]
-        if self._finished.size > self._finished.num_ready:
-            parts.append(f"{self._finished.size - self._finished.num_ready} finished ones wait for prompts before them")
-        if self._interrupted:
-            parts.append("nothing may start before resume()")
-        elif not self._runs:
-            parts.append(
-                f"at version {self._version} the capacity is {capacity}; where it is not above 0, nothing starts before set_version() "
-                "tells of newer weights, or dropped groups give their room back (register_capacity_modifiers)"
-            )
-        if self._last_error is not None:
-            failures = self._counts["num_failures"]
-            parts.append(
-                f"{failures} rollouts failed since the last batch, the last with {type(self._last_error).__name__}: {self._last_error}"
-            )
-        error = GenerationTimeout("; ".join(parts) + ". Nothing is lost: wait again, or save the state and look at the engines")
-        error.__cause__ = self._last_error
-        return error
-
-    def _create_starvation_error(self, count: int) -> GenerationError:
-        num_dropped = self._counts["num_refused"] - len(self._refused)
-        error = create_starvation_error(
-            self._config,
-            self._finished.num_ready,
-            list(self._refused),
-            num_dropped=max(0, num_dropped),
-            num_rounds=self._config.max_filter_attempts,
-        )
-        self._counts["num_refused"] = 0
-        self._refused.clear()
-        return error
 
     # -- what is here
 
@@ -580,15 +395,7 @@ class WorkflowExecutor:
 
         What runs counts as waiting, with the samples that it had when it was last stopped: interrupt() before it to have all of them.
         """
-        return {
-            **self._schedule.state_dict(self._runs.pending),
-            "finished": self._finished.state_dict(),
-            "manager": self._manager.state_dict(),
-            "version": self._version,
-            "num_batches": self._num_batches,
-            "n_samples_per_prompt": self._config.n_samples_per_prompt,
-            "n_baseline_samples": self._config.n_baseline_samples,
-        }
+        return {**self._book.state_dict(self._runs), "num_batches": self._num_batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of state_dict; moves the data buffer, too. Before the block, or after interrupt().
@@ -596,55 +403,9 @@ class WorkflowExecutor:
         Raises: CheckpointError if the state is not one, or is of another group size; DataError if the data differ.
         """
         assert not len(self._runs), f"load_state_dict was called while {len(self._runs)} rollouts run: interrupt() first"
-        needed = {"buffer", "pending", "begun", "attempts", "finished", "manager", "version", "num_batches", "n_samples_per_prompt"}
-        missing = sorted(needed - set(state))
-        if missing:
-            raise CheckpointError(f"the saved state of asynchronous rollouts lacks {missing}; it has {sorted(map(str, state))}")
-        for name in ("n_samples_per_prompt", "n_baseline_samples"):
-            saved, own = state.get(name, 0), getattr(self._config, name)
-            if saved != own:
-                raise CheckpointError(
-                    f"the saved rollouts have {name} {saved}, but the config has {own}: groups that wait would not fit. Resume with the "
-                    "saved value."
-                )
-        self._manager.load_state_dict(state["manager"])
-        self._schedule.load_state_dict(state)
-        self._finished.load_state_dict(state["finished"])
-        self._version = int(state["version"])
-        self._num_batches = int(state["num_batches"])
-        self._failures.clear()
-        self._counts.clear()
-        self._refused.clear()
-        self._last_error = None
+        self._book.load_state_dict(state)
+        self._num_batches = int(state.get("num_batches", 0))
         self._wake()
-
-
-def summarize_staleness(samples: Iterable[Sample], version: int) -> dict[str, float]:
-    """staleness_mean, staleness_max and staleness_<k>, the fraction of trained tokens that are k versions behind.
-
-    Samples without weight_versions do not count; nothing is returned where no token counts.
-    """
-    ages = count_token_ages((sample for sample in samples if sample.weight_versions is not None), version)
-    total = sum(ages.values())
-    if not total:
-        return {}
-    mean = sum(age * n for age, n in ages.items()) / total
-    return {"staleness_mean": mean, "staleness_max": float(max(ages)), **{f"staleness_{age}": n / total for age, n in ages.items()}}
-
-
-def _create_timeout_error(run: RolloutRun, timeout_s: float | None) -> GenerationTimeout:
-    num_tokens = sum(len(sample.tokens) for sample in run.pending.samples)
-    return GenerationTimeout(
-        f"the rollout of prompt {run.index} did not end within rollout_timeout_s ({timeout_s} s); it was aborted with {num_tokens} tokens, "
-        "prompts included, which are kept. Raise rollout_timeout_s, or lower max_tokens"
-    )
-
-
-def _may_be_outage(error: Exception) -> bool:
-    """Whether the error can come from an engine that is not there, rather than from what it was asked."""
-    if isinstance(error, EngineStatusError):
-        return error.status >= 500
-    return isinstance(error, EngineError) and not isinstance(error, EngineProtocolError)
 
 
 def _check_same_samples(before: Sequence[Sample], after: Sequence[Sample]) -> None:

@@ -74,20 +74,27 @@ class FinishedRollouts:
 
         Raises: ConfigError if the queue is full and results do not wait for room.
         """
-        while self._held and (not self._in_order or self._held[0][1].data.prompt.index < first_open):
+        while self._may_pass(first_open):
             if self._waits and self._queue.full():
                 return
-            result = self._held[0][1]
-            self._queue.put_nowait(TimedResult(now, result.data) if self._in_order else result)
+            self._queue.put_nowait(self._next_held(now))
             heappop(self._held)
+
+    def _may_pass(self, first_open: float) -> bool:
+        return bool(self._held) and (not self._in_order or self._held[0][1].data.prompt.index < first_open)
+
+    def _next_held(self, now: float) -> TimedResult:
+        result = self._held[0][1]
+        return TimedResult(now, result.data) if self._in_order else result
 
     def collect(self, version: int, *, now: float, first_open: float) -> tuple[FinishedRollout, ...]:
         """Purge the queue (if the version rose), move it into the cache, filter the cache. Returns what was too old."""
         dropped, self._purged_version = self._strategy.purge_stale_samples_from_queue(self._queue, version, self._purged_version)
         while not self._queue.empty():
-            while not self._queue.empty():
-                self._cache.add(self._queue.get_nowait())
-            self.pass_on(now=now, first_open=first_open)
+            self._cache.add(self._queue.get_nowait())
+        while self._may_pass(first_open):
+            self._cache.add(self._next_held(now))  # there is room now
+            heappop(self._held)
         dropped += self._strategy.filter_stale_from_cache(self._cache, version)
         return dropped + take_out(self._cache, lambda rollout: is_beyond(rollout, version, self._max_staleness))
 

@@ -184,6 +184,19 @@ def count_token_ages(samples: Iterable[Sample], current_version: int) -> dict[in
     return dict(sorted(ages.items()))
 
 
+def summarize_staleness(samples: Iterable[Sample], version: int) -> dict[str, float]:
+    """staleness_mean, staleness_max and staleness_<k>, the fraction of trained tokens that are k versions behind.
+
+    Samples without weight_versions do not count; nothing is returned where no token counts.
+    """
+    ages = count_token_ages((sample for sample in samples if sample.weight_versions is not None), version)
+    total = sum(ages.values())
+    if not total:
+        return {}
+    mean = sum(age * n for age, n in ages.items()) / total
+    return {"staleness_mean": mean, "staleness_max": float(max(ages)), **{f"staleness_{age}": n / total for age, n in ages.items()}}
+
+
 def _trained_versions(sample: Sample) -> list[int]:
     assert sample.weight_versions is not None, f"{describe_sample(sample)} has no weight_versions"
     return [version for version, mask in zip(sample.weight_versions, sample.loss_mask, strict=True) if mask > 0 and version >= 0]

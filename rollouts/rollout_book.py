@@ -1,0 +1,321 @@
+"""Where every prompt is that was taken from the data and not handed out yet, and what becomes of it when its rollout ends."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any
+
+import trio
+
+from rollouts.async_config import AsyncConfig
+from rollouts.config import RolloutConfig
+from rollouts.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    EngineProtocolError,
+    EngineStatusError,
+    GenerationError,
+    GenerationTimeout,
+)
+from rollouts.finished_rollouts import FinishedRollouts
+from rollouts.generate_fns import PendingGroup
+from rollouts.generation import create_starvation_error
+from rollouts.prompt_schedule import PromptSchedule
+from rollouts.rollout_queue import FinishedRollout, find_oldest_version
+from rollouts.rollout_runs import RolloutRun, RolloutRuns
+from rollouts.staleness_control import StalenessManager
+from rollouts.types import Group
+
+_OUTAGE_RETRY_S = 0.5  # at least, between two attempts while no engine answers
+
+
+class RolloutBook:
+    """The bookkeeping of an executor: waiting prompts, finished groups, counts and failures. It starts nothing and waits for nothing."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        asynchronous: AsyncConfig,
+        schedule: PromptSchedule,
+        finished: FinishedRollouts,
+        manager: StalenessManager,
+        *,
+        version: int,
+        max_refused: int,
+    ) -> None:
+        """
+        Args:
+            version: of the weights that generate.
+            max_refused: groups that may be refused for one batch before that is an error.
+        """
+        self._config = config
+        self._asynchronous = asynchronous
+        self._max_refused = max_refused
+        self._last_error: Exception | None = None
+        self._refused: deque[Group] = deque(maxlen=max_refused)  # by filter_fn, since groups were last handed out
+        self.schedule = schedule
+        self.finished = finished
+        self.manager = manager
+        self.version = version
+        self.num_ended = 0  # rollouts that came to their end, whatever became of them
+        self.failures: list[Exception] = []  # that are to be raised; until then nothing starts
+        self.counts: Counter[str] = Counter()  # since take_counts()
+
+    # -- how rollouts start
+
+    def take_rollouts(self) -> list[tuple[PendingGroup, int]]:
+        """All rollouts that may start now, with the weight version that their first token was or will be sampled under."""
+        taken: list[tuple[PendingGroup, int]] = []
+        all_started = bool(self.failures) or self.finished.is_blocked
+        while not all_started:
+            num_waiting = self.schedule.num_waiting
+            candidates = self.schedule.take(self.manager.get_usable_capacity(self.version), trio.current_time())
+            self.manager.on_rollout_enqueued(len(candidates) - (num_waiting - self.schedule.num_waiting))  # those that are new
+            all_started = True
+            for pending in candidates:
+                begun = self.schedule.find_begun_version(pending.prompt.index, self.version)
+                oldest = find_oldest_version(pending.samples, begun=begun, newest=self.version)
+                if self.version - oldest > self._asynchronous.max_staleness:  # it would be too old when it ends
+                    self.schedule.end(pending.prompt.index)
+                    self.manager.on_rollout_forgotten()
+                    self._begin_anew(pending)
+                    self._pass_on()
+                    all_started = False
+                else:
+                    self.manager.on_rollout_submitted()
+                    taken.append((pending, begun))
+        return taken
+
+    # -- how rollouts end
+
+    def settle(self, run: RolloutRun) -> None:
+        """Give a rollout that does not run any more its place."""
+        if run.error is not None and run.scoring:
+            self._fail(run, run.error)  # of the reward function, which had its own attempts, or of the filter
+        elif run.error is not None:
+            self._handle_failure(run, run.error)
+        elif run.was_stopped and run.timed_out:
+            self._handle_failure(run, _create_timeout_error(run, self._asynchronous.rollout_timeout_s))
+        elif run.was_stopped:
+            self.give_back(run)
+        else:
+            self.num_ended += 1
+            self.schedule.end(run.index)
+            self._take_in(run)
+            self._pass_on()
+
+    def _take_in(self, run: RolloutRun) -> None:
+        """A rollout has come to its end: accept or refuse it."""
+        prompt, group = run.pending.prompt, run.group
+        if group is None:
+            self._refuse(run.index, "num_groups_failed")
+        elif not run.passes:
+            self._refused.append(group)
+            self._refuse(run.index, "num_groups_filtered")
+        else:
+            oldest = find_oldest_version(group, begun=run.begun_version, newest=self.version)
+            rollout = FinishedRollout(prompt, group, oldest)
+            if self.finished.refuses(rollout, self.version):
+                self.manager.on_rollout_rejected()
+                self._begin_anew(run.pending)
+            else:
+                self.manager.on_rollout_accepted()
+                self.finished.hold(rollout, trio.current_time())
+
+    def _refuse(self, index: int, reason: str) -> None:
+        """Give up a rollout that ran."""
+        self.manager.on_rollout_rejected()
+        self.schedule.forget_attempts(index)
+        self.counts[reason] += 1
+        self.counts["num_refused"] += 1
+
+    def _pass_on(self) -> None:
+        try:
+            self.finished.pass_on(now=trio.current_time(), first_open=self.schedule.first_open)
+        except ConfigError as error:  # the queue is full
+            self.failures.append(error)
+
+    def _begin_anew(self, pending: PendingGroup) -> None:
+        """A group was too old: let its prompt wait again, without what there was, or give it up."""
+        index = pending.prompt.index
+        self.counts["num_groups_purged"] += 1
+        if self._asynchronous.on_stale == "retry" and self.schedule.count_attempt(index) < self._asynchronous.max_attempts:
+            self.counts["num_groups_retried"] += 1
+            self.schedule.add(PendingGroup(pending.prompt))
+            self.manager.on_rollout_enqueued()
+        else:
+            self.schedule.forget_attempts(index)
+
+    def give_back(self, run: RolloutRun) -> None:
+        """A rollout was stopped: it waits again, with what it has."""
+        self.manager.on_rollout_returned()
+        self.schedule.add(run.pending, begun_version=run.begun_version)
+
+    def _fail(self, run: RolloutRun, error: Exception) -> None:
+        """The run is to end with this error. The prompt waits again, in case it goes on all the same."""
+        self.schedule.forget_attempts(run.index)
+        self.give_back(run)
+        self.failures.append(error)
+
+    def _handle_failure(self, run: RolloutRun, error: Exception) -> None:
+        """A rollout was not generated: do as on_failure says."""
+        policy, attempts = self._asynchronous.on_failure, self._asynchronous.max_attempts
+        self._last_error = error
+        self.counts["num_failures"] += 1
+        if policy == "raise":
+            self._fail(run, error)
+        elif _may_be_outage(error) and run.num_ended_before == self.num_ended:
+            self._retry_later(run, max(self._asynchronous.retry_delay_s, _OUTAGE_RETRY_S))
+        elif policy == "drop":
+            self.schedule.end(run.index)
+            self._refuse(run.index, "num_groups_failed")
+            self._pass_on()
+        elif self.schedule.count_attempt(run.index) < attempts:
+            self._retry_later(run, self._asynchronous.retry_delay_s)
+        else:
+            final = GenerationError(
+                f"the rollout of prompt {run.index} failed in {attempts} attempts, the last time with {type(error).__name__}: {error}. "
+                "Repair its cause, raise max_attempts, or set on_failure='drop' to go on without such prompts"
+            )
+            final.__cause__ = error
+            self._fail(run, final)
+
+    def _retry_later(self, run: RolloutRun, delay_s: float) -> None:
+        self.counts["num_groups_retried"] += 1
+        self.manager.on_rollout_rejected()
+        self.manager.on_rollout_enqueued()
+        self.schedule.add(run.pending, begun_version=run.begun_version, start_at=trio.current_time() + delay_s)
+
+    # -- batches
+
+    @property
+    def is_starving(self) -> bool:
+        """Whether too many groups were refused or dropped since groups were last handed out."""
+        return self.counts["num_refused"] >= self._max_refused
+
+    def _forget_refused(self) -> None:
+        self.counts["num_refused"] = 0
+        self._refused.clear()
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened to groups since the last call."""
+        names = ("num_groups_filtered", "num_groups_purged", "num_groups_retried", "num_groups_failed")
+        counts = {name: self.counts[name] for name in names}
+        self.counts.clear()
+        return counts | {"num_groups_ready": self.finished.num_ready, "num_groups_waiting": self.schedule.num_waiting}
+
+    def collect(self) -> None:
+        """Bring what is finished into the cache, without what is too old."""
+        dropped = self.finished.collect(self.version, now=trio.current_time(), first_open=self.schedule.first_open)
+        if dropped:
+            self.manager.on_rollout_dropped(len(dropped), self.version)
+            for rollout in dropped:
+                self._begin_anew(PendingGroup(rollout.prompt))
+
+    def hand_out(self, count: int) -> tuple[Group, ...]:
+        """The `count` oldest groups of the cache."""
+        taken = self.finished.take(count)
+        for rollout in taken:
+            self.schedule.forget_attempts(rollout.prompt.index)
+        self._forget_refused()
+        return tuple(rollout.group for rollout in taken)
+
+    def raise_failure(self) -> None:
+        """Raise what is to end the run, if anything is; then it is forgotten."""
+        if not self.failures:
+            return
+        first, *others = self.failures
+        self.failures.clear()
+        if others:
+            first.add_note(f"beside it, {len(others)} more rollouts failed; the last: {others[-1]!r}")
+        raise first
+
+    def create_wait_error(self, count: int, timeout_s: float, *, num_running: int, interrupted: bool) -> GenerationTimeout:
+        """The error for groups that do not come, with what its user needs to see why."""
+        capacity = self.manager.get_capacity(self.version)
+        parts = [
+            f"{self.finished.num_ready} of the {count} groups that were waited for are there after {timeout_s:g} s: "
+            f"{num_running} are running, {self.schedule.num_waiting} wait to be started"
+        ]
+        if self.finished.size > self.finished.num_ready:
+            parts.append(f"{self.finished.size - self.finished.num_ready} finished ones wait for prompts before them")
+        if interrupted:
+            parts.append("nothing may start before resume()")
+        elif not num_running:
+            parts.append(
+                f"at version {self.version} the capacity is {capacity}; where it is not above 0, nothing starts before set_version() "
+                "tells of newer weights, or dropped groups give their room back (register_capacity_modifiers)"
+            )
+        failures = self.counts["num_failures"]
+        if failures:
+            parts.append(
+                f"{failures} rollouts failed since the last batch, the last with {type(self._last_error).__name__}: {self._last_error}"
+            )
+        error = GenerationTimeout("; ".join(parts) + ". Nothing is lost: wait again, or save the state and look at the engines")
+        error.__cause__ = self._last_error
+        return error
+
+    def create_starvation_error(self) -> GenerationError:
+        """The error for a filter that refuses too much; counting begins anew."""
+        num_dropped = self.counts["num_refused"] - len(self._refused)
+        error = create_starvation_error(
+            self._config,
+            self.finished.num_ready,
+            list(self._refused),
+            num_dropped=max(0, num_dropped),
+            num_rounds=self._config.max_filter_attempts,
+        )
+        self._forget_refused()
+        return error
+
+    # -- state
+
+    def state_dict(self, runs: RolloutRuns) -> dict[str, Any]:
+        """Everything as JSON values; runs: what runs, which counts as waiting."""
+        return {
+            **self.schedule.state_dict(runs.pending),
+            "finished": self.finished.state_dict(),
+            "manager": self.manager.state_dict(),
+            "version": self.version,
+            "n_samples_per_prompt": self._config.n_samples_per_prompt,
+            "n_baseline_samples": self._config.n_baseline_samples,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of state_dict."""
+        needed = {"buffer", "pending", "begun", "attempts", "finished", "manager", "version", "n_samples_per_prompt"}
+        missing = sorted(needed - set(state))
+        if missing:
+            raise CheckpointError(f"the saved state of asynchronous rollouts lacks {missing}; it has {sorted(map(str, state))}")
+        for name in ("n_samples_per_prompt", "n_baseline_samples"):
+            saved, own = state.get(name, 0), getattr(self._config, name)
+            if saved != own:
+                raise CheckpointError(
+                    f"the saved rollouts have {name} {saved}, but the config has {own}: groups that wait would not fit. Resume with the "
+                    "saved value."
+                )
+        self.manager.load_state_dict(state["manager"])
+        self.schedule.load_state_dict(state)
+        self.finished.load_state_dict(state["finished"])
+        self.version = int(state["version"])
+        self.failures.clear()
+        self.counts.clear()
+        self._refused.clear()
+        self._last_error = None
+
+
+def _create_timeout_error(run: RolloutRun, timeout_s: float | None) -> GenerationTimeout:
+    num_tokens = sum(len(sample.tokens) for sample in run.pending.samples)
+    return GenerationTimeout(
+        f"the rollout of prompt {run.index} did not end within rollout_timeout_s ({timeout_s} s); it was aborted with {num_tokens} tokens, "
+        "prompts included, which are kept. Raise rollout_timeout_s, or lower max_tokens"
+    )
+
+
+def _may_be_outage(error: Exception) -> bool:
+    """Whether the error can come from an engine that is not there, rather than from what it was asked."""
+    if isinstance(error, EngineStatusError):
+        return error.status >= 500
+    return isinstance(error, EngineError) and not isinstance(error, EngineProtocolError)
