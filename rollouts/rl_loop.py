@@ -21,7 +21,7 @@ from rollouts.config import RLTrainingConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, RolloutsError, raise_single_errors
-from rollouts.metrics import MetricsLogger
+from rollouts.metrics import MetricsLogger, summarize_behavior
 from rollouts.proximal import find_missed_tokens
 from rollouts.proximal_recompute import ProximalRecomputer, score_with_trainer
 from rollouts.rl_run import ResumePoint, RLRun, RolloutSource
@@ -254,7 +254,7 @@ class _AsyncLoop:
         metrics = await run.train(step, rollouts)
         self._updating = False
         trained = clock()
-        metrics |= summarize_mismatch(metrics)
+        metrics |= summarize_behavior(metrics)
         if self._recomputer is not None:
             missed = (len(find_missed_tokens(sample, run.served.version)) for sample in select_trainable(rollouts.samples))
             metrics["num_missed_tokens"] = float(sum(missed))
@@ -346,10 +346,3 @@ class _AsyncLoop:
             error.add_note(f"step {self._finished} could not be saved: {problem}")
         else:
             error.add_note(f"step {self._finished} and all rollouts that wait or were under way are saved in {path}: resume from there")
-
-
-def summarize_mismatch(metrics: Metrics) -> Metrics:
-    """mismatch_kl, in nats per token: KL(rollout || trainer before the update) where the algorithm has the trainer compute it, else, where
-    the ratio is anchored to the rollout, KL(rollout || trainer) over the updates of the step. Nothing where neither is known."""
-    known = [metrics[name] for name in ("rollout_kl", "approx_kl") if name in metrics]
-    return {"mismatch_kl": known[0]} if known else {}
