@@ -227,8 +227,10 @@ class WorkflowExecutor:
 
     async def _produce(self) -> None:
         while True:
+            now = trio.current_time()
             self._start_rollouts()
-            with trio.move_on_at(self._schedule.next_time):
+            # what was due before and did not start must wait for whoever lets it, not for a moment that has passed
+            with trio.move_on_at(self._schedule.next_time if self._schedule.next_time > now else math.inf):
                 await self._work.park()
 
     def _start_rollouts(self) -> None:

@@ -1,0 +1,363 @@
+"""The asynchronous loop: equal to the synchronous one where nothing overlaps, bounded where it does, and resumable with all in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from rollouts.algorithms import decoupled, grpo
+from rollouts.async_config import AsyncConfig
+from rollouts.async_rollouts import WorkflowExecutor, create_workflow_executor
+from rollouts.backends.factory import create_adamw_optimizer
+from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.checkpoints import latest_checkpoint, load_run_state
+from rollouts.config import RLTrainingConfig, RolloutConfig
+from rollouts.data_buffer import DataBuffer
+from rollouts.engines.inprocess import InProcessEngine
+from rollouts.errors import ConfigError, DataError, GenerationError
+from rollouts.generation import create_generate_fn
+from rollouts.metrics import JSONLLogger, read_metrics
+from rollouts.rl_loop import restore_rl_run, run_async_rl_training, run_rl_training
+from rollouts.rollout_manager import AsyncRolloutManager
+from rollouts.samples import derive_seed
+from rollouts.testing import FakeBackend, FakeEngine, create_tiny_model, random_answer
+from rollouts.types import RolloutBatch, Sample, SamplingParams
+
+IN_MEMORY = RLTrainingConfig(num_steps=5, weight_sync="memory")
+ON = AsyncConfig(enabled=True, max_staleness=2, patience_s=1000.0)
+
+
+def random_reward(sample: Sample) -> float:
+    """A reward that depends on the sampled tokens alone."""
+    return float(derive_seed(*sample.tokens) % 2)
+
+
+async def random_reward_at_once(sample: Sample) -> float:
+    """random_reward without a thread, beside which virtual time would go on."""
+    return random_reward(sample)
+
+
+class Parts:
+    """Fakes of one run, whose engine takes a second a token and whose trainer takes some seconds a job."""
+
+    def __init__(
+        self,
+        asynchronous: AsyncConfig = ON,
+        *,
+        batch_size: int = 4,
+        seconds_per_token: float = 1.0,
+        seconds_per_job: float = 10.0,
+        sync_every: int = 1,
+        num_prompts: int = 1000,
+        segment_wise: bool = False,
+        **engine: Any,
+    ) -> None:
+        self.backend = FakeBackend(seconds_per_job=seconds_per_job)
+        self.engine = FakeEngine(random_answer(mean_length=8), seconds_per_token=seconds_per_token, **engine)
+        self.buffer = DataBuffer([f"s{i}=" for i in range(num_prompts)])
+        self.rollout = RolloutConfig(
+            batch_size=batch_size,
+            n_samples_per_prompt=2,
+            generate_fn=create_generate_fn([self.engine], create_char_tokenizer(), SamplingParams(max_tokens=12)),
+            reward_fn=random_reward_at_once,
+            segment_log_probs=segment_wise,
+        )
+        self.executor = create_workflow_executor(
+            self.buffer, self.rollout, asynchronous, engines=[self.engine], batches_per_version=sync_every
+        )
+        self.batches: list[RolloutBatch] = []
+
+    async def run(self, config: RLTrainingConfig, logger: JSONLLogger | None = None, **options: Any) -> list[dict[str, float]]:
+        async with self.executor:
+            return await run_async_rl_training(
+                self.backend, self.buffer, self.executor, [self.engine], config, logger,
+                clock=trio.current_time, on_rollouts=lambda step, batch: self.batches.append(batch), **options,
+            )  # fmt: skip
+
+    async def resume(self, checkpoint_dir: Path, config: RLTrainingConfig, log: Path, **options: Any) -> list[dict[str, float]]:
+        """Go on from the newest checkpoint, the log cut back to it."""
+        checkpoint = latest_checkpoint(checkpoint_dir)
+        assert checkpoint is not None
+        with log.open("r+b") as file:
+            file.truncate(load_run_state(checkpoint)["metrics_bytes"])
+        point = await restore_rl_run(checkpoint, self.backend, self.executor, [self.engine], config)
+        return await self.run(config, JSONLLogger(log), checkpoint_dir=checkpoint_dir, resume=point, **options)
+
+
+def prompts_of(batches: Sequence[RolloutBatch]) -> list[int]:
+    return [index for batch in batches for index in sorted({sample.group_index for sample in batch.samples})]
+
+
+def resident_prompts(executor: WorkflowExecutor) -> list[int]:
+    """Indices of all prompts that the executor's state holds."""
+    state = executor.state_dict()
+    found: list[int] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, dict):
+            if "content" in value and "index" in value:
+                found.append(value["index"])
+            else:
+                for inner in value.values():
+                    look(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                look(inner)
+
+    look(state)
+    return sorted(found)
+
+
+def without_timings(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if not key.endswith("_s")} for line in lines]
+
+
+# -- with a model
+
+
+def make_model_run(asynchronous: AsyncConfig | None, *, vocab_size: int = 64, minibatches: int = 2, algorithm=None):
+    """The parts of a run with a tiny model and the embedded engine; asynchronous = None: of the synchronous loop."""
+    import copy
+
+    model = create_tiny_model(vocab_size=vocab_size, seed=3)
+    engine = InProcessEngine(copy.deepcopy(model), create_char_tokenizer())
+    backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=3e-3))
+    buffer = DataBuffer([f"{i}+{i}=" for i in range(10)])
+    generate = create_generate_fn([engine], create_char_tokenizer(), SamplingParams(max_tokens=6))
+    rollout = RolloutConfig(
+        batch_size=3,
+        n_samples_per_prompt=4,
+        generate_fn=generate,
+        reward_fn=random_reward,
+        segment_log_probs=asynchronous is not None and asynchronous.segment_wise,
+    )
+    training = replace(IN_MEMORY, num_minibatches=minibatches, algorithm=algorithm, eval_every=2)
+
+    async def evaluate() -> dict[str, float]:
+        answers = [await engine.generate([5 + i, 7], SamplingParams(max_tokens=4, seed=i), request_id=f"eval-{i}") for i in range(3)]
+        return {"eval_score": sum(sum(answer.output_log_probs) for answer in answers)}
+
+    async def run() -> list[dict[str, float]]:
+        if asynchronous is None:
+            async with AsyncRolloutManager(buffer, rollout, engines=[engine]) as manager:
+                return await run_rl_training(backend, buffer, manager, [engine], training, evaluate=evaluate)
+        async with create_workflow_executor(buffer, rollout, asynchronous, engines=[engine]) as executor:
+            return await run_async_rl_training(backend, buffer, executor, [engine], training, evaluate=evaluate)
+
+    return run
+
+
+async def test_without_staleness_the_numbers_are_those_of_the_synchronous_loop():
+    algorithm = decoupled(grpo())
+    expected = without_timings(await make_model_run(None, algorithm=algorithm)())
+    found = without_timings(await make_model_run(AsyncConfig(max_staleness=0), algorithm=algorithm)())
+    of_the_manager = {"num_rounds", "num_groups_generated", "num_groups_dropped", "num_groups_carried_in", "num_groups_carried_over",
+                      "num_groups_partial", "filter_pass_rate"}  # fmt: skip
+    assert len(found) == 5
+    for ours, theirs in zip(found, expected, strict=True):
+        shared = set(theirs) - of_the_manager
+        assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+    assert {"loss", "grad_norm", "reward_mean", "rollout_kl", "importance_weight"} <= set(expected[0])
+    assert "eval_score" in expected[1]
+
+
+async def test_rollouts_run_beside_training_on_a_model_and_every_number_is_there():
+    history = await make_model_run(AsyncConfig(max_staleness=2), algorithm=decoupled(grpo()))()
+    assert len(history) == 5
+    for line in history:
+        assert {"staleness_mean", "staleness_max", "trainer_wait_s", "engine_idle_s", "num_groups_purged", "num_groups_filtered",
+                "num_groups_retried", "num_groups_failed", "mismatch_kl", "importance_weight", "max_importance_weight",
+                "dropped_fraction"} <= set(line)  # fmt: skip
+        assert line["staleness_max"] <= 2
+        assert sum(value for key, value in line.items() if key.removeprefix("staleness_").isdigit()) == pytest.approx(1.0)
+        assert all(torch.isfinite(torch.tensor(value)) for value in line.values())
+
+
+async def test_segment_wise_from_one_switch():
+    asynchronous = AsyncConfig(max_staleness=2, enable_segment_wise_ppo=True)
+    history = await make_model_run(asynchronous, algorithm=decoupled(grpo(), segment_wise=True))()
+    assert sum(line["num_segment_tokens"] for line in history) > 0
+    assert all(line["num_missed_tokens"] == 0 for line in history), "every token's window was met"
+    assert any(line["staleness_max"] > 0 for line in history)
+
+
+# -- in virtual time
+
+
+async def test_training_and_generation_overlap(autojump_clock):
+    parts = Parts(replace(ON, max_staleness=1), seconds_per_token=1.0, seconds_per_job=4.0)
+    history = await parts.run(IN_MEMORY)
+    alone = Parts(replace(ON, max_staleness=0), seconds_per_token=1.0, seconds_per_job=4.0)
+    apart = await alone.run(IN_MEMORY)
+    assert sum(line["step_s"] for line in history) < 0.8 * sum(line["step_s"] for line in apart)
+    assert [line["staleness_max"] for line in apart] == [0.0] * 5
+    assert max(line["staleness_max"] for line in history) == 1.0
+    assert all(line["trainer_wait_s"] >= 0 and line["engine_idle_s"] >= 0 for line in history)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("sync_every", [1, 2])
+@pytest.mark.parametrize("in_flight", ["continue", "interrupt"])
+async def test_no_token_is_trained_beyond_its_staleness(autojump_clock, max_staleness: int, sync_every: int, in_flight):
+    asynchronous = replace(ON, max_staleness=max_staleness, in_flight=in_flight)
+    parts = Parts(asynchronous, sync_every=sync_every, seconds_per_job=3.0)
+    history = await parts.run(replace(IN_MEMORY, num_steps=8, sync_every=sync_every))
+    assert [line["weight_version"] for line in history] == [step // sync_every for step in range(8)]
+    for step, batch in enumerate(parts.batches):
+        versions = [v for sample in batch.samples for v in sample.weight_versions or () if v >= 0]
+        assert step // sync_every - min(versions) <= max_staleness
+    trained = prompts_of(parts.batches)
+    assert len(set(trained)) == len(trained) == 8 * 4
+    residents = resident_prompts(parts.executor)
+    assert sorted(trained + residents) == list(range(parts.buffer.state.sample_offset))
+
+
+async def test_an_evaluation_runs_beside_the_next_step_and_its_numbers_stand_in_its_own_line(autojump_clock, tmp_path: Path):
+    parts = Parts(seconds_per_job=5.0)
+    spans: list[tuple[float, float]] = []
+
+    async def evaluate() -> dict[str, float]:
+        version, started = await parts.engine.get_weight_version(), trio.current_time()
+        await trio.sleep(4)
+        assert await parts.engine.get_weight_version() == version, "the weights changed under the evaluation"
+        spans.append((started, trio.current_time()))
+        return {"eval_version": float(version)}
+
+    log = tmp_path / "metrics.jsonl"
+    history = await parts.run(replace(IN_MEMORY, eval_every=2), JSONLLogger(log), evaluate=evaluate)
+    lines = read_metrics(log)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line.get("eval_version") for line in lines] == [None, 2.0, None, 4.0, 5.0]
+    total = sum(line["step_s"] for line in history)
+    assert trio.current_time() < total + sum(end - start for start, end in spans[:-1]), "the evaluations cost nothing but the last"
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 4])
+@pytest.mark.parametrize("order", ["finished", "submitted"])
+async def test_a_run_stopped_with_everything_in_flight_goes_on_without_loss(autojump_clock, tmp_path: Path, stop_after: int, order):
+    config = replace(IN_MEMORY, num_steps=6, eval_every=1)
+    log, asked = tmp_path / "metrics.jsonl", iter([False] * (stop_after - 1) + [True])
+    asynchronous = replace(ON, order=order)
+
+    async def evaluate(parts: Parts) -> dict[str, float]:
+        return {"eval_version": float(await parts.engine.get_weight_version())}
+
+    first = Parts(asynchronous, seconds_per_job=2.0)
+    await first.run(
+        config, JSONLLogger(log), checkpoint_dir=tmp_path / "c", should_stop=lambda: next(asked), evaluate=partial(evaluate, first)
+    )
+    assert any(sample.tokens for sample in first.executor.resident_samples), "nothing was in flight, so the test shows nothing"
+    second = Parts(asynchronous, seconds_per_job=2.0)
+    await second.resume(tmp_path / "c", config, log, evaluate=partial(evaluate, second))
+    lines = read_metrics(log)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["eval_version"] for line in lines] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert max(line["staleness_max"] for line in lines) <= 2
+    trained = prompts_of([*first.batches, *second.batches])
+    residents = resident_prompts(second.executor)
+    assert sorted(trained + residents) == list(range(second.buffer.state.sample_offset))
+    if order == "submitted":
+        assert trained == list(range(24))
+
+
+async def test_capacity_after_a_resume_is_that_of_the_uninterrupted_run(autojump_clock, tmp_path: Path):
+    config = replace(IN_MEMORY, num_steps=4)
+    log, asked = tmp_path / "metrics.jsonl", iter([False, True])
+    first = Parts()
+    await first.run(config, JSONLLogger(log), checkpoint_dir=tmp_path / "c", should_stop=lambda: next(asked))
+    second = Parts()
+    await second.resume(tmp_path / "c", config, log)
+    straight = Parts()
+    await straight.run(config)
+    taken = [parts.buffer.state.sample_offset for parts in (second, straight)]
+    assert taken[0] == taken[1] == (2 + 4) * 4, "(max_staleness + version + 1) * batch_size at the last version that opened capacity"
+
+
+# -- failures
+
+
+async def test_an_error_of_the_rollouts_leaves_a_checkpoint_with_everything_and_says_so(autojump_clock, tmp_path: Path):
+    failing = {"now": False}
+    message = "the sandbox is gone"
+
+    def fail_late(prompt: tuple[int, ...], seed: int | None) -> Exception | None:
+        return ValueError(message) if failing["now"] else None
+
+    config, log = replace(IN_MEMORY, num_steps=6, checkpoint_every=2), tmp_path / "metrics.jsonl"
+    parts = Parts(replace(ON, on_failure="raise"), error_for=fail_late)
+
+    def watch(step: int, batch: RolloutBatch) -> None:
+        parts.batches.append(batch)
+        failing["now"] = step == 3
+
+    with pytest.raises(ValueError, match=message) as caught:
+        async with parts.executor:
+            await run_async_rl_training(
+                parts.backend, parts.buffer, parts.executor, [parts.engine], config, JSONLLogger(log),
+                checkpoint_dir=tmp_path / "c", on_rollouts=watch, clock=trio.current_time,
+            )  # fmt: skip
+    checkpoint = latest_checkpoint(tmp_path / "c")
+    assert checkpoint is not None
+    done = int(checkpoint.name.removeprefix("step_"))
+    assert done == len(parts.batches) >= 3
+    assert any(f"step {done} and all rollouts" in note and str(checkpoint) in note for note in caught.value.__notes__)
+    again = Parts(replace(ON, on_failure="raise"))
+    await again.resume(tmp_path / "c", config, log)
+    assert [line["step"] for line in read_metrics(log)] == [1, 2, 3, 4, 5, 6]
+    trained = prompts_of([*parts.batches, *again.batches])
+    assert sorted(trained + resident_prompts(again.executor)) == list(range(again.buffer.state.sample_offset))
+
+
+async def test_an_error_before_the_first_step_leaves_a_checkpoint_too(autojump_clock, tmp_path: Path):
+    config, log = replace(IN_MEMORY, num_steps=2), tmp_path / "metrics.jsonl"
+    parts = Parts(replace(ON, on_failure="raise"), error_for=lambda prompt, seed: ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        await parts.run(config, JSONLLogger(log), checkpoint_dir=tmp_path / "c")
+    again = Parts()
+    await again.resume(tmp_path / "c", config, log)
+    assert [line["step"] for line in read_metrics(log)] == [1, 2]
+    assert sorted(prompts_of(again.batches) + resident_prompts(again.executor)) == list(range(again.buffer.state.sample_offset))
+
+
+async def test_a_failed_evaluation_ends_the_run_with_its_error_and_the_step_is_saved(autojump_clock, tmp_path: Path):
+    parts = Parts(replace(ON, patience_s=None), seconds_per_token=1000.0)
+
+    async def evaluate() -> dict[str, float]:
+        await trio.sleep(1)
+        raise DataError("the held-out file is gone")
+
+    log = tmp_path / "metrics.jsonl"
+    with pytest.raises(DataError, match="held-out") as caught:
+        await parts.run(replace(IN_MEMORY, eval_every=1), JSONLLogger(log), evaluate=evaluate, checkpoint_dir=tmp_path / "c")
+    assert any("step 1 and all rollouts" in note for note in caught.value.__notes__)
+    assert [line["step"] for line in read_metrics(log)] == [1]
+    again = Parts()
+    await again.resume(tmp_path / "c", IN_MEMORY, log)
+    assert [line["step"] for line in read_metrics(log)] == [1, 2, 3, 4, 5]
+
+
+async def test_dead_engines_end_the_run_after_its_patience_with_the_state_saved(autojump_clock, tmp_path: Path):
+    from rollouts.errors import EngineError
+
+    parts = Parts(replace(ON, patience_s=60.0), error_for=lambda prompt, seed: EngineError("connection refused"))
+    with pytest.raises(GenerationError, match="connection refused") as caught:
+        await parts.run(IN_MEMORY, checkpoint_dir=tmp_path / "c")
+    assert 60 <= trio.current_time() < 120
+    assert any("saved" in note for note in caught.value.__notes__)
+
+
+async def test_settings_that_contradict_the_algorithm_are_refused_before_the_first_rollout(autojump_clock):
+    parts = Parts(replace(ON, enable_segment_wise_ppo=True))
+    with pytest.raises(ConfigError, match="enable_segment_wise_ppo is True, but the algorithm does not read"):
+        await parts.run(IN_MEMORY)
+    parts = Parts(segment_wise=True)
+    with pytest.raises(ConfigError, match="enable_segment_wise_ppo is False, but the algorithm requires"):
+        await parts.run(replace(IN_MEMORY, algorithm=decoupled(grpo(), segment_wise=True)))
