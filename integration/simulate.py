@@ -9,11 +9,13 @@ Time is trio's MockClock. The same settings give the same figures: what arrives 
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -161,9 +163,21 @@ def has_reward(group: Group) -> bool:
     return bool(group[0].reward)
 
 
+@contextmanager
+def collect_rarely() -> Generator[None]:
+    """Let the garbage collector rest: with ten thousand groups in flight it would walk over all of them again and again."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def simulate(simulation: Simulation) -> Report:
     """Simulate a run."""
-    return trio.run(partial(run_simulation, simulation), clock=trio.testing.MockClock(autojump_threshold=0))
+    with collect_rarely():
+        return trio.run(partial(run_simulation, simulation), clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 @dataclass(frozen=True, kw_only=True)

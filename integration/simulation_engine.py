@@ -178,14 +178,19 @@ class SimulatedFleet:
             done = [0] * len(targets)
             reward = float(self._refused_fraction == 0 or self._draw(index, attempt, 1) >= self._refused_fraction)
             sample = Sample(
-                tokens=(0,), loss_mask=(0.0,), rollout_log_probs=(0.0,), weight_versions=(-1,), reward=reward, status=Status.ABORTED
+                tokens=(0,),
+                loss_mask=(0.0,),
+                rollout_log_probs=(0.0,),
+                weight_versions=(-1,),
+                reward=reward,
+                metadata={"attempt": attempt, "targets": targets, "done": done},
+                status=Status.ABORTED,
             )
         key = (index, attempt, 2 + 2 * self._num_failures_of.get(index, 0))  # the same while it is interrupted, another after a failure
         fails = self.section.failure_rate > 0 and self._draw(*key) < self.section.failure_rate
-        metadata = {"attempt": attempt, "targets": targets, "done": done}
         return GroupRequest(
             index=index,
-            sample=replace(sample, metadata=metadata),
+            sample=sample,
             done=done,
             targets=targets,
             fails_after=self._draw(*key, 1) if fails else math.inf,
@@ -211,6 +216,7 @@ class SimulatedFleet:
             rollout_log_probs=start.rollout_log_probs + more,
             weight_versions=start.weight_versions + tuple(versions),
             segment_log_probs=None if start.segment_log_probs is None else start.segment_log_probs + more,
+            segment_versions=None if start.segment_versions is None else start.segment_versions + (-1,) * len(versions),
             status=request.status,
             metadata={**start.metadata, "done": [done + new for done, new in zip(request.done, produced, strict=True)]},
         )
@@ -298,16 +304,13 @@ class SimulatedFleet:
         """In which engines read what they have generated so far again, each an equal share."""
         if self.section.kv_cache == "keep" or not self._running:
             return 0.0
-        starts, ends, now = self._gather_times()
+        requests, now = self._running.values(), self.now
+        starts = np.array(list(chain.from_iterable([request.starts for request in requests])))
+        ends = np.array(list(chain.from_iterable([request.ends for request in requests])))
+        before = np.array(list(chain.from_iterable([request.done for request in requests])))
         running = (starts < now) & (ends > now)
-        new = float(np.sum(now - starts, where=running)) * self.section.token_rate
-        return (new + float(running.sum()) * self.section.prompt_tokens) / (self.section.prefill_rate * self.section.engines)
-
-    def _gather_times(self) -> tuple[np.ndarray, np.ndarray, float]:
-        requests = self._running.values()
-        starts = np.fromiter(chain.from_iterable(r.starts for r in requests), dtype=np.float64)
-        ends = np.fromiter(chain.from_iterable(r.ends for r in requests), dtype=np.float64)
-        return starts, ends, self.now
+        tokens = np.sum((now - starts) * self.section.token_rate + before + self.section.prompt_tokens, where=running)
+        return float(tokens) / (self.section.prefill_rate * self.section.engines)
 
     # -- figures
 
@@ -339,8 +342,7 @@ class SimulatedFleet:
 
     def count_busy_slots(self) -> int:
         """Slots with a response in them."""
-        starts, ends, now = self._gather_times()
-        return int(((starts <= now) & (ends > now)).sum())
+        return int((np.array([engine.free_from for engine in self._engines]) > self.now).sum())
 
     def active_seconds(self) -> float:
         """Seconds that slots were generating, added up over the slots."""

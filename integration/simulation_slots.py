@@ -63,13 +63,13 @@ class EngineSlots:
 
     def __init__(self, section: EngineSection) -> None:
         self._section = section
-        self._free_from = [0.0] * section.slots
+        self.free_from = [0.0] * section.slots
         self._read_until = 0.0  # when prompts that are known have been read
         self.requests: dict[int, GroupRequest] = {}
 
     def plan(self, request: GroupRequest, now: float) -> None:
         """Give each response the slot that is free first."""
-        rate, free_from = self._section.token_rate, self._free_from
+        rate, free_from = self._section.token_rate, self.free_from
         missing = [k for k, done in enumerate(request.done) if done < request.targets[k]]
         read = self._section.prompt_tokens + sum(request.done[k] for k in missing)
         self._read_until = max(self._read_until, now, free_from[0]) + read / self._section.prefill_rate
@@ -85,17 +85,17 @@ class EngineSlots:
         """Take a request out before its end. Returns those that now come to their end at another time, because they wait less."""
         del self.requests[request.index]
         running = [end for r in self.requests.values() for start, end in zip(r.starts, r.ends, strict=True) if start <= now < end]
-        self._free_from = [*running, *[now] * (self._section.slots - len(running))]
-        heapq.heapify(self._free_from)
+        self.free_from = [*running, *[now] * (self._section.slots - len(running))]
+        heapq.heapify(self.free_from)
         moved: list[GroupRequest] = []
         for other in self.requests.values():
             before = other.finish
             for k, start in enumerate(other.starts):
                 if start > now:
-                    earlier = max(self._free_from[0], min(start, max(now, self._read_until)))
+                    earlier = max(self.free_from[0], min(start, max(now, self._read_until)))
                     other.ends[k] += earlier - start
                     other.starts[k] = earlier
-                    heapq.heapreplace(self._free_from, other.ends[k])
+                    heapq.heapreplace(self.free_from, other.ends[k])
             self._finish_by_plan(other)
             if other.finish != before:
                 moved.append(other)
@@ -107,6 +107,6 @@ class EngineSlots:
 
     def clear(self, now: float) -> None:
         """Free all slots."""
-        self._free_from = [now] * self._section.slots
+        self.free_from = [now] * self._section.slots
         self._read_until = now
         self.requests.clear()
