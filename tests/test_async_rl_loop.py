@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import trio
+from resident_prompts import find_prompts
 
 from rollouts.algorithms import decoupled, grpo
 from rollouts.async_config import AsyncConfig
@@ -98,22 +99,7 @@ def prompts_of(batches: Sequence[RolloutBatch]) -> list[int]:
 
 def resident_prompts(executor: WorkflowExecutor) -> list[int]:
     """Indices of all prompts that the executor's state holds."""
-    state = executor.state_dict()
-    found: list[int] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, dict):
-            if "content" in value and "index" in value:
-                found.append(value["index"])
-            else:
-                for inner in value.values():
-                    look(inner)
-        elif isinstance(value, list):
-            for inner in value:
-                look(inner)
-
-    look(state)
-    return sorted(found)
+    return find_prompts(executor.state_dict())
 
 
 def without_timings(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
