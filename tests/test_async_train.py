@@ -94,7 +94,7 @@ def check_every_prompt_once(output: Path, num_steps: int) -> None:
 
 
 def test_a_run_that_is_killed_and_resumed_trains_on_every_prompt_once(tmp_path: Path):
-    check_every_prompt_once(run_with_kills(tmp_path, num_steps=8, num_kills=1, seed=1), 8)
+    check_every_prompt_once(run_with_kills(tmp_path, num_steps=6, num_kills=1, seed=1), 6)
 
 
 @pytest.mark.slow
