@@ -39,6 +39,7 @@ _NAMES_OF_MODULES: Final = (
     ("preferences", "bradley_terry_loss dpo_loss pair_mean preference_loss score_loss split_pairs"),
     ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gmpo gpg grpo gspo opo ppo recomputed reinforce reinforce_plus_plus "
                    "reinforce_plus_plus_baseline remax rloo sapo truncated"),
+    ("proximal", "approximate_proximal interpolate_log_probs interpolate_probs with_segment_log_probs"),
     ("kl_control", "KLControl measure_kl update_kl_control"),
     ("staleness", "compute_capacity"),
     ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig "
@@ -66,6 +67,9 @@ _NAMES_OF_MODULES: Final = (
                          "create_pytorch_backend create_reference_backend create_warmup_cosine_scheduler load_hf_model parse_dtype"),
     ("generation", "create_generate_fn evaluate_prompts generate_group generate_rollout_batch generate_rollout_batches"),
     ("rollout_manager", "AsyncRolloutManager"),
+    ("proximal_recompute", "ProximalRecomputer score_with_engines score_with_trainer"),
+    ("workflows", "EpisodeData EpisodeEngine LLMRequest RLVRWorkflow ReMaxWorkflow RolloutWorkflow adapt_reward_fn "
+                  "create_workflow_generate_fn"),
     ("weight_sync", "sync_weights_in_memory sync_weights_to_engines"),
     ("sft_loop", "run_sft_training"),
     ("rl_loop", "restore_rl_run run_rl_training train_on_rollouts"),

@@ -25,7 +25,7 @@ from rollouts.data_buffer import parse_prompt
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import ConfigError
 from rollouts.generate_fns import is_async_function, is_finished
-from rollouts.generation import generate_group
+from rollouts.generation import generate_group, make_request_id
 from rollouts.rewards.evaluate import score_group
 from rollouts.samples import create_pending_group, derive_seed
 from rollouts.types import Completion, Group, Prompt, Sample, SamplingParams, Status
@@ -103,7 +103,7 @@ class EpisodeEngine:
         number, self._num_requests = self._num_requests, self._num_requests + 1
         if params.seed is None:
             params = params.new(seed=derive_seed(self._seed, self._prompt_index, number))
-        name = f"{self._prompt_index:012d}-episode-{number:06d}" if request_id is None else request_id
+        name = make_request_id(self._prompt_index, number) if request_id is None else request_id
         return await self._engine.generate(prompt_tokens, params, request_id=name)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:

@@ -22,16 +22,23 @@ import torch
 import trio
 import trio.testing
 
+from rollouts.algorithms import decoupled, grpo
+from rollouts.async_config import AsyncConfig
+from rollouts.async_rollouts import create_workflow_executor
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.corrections import anchor_to_proximal
+from rollouts.data_buffer import DataBuffer
 from rollouts.engines.inprocess import InProcessEngine
 from rollouts.generation import generate_group
 from rollouts.proximal import find_missed_tokens, start_segments
 from rollouts.proximal_recompute import ProximalRecomputer, score_with_engines, score_with_trainer
+from rollouts.rl_loop import run_async_rl_training
 from rollouts.testing import create_tiny_model
-from rollouts.types import Group, Prompt, Sample, SamplingParams, Status
+from rollouts.types import Group, Prompt, RolloutBatch, Sample, SamplingParams, Status
+from rollouts.workflows import RLVRWorkflow, create_workflow_generate_fn
 
 PAUSES = (5, 12)  # decode steps after which the weights change: versions 0, 1 and 2 sample 5, 7 and the other tokens
 PARAMS = SamplingParams(max_tokens=20, temperature=0.8)
@@ -237,3 +244,85 @@ async def test_the_three_ways_give_samples_of_one_format():
     batch = collate_samples([sample for group in groups.values() for sample in group])
     assert batch.tokens.shape == (3 * N, len(recomputed[0].tokens))
     assert all(start_segments(sample).segment_versions == (-1,) * len(sample.tokens) for sample in interrupted)
+
+
+class RememberingEngine(InProcessEngine):
+    """Keeps the weights of every version that it was given."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.known = {0: weights_of(0)}
+
+    async def update_weights(self, weights, weight_version):
+        self.known[weight_version] = dict(weights)
+        return await super().update_weights(weights, weight_version)
+
+
+@pytest.mark.parametrize("sync_every", [1, 2])
+async def test_a_run_trains_on_what_it_says(sync_every: int):
+    """The whole loop, with trainer and engine at the same time: whatever overlapped, each number is that of the version it names."""
+    tokenizer = create_char_tokenizer()
+    model = create_tiny_model(seed=0)
+    engine = RememberingEngine(create_tiny_model(seed=0), tokenizer, eos_token_ids=(), max_slots=6)
+    buffer = DataBuffer([f"{i} {i + 1} >" for i in range(20)])
+    rollout = RolloutConfig(
+        batch_size=2,
+        n_samples_per_prompt=2,
+        generate_fn=create_workflow_generate_fn(
+            RLVRWorkflow(lambda prompt, text, prompt_ids, ids, **data: float(sum(ids) % 3), SamplingParams(max_tokens=24), tokenizer),
+            [engine],
+        ),
+        segment_log_probs=True,
+    )
+    asynchronous = AsyncConfig(enabled=True, max_staleness=2, enable_segment_wise_ppo=True, patience_s=60.0)
+    config = RLTrainingConfig(
+        num_steps=6, sync_every=sync_every, weight_sync="memory", algorithm=decoupled(grpo(), segment_wise=True, missed_as_proximal=True)
+    )
+    batches: list[tuple[int, RolloutBatch]] = []
+    async with (
+        engine,
+        create_workflow_executor(buffer, rollout, asynchronous, engines=[engine], batches_per_version=sync_every) as executor,
+    ):
+        history = await run_async_rl_training(
+            create_pytorch_backend(model, lr=3e-2),
+            buffer,
+            executor,
+            [engine],
+            config,
+            on_rollouts=lambda step, batch: batches.append(((step - 1) // sync_every, batch)),
+        )
+
+    @cache
+    def known_model(version: int) -> torch.nn.Module:
+        fresh = create_tiny_model(seed=0)
+        fresh.load_state_dict(engine.known[version], strict=False)
+        return fresh
+
+    def check(sample: Sample, place: int, version: int, found: float) -> None:
+        with torch.no_grad():
+            logits = known_model(version)(torch.tensor([sample.tokens[:place]])).logits[0, -1]
+        assert found == pytest.approx(float(logits.log_softmax(-1)[sample.tokens[place]]), abs=1e-5)
+
+    ages, num_computed, prompts = [], 0, []
+    for current, batch in batches:
+        prompts += sorted({sample.group_index for sample in batch.samples})
+        for sample in batch.samples:
+            assert find_missed_tokens(sample, current) == ()
+            segments = start_segments(sample)
+            assert segments.segment_versions is not None
+            assert segments.segment_log_probs is not None
+            for place, version in enumerate(sample.weight_versions or ()):
+                if version < 0:
+                    continue
+                ages.append(current - version)
+                check(sample, place, version, (sample.rollout_log_probs or ())[place])
+                assert segments.segment_versions[place] == (version + 1 if version < current else -1)
+                if version < current:
+                    num_computed += 1
+                    check(sample, place, version + 1, segments.segment_log_probs[place])
+    assert min(ages) >= 0
+    assert max(ages) <= 2
+    assert num_computed > 0
+    assert len(prompts) == len(set(prompts)) == 2 * config.num_steps
+    assert all(line["num_missed_tokens"] == 0 for line in history)
+    assert sum(line.get("num_segment_tokens", 0.0) for line in history) >= num_computed
