@@ -76,8 +76,7 @@ class RolloutBook:
             all_started = True
             for pending in candidates:
                 begun = self.schedule.find_begun_version(pending.prompt.index, self.version)
-                oldest = find_oldest_version(pending.samples, begun=begun, newest=self.version)
-                if self.version - oldest > self._asynchronous.max_staleness:  # it would be too old when it ends
+                if pending.samples and self._is_too_old(pending, begun):
                     self.schedule.end(pending.prompt.index)
                     self.manager.on_rollout_forgotten()
                     self._begin_anew(pending)
@@ -87,6 +86,11 @@ class RolloutBook:
                     self.manager.on_rollout_submitted()
                     taken.append((pending, begun))
         return taken
+
+    def _is_too_old(self, pending: PendingGroup, begun_version: int) -> bool:
+        """Whether what there is of an unfinished group is beyond the allowed staleness already."""
+        oldest = find_oldest_version(pending.samples, begun=begun_version, newest=self.version)
+        return self.version - oldest > self._asynchronous.max_staleness
 
     # -- how rollouts end
 
@@ -141,6 +145,7 @@ class RolloutBook:
         """A group was too old: let its prompt wait again, without what there was, or give it up."""
         index = pending.prompt.index
         self.counts["num_groups_purged"] += 1
+        self.counts["num_stale"] += 1
         if self._asynchronous.on_stale == "retry" and self.schedule.count_attempt(index) < self._asynchronous.max_attempts:
             self.counts["num_groups_retried"] += 1
             self.schedule.add(PendingGroup(pending.prompt))
@@ -192,11 +197,11 @@ class RolloutBook:
 
     @property
     def is_starving(self) -> bool:
-        """Whether too many groups were refused or dropped since groups were last handed out."""
-        return self.counts["num_refused"] >= self._max_refused
+        """Whether too many groups were refused, dropped or too old since groups were last handed out."""
+        return self.counts["num_refused"] + self.counts["num_stale"] >= self._max_refused
 
     def _forget_refused(self) -> None:
-        self.counts["num_refused"] = 0
+        self.counts["num_refused"] = self.counts["num_stale"] = 0
         self._refused.clear()
 
     def take_counts(self) -> dict[str, int]:
@@ -258,8 +263,16 @@ class RolloutBook:
         return error
 
     def create_starvation_error(self) -> GenerationError:
-        """The error for a filter that refuses too much; counting begins anew."""
-        num_dropped = self.counts["num_refused"] - len(self._refused)
+        """The error for a filter that refuses too much, or engines without new weights; counting begins anew."""
+        num_stale, num_refused = self.counts["num_stale"], self.counts["num_refused"]
+        if num_stale > num_refused:
+            self._forget_refused()
+            return GenerationError(
+                f"{num_stale} groups in a row were more than max_staleness ({self._asynchronous.max_staleness}) versions behind version "
+                f"{self.version}: do the engines get the weights that set_version() tells of, and stamp tokens with their version? Else "
+                "raise max_staleness, or lower max_concurrent_rollouts or max_tokens, so that rollouts end within so many steps"
+            )
+        num_dropped = num_refused - len(self._refused)
         error = create_starvation_error(
             self._config,
             self.finished.num_ready,

@@ -85,9 +85,12 @@ async def score_group(group: Group, reward_fn: RewardFn, config: RewardConfig | 
     async def score(k: int, outcome: Outcome | None) -> None:
         results[k] = await _score_sample(reward_fn, group[k], config, outcome)
 
-    async with trio.open_nursery() as nursery:
-        for k, outcome in itertools.zip_longest(positions, begun):
-            nursery.start_soon(score, k, outcome)
+    if len(positions) == 1:
+        await score(positions[0], begun[0] if begun else None)
+    else:
+        async with trio.open_nursery() as nursery:
+            for k, outcome in itertools.zip_longest(positions, begun):
+                nursery.start_soon(score, k, outcome)
     for k in positions:
         result = results[k]
         if isinstance(result, RewardError):
