@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +86,10 @@ def test_the_algorithm_and_the_switch_must_agree(switch: bool | None, segment_wi
         check_async_config(AsyncConfig(enable_segment_wise_ppo=switch), RolloutConfig(batch_size=4), training)
     agreed = RLTrainingConfig(algorithm=decoupled(grpo(), segment_wise=bool(switch)))
     check_async_config(AsyncConfig(enable_segment_wise_ppo=switch), RolloutConfig(batch_size=4), agreed)
+
+
+def test_the_page_has_every_setting_with_its_default():
+    page = (Path(__file__).parent.parent / "docs" / "asynchronous.md").read_text()
+    settings = page[page.index("## Settings") : page.index("## Metrics")]
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", settings, re.MULTILINE)
+    assert rows == [(field.name, repr(field.default)) for field in fields(AsyncConfig)]
