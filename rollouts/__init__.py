@@ -72,7 +72,7 @@ _NAMES_OF_MODULES: Final = (
                   "create_workflow_generate_fn"),
     ("weight_sync", "sync_weights_in_memory sync_weights_to_engines"),
     ("sft_loop", "run_sft_training"),
-    ("rl_loop", "restore_rl_run run_rl_training train_on_rollouts"),
+    ("rl_loop", "restore_rl_run run_async_rl_training run_rl_training train_on_rollouts"),
 )  # fmt: skip
 
 __all__ = [*sorted(name for _, names in _NAMES_OF_MODULES for name in names.split()), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
