@@ -23,7 +23,7 @@ from rollouts.checkpoints import latest_checkpoint, load_run_state
 from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.inprocess import InProcessEngine
-from rollouts.errors import ConfigError, DataError, GenerationError
+from rollouts.errors import BackendError, ConfigError, DataError, EngineError, GenerationError
 from rollouts.generation import create_generate_fn
 from rollouts.metrics import JSONLLogger, read_metrics
 from rollouts.rl_loop import restore_rl_run, run_async_rl_training, run_rl_training
@@ -267,7 +267,57 @@ async def test_capacity_after_a_resume_is_that_of_the_uninterrupted_run(autojump
     assert taken[0] == taken[1] == (2 + 4) * 4, "(max_staleness + version + 1) * batch_size at the last version that opened capacity"
 
 
+async def test_a_resumed_run_without_staleness_writes_the_metrics_file_of_the_uninterrupted_one(autojump_clock, tmp_path: Path):
+    config, on_policy = replace(IN_MEMORY, num_steps=6, eval_every=2), replace(ON, max_staleness=0)
+
+    async def evaluate(parts: Parts) -> dict[str, float]:
+        return {"eval_version": float(await parts.engine.get_weight_version())}
+
+    straight = Parts(on_policy)
+    await straight.run(config, JSONLLogger(tmp_path / "straight.jsonl"), evaluate=partial(evaluate, straight))
+    log, asked = tmp_path / "resumed.jsonl", iter([False, False, False, True])
+    first, second = Parts(on_policy), Parts(on_policy)
+    await first.run(
+        config, JSONLLogger(log), checkpoint_dir=tmp_path / "c", should_stop=lambda: next(asked), evaluate=partial(evaluate, first)
+    )
+    await second.resume(tmp_path / "c", config, log, evaluate=partial(evaluate, second))
+    assert without_timings(read_metrics(log)) == without_timings(read_metrics(tmp_path / "straight.jsonl"))
+
+
+@pytest.mark.parametrize(("sync_every", "stop_after"), [(1, 2), (2, 2), (2, 3)])
+async def test_no_token_misses_its_window_in_a_segment_wise_run_that_is_resumed(
+    autojump_clock, tmp_path: Path, sync_every: int, stop_after: int
+):
+    config = replace(IN_MEMORY, num_steps=8, sync_every=sync_every, algorithm=decoupled(grpo(), segment_wise=True))
+    asynchronous = replace(ON, enable_segment_wise_ppo=True)
+    log, asked = tmp_path / "metrics.jsonl", iter([False] * (stop_after - 1) + [True])
+    first, second = (Parts(asynchronous, sync_every=sync_every, seconds_per_job=1.0, segment_wise=True) for _ in range(2))
+    await first.run(config, JSONLLogger(log), checkpoint_dir=tmp_path / "c", should_stop=lambda: next(asked))
+    await second.resume(tmp_path / "c", config, log)
+    lines = read_metrics(log)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["num_missed_tokens"] for line in lines] == [0] * 8
+    synced = [line["num_segment_tokens"] for line in lines if line["step"] % sync_every == 0]
+    assert all(number > 0 for number in synced[:-1])
+    assert max(line["staleness_max"] for line in lines) >= 1
+    trained = prompts_of([*first.batches, *second.batches])
+    assert sorted(trained + resident_prompts(second.executor)) == list(range(second.buffer.state.sample_offset))
+
+
 # -- failures
+
+
+async def test_weights_of_a_step_that_failed_half_way_are_not_saved(autojump_clock, tmp_path: Path):
+    parts = Parts()
+    parts.backend = FakeBackend(
+        seconds_per_job=1.0, error_for=lambda method, count: BackendError("loss is NaN") if (method, count) == ("optim_step", 2) else None
+    )
+    with pytest.raises(BackendError, match="NaN") as caught:
+        await parts.run(replace(IN_MEMORY, checkpoint_every=1), checkpoint_dir=tmp_path / "c")
+    assert not getattr(caught.value, "__notes__", [])
+    checkpoint = latest_checkpoint(tmp_path / "c")
+    assert checkpoint is not None
+    assert checkpoint.name == "step_0002"
 
 
 async def test_an_error_of_the_rollouts_leaves_a_checkpoint_with_everything_and_says_so(autojump_clock, tmp_path: Path):
@@ -331,8 +381,6 @@ async def test_a_failed_evaluation_ends_the_run_with_its_error_and_the_step_is_s
 
 
 async def test_dead_engines_end_the_run_after_its_patience_with_the_state_saved(autojump_clock, tmp_path: Path):
-    from rollouts.errors import EngineError
-
     parts = Parts(replace(ON, patience_s=60.0), error_for=lambda prompt, seed: EngineError("connection refused"))
     with pytest.raises(GenerationError, match="connection refused") as caught:
         await parts.run(IN_MEMORY, checkpoint_dir=tmp_path / "c")
