@@ -30,6 +30,7 @@ from rollouts.errors import EngineError
 from rollouts.samples import derive_seed
 from rollouts.types import Completion, Group, Prompt, Sample, SamplingParams, Status
 
+_ALMOST = 1e-3  # of a token
 _SAME_MOMENT = 1e-6  # seconds within which ends count as reached: sums of floats do not come out exact
 
 
@@ -248,7 +249,7 @@ class SimulatedFleet:
             return 0
         if moment >= request.ends[k]:
             return request.targets[k] - request.done[k]
-        return int((moment - request.starts[k]) * self.section.token_rate)
+        return int((moment - request.starts[k]) * self.section.token_rate + _ALMOST)
 
     # -- InferenceEngine
 

@@ -68,18 +68,13 @@ class EngineSlots:
         self.requests: dict[int, GroupRequest] = {}
 
     def plan(self, request: GroupRequest, now: float) -> None:
-        """Give each response the slot that is free first."""
-        rate, free_from = self._section.token_rate, self.free_from
+        """Give each response the slot that is free first, once the prompt has been read."""
         missing = [k for k, done in enumerate(request.done) if done < request.targets[k]]
         read = self._section.prompt_tokens + sum(request.done[k] for k in missing)
-        self._read_until = max(self._read_until, now, free_from[0]) + read / self._section.prefill_rate
+        self._read_until = max(self._read_until, now, self.free_from[0]) + read / self._section.prefill_rate
         request.starts, request.ends = [now] * len(request.targets), [now] * len(request.targets)
-        for k in missing:
-            start = max(free_from[0], self._read_until)
-            request.starts[k], request.ends[k] = start, start + (request.targets[k] - request.done[k]) / rate
-            heapq.heapreplace(free_from, request.ends[k])
+        self._give_slots(request, missing, self._read_until)
         request.is_planned = True
-        self._finish_by_plan(request)
 
     def remove(self, request: GroupRequest, now: float) -> list[GroupRequest]:
         """Take a request out before its end. Returns those that now come to their end at another time, because they wait less."""
@@ -87,19 +82,25 @@ class EngineSlots:
         running = [end for r in self.requests.values() for start, end in zip(r.starts, r.ends, strict=True) if start <= now < end]
         self.free_from = [*running, *[now] * (self._section.slots - len(running))]
         heapq.heapify(self.free_from)
+        self._read_until = now
         moved: list[GroupRequest] = []
         for other in self.requests.values():
             before = other.finish
-            for k, start in enumerate(other.starts):
-                if start > now:
-                    earlier = max(self.free_from[0], min(start, max(now, self._read_until)))
-                    other.ends[k] += earlier - start
-                    other.starts[k] = earlier
-                    heapq.heapreplace(self.free_from, other.ends[k])
-            self._finish_by_plan(other)
+            waiting = [k for k, start in enumerate(other.starts) if start > now]
+            if any(start <= now and start < end for start, end in zip(other.starts, other.ends, strict=True)):  # its prompt has been read
+                self._give_slots(other, waiting, now)
+            elif waiting:
+                self.plan(other, now)
             if other.finish != before:
                 moved.append(other)
         return moved
+
+    def _give_slots(self, request: GroupRequest, responses: list[int], not_before: float) -> None:
+        for k in responses:
+            start = max(self.free_from[0], not_before)
+            request.starts[k], request.ends[k] = start, start + (request.targets[k] - request.done[k]) / self._section.token_rate
+            heapq.heapreplace(self.free_from, request.ends[k])
+        self._finish_by_plan(request)
 
     def _finish_by_plan(self, request: GroupRequest) -> None:
         first, last = min(request.starts), max(request.ends)
