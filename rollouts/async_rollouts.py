@@ -116,6 +116,7 @@ class WorkflowExecutor:
         self._config = config
         self._asynchronous = asynchronous
         self._batch_size = batch_size
+        self._batches_per_version = batches_per_version
         self._schedule = PromptSchedule(data_buffer)
         self._finished = FinishedRollouts(
             queue,
@@ -162,6 +163,11 @@ class WorkflowExecutor:
     def asynchronous(self) -> AsyncConfig:
         """Its limits and policies."""
         return self._asynchronous
+
+    @property
+    def batches_per_version(self) -> int:
+        """Batches that are trained on between two weight syncs."""
+        return self._batches_per_version
 
     @property
     def version(self) -> int:

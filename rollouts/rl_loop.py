@@ -20,10 +20,10 @@ from rollouts.backends.protocol import TrainingBackend
 from rollouts.config import RLTrainingConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import CheckpointError, RolloutsError, raise_single_errors
+from rollouts.errors import CheckpointError, ConfigError, RolloutsError, raise_single_errors
 from rollouts.metrics import MetricsLogger, summarize_behavior
 from rollouts.proximal import find_missed_tokens
-from rollouts.proximal_recompute import ProximalRecomputer, score_with_trainer
+from rollouts.proximal_recompute import ProximalRecomputer, create_proximal_recomputer
 from rollouts.rl_run import ResumePoint, RLRun, RolloutSource
 from rollouts.rl_run import resolve_algorithm as resolve_algorithm
 from rollouts.rl_run import restore_rl_run as restore_rl_run
@@ -174,12 +174,19 @@ async def run_async_rl_training(
         clock=clock,
     )
     check_async_config(executor.asynchronous, executor.config, replace(config, algorithm=run.algorithm))
-    recomputer: ProximalRecomputer | None = None
-    if executor.asynchronous.segment_wise:
-        score = score_with_trainer(backend, max_tokens_per_microbatch=config.max_tokens_per_microbatch, pad_id=pad_id)
-        # between two syncs the trainer is ahead of the version that the engines hold
-        behind = -1 if resume is None or resume.step % config.sync_every == 0 else resume.step // config.sync_every
-        recomputer = ProximalRecomputer(score, last_version=behind)
+    if executor.batches_per_version != config.sync_every:
+        raise ConfigError(
+            f"the executor was made with batches_per_version={executor.batches_per_version}, but sync_every is {config.sync_every}: its "
+            f"capacity would be that of another run. Pass batches_per_version={config.sync_every}"
+        )
+    recomputer = create_proximal_recomputer(
+        executor.asynchronous,
+        backend,
+        num_steps=0 if resume is None else resume.step,
+        sync_every=config.sync_every,
+        max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+        pad_id=pad_id,
+    )
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
             loop = _AsyncLoop(run, executor, recomputer, nursery, should_stop, clock)

@@ -395,3 +395,8 @@ async def test_settings_that_contradict_the_algorithm_are_refused_before_the_fir
     parts = Parts(segment_wise=True)
     with pytest.raises(ConfigError, match="enable_segment_wise_ppo is False, but the algorithm requires"):
         await parts.run(replace(IN_MEMORY, algorithm=decoupled(grpo(), segment_wise=True)))
+
+
+async def test_an_executor_made_for_another_number_of_steps_between_syncs_is_refused(autojump_clock):
+    with pytest.raises(ConfigError, match=r"batches_per_version=1, but sync_every is 2: .* Pass batches_per_version=2"):
+        await Parts().run(replace(IN_MEMORY, sync_every=2))
