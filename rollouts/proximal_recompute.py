@@ -21,6 +21,7 @@ from typing import Protocol, TypeAlias
 
 import trio
 
+from rollouts.async_config import AsyncConfig
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.batching import collate_samples
 from rollouts.engines.protocol import InferenceEngine, ScoresTokens
@@ -107,6 +108,28 @@ class ProximalRecomputer:
         else:
             await trio.lowlevel.checkpoint()
         return tuple(edited)
+
+
+def create_proximal_recomputer(
+    asynchronous: AsyncConfig,
+    backend: TrainingBackend,
+    *,
+    num_steps: int = 0,
+    sync_every: int = 1,
+    max_tokens_per_microbatch: int = 16384,
+    pad_id: int = 0,
+) -> ProximalRecomputer | None:
+    """The recomputer of a run, which asks the trainer; None where segment-wise PPO is off.
+
+    Args:
+        num_steps: that the run has finished. Between two syncs nothing is computed: the trainer is ahead of the engines' version.
+        sync_every: steps between two syncs.
+        max_tokens_per_microbatch, pad_id: as in score_with_trainer.
+    """
+    if not asynchronous.segment_wise:
+        return None
+    score = score_with_trainer(backend, max_tokens_per_microbatch=max_tokens_per_microbatch, pad_id=pad_id)
+    return ProximalRecomputer(score, last_version=-1 if num_steps % sync_every == 0 else num_steps // sync_every)
 
 
 def score_with_trainer(backend: TrainingBackend, *, max_tokens_per_microbatch: int = 16384, pad_id: int = 0) -> Score:

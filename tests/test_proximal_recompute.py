@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from rollouts.algorithms import decoupled, grpo, recomputed
+from rollouts.async_config import AsyncConfig
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples
 from rollouts.corrections import find_missed
 from rollouts.engines.inprocess import InProcessEngine
 from rollouts.errors import ConfigError, DataError, EngineError
 from rollouts.proximal import find_missed_tokens
-from rollouts.proximal_recompute import ProximalRecomputer, score_with_engines, score_with_trainer
+from rollouts.proximal_recompute import ProximalRecomputer, create_proximal_recomputer, score_with_engines, score_with_trainer
 from rollouts.testing import FakeBackend, FakeEngine, create_tiny_model
 from rollouts.train_on_rollouts import train_on_rollouts
 from rollouts.types import Sample, Status
@@ -269,3 +270,12 @@ async def test_an_algorithm_that_looks_at_ages_needs_the_version():
         await train(decoupled(grpo(), segment_wise=True, missed_as_proximal=True), samples, None)
     with pytest.raises(ConfigError, match="segment_wise is False"):
         decoupled(grpo(), missed_as_proximal=True)
+
+
+async def test_a_run_gets_a_recomputer_where_the_switch_is_on():
+    backend, on = FakeBackend(), AsyncConfig(enable_segment_wise_ppo=True)
+    assert create_proximal_recomputer(AsyncConfig(), backend) is None
+    for num_steps, tokens in ((0, 1), (10, 1), (11, 0)):  # after 11 steps the trainer is ahead of version 5
+        recomputer = create_proximal_recomputer(on, backend, num_steps=num_steps, sync_every=2)
+        assert recomputer is not None
+        assert await recomputer.recompute_all(Holder([make_sample((-1, 4, 5))]), 5) == tokens
