@@ -150,7 +150,7 @@ def make_train_batch(**changes) -> TrainBatch:
     return TrainBatch(**(values | changes))
 
 
-PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef"}
+PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "policy_versions"}
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(TrainBatch) if f.name not in ("tokens", "turns")])
