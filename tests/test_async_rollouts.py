@@ -1,0 +1,865 @@
+"""The executor: what it hands out and when, failures, timeouts, interruption and resume, in virtual time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from rollouts.async_config import AsyncConfig
+from rollouts.async_rollouts import WorkflowExecutor, create_workflow_executor
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.config import RewardConfig, RolloutConfig
+from rollouts.data_buffer import DataBuffer
+from rollouts.errors import CheckpointError, ConfigError, EngineError, EngineStatusError, GenerationError, GenerationTimeout, RewardError
+from rollouts.filters import check_reward_nonzero_std
+from rollouts.generation import create_generate_fn
+from rollouts.rollout_manager import AsyncRolloutManager
+from rollouts.rollout_queue import FinishedRollout, LocalRolloutCache, LocalRolloutQueue, RolloutCache, RolloutQueue
+from rollouts.samples import derive_seed
+from rollouts.staleness_control import StandardPPOStrategy, take_out
+from rollouts.testing import FakeEngine
+from rollouts.types import Group, Prompt, Sample, SamplingParams, Status
+
+Clock = trio.testing.MockClock
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return create_char_tokenizer()
+
+
+def make_buffer(num_prompts: int = 7) -> DataBuffer:
+    return DataBuffer([{"prompt": f"{i}=", "ground_truth": str(i)} for i in range(num_prompts)], seed=3)
+
+
+async def reward_length(sample: Sample) -> float:
+    return float(sum(sample.loss_mask))
+
+
+def ragged_delay(prompt_tokens: tuple[int, ...], seed: int | None) -> float:
+    return 0.5 + derive_seed(0 if seed is None else seed) % 5
+
+
+class Script:
+    """A generate_fn: prompt i takes seconds(i), its tokens are of `version`, and errors(i, attempt) may be raised instead."""
+
+    def __init__(
+        self,
+        seconds: Callable[[int], float] = lambda index: 1.0,
+        error: Callable[[int, int], Exception | None] = lambda index, attempt: None,
+    ) -> None:
+        self.seconds = seconds
+        self.error = error
+        self.version = 0
+        self.calls: list[int] = []
+
+    async def __call__(self, prompt: Prompt, n: int) -> Group:
+        attempt = self.calls.count(prompt.index)
+        self.calls.append(prompt.index)
+        version = self.version
+        await trio.sleep(self.seconds(prompt.index))
+        error = self.error(prompt.index, attempt)
+        if error is not None:
+            raise error
+        return tuple(
+            Sample(prompt=prompt.content, tokens=(1, 2), loss_mask=(0.0, 1.0), weight_versions=(-1, version), status=Status.COMPLETED)
+            for _ in range(n)
+        )
+
+
+def make_executor(generate_fn: Any, asynchronous: AsyncConfig | None = None, *, batch_size: int = 2, **changes: Any) -> WorkflowExecutor:
+    names = ("engines", "version", "batches_per_version", "data_parallel_size", "queue", "cache", "strategy")
+    parts = {name: changes.pop(name) for name in names if name in changes}
+    config = RolloutConfig(batch_size=batch_size, generate_fn=generate_fn, grace_s=changes.pop("grace_s", 1.0), **changes)
+    return create_workflow_executor(make_buffer(), config, asynchronous or AsyncConfig(), **parts)
+
+
+def make_engine_executor(
+    tokenizer: Any, engine: FakeEngine, asynchronous: AsyncConfig, max_tokens: int = 12, **changes: Any
+) -> WorkflowExecutor:
+    generate_fn = create_generate_fn([engine], tokenizer, SamplingParams(max_tokens=max_tokens))
+    defaults: dict[str, Any] = {"n_samples_per_prompt": 2, "reward_fn": reward_length, "engines": [engine]}
+    return make_executor(generate_fn, asynchronous, **(defaults | changes))
+
+
+def indices(groups: Sequence[Group]) -> list[int]:
+    return [group[0].group_index for group in groups]
+
+
+def check_conserved(executor: WorkflowExecutor, num_handed_out: int, num_given_up: int = 0) -> None:
+    """Each prompt that was taken is in one place: waiting, running, finished, handed out or given up."""
+    state = executor.state_dict()
+    waiting = [group["prompt"]["index"] for group in state["pending"]]
+    finished = [entry["prompt"]["index"] for place in state["finished"].values() for entry in place]
+    assert len({*waiting, *finished}) == len(waiting) + len(finished)
+    taken = state["buffer"]["epoch_id"] * state["buffer"]["num_prompts"] + state["buffer"]["sample_offset"]
+    assert len(waiting) + len(finished) + num_handed_out + num_given_up == taken
+    counts = executor.get_stats()
+    assert counts.enqueued + counts.running == len(waiting)
+
+
+# what is handed out
+
+
+async def test_without_staleness_batches_are_those_of_the_synchronous_manager(tokenizer: Any, autojump_clock: Clock) -> None:
+    def engine() -> FakeEngine:
+        return FakeEngine(seconds_per_token=ragged_delay)
+
+    def keep_long(group: Group) -> bool:
+        return max(sample.reward or 0.0 for sample in group) > 7
+
+    ours, theirs = engine(), engine()
+    changes: dict[str, Any] = {"batch_size": 3, "filter_fn": keep_long}
+    generate_fn = create_generate_fn([theirs], tokenizer, SamplingParams(max_tokens=12))
+    config = RolloutConfig(n_samples_per_prompt=2, reward_fn=reward_length, generate_fn=generate_fn, **changes)
+    manager = AsyncRolloutManager(make_buffer(), config, engines=[theirs])
+    async with make_engine_executor(tokenizer, ours, AsyncConfig(max_staleness=0), **changes) as executor:
+        for version in range(5):
+            assert (await executor.generate_batch()).samples == (await manager.generate_batch()).samples
+            await trio.sleep(100)
+            ours.weight_version = theirs.weight_version = version + 1
+            executor.set_version(version + 1)
+
+
+async def test_two_batches_of_one_version_are_in_the_order_of_their_prompts(autojump_clock: Clock) -> None:
+    script = Script(seconds=lambda index: 10.0 - index)
+    async with make_executor(script, AsyncConfig(max_staleness=0), batches_per_version=2) as executor:
+        assert indices(await executor.wait(2)) == [0, 1]
+        assert indices(await executor.wait(2)) == [2, 3]
+        assert script.calls.__len__() == 4
+
+
+async def test_the_first_to_finish_are_handed_out_first(autojump_clock: Clock) -> None:
+    async with make_executor(Script(seconds=lambda index: [3.0, 1.0, 4.0, 2.0][index % 4])) as executor:
+        assert indices(await executor.wait(2)) == [1, 3]
+        assert trio.current_time() == 2.0
+        assert indices(await executor.wait(2)) == [0, 2]
+        batch = None
+        executor.set_version(1)
+        batch = await executor.generate_batch()
+        assert [sample.group_index for sample in batch.samples] == [4, 5], "a batch is in the order of prompts"
+
+
+async def test_those_that_finish_at_the_same_moment_are_in_the_order_of_their_prompts(autojump_clock: Clock) -> None:
+    for _ in range(5):
+        async with make_executor(Script(), AsyncConfig(max_staleness=3), batch_size=5) as executor:
+            assert indices(await executor.wait(3)) == [0, 1, 2]
+            assert indices(await executor.wait(17)) == list(range(3, 20))
+
+
+async def test_in_strict_order_the_trainer_waits_for_stragglers(autojump_clock: Clock) -> None:
+    script = Script(seconds=lambda index: 9.0 if index == 1 else 1.0)
+    async with make_executor(script, AsyncConfig(max_staleness=2, order="submitted")) as executor:
+        assert indices(await executor.wait(1)) == [0]
+        assert trio.current_time() == 1.0
+        assert indices(await executor.wait(2)) == [1, 2]
+        assert trio.current_time() == 9.0
+
+
+async def test_capacity_bounds_what_is_under_way(autojump_clock: Clock) -> None:
+    script = Script()
+    async with make_executor(script, AsyncConfig(max_staleness=1, max_concurrent_rollouts=3)) as executor:
+        await trio.sleep(0.5)
+        assert len(script.calls) == 3
+        await trio.sleep(50)
+        assert len(script.calls) == 4, "two batches of 2 may be under way at version 0"
+        await executor.wait(2)
+        await trio.sleep(50)
+        assert len(script.calls) == 4
+        executor.set_version(1)
+        await trio.sleep(50)
+        assert len(script.calls) == 6
+        check_conserved(executor, 2)
+
+
+async def test_capacity_of_one_of_four_trainers(autojump_clock: Clock) -> None:
+    script = Script()
+    async with make_executor(script, AsyncConfig(max_staleness=1), batch_size=8, data_parallel_size=4) as executor:
+        assert len((await executor.generate_batch()).samples) == 2
+        await trio.sleep(50)
+        assert len(script.calls) == 4
+
+
+async def test_a_batch_tells_its_staleness_and_what_happened(autojump_clock: Clock) -> None:
+    script = Script()
+    async with make_executor(script, AsyncConfig(max_staleness=2)) as executor:
+        await trio.sleep(1.5)
+        executor.set_version(1)
+        script.version = 1
+        first = await executor.generate_batch()
+        assert {key: first.metadata[key] for key in ("staleness_mean", "staleness_max", "staleness_1")} == {
+            "staleness_mean": 1.0,
+            "staleness_max": 1.0,
+            "staleness_1": 1.0,
+        }
+        names = ("num_groups_filtered", "num_groups_purged", "num_groups_retried", "num_groups_failed", "num_groups_ready")
+        assert [first.metadata[name] for name in names] == [0, 0, 0, 0, 4]
+
+
+async def test_rollouts_are_filtered_before_they_are_queued(tokenizer: Any, autojump_clock: Clock) -> None:
+    engine = FakeEngine(seconds_per_token=1.0)
+    asynchronous = AsyncConfig(max_staleness=1)
+    async with make_engine_executor(tokenizer, engine, asynchronous, filter_fn=check_reward_nonzero_std, batch_size=3) as executor:
+        for version in range(4):
+            batch = await executor.generate_batch()
+            assert all(check_reward_nonzero_std(batch.samples[k : k + 2]) for k in range(0, 6, 2))
+            executor.set_version(version + 1)
+            engine.weight_version = version + 1
+
+
+async def test_a_filter_that_refuses_everything_is_an_error(autojump_clock: Clock) -> None:
+    async with make_executor(Script(), filter_fn=lambda group: False, max_filter_attempts=4) as executor:
+        with pytest.raises(GenerationError, match=r"only 0 of the 2 groups of a batch were found in 4 rounds.*passed 0 of"):
+            await executor.generate_batch()
+
+
+async def test_engines_that_never_get_new_weights_are_an_error(autojump_clock: Clock) -> None:
+    async with make_executor(Script(), AsyncConfig(max_staleness=0)) as executor:
+        await executor.generate_batch()
+        executor.set_version(1)
+        with pytest.raises(GenerationError, match=r"more than max_staleness \(0\) versions behind version 1: do the engines"):
+            await executor.generate_batch()
+
+
+# order of operations
+
+
+class Spy:
+    """Parts that note what is done with them."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        notes = self.notes
+
+        class Queue(LocalRolloutQueue):
+            def get_nowait(self) -> Any:
+                notes.append("drain")
+                return super().get_nowait()
+
+        class Strategy(StandardPPOStrategy):
+            def purge_stale_samples_from_queue(
+                self, queue: RolloutQueue, current_version: int, last_purged_version: int
+            ) -> tuple[tuple[FinishedRollout, ...], int]:
+                if current_version > last_purged_version:
+                    notes.append(f"purge {current_version}")
+                return (), current_version
+
+            def filter_stale_from_cache(self, cache: RolloutCache, current_version: int) -> tuple[FinishedRollout, ...]:
+                notes.append(f"filter {cache.size()}")
+                return ()
+
+        self.queue, self.strategy = Queue(8), Strategy()
+
+
+async def test_wait_purges_drains_filters_and_counts_in_this_order(autojump_clock: Clock) -> None:
+    spy = Spy()
+    async with make_executor(Script(), queue=spy.queue, strategy=spy.strategy) as executor:
+        await trio.sleep(2)
+        await executor.wait(2)
+        assert spy.notes[:6] == ["purge 0", "drain", "drain", "drain", "drain", "filter 4"]
+        assert not [note for note in spy.notes[6:] if note.startswith("purge")], "the version did not rise"
+        spy.notes.clear()
+        executor.set_version(1)
+        await executor.wait(1)
+        assert spy.notes[0] == "purge 1"
+
+
+# staleness
+
+
+async def test_a_straggler_that_became_too_old_is_generated_anew(autojump_clock: Clock) -> None:
+    script = Script(seconds=lambda index: 10.0 if index == 0 and script.calls.count(0) == 1 else 1.0)
+    async with make_executor(script, AsyncConfig(max_staleness=1)) as executor:
+        got: list[int] = []
+        for version in range(1, 8):
+            groups = await executor.wait(2)
+            assert all(executor.version - v <= 1 for group in groups for v in (group[0].weight_versions or ())[1:])
+            got += indices(groups)
+            await trio.sleep(2)
+            script.version = version
+            executor.set_version(version)
+        assert script.calls.count(0) == 2
+        assert 0 in got
+        check_conserved(executor, len(got))
+
+
+async def test_a_straggler_that_became_too_old_can_be_dropped(autojump_clock: Clock) -> None:
+    script = Script(seconds=lambda index: 10.0 if index == 0 else 1.0)
+    async with make_executor(script, AsyncConfig(max_staleness=1, on_stale="drop")) as executor:
+        purged = 0
+        for version in range(1, 12):
+            batch = await executor.generate_batch()
+            purged += batch.metadata["num_groups_purged"]
+            await trio.sleep(2)
+            script.version = version
+            executor.set_version(version)
+        assert purged == 1
+        assert script.calls.count(0) == 1
+
+
+async def test_samples_without_versions_are_as_old_as_their_beginning(autojump_clock: Clock) -> None:
+    async def generate_fn(prompt: Prompt, n: int) -> Group:
+        await trio.sleep(5.0 if prompt.index == 0 else 1.0)
+        return (Sample(tokens=(1,), loss_mask=(1.0,), status=Status.COMPLETED),) * n
+
+    async with make_executor(generate_fn, AsyncConfig(max_staleness=1, on_stale="drop")) as executor:
+        for version in (1, 2, 3):
+            assert 0 not in indices(await executor.wait(2))
+            executor.set_version(version)
+        await trio.sleep(10)
+        assert 0 not in indices(await executor.wait(4))
+
+
+async def test_a_group_that_is_too_old_in_every_attempt_is_given_up(autojump_clock: Clock) -> None:
+    script = Script(seconds=lambda index: 10.0 if index == 0 else 1.0)
+    async with make_executor(script, AsyncConfig(max_staleness=1, max_attempts=2)) as executor:
+        for version in range(1, 20):
+            await executor.wait(2)
+            await trio.sleep(2)
+            script.version = version
+            executor.set_version(version)
+        assert script.calls.count(0) == 2
+        check_conserved(executor, 38, num_given_up=1)
+
+
+class Fickle(StandardPPOStrategy):
+    """Drops the finished groups of every other prompt, once."""
+
+    def filter_stale_from_cache(self, cache: RolloutCache, current_version: int) -> tuple[FinishedRollout, ...]:
+        return take_out(cache, lambda rollout: rollout.prompt.index % 2 == 0)
+
+
+@pytest.mark.parametrize("gives_back", [True, False])
+async def test_a_run_that_drops_groups_stops_unless_they_give_their_room_back(autojump_clock: Clock, gives_back: bool) -> None:
+    asynchronous = AsyncConfig(max_staleness=1, on_stale="drop", patience_s=1000.0)
+    config = RolloutConfig(batch_size=2, generate_fn=Script())
+    make = create_workflow_executor if gives_back else WorkflowExecutor
+    async with make(make_buffer(), config, asynchronous, strategy=Fickle()) as executor:
+        version = 0
+        try:
+            for version in range(20):
+                await executor.wait(2)
+                config.generate_fn.version = version + 1  # type: ignore[union-attr]
+                executor.set_version(version + 1)
+        except GenerationTimeout as error:
+            assert not gives_back
+            assert "0 are running" in str(error)
+            assert "dropped groups give their room back" in str(error)
+        assert (version == 19) == gives_back
+
+
+# the queue
+
+
+async def test_a_full_queue_is_an_error_that_says_what_to_do(autojump_clock: Clock) -> None:
+    async with make_executor(Script(), AsyncConfig(max_staleness=3, queue_size=2)) as executor:
+        await trio.sleep(5)
+        with pytest.raises(ConfigError, match="Increase queue_size"):
+            await executor.wait(2)
+        assert sorted(indices(await executor.wait(8))) == list(range(8)), "nothing is lost"
+
+
+@pytest.mark.parametrize("order", ["finished", "submitted"])
+async def test_a_full_queue_can_hold_the_producer_back(autojump_clock: Clock, order: Any) -> None:
+    script = Script(seconds=lambda index: 1.0 + index % 3)
+    asynchronous = AsyncConfig(max_staleness=3, queue_size=2, max_concurrent_rollouts=2, when_queue_full="wait", order=order)
+    async with make_executor(script, asynchronous) as executor:
+        await trio.sleep(50)
+        assert len(script.calls) <= 4, "nothing starts while the queue is full"
+        got: list[int] = []
+        for version in range(1, 9):
+            got += indices(await executor.wait(2))
+            script.version = version
+            executor.set_version(version)
+            await trio.sleep(4)
+        assert sorted(got) == list(range(16))
+        assert order == "finished" or got == list(range(16))
+
+
+def test_a_queue_smaller_than_a_batch_is_refused():
+    with pytest.raises(ConfigError, match="increase queue_size"):
+        make_executor(Script(), AsyncConfig(queue_size=1))
+    with pytest.raises(ConfigError, match="holds 1 groups, but a batch has 2: increase queue_size"):
+        make_executor(Script(), queue=LocalRolloutQueue(1))
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match="generate_fn is None"):
+        make_executor(None)
+    with pytest.raises(ConfigError, match="data_parallel_size is 0"):
+        make_executor(Script(), data_parallel_size=0)
+    with pytest.raises(ConfigError, match="over_sampling_factor is 2"):
+        make_executor(Script(), over_sampling_factor=2.0)
+
+
+async def test_a_version_that_goes_backwards_is_refused(autojump_clock: Clock) -> None:
+    executor = make_executor(Script(), version=4)
+    executor.set_version(4)
+    with pytest.raises(ConfigError, match="set to 3, but it is 4 already: versions only rise"):
+        executor.set_version(3)
+
+
+async def test_a_run_that_begins_at_a_version_has_the_capacity_of_a_new_one(autojump_clock: Clock) -> None:
+    script = Script()
+    async with make_executor(script, AsyncConfig(max_staleness=1, max_concurrent_rollouts=100), version=7):
+        await trio.sleep(50)
+    assert len(script.calls) == 4
+
+
+# waiting
+
+
+async def test_a_wait_that_takes_too_long_says_how_many_are_there(autojump_clock: Clock) -> None:
+    script = Script(seconds=lambda index: 1.0 if index < 1 else 100.0)
+    async with make_executor(script) as executor:
+        with pytest.raises(GenerationTimeout, match="1 of the 2 groups that were waited for are there after 5 s: 3 are running, 0 wait"):
+            await executor.wait(2, timeout_s=5)
+        assert trio.current_time() == 5.0
+        assert indices(await executor.wait(2)) == [0, 1], "what was there is not lost"
+        with pytest.raises(ConfigError, match="0 groups were asked for"):
+            await executor.wait(0)
+
+
+async def test_a_cancelled_wait_takes_nothing(autojump_clock: Clock) -> None:
+    async with make_executor(Script()) as executor:
+        with trio.move_on_after(0.5):
+            await executor.wait(2)
+        assert indices(await executor.wait(4)) == [0, 1, 2, 3]
+
+
+async def test_the_patience_of_the_configuration_is_the_default(autojump_clock: Clock) -> None:
+    async with make_executor(Script(seconds=lambda index: 100.0), AsyncConfig(patience_s=7.0)) as executor:
+        with pytest.raises(TimeoutError, match="after 7 s"):
+            await executor.generate_batch()
+
+
+# failures
+
+
+async def test_a_rollout_that_crashes_once_is_tried_again(autojump_clock: Clock) -> None:
+    script = Script(error=lambda index, attempt: ValueError("boom") if index == 1 and attempt == 0 else None)
+    async with make_executor(script, AsyncConfig(max_staleness=0, retry_delay_s=3.0)) as executor:
+        batch = await executor.generate_batch()
+        assert trio.current_time() == 5.0
+        assert [sample.group_index for sample in batch.samples] == [0, 1]
+        assert batch.metadata["num_groups_retried"] == 1
+        check_conserved(executor, 2)
+
+
+async def test_a_rollout_that_always_crashes_ends_the_wait(autojump_clock: Clock) -> None:
+    script = Script(error=lambda index, attempt: ValueError("boom") if index == 1 else None)
+    async with make_executor(script) as executor:
+        with pytest.raises(GenerationError, match="the rollout of prompt 1 failed in 3 attempts, the last time with ValueError: boom"):
+            await executor.wait(4)
+        check_conserved(executor, 0)
+        script.error = lambda index, attempt: None
+        assert sorted(indices(await executor.wait(4))) == [0, 1, 2, 3], "it can go on once the cause is repaired"
+
+
+async def test_a_crash_can_end_the_run_at_once(autojump_clock: Clock) -> None:
+    error = ValueError("boom")
+    script = Script(error=lambda index, attempt: error if index == 2 else None)
+    async with make_executor(script, AsyncConfig(on_failure="raise")) as executor:
+        with pytest.raises(ValueError, match="boom") as caught:
+            await executor.wait(4)
+        assert caught.value is error
+        assert any("while working on prompt 2" in note for note in error.__notes__)
+        check_conserved(executor, 0)
+
+
+async def test_a_crash_can_drop_the_group(autojump_clock: Clock) -> None:
+    script = Script(error=lambda index, attempt: ValueError("boom") if index % 3 == 1 else None)
+    for order in ("finished", "submitted"):
+        async with make_executor(script, AsyncConfig(on_failure="drop", order=order)) as executor:
+            assert indices(await executor.wait(2)) == [0, 2]
+            executor.set_version(1)
+            batch = await executor.generate_batch()
+            assert [sample.group_index for sample in batch.samples] == [3, 5]
+            assert batch.metadata["num_groups_failed"] == 2
+            check_conserved(executor, 4, num_given_up=2)
+
+
+async def test_a_failure_that_nobody_waited_for_is_raised_at_the_end_of_the_block(autojump_clock: Clock) -> None:
+    executor = make_executor(Script(error=lambda index, attempt: ValueError("boom")), AsyncConfig(on_failure="raise"))
+    with pytest.raises(ValueError, match="boom"):
+        async with executor:
+            await trio.sleep(5)
+    check_conserved(executor, 0)
+
+
+async def test_a_failure_beside_an_error_of_the_block_is_told_with_it(autojump_clock: Clock) -> None:
+    executor = make_executor(Script(error=lambda index, attempt: ValueError("boom")), AsyncConfig(on_failure="raise"))
+    with pytest.raises(KeyError) as caught:
+        async with executor:
+            await trio.sleep(5)
+            raise KeyError("own")
+    assert "4 rollouts failed; the first: ValueError('boom')" in caught.value.__notes__[0]
+
+
+async def test_failed_samples_drop_their_group(autojump_clock: Clock) -> None:
+    async def generate_fn(prompt: Prompt, n: int) -> Group:
+        await trio.sleep(1)
+        status = Status.FAILED if prompt.index == 0 else Status.COMPLETED
+        return (Sample(tokens=(1,), loss_mask=(1.0,), status=status),) * n
+
+    async with make_executor(generate_fn) as executor:
+        batch = await executor.generate_batch()
+        assert [sample.group_index for sample in batch.samples] == [1, 2]
+        assert batch.metadata["num_groups_failed"] == 1
+
+
+async def test_a_failed_reward_is_raised_at_once_and_the_group_is_not_generated_again(autojump_clock: Clock) -> None:
+    broken = True
+
+    async def reward(sample: Sample) -> float:
+        if broken and sample.group_index == 1:
+            raise ValueError("no reward")
+        return 1.0
+
+    script = Script()
+    async with make_executor(script, reward_fn=reward) as executor:
+        with pytest.raises(RewardError, match="no reward"):
+            await executor.wait(4)
+        broken = False
+        assert sorted(indices(await executor.wait(4))) == [0, 1, 2, 3]
+        assert script.calls.count(1) == 1
+    dropping = make_executor(Script(), reward_fn=reward, reward=RewardConfig(on_error="drop"))
+    broken = True
+    async with dropping:
+        assert indices(await dropping.wait(2)) == [0, 2]
+
+
+@pytest.mark.parametrize("policy", ["retry", "drop"])
+async def test_while_every_engine_is_dead_prompts_are_neither_dropped_nor_given_up(autojump_clock: Clock, policy: Any) -> None:
+    dead = True
+    script = Script(error=lambda index, attempt: EngineError("connection refused") if dead else None)
+    async with make_executor(script, AsyncConfig(on_failure=policy, patience_s=600.0)) as executor:
+        with pytest.raises(
+            GenerationTimeout, match=r"0 of the 2 groups.*rollouts failed since the last batch.*connection refused"
+        ) as caught:
+            await executor.generate_batch()
+        assert isinstance(caught.value.__cause__, EngineError)
+        assert trio.current_time() == 600.0
+        check_conserved(executor, 0)
+        dead = False
+        assert indices(await executor.wait(4)) == [0, 1, 2, 3]
+
+
+async def test_a_request_that_engines_refuse_is_no_outage(autojump_clock: Clock) -> None:
+    script = Script(error=lambda index, attempt: EngineStatusError(400, "http://x", "too long") if index == 0 else None)
+    async with make_executor(script, AsyncConfig(on_failure="drop", max_concurrent_rollouts=1)) as executor:
+        assert indices(await executor.wait(2)) == [1, 2]
+
+
+async def test_an_endless_series_of_unfinished_answers_is_a_failure(autojump_clock: Clock) -> None:
+    async def generate_fn(prompt: Prompt, n: int) -> Group:
+        return (Sample(tokens=(1,), loss_mask=(1.0,), status=Status.ABORTED),) * n
+
+    async with make_executor(generate_fn) as executor:
+        with pytest.raises(GenerationError, match="came back unfinished and as it was, although nothing stopped it"):
+            await executor.wait(1)
+
+
+async def test_segment_wise_needs_versions(autojump_clock: Clock) -> None:
+    async def generate_fn(prompt: Prompt, n: int) -> Group:
+        return (Sample(tokens=(1,), loss_mask=(1.0,), status=Status.COMPLETED),) * n
+
+    async with make_executor(generate_fn, AsyncConfig(enable_segment_wise_ppo=True)) as executor:
+        with pytest.raises(ConfigError, match=r"enable_segment_wise_ppo is on, but sample \d \(group \d\) has no weight_versions"):
+            await executor.wait(1)
+
+
+async def test_a_broken_data_source_does_not_hang(autojump_clock: Clock) -> None:
+    class Broken(DataBuffer):
+        def get_prompts(self, n: int) -> tuple[Prompt, ...]:
+            raise OSError("no disk")
+
+    executor = create_workflow_executor(Broken(["a"]), RolloutConfig(batch_size=1, generate_fn=Script()), AsyncConfig())
+    with pytest.raises(OSError, match="no disk"):
+        async with executor:
+            await executor.wait(1)
+
+
+# rollouts that do not end
+
+
+async def test_a_rollout_that_takes_too_long_is_aborted_and_goes_on_from_its_tokens(tokenizer: Any, autojump_clock: Clock) -> None:
+    engine = FakeEngine(lambda tokens, seed: [5] * 9 + [1], seconds_per_token=lambda tokens, seed: 1.0)
+    asynchronous = AsyncConfig(max_staleness=0, rollout_timeout_s=6.5, retry_delay_s=0.0)
+    async with make_engine_executor(tokenizer, engine, asynchronous, batch_size=1, n_samples_per_prompt=1) as executor:
+        batch = await executor.generate_batch()
+        requests = [call for call in engine.calls if call.method == "generate"]
+        assert len(requests) == 2
+        assert requests[1].arguments["prompt_tokens"][-6:] == (5,) * 6, "what was there is continued"
+        assert requests[1].arguments["params"].max_tokens == 6
+        assert batch.metadata["num_groups_retried"] == 1
+
+
+async def test_a_rollout_that_never_ends_is_an_error_and_its_tokens_are_kept(tokenizer: Any, autojump_clock: Clock) -> None:
+    engine = FakeEngine(lambda tokens, seed: [5] * 100, seconds_per_token=1.0)
+    asynchronous = AsyncConfig(max_staleness=0, rollout_timeout_s=6.5, max_attempts=2, retry_delay_s=0.0)
+    executor = make_engine_executor(tokenizer, engine, asynchronous, max_tokens=100, batch_size=1, n_samples_per_prompt=1)
+    async with executor:
+        with pytest.raises(GenerationError, match=r"prompt 0 failed in 2 attempts.*not end within rollout_timeout_s \(6.5 s\).*are kept"):
+            await executor.generate_batch()
+        (kept,) = executor.resident_samples
+        assert sum(kept.loss_mask) == 12
+        assert kept.status is Status.ABORTED
+
+
+async def test_a_rollout_that_cannot_be_told_to_stop_is_cancelled(autojump_clock: Clock) -> None:
+    script = Script(seconds=lambda index: 1000.0 if len(script.calls) == 1 else 1.0)
+    async with make_executor(script, AsyncConfig(rollout_timeout_s=5.0, retry_delay_s=0.0, max_concurrent_rollouts=1)) as executor:
+        assert indices(await executor.wait(1)) == [0]
+        assert trio.current_time() == 5.0 + 1.0 + 1.0  # timeout, grace_s, the second attempt
+
+
+# interruption
+
+
+async def test_interrupted_rollouts_go_on_from_their_tokens_under_the_new_weights(tokenizer: Any, autojump_clock: Clock) -> None:
+    engine = FakeEngine(lambda tokens, seed: [5] * 9 + [1], seconds_per_token=1.0)
+    async with make_engine_executor(tokenizer, engine, AsyncConfig(max_staleness=1), batch_size=1, n_samples_per_prompt=1) as executor:
+        await trio.sleep(4.5)
+        await executor.interrupt()
+        assert trio.current_time() == 4.5
+        assert engine.pending_requests == ()
+        assert [int(sum(sample.loss_mask)) for sample in executor.resident_samples] == [4, 4]
+        await trio.sleep(100)
+        assert engine.pending_requests == (), "nothing starts before resume()"
+        engine.weight_version = 1
+        executor.set_version(1)
+        executor.resume()
+        (group,) = await executor.wait(1)
+        assert (group[0].weight_versions or ())[-12:] == (0,) * 4 + (1,) * 8
+        check_conserved(executor, 1)
+
+
+async def test_what_is_there_can_be_taken_during_an_interruption(autojump_clock: Clock) -> None:
+    async with make_executor(Script(seconds=lambda index: 1.0 + 8.0 * (index > 1))) as executor:
+        await trio.sleep(2)
+        await executor.interrupt()
+        assert trio.current_time() == 3.0, "what does not listen is cancelled after grace_s"
+        assert indices(await executor.wait(2)) == [0, 1]
+        with pytest.raises(GenerationTimeout, match="nothing may start before resume"):
+            await executor.wait(1, timeout_s=5)
+
+
+async def test_unfinished_tokens_that_are_too_old_are_not_continued(tokenizer: Any, autojump_clock: Clock) -> None:
+    engine = FakeEngine(lambda tokens, seed: [5] * 9 + [1], seconds_per_token=1.0)
+    async with make_engine_executor(tokenizer, engine, AsyncConfig(max_staleness=1), batch_size=1, n_samples_per_prompt=1) as executor:
+        await trio.sleep(4.5)
+        await executor.interrupt()
+        engine.weight_version = 2
+        executor.set_version(2)
+        executor.resume()
+        batch = await executor.generate_batch()
+        assert set((batch.samples[0].weight_versions or ())[-10:]) == {2}
+        assert batch.metadata["num_groups_purged"] == 2
+
+
+async def test_an_engine_that_is_dead_does_not_keep_an_interruption_from_ending(autojump_clock: Clock) -> None:
+    class Dead(FakeEngine):
+        async def abort(self, request_ids: Any = None) -> None:
+            raise EngineError("connection refused")
+
+    async with make_executor(Script(seconds=lambda index: 100.0), engines=[Dead()]) as executor:
+        await trio.sleep(1)
+        await executor.interrupt()
+        assert trio.current_time() == 2.0
+        check_conserved(executor, 0)
+
+
+async def test_a_clean_stop_keeps_what_was_generated(tokenizer: Any, autojump_clock: Clock) -> None:
+    for error in (None, KeyError("own")):
+        engine = FakeEngine(lambda tokens, seed: [5] * 9 + [1], seconds_per_token=1.0)
+        executor = make_engine_executor(tokenizer, engine, AsyncConfig())
+        try:
+            async with executor:
+                await trio.sleep(4.5)
+                if error is not None:
+                    raise error
+        except KeyError as caught:
+            assert caught is error
+        assert engine.pending_requests == ()
+        assert [int(sum(sample.loss_mask)) for sample in executor.resident_samples] == [4] * 8
+        check_conserved(executor, 0)
+
+
+async def test_cancelling_the_block_loses_nothing(autojump_clock: Clock) -> None:
+    executor = make_executor(Script())
+    with trio.move_on_after(0.5):
+        async with executor:
+            await trio.sleep(100)
+    assert trio.current_time() == 0.5
+    check_conserved(executor, 0)
+    assert executor.get_stats().enqueued == 4
+
+
+async def test_only_running_rollouts_make_an_engine_busy(autojump_clock: Clock) -> None:
+    script = Script()
+    async with make_executor(script, AsyncConfig(max_staleness=0)) as executor:
+        first = await executor.generate_batch()
+        assert first.metadata["engine_idle_s"] == 0.0
+        await trio.sleep(7)
+        script.version = 1
+        executor.set_version(1)
+        assert (await executor.generate_batch()).metadata["engine_idle_s"] == 7.0
+
+
+# residents
+
+
+async def test_residents_can_be_edited_at_their_places(tokenizer: Any, autojump_clock: Clock) -> None:
+    engine = FakeEngine(lambda tokens, seed: [5] * (2 if seed is not None and seed % 2 else 9) + [1], seconds_per_token=1.0)
+    async with make_engine_executor(tokenizer, engine, AsyncConfig(max_staleness=2), n_samples_per_prompt=1) as executor:
+        await trio.sleep(4.5)
+        await executor.interrupt()
+        seen: list[Sample] = []
+
+        async def mark(samples: tuple[Sample, ...]) -> list[Sample]:
+            seen.extend(samples)
+            await trio.sleep(3)
+            return [replace(sample, metadata={**sample.metadata, "marked": sample.index}) for sample in samples]
+
+        before = executor.resident_samples
+        assert {sample.status for sample in before} == {Status.COMPLETED, Status.ABORTED}
+        await executor.edit_residents(mark)
+        assert tuple(seen) == before
+        after = executor.resident_samples
+        assert [sample.metadata["marked"] for sample in after] == [sample.index for sample in before]
+        assert [replace(sample, metadata={k: v for k, v in sample.metadata.items() if k != "marked"}) for sample in after] == list(before)
+        executor.resume()
+        for group in await executor.wait(6):
+            assert group[0].metadata["marked"] == group[0].index, "also those that went on"
+
+
+async def test_rollouts_go_on_during_an_edit_and_nothing_is_handed_out(autojump_clock: Clock) -> None:
+    script = Script(seconds=lambda index: 1.0 + index)
+    async with make_executor(script, AsyncConfig(max_staleness=3)) as executor:
+        await trio.sleep(2.5)
+
+        async def slow(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+            assert [sample.group_index for sample in samples] == [0, 1]
+            await trio.sleep(3)
+            return tuple(replace(sample, reward=9.0) for sample in samples)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(executor.edit_residents, slow)
+            await trio.sleep(0.1)
+            groups = await executor.wait(2)
+            assert trio.current_time() == 5.5
+            assert [group[0].reward for group in groups] == [9.0, 9.0]
+        assert indices(await executor.wait(2)) == [2, 3]
+
+
+async def test_an_edit_that_fails_or_returns_others_changes_nothing(autojump_clock: Clock) -> None:
+    async with make_executor(Script()) as executor:
+        await trio.sleep(1.5)
+        before = executor.resident_samples
+
+        async def fail(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+            raise ValueError("no")
+
+        async def reverse(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+            return samples[::-1]
+
+        async def lose(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+            return samples[1:]
+
+        edits: list[tuple[Callable[[tuple[Sample, ...]], Awaitable[Sequence[Sample]]], type[Exception]]] = [
+            (fail, ValueError),
+            (reverse, GenerationError),
+            (lose, GenerationError),
+        ]
+        for edit, error in edits:
+            with pytest.raises(error):
+                await executor.edit_residents(edit)
+            assert executor.resident_samples == before
+        assert len(await executor.wait(4)) == 4
+
+
+# resume
+
+
+def copy_state(state: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(state))
+
+
+@pytest.mark.parametrize("order", ["finished", "submitted"])
+async def test_a_resumed_run_goes_on_as_it_would_have(tokenizer: Any, autojump_clock: Clock, order: Any) -> None:
+    def make() -> tuple[FakeEngine, WorkflowExecutor]:
+        engine = FakeEngine(seconds_per_token=ragged_delay)
+        return engine, make_engine_executor(tokenizer, engine, AsyncConfig(max_staleness=2, order=order), batch_size=3)
+
+    async def run(executor: WorkflowExecutor, engine: FakeEngine, versions: range) -> list[tuple[Sample, ...]]:
+        batches = []
+        for version in versions:
+            batches.append((await executor.generate_batch()).samples)
+            await trio.sleep(6.25)  # no token comes at this moment
+            await executor.interrupt()
+            engine.weight_version = version + 1
+            executor.set_version(version + 1)
+            executor.resume()
+        return batches
+
+    engine, executor = make()
+    async with executor:
+        await run(executor, engine, range(3))
+        await executor.interrupt()
+        state = copy_state(executor.state_dict())
+        executor.resume()
+        expected = await run(executor, engine, range(3, 7))
+    engine, resumed = make()
+    engine.weight_version = 3
+    resumed.load_state_dict(state)
+    assert resumed.version == 3
+    assert resumed.state_dict() == state
+    async with resumed:
+        assert await run(resumed, engine, range(3, 7)) == expected
+
+
+async def test_a_state_taken_at_any_moment_counts_what_runs_as_waiting(autojump_clock: Clock) -> None:
+    async with make_executor(Script(seconds=lambda index: 1.0 + index)) as executor:
+        await trio.sleep(2.5)
+        state = copy_state(executor.state_dict())
+        assert [group["prompt"]["index"] for group in state["pending"]] == [2, 3]
+        assert [entry["prompt"]["index"] for entry in state["finished"]["ready"]] == [0, 1]
+        with pytest.raises(AssertionError, match="while 2 rollouts run"):
+            executor.load_state_dict(state)
+    resumed = make_executor(Script())
+    resumed.load_state_dict(state)
+    async with resumed:
+        assert indices(await resumed.wait(4)) == [0, 1, 2, 3]
+        check_conserved(resumed, 4)
+
+
+async def test_states_that_do_not_fit_are_refused(autojump_clock: Clock) -> None:
+    state = make_executor(Script()).state_dict()
+    with pytest.raises(CheckpointError, match=r"lacks \['finished'\]"):
+        make_executor(Script()).load_state_dict({key: value for key, value in state.items() if key != "finished"})
+    with pytest.raises(CheckpointError, match="n_samples_per_prompt 1, but the config has 4"):
+        make_executor(Script(), n_samples_per_prompt=4).load_state_dict(state)
+
+
+async def test_the_block_can_be_opened_again(autojump_clock: Clock) -> None:
+    executor = make_executor(Script())
+    async with executor:
+        assert indices(await executor.wait(2)) == [0, 1]
+    async with executor:
+        assert indices(await executor.wait(2)) == [2, 3]
+    with pytest.raises(AssertionError, match="block is not open"):
+        await executor.wait(1)
+
+
+def test_the_parts_can_be_replaced():
+    cache = LocalRolloutCache()
+    executor = make_executor(Script(), cache=cache, queue=LocalRolloutQueue(5), strategy=StandardPPOStrategy())
+    assert (executor.batch_size, executor.version, executor.config.batch_size) == (2, 0, 2)
+    assert executor.asynchronous == AsyncConfig()
