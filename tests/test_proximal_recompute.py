@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollouts.algorithms import decoupled, grpo, recomputed
 from rollouts.async_config import AsyncConfig
@@ -15,11 +18,12 @@ from rollouts.batching import collate_samples
 from rollouts.corrections import find_missed
 from rollouts.engines.inprocess import InProcessEngine
 from rollouts.errors import ConfigError, DataError, EngineError
-from rollouts.proximal import find_missed_tokens
+from rollouts.proximal import find_missed_tokens, start_segments
 from rollouts.proximal_recompute import ProximalRecomputer, create_proximal_recomputer, score_with_engines, score_with_trainer
+from rollouts.samples import completion_to_sample
 from rollouts.testing import FakeBackend, FakeEngine, create_tiny_model
 from rollouts.train_on_rollouts import train_on_rollouts
-from rollouts.types import Sample, Status
+from rollouts.types import Completion, Sample, Status
 
 
 def make_sample(versions: Sequence[int], *, index: int = 0, seed: int = 0, temperature: float = 1.0, **changes: object) -> Sample:
@@ -279,3 +283,62 @@ async def test_a_run_gets_a_recomputer_where_the_switch_is_on():
         recomputer = create_proximal_recomputer(on, backend, num_steps=num_steps, sync_every=2)
         assert recomputer is not None
         assert await recomputer.recompute_all(Holder([make_sample((-1, 4, 5))]), 5) == tokens
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("grow"), st.integers(0, 2), st.integers(1, 3)),
+    st.tuples(st.just("bump"), st.booleans(), st.just(0)),
+    st.tuples(st.just("again"), st.just(False), st.just(0)),
+)
+
+
+@settings(max_examples=60)
+@given(events=st.lists(EVENTS, max_size=20))
+def test_any_history_gives_what_a_naive_record_of_it_says(events: list[tuple[str, int, int]]):
+    """Samples grow under changing versions; some syncs recompute and some do not. The record keeps a dict for each token."""
+    records: list[list[dict[str, int | None]]] = [[], [], []]
+    holder = Holder([make_sample((-1,), index=i, status=Status.ABORTED, reward=None) for i in range(3)])
+    recomputer = ProximalRecomputer(record_score([]))
+    version = 0
+
+    def grow(which: int, count: int) -> None:
+        old = holder.samples[which]
+        completion = Completion(
+            request_id="x",
+            input_tokens=old.tokens,
+            output_tokens=(5,) * count,
+            output_log_probs=tuple(-float(t) for t in range(len(old.tokens), len(old.tokens) + count)),
+            output_versions=(version,) * count,
+            finish_reason="abort",
+        )
+        new = completion_to_sample(old, old.tokens[:1], completion, "")
+        holder.samples = (*holder.samples[:which], new, *holder.samples[which + 1 :])
+        records[which].extend({"version": version, "under": None} for _ in range(count))
+
+    def recompute() -> int:
+        return trio.run(recomputer.recompute_all, holder, version)
+
+    done = -1
+    for kind, choice, count in events:
+        if kind == "grow":
+            grow(choice, count)
+            continue
+        if kind == "bump":
+            version += 1
+        if kind == "bump" and not choice:
+            continue
+        due = [token for record in records for token in record if token["version"] == version - 1 and version > done]
+        assert recompute() == len(due)
+        for token in due:
+            token["under"] = version
+        done = max(done, version)
+
+    for sample, record in zip(holder.samples, records, strict=True):
+        segments = start_segments(sample)
+        assert segments.segment_log_probs is not None
+        under = [-1 if token["under"] is None else token["under"] for token in record]
+        assert segments.segment_versions == (-1, *under)
+        expected = [-float(t) if v == -1 else -10.0 * v - t for t, v in enumerate(under, start=1)]
+        assert list(segments.segment_log_probs[1:]) == expected
+        missed = [t for t, token in enumerate(record, start=1) if token["version"] < version and token["under"] is None]
+        assert find_missed_tokens(sample, version) == tuple(missed)
