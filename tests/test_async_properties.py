@@ -285,13 +285,15 @@ def test_a_run_that_trains_gets_all_its_batches(seed: int, asynchronous: AsyncCo
     max_concurrent=st.integers(1, 8),
     batches_per_version=st.integers(1, 3),
     p_filtered=st.sampled_from([0.0, 0.4]),
+    p_failure=st.sampled_from([0.0, 0.4]),
 )
 def test_in_strict_order_batches_do_not_depend_on_timing_and_are_never_too_old(
-    seed: int, max_staleness: int, max_concurrent: int, batches_per_version: int, p_filtered: float
+    seed: int, max_staleness: int, max_concurrent: int, batches_per_version: int, p_filtered: float, p_failure: float
 ):
     async def main(pause: float) -> list[int]:
-        world = World(seed, p_filtered=p_filtered)
-        asynchronous = AsyncConfig(max_staleness=max_staleness, max_concurrent_rollouts=max_concurrent, order="submitted")
+        world = World(seed, p_filtered=p_filtered, p_failure=p_failure)
+        limits = {"max_staleness": max_staleness, "max_concurrent_rollouts": max_concurrent, "max_attempts": 1000}
+        asynchronous = AsyncConfig(**limits, order="submitted", retry_delay_s=3.0)
         ledger = Ledger(make_executor(world, asynchronous, batches_per_version=batches_per_version), world)
         async with ledger.executor as executor:
             for version in range(1, 7):

@@ -664,6 +664,51 @@ async def test_unfinished_tokens_that_are_too_old_are_not_continued(tokenizer: A
         assert batch.metadata["num_groups_purged"] == 2
 
 
+async def test_a_rollout_of_several_requests_is_told_again(autojump_clock: Clock) -> None:
+    """An abort ends one request of it, and the next one begins behind the abort."""
+    engine = FakeEngine(lambda tokens, seed: [5] * 99, seconds_per_token=1.0)
+
+    async def generate_fn(prompt: Prompt, n: int) -> Group:
+        for turn in range(3):
+            await engine.generate([7], SamplingParams(max_tokens=99), request_id=f"{prompt.index}-{turn}")
+        return (Sample(tokens=(1,), loss_mask=(1.0,), status=Status.ABORTED),) * n
+
+    async with make_executor(generate_fn, engines=[engine], grace_s=100.0) as executor:
+        await trio.sleep(1)
+        await executor.interrupt()
+        assert trio.current_time() < 3.0
+        assert len(executor.resident_samples) == 4
+
+
+async def test_samples_without_versions_keep_their_age_when_they_go_on(autojump_clock: Clock) -> None:
+    engine, calls = FakeEngine(lambda tokens, seed: [5] * 3, seconds_per_token=1.0), []
+
+    async def generate_fn(prompt: Prompt, n: int, partial: Group = ()) -> Group:
+        calls.append((prompt.index, len(partial)))
+        completion = await engine.generate([7], SamplingParams(), request_id=str(prompt.index))
+        status = Status.ABORTED if completion.finish_reason == "abort" else Status.COMPLETED
+        return (Sample(tokens=(1,) * len(calls), loss_mask=(1.0,) * len(calls), status=status),) * n
+
+    asynchronous = AsyncConfig(max_staleness=1, on_stale="drop", queue_size=9)
+    async with make_executor(generate_fn, asynchronous, batch_size=1, engines=[engine]) as executor:
+        await trio.sleep(1.5)
+        await executor.interrupt()
+        state = copy_state(executor.state_dict())
+    for version, continued in ((1, [(0, 1), (1, 1)]), (2, [])):
+        calls.clear()
+        executor.load_state_dict(state)
+        executor.set_version(version)
+        async with executor:
+            await executor.wait(1)
+        assert sorted(call for call in calls if call[0] < 2) == continued
+    executor.load_state_dict(state)
+    executor.set_version(1)
+    async with executor:
+        await trio.sleep(10)
+        executor.set_version(2)
+        assert indices(await executor.wait(1)) == [2], "0 and 1 have tokens of version 0"
+
+
 async def test_an_engine_that_is_dead_does_not_keep_an_interruption_from_ending(autojump_clock: Clock) -> None:
     class Dead(FakeEngine):
         async def abort(self, request_ids: Any = None) -> None:
