@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
@@ -36,10 +37,10 @@ def check_versions(samples: Sequence[Sample]) -> None:
     Segment-wise corrections stand on these versions: an engine that does not report them would make every token look like a missed one.
     """
     for sample in samples:
-        versions = sample.weight_versions
-        unknown = [t for t, mask in enumerate(sample.loss_mask) if mask > 0 and (versions is None or versions[t] < 0)]
-        if unknown:
-            found = "no weight_versions" if versions is None else f"weight version {versions[unknown[0]]} at token {unknown[0]}"
+        versions = (-1,) * len(sample.tokens) if sample.weight_versions is None else sample.weight_versions
+        if min(compress(versions, sample.loss_mask), default=0) < 0:
+            place = next(t for t, mask in enumerate(sample.loss_mask) if mask > 0 and versions[t] < 0)
+            found = "no weight_versions" if sample.weight_versions is None else f"weight version {versions[place]} at token {place}"
             raise DataError(
                 f"{describe_sample(sample)} has {found}, but segment-wise corrections need the version that sampled each trained token: "
                 "use an engine that reports versions (Completion.output_versions), or set segment_wise (enable_segment_wise_ppo) to False"
@@ -63,6 +64,8 @@ def find_segment_tokens(sample: Sample, current_version: int) -> tuple[int, ...]
         current_version: of the weights that are about to be replaced.
     """
     assert sample.weight_versions is not None, f"{describe_sample(sample)} has no weight_versions"
+    if current_version - 1 not in sample.weight_versions:  # thousands of samples may wait, most of them without such tokens
+        return ()
     pairs = enumerate(zip(sample.weight_versions, sample.loss_mask, strict=True))
     return tuple(place for place, (version, mask) in pairs if place > 0 and mask > 0 and version == current_version - 1)
 

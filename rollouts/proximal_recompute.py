@@ -81,8 +81,8 @@ class ProximalRecomputer:
 
         async def edit(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
             nonlocal num_tokens
-            num_tokens += sum(len(_find_wanted(sample, current_version)) for sample in samples)
-            return await self.add_proximal_log_probs(samples, current_version)
+            edited, num_tokens = await self._add(samples, current_version)
+            return edited
 
         await holder.edit_residents(edit)
         self._last_version = current_version
@@ -96,18 +96,22 @@ class ProximalRecomputer:
         Returns: the samples in the same order; each has segment_log_probs (the rollout's where nothing was due), unless it has no tokens.
         Raises: as recompute_all.
         """
+        edited, _ = await self._add(samples, current_version)
+        return edited
+
+    async def _add(self, samples: Sequence[Sample], current_version: int) -> tuple[tuple[Sample, ...], int]:
+        """The edited samples, and how many tokens got a log-prob."""
         check_versions(select_trainable(tuple(samples)))
         edited = [start_segments(sample) for sample in samples]
         wanted = {position: _find_wanted(sample, current_version) for position, sample in enumerate(edited)}
-        due = {position: places[-1] + 1 for position, places in wanted.items() if places}  # position -> how many of its tokens are needed
+        due = {position: places for position, places in wanted.items() if places}
         if due:
-            asked = [_cut(edited[position], length) for position, length in due.items()]
+            asked = [_cut(edited[position], places[-1] + 1) for position, places in due.items()]
             for position, log_probs in zip(due, await self._score(asked, current_version), strict=True):
-                padded = [*log_probs, *[0.0] * (len(edited[position].tokens) - len(log_probs))]
-                edited[position] = _with_due_log_probs(edited[position], padded, current_version)
+                edited[position] = _with_log_probs_at(edited[position], due[position], log_probs, current_version)
         else:
             await trio.lowlevel.checkpoint()
-        return tuple(edited)
+        return tuple(edited), sum(map(len, due.values()))
 
 
 def create_proximal_recomputer(
@@ -224,9 +228,10 @@ def _cut(sample: Sample, length: int) -> Sample:
     )
 
 
-def _with_due_log_probs(sample: Sample, log_probs: Sequence[float], current_version: int) -> Sample:
-    """with_segment_log_probs, but tokens that already have one under this version keep it."""
-    due = frozenset(find_due_tokens(sample, current_version))
+def _with_log_probs_at(sample: Sample, places: Sequence[int], log_probs: Sequence[float], current_version: int) -> Sample:
+    """with_segment_log_probs at some of its places: tokens that already have one under this version keep it."""
     assert sample.segment_log_probs is not None
-    values = [own if place not in due else new for place, (own, new) in enumerate(zip(sample.segment_log_probs, log_probs, strict=True))]
+    values = list(sample.segment_log_probs)
+    for place in places:
+        values[place] = log_probs[place]
     return with_segment_log_probs(sample, values, current_version)
