@@ -122,9 +122,13 @@ def test_failed_rewards_end_in_one_message_that_names_the_checkpoint_and_the_run
     assert f"are saved in {checkpoint}: resume from there" in " ".join(said.split())
     reward.write_text((tmp_path / "reward.py").read_text())
     sys.modules.pop("fragile", None)
-    status, said = in_process(capsys, "--output-dir", output, "--resume", "--quiet")
+    again = ["--output-dir", output, "--resume", "--quiet", "--rl.asynchronous.queue-size", 30, "--rl.asynchronous.on-failure", "drop"]
+    status, said = in_process(capsys, *again)  # limits may change, as messages advise it
     assert status == 0, said
     check_every_prompt_once(output, 5)
+    status, said = in_process(capsys, "--output-dir", output, "--resume", "--rl.asynchronous.max-staleness", 1)
+    assert status == 2
+    assert "rl.asynchronous.max_staleness: 2 -> 1" in said
 
 
 def test_segment_wise_is_one_switch_of_the_main_job(capsys, tmp_path: Path):

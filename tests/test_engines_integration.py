@@ -14,6 +14,7 @@ from integration.engines import create_inference_engine, create_server_config, c
 from integration.models import create_model
 from integration.stages import RunControl, run_rl
 from integration.tasks import create_sort_task
+from rollouts.async_config import AsyncConfig
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import OptimizerConfig, ParityConfig
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
@@ -79,6 +80,24 @@ async def test_a_run_on_a_server_that_was_interrupted_goes_on_as_if_nothing_had_
     assert len(lines[1]) < len(lines[0])
     assert {line["step"]: line for line in lines[2]} == {line["step"]: line for line in lines[0]}
     assert lines[0][-1]["loss"] != 0
+
+
+@pytest.mark.parametrize(("kind", "segment_wise"), [("vllm", False), ("sglang", True)])
+async def test_rollouts_from_a_server_run_beside_training(kind: str, segment_wise: bool, tmp_path: Path):
+    config = create_config(kind, "http://127.0.0.1:1")
+    rl = replace(config.rl, num_steps=4, algorithm="decoupled(grpo)", asynchronous=AsyncConfig(enabled=True, max_staleness=2))
+    config = replace(config, rl=rl, enable_segment_wise_ppo=segment_wise)
+    async with SERVERS[kind](save_other_model(config, tmp_path / "other")) as server:
+        lines = await train(replace(config, engine=replace(config.engine, urls=(server.url,))), tmp_path)
+    trained = [line for line in lines if "loss" in line]
+    assert [line["weight_version"] for line in trained] == [0, 1, 2, 3]
+    assert max(line["staleness_max"] for line in trained) in (1, 2)
+    assert trained[0]["mismatch_kl"] == pytest.approx(0.0, abs=1e-4)
+    assert all(line["num_groups_failed"] == line["num_groups_retried"] == 0 for line in trained)
+    assert [line["eval_accuracy"] is not None for line in lines] == [True] * 5
+    if segment_wise:
+        assert sum(line["num_segment_tokens"] for line in trained) > 0
+        assert all(line["num_missed_tokens"] == 0 for line in trained)
 
 
 async def test_one_request_for_a_group_gives_groups_of_the_same_size(tmp_path: Path):
