@@ -1422,7 +1422,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "groups one version too old are handed out",
         "take_out(self._cache, lambda rollout: is_beyond(rollout, version, self._max_staleness))",
         "take_out(self._cache, lambda rollout: is_beyond(rollout, version - 1, self._max_staleness))",
-        ("test_async_rollouts.py::test_a_straggler_that_became_too_old_can_be_dropped",),
+        ("test_async_rollouts.py::test_the_bound_is_exact",),
         fast=True,
     ),
     Mutation(
@@ -1437,7 +1437,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "groups of an earlier process are used in another order",
         "self._cache.add(TimedResult(float(place - len(ready)), rollout))",
         "self._cache.add(TimedResult(float(-place), rollout))",
-        ("test_async_rollouts.py::test_a_resumed_run_goes_on_as_it_would_have",),
+        ("test_async_rollouts.py::test_a_state_taken_at_any_moment_counts_what_runs_as_waiting",),
     ),
     Mutation(
         "rollout_book.py",
@@ -1524,7 +1524,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "which of those that end at one moment come first is chance",
         "await self._let_arrivals_settle()\n",
         "pass\n",
-        ("test_async_rollouts.py::test_those_that_finish_at_the_same_moment_are_in_the_order_of_their_prompts",),
+        ("test_async_rollouts.py::test_those_with_more_to_do_at_the_same_moment_are_waited_for",),
     ),
     Mutation(
         "staleness_control.py",

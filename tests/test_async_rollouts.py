@@ -153,6 +153,17 @@ async def test_those_that_finish_at_the_same_moment_are_in_the_order_of_their_pr
             assert indices(await executor.wait(17)) == list(range(3, 20))
 
 
+async def test_those_with_more_to_do_at_the_same_moment_are_waited_for(autojump_clock: Clock) -> None:
+    async def generate_fn(prompt: Prompt, n: int) -> Group:
+        await trio.sleep(1)
+        for _ in range(4 - prompt.index):
+            await trio.lowlevel.checkpoint()
+        return (Sample(tokens=(1,), loss_mask=(1.0,), status=Status.COMPLETED),) * n
+
+    async with make_executor(generate_fn, AsyncConfig(max_staleness=1), batch_size=2) as executor:
+        assert indices(await executor.wait(2)) == [0, 1]
+
+
 async def test_in_strict_order_the_trainer_waits_for_stragglers(autojump_clock: Clock) -> None:
     script = Script(seconds=lambda index: 9.0 if index == 1 else 1.0)
     async with make_executor(script, AsyncConfig(max_staleness=2, order="submitted")) as executor:
@@ -271,6 +282,17 @@ async def test_wait_purges_drains_filters_and_counts_in_this_order(autojump_cloc
 
 
 # staleness
+
+
+async def test_the_bound_is_exact(autojump_clock: Clock) -> None:
+    for max_staleness in (0, 1, 2):
+        for version, old in ((max_staleness, True), (max_staleness + 1, False)):
+            script = Script()
+            async with make_executor(script, AsyncConfig(max_staleness=max_staleness, on_stale="drop", queue_size=20)) as executor:
+                await trio.sleep(1.5)
+                script.version = version
+                executor.set_version(version)
+                assert (indices(await executor.wait(2)) == [0, 1]) == old
 
 
 async def test_a_straggler_that_became_too_old_is_generated_anew(autojump_clock: Clock) -> None:
@@ -662,6 +684,7 @@ async def test_unfinished_tokens_that_are_too_old_are_not_continued(tokenizer: A
         batch = await executor.generate_batch()
         assert set((batch.samples[0].weight_versions or ())[-10:]) == {2}
         assert batch.metadata["num_groups_purged"] == 2
+        assert all(call.arguments["prompt_tokens"][-1] != 5 for call in engine.calls if call.method == "generate")
 
 
 async def test_a_rollout_of_several_requests_is_told_again(autojump_clock: Clock) -> None:
