@@ -202,6 +202,9 @@ async def test_no_token_is_trained_beyond_its_staleness(autojump_clock, max_stal
         assert step // sync_every - min(versions) <= max_staleness
     trained = prompts_of(parts.batches)
     assert len(set(trained)) == len(trained) == 8 * 4
+    samples = [sample for batch in parts.batches for sample in batch.samples]
+    assert all((sample.segment_log_probs, sample.segment_versions) == (None, None) for sample in samples), "the switch is off"
+    assert not any("num_segment_tokens" in line or "num_missed_tokens" in line for line in history)
     residents = resident_prompts(parts.executor)
     assert sorted(trained + residents) == list(range(parts.buffer.state.sample_offset))
 
@@ -252,6 +255,36 @@ async def test_a_run_stopped_with_everything_in_flight_goes_on_without_loss(auto
     assert sorted(trained + residents) == list(range(second.buffer.state.sample_offset))
     if order == "submitted":
         assert trained == list(range(24))
+
+
+@pytest.mark.parametrize("segment_wise", [False, True])
+async def test_a_run_cancelled_at_any_moment_goes_on_without_loss(autojump_clock, tmp_path: Path, segment_wise: bool):
+    asynchronous = replace(ON, enable_segment_wise_ppo=segment_wise, on_failure="drop")
+    algorithm = decoupled(grpo(), segment_wise=True) if segment_wise else None
+    config = replace(IN_MEMORY, num_steps=5, eval_every=1, checkpoint_every=1, algorithm=algorithm)
+
+    async def evaluate() -> dict[str, float]:
+        await trio.sleep(1.5)
+        return {"eval": 1.0}
+
+    for moment in range(1, 60, 7):
+        directory = tmp_path / str(moment)
+        log, checkpoints = directory / "metrics.jsonl", directory / "c"
+        first, second = (Parts(asynchronous, seconds_per_job=1.5, segment_wise=segment_wise) for _ in range(2))
+        with trio.move_on_after(moment + 0.1):
+            await first.run(config, JSONLLogger(log), checkpoint_dir=checkpoints, evaluate=evaluate)
+        checkpoint = latest_checkpoint(checkpoints)
+        done = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
+        if checkpoint is None:
+            log.write_text("")
+            await second.run(config, JSONLLogger(log), checkpoint_dir=checkpoints, evaluate=evaluate)
+        elif done < config.num_steps:
+            await second.resume(checkpoints, config, log, evaluate=evaluate)
+        last = first if done == config.num_steps else second
+        assert [line["step"] for line in read_metrics(log)] == [1, 2, 3, 4, 5] or last is first
+        trained = prompts_of([*first.batches[:done], *second.batches])
+        assert sorted(trained + resident_prompts(last.executor)) == list(range(last.buffer.state.sample_offset))
+        assert len(trained) == 5 * 4
 
 
 async def test_capacity_after_a_resume_is_that_of_the_uninterrupted_run(autojump_clock, tmp_path: Path):
