@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -50,17 +48,31 @@ class WorkClock:
         self.mock = trio.testing.MockClock(autojump_threshold=0)
         self._num_working = 0
 
-    @contextmanager
-    def hold(self) -> Generator[None]:
-        """Time stands still."""
+    def hold(self) -> None:
+        """Time stands still, until as many calls of let_go."""
         self._num_working += 1
         self.mock.autojump_threshold = math.inf
-        try:
-            yield
-        finally:
-            self._num_working -= 1
-            if not self._num_working:
-                self.mock.autojump_threshold = 0
+
+    def let_go(self) -> None:
+        """The work of a hold() is done."""
+        self._num_working -= 1
+        if not self._num_working:
+            self.mock.autojump_threshold = 0
+
+
+class WorkLock:
+    """A lock whose holder works in a thread: time stands still while it is held, and goes on for those that wait for it."""
+
+    def __init__(self, clock: WorkClock) -> None:
+        self._lock, self._clock = trio.Lock(), clock
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+        self._clock.hold()
+
+    async def __aexit__(self, *error: object) -> None:
+        self._clock.let_go()
+        self._lock.release()
 
 
 class TimedEngine(InProcessEngine):
@@ -70,6 +82,7 @@ class TimedEngine(InProcessEngine):
         super().__init__(*args, **settings)
         self.num_tokens = 0
         self._clock, self._seconds_per_token = clock, seconds_per_token
+        self._model_lock = WorkLock(clock)
 
     def _sample(self, requests, logits) -> None:
         self.num_tokens += len(requests)
@@ -77,14 +90,13 @@ class TimedEngine(InProcessEngine):
 
     async def _run_step(self) -> bool:
         before = self.num_tokens
-        with self._clock.hold():
-            finished = await super()._run_step()
-        await trio.sleep((self.num_tokens - before) * self._seconds_per_token)
+        finished = await super()._run_step()
+        self._clock.let_go()
+        try:
+            await trio.sleep((self.num_tokens - before) * self._seconds_per_token)
+        finally:
+            self._clock.hold()
         return finished
-
-    async def update_weights(self, weights: Mapping[str, Any], weight_version: int) -> Mapping[str, Any]:
-        with self._clock.hold():
-            return await super().update_weights(weights, weight_version)
 
 
 class TimedFuture:
