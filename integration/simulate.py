@@ -191,10 +191,15 @@ class _Arguments:
     """draw the run to this PNG"""
 
 
+def parse_arguments(argv: Sequence[str]) -> _Arguments:
+    """Raises ConfigError for settings that are refused, SystemExit for flags that are not known."""
+    return tyro.cli(_Arguments, prog="python -m integration.simulate", args=list(argv))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: the exit status."""
     try:
-        arguments = tyro.cli(_Arguments, prog="python -m integration.simulate", args=list(sys.argv[1:] if argv is None else argv))
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         simulation = arguments.simulation
         start = time.perf_counter()
         report = simulate(simulation)

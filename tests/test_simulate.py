@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import trio
 
-from integration.simulate import Simulation, main, simulate
+from integration.simulate import Simulation, main, parse_arguments, simulate
 from integration.simulation_engine import SimulatedFleet
 from integration.simulation_lengths import LengthSection, ResponseLengths, read_lengths
 from integration.simulation_slots import EngineSection
@@ -281,6 +281,14 @@ def test_settings_that_cannot_be_simulated_are_refused():
 
 
 # -- command line
+
+
+def test_commands_of_the_guide_are_understood():
+    guide = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
+    commands = [line.split("integration.simulate ")[1] for line in guide.splitlines() if line.startswith("python -m integration.simulate ")]
+    assert len(commands) >= 6
+    for command in commands:
+        assert parse_arguments(command.split()).simulation.hours >= 1.0
 
 
 def test_the_command_line_prints_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
