@@ -146,7 +146,7 @@ async def run_async_rl_training(
     Each step: take the groups that are finished, or wait for them -> shape rewards -> train -> checkpoint (if due) -> sync weights (if due)
     -> segment log-probs of everything that waits (if configured) -> open capacity under the new weights -> evaluate (if due), beside the
     next step. Rollouts are interrupted, and go on from their tokens, for a checkpoint and, where executor.asynchronous.interrupts, for a
-    sync. With max_staleness=0 nothing overlaps and the numbers are those of run_rl_training.
+    sync. With max_staleness=0 (and sync_every=1) nothing overlaps and the numbers are those of run_rl_training.
 
     A line of metrics is logged when its evaluation is done, before the next step's checkpoint.
 
