@@ -67,6 +67,7 @@ _NAMES_OF_MODULES: Final = (
                          "create_pytorch_backend create_reference_backend create_warmup_cosine_scheduler load_hf_model parse_dtype"),
     ("generation", "create_generate_fn evaluate_prompts generate_group generate_rollout_batch generate_rollout_batches"),
     ("rollout_manager", "AsyncRolloutManager"),
+    ("async_rollouts", "WorkflowExecutor create_workflow_executor"),
     ("proximal_recompute", "ProximalRecomputer create_proximal_recomputer score_with_engines score_with_trainer"),
     ("workflows", "EpisodeData EpisodeEngine LLMRequest RLVRWorkflow ReMaxWorkflow RolloutWorkflow adapt_reward_fn "
                   "create_workflow_generate_fn"),
