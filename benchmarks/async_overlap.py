@@ -1,6 +1,6 @@
 """How well generation and training overlap: the default task, engine and trainer on simulated accelerators, against the larger stage alone.
 
-    python -m benchmarks.async_overlap [--steps 12] [--prompts 64] [--ratios 0.5 1.05 2] [--staleness 1 2] [--output FILE.json]
+    python -m benchmarks.async_overlap [--steps 24] [--prompts 64] [--ratios 0.5 1.05 2] [--staleness 1 2] [--output FILE.json]
 
 The embedded engine generates real tokens and the trainer makes real updates, but the time they take is set: so much for each token, so much
 for each training step, on trio's MockClock. Nothing else takes time, so what is lost against 1 / max(t_generate, t_train) is lost to the
@@ -178,7 +178,7 @@ async def run_loop(clock: WorkClock, arguments: argparse.Namespace, ratio: float
 def main() -> None:
     """Parse arguments, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.05, 2.0])
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2])

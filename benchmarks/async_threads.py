@@ -1,7 +1,7 @@
 """Samples per wall-clock second of the asynchronous loop against the synchronous one: the default task, one compute thread for each stage.
 
     python -m benchmarks.async_threads [--steps 6] [--repeats 3] [--staleness 2] [--hidden 128 256 512] [--prompts 64] [--eval-prompts 256]
-                                       [--max-others 0.05] [--tries 5] [--model DIR] [--output FILE.json]
+                                       [--child] [--max-others 0.05] [--tries 5] [--model DIR] [--output FILE.json]
 
 Engine and trainer are in one process. Each computes in a worker thread with one compute thread of torch, so two cores are used where they
 overlap. A model directory, for example that of the default job's SFT stage, gives answers of the usual lengths; random weights use up the
@@ -17,8 +17,10 @@ import argparse
 import copy
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,11 +29,12 @@ from typing import Any
 import torch
 import trio
 
+from benchmarks.child_engine import open_child_engine
 from benchmarks.measure import print_table, write_json
 from integration.algorithm_expression import create_algorithm, parse_algorithm
 from integration.config import Config, ModelSection
 from integration.models import create_model
-from integration.tasks import create_sort_task
+from integration.tasks import Task, create_sort_task
 from rollouts.async_config import AsyncConfig
 from rollouts.async_rollouts import create_workflow_executor
 from rollouts.backends.factory import create_pytorch_backend
@@ -64,12 +67,32 @@ def read_other_work() -> float:
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-async def run_loop(arguments: argparse.Namespace, hidden: int, staleness: int | None) -> Timed:
-    """One run. staleness: None = the synchronous loop."""
+@asynccontextmanager
+async def open_engine(model: Any, tokenizer: Any, max_slots: int, in_child: bool) -> AsyncGenerator[Any]:
+    """The embedded engine with a copy of the model, in this process or in one of its own."""
+    if not in_child:
+        async with InProcessEngine(copy.deepcopy(model), tokenizer, max_slots=max_slots) as engine:
+            yield engine
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        async with open_child_engine(Path(directory), max_slots) as engine:
+            yield engine
+
+
+async def run_loop(arguments: argparse.Namespace, hidden: int, staleness: int | None, in_child: bool = False) -> Timed:
+    """One run. staleness: None = the synchronous loop. CPU seconds are those of this process."""
     config = Config(model=ModelSection(path=arguments.model, hidden_size=hidden, intermediate_size=3 * hidden))
     model, tokenizer = create_model(config)
     task = create_sort_task(tokenizer)
-    engine = InProcessEngine(copy.deepcopy(model), tokenizer, max_slots=config.engine.max_slots)
+    async with open_engine(model, tokenizer, config.engine.max_slots, in_child) as engine:
+        return await run_with_engine(arguments, model, tokenizer, task, engine, staleness)
+
+
+async def run_with_engine(
+    arguments: argparse.Namespace, model: Any, tokenizer: Any, task: Task, engine: Any, staleness: int | None
+) -> Timed:
+    """The loop over parts that are there."""
     params = SamplingParams(max_tokens=task.max_tokens)
     marks: list[tuple[float, float, float]] = []
 
@@ -103,7 +126,7 @@ async def run_loop(arguments: argparse.Namespace, hidden: int, staleness: int | 
         eval_every=1 if arguments.eval_prompts else 0,
     )
     observe: dict[str, Any] = {"on_rollouts": note, "evaluate": evaluate if arguments.eval_prompts else None}
-    async with engine, open_pipeline(create_pytorch_backend(model, lr=1e-4)) as pipeline:
+    async with open_pipeline(create_pytorch_backend(model, lr=1e-4)) as pipeline:
         if staleness is None:
             async with AsyncRolloutManager(buffer, rollout, engines=[engine]) as manager:
                 history = await run_rl_training(pipeline, buffer, manager, [engine], training, **observe)
@@ -145,6 +168,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--eval-prompts", type=int, default=256)
+    parser.add_argument("--child", action="store_true", help="also with the engine in a process of its own")
     parser.add_argument("--algorithm", default="grpo")
     parser.add_argument("--max-others", type=float, default=0.05)
     parser.add_argument("--tries", type=int, default=5)
@@ -154,21 +178,22 @@ def main() -> None:
     torch.set_num_threads(1)
     table: dict[str, dict[str, float]] = {}
     for hidden in [0] if arguments.model else arguments.hidden:
-        contenders: list[int | None] = [None, *arguments.staleness]
-        runs: dict[int | None, list[Timed]] = {staleness: [] for staleness in contenders}
+        contenders: list[tuple[int | None, bool]] = [(None, False), *((staleness, False) for staleness in arguments.staleness)]
+        contenders += [(staleness, True) for staleness in arguments.staleness if arguments.child]
+        runs: dict[tuple[int | None, bool], list[Timed]] = {contender: [] for contender in contenders}
         for _ in range(arguments.repeats):
-            for staleness in contenders:  # in turn, so that what else the machine does hits all of them
-                work = partial(trio.run, run_loop, arguments, hidden or ModelSection().hidden_size, staleness)
-                runs[staleness].append(run_quietly(work, arguments.max_others, arguments.tries))
-        for staleness, timed in runs.items():
+            for contender in contenders:  # in turn, so that what else the machine does hits all of them
+                work = partial(trio.run, run_loop, arguments, hidden or ModelSection().hidden_size, *contender)
+                runs[contender].append(run_quietly(work, arguments.max_others, arguments.tries))
+        for (staleness, in_child), timed in runs.items():
             name = f"hidden {hidden}: " if hidden else ""
-            name += "synchronous" if staleness is None else f"max_staleness {staleness}"
-            ratios = [other.samples_per_s / base.samples_per_s for other, base in zip(timed, runs[None], strict=True)]
+            name += "synchronous" if staleness is None else f"max_staleness {staleness}" + (", child" if in_child else "")
+            ratios = [other.samples_per_s / base.samples_per_s for other, base in zip(timed, runs[None, False], strict=True)]
             table[name] = {
                 "samples_per_s": statistics.median(t.samples_per_s for t in timed),
                 "samples_per_cpu_s": statistics.median(t.samples_per_cpu_s for t in timed),
                 "ratio": statistics.median(ratios),
-                "bound": statistics.median(t.bound for t in runs[None]),
+                "bound": statistics.median(t.bound for t in runs[None, False]),
                 "others": statistics.median(t.others for t in timed),
             }
             print(f"{name}: ratios {[round(ratio, 2) for ratio in ratios]}", flush=True)
