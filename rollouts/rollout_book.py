@@ -55,6 +55,7 @@ class RolloutBook:
         self._max_refused = max_refused
         self._last_error: Exception | None = None
         self._refused: deque[Group] = deque(maxlen=max_refused)  # by filter_fn, since groups were last handed out
+        self._unchanged: dict[int, int] = {}  # index of an unfinished rollout that came back without anything new -> version then
         self.schedule = schedule
         self.finished = finished
         self.manager = manager
@@ -102,11 +103,16 @@ class RolloutBook:
             self._handle_failure(run, run.error)
         elif run.was_stopped and run.timed_out:
             self._handle_failure(run, _create_timeout_error(run, self._asynchronous.rollout_timeout_s))
+        elif run.unchanged and self._unchanged.get(run.index) == self.version:
+            self._handle_failure(run, _create_unchanged_error(run))
         elif run.was_stopped:
+            if run.unchanged:
+                self._unchanged[run.index] = self.version
             self.give_back(run)
         else:
             self.num_ended += 1
             self.schedule.end(run.index)
+            self._unchanged.pop(run.index, None)
             self._take_in(run)
             self._pass_on()
 
@@ -316,6 +322,7 @@ class RolloutBook:
         self.failures.clear()
         self.counts.clear()
         self._refused.clear()
+        self._unchanged.clear()
         self._last_error = None
 
 
@@ -324,6 +331,13 @@ def _create_timeout_error(run: RolloutRun, timeout_s: float | None) -> Generatio
     return GenerationTimeout(
         f"the rollout of prompt {run.index} did not end within rollout_timeout_s ({timeout_s} s); it was aborted with {num_tokens} tokens, "
         "prompts included, which are kept. Raise rollout_timeout_s, or lower max_tokens"
+    )
+
+
+def _create_unchanged_error(run: RolloutRun) -> GenerationError:
+    return GenerationError(
+        f"the rollout of prompt {run.index} came back unfinished and as it was, more than once under the same weights, although nothing "
+        "stopped it: set the status of its samples to COMPLETED or TRUNCATED where they have ended"
     )
 
 

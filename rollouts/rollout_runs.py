@@ -11,7 +11,7 @@ import trio
 
 from rollouts.config import RolloutConfig
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import ConfigError, EngineError, GenerationError
+from rollouts.errors import ConfigError, EngineError
 from rollouts.generate_fns import GenerateFn, PendingGroup, bind_generate_fn, is_finished, note_prompt
 from rollouts.generation import make_request_id, score_generated_group
 from rollouts.samples import describe_sample, passes_filter
@@ -23,7 +23,19 @@ _ABORT_AGAIN_S = 0.25  # a rollout of several requests may send its next one aft
 class RolloutRun:
     """One rollout that runs, and how it ended."""
 
-    __slots__ = ("begun_version", "deadline", "error", "group", "num_ended_before", "passes", "pending", "scope", "scoring", "timed_out")
+    __slots__ = (
+        "begun_version",
+        "deadline",
+        "error",
+        "group",
+        "num_ended_before",
+        "passes",
+        "pending",
+        "scope",
+        "scoring",
+        "timed_out",
+        "unchanged",
+    )
 
     def __init__(self, pending: PendingGroup, begun_version: int, num_ended_before: int, deadline: float) -> None:
         self.pending = pending  # what there is of it, should it be stopped now
@@ -32,6 +44,7 @@ class RolloutRun:
         self.deadline = deadline
         self.scope = trio.CancelScope()
         self.timed_out = False  # its deadline has passed
+        self.unchanged = False  # it came back unfinished and without anything new, although nothing here stopped it
         self.scoring = False  # generated; what fails now are rewards and filters
         self.group: Group | None = None  # with rewards; None = to be dropped, where it was not stopped and there is no error
         self.passes = False  # the filter
@@ -137,11 +150,7 @@ class RolloutRuns:
                 if not group or not is_finished(group):
                     group = await self._generate(run.pending)
                     begun, run.pending = run.pending.samples, PendingGroup(prompt, group)
-                    if group == begun and not (run.timed_out or self._stopping):
-                        raise GenerationError(
-                            f"the rollout of prompt {prompt.index} came back unfinished and as it was, although nothing stopped it: set "
-                            "the status of its samples to COMPLETED or TRUNCATED where they have ended"
-                        )
+                    run.unchanged = group == begun and not (run.timed_out or self._stopping or is_finished(group))
                 run.scoring = True
                 run.group = await score_generated_group(group, self._config.reward_fn, self._config.reward)
                 if run.group is not None and is_finished(run.group):

@@ -16,14 +16,15 @@ from rollouts.async_rollouts import WorkflowExecutor, create_workflow_executor
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer
+from rollouts.engines.inprocess import InProcessEngine
 from rollouts.errors import CheckpointError, ConfigError, EngineError, EngineStatusError, GenerationError, GenerationTimeout, RewardError
 from rollouts.filters import check_reward_nonzero_std
 from rollouts.generation import create_generate_fn
 from rollouts.rollout_manager import AsyncRolloutManager
 from rollouts.rollout_queue import FinishedRollout, LocalRolloutCache, LocalRolloutQueue, RolloutCache, RolloutQueue
-from rollouts.samples import derive_seed
+from rollouts.samples import create_pending_group, derive_seed
 from rollouts.staleness_control import StandardPPOStrategy, take_out
-from rollouts.testing import FakeEngine
+from rollouts.testing import FakeEngine, create_tiny_model
 from rollouts.types import Group, Prompt, Sample, SamplingParams, Status
 
 Clock = trio.testing.MockClock
@@ -125,6 +126,23 @@ async def test_without_staleness_batches_are_those_of_the_synchronous_manager(to
             await trio.sleep(100)
             ours.weight_version = theirs.weight_version = version + 1
             executor.set_version(version + 1)
+
+
+async def test_with_the_embedded_engine_they_are_so_bit_for_bit(tokenizer: Any) -> None:
+    batches: list[list[tuple[Sample, ...]]] = [[], []]
+    for place, is_asynchronous in enumerate((False, True)):
+        engine = InProcessEngine(create_tiny_model(seed=4), tokenizer, max_slots=4)
+        generate_fn = create_generate_fn([engine], tokenizer, SamplingParams(max_tokens=8))
+        config = RolloutConfig(batch_size=3, n_samples_per_prompt=2, generate_fn=generate_fn, reward_fn=reward_length)
+        manager = AsyncRolloutManager(make_buffer(), config, engines=[engine])
+        async with engine, create_workflow_executor(make_buffer(), config, AsyncConfig(max_staleness=0), engines=[engine]) as executor:
+            if not is_asynchronous:
+                await executor.interrupt()
+            for version in range(1, 4):
+                batches[place].append((await (executor if is_asynchronous else manager).generate_batch()).samples)
+                await engine.update_weights(dict(create_tiny_model(seed=4 + version).state_dict()), version)
+                executor.set_version(version)
+    assert batches[0] == batches[1]
 
 
 async def test_two_batches_of_one_version_are_in_the_order_of_their_prompts(autojump_clock: Clock) -> None:
@@ -584,8 +602,27 @@ async def test_an_endless_series_of_unfinished_answers_is_a_failure(autojump_clo
         return (Sample(tokens=(1,), loss_mask=(1.0,), status=Status.ABORTED),) * n
 
     async with make_executor(generate_fn) as executor:
-        with pytest.raises(GenerationError, match="came back unfinished and as it was, although nothing stopped it"):
+        with pytest.raises(GenerationError, match="came back unfinished and as it was, more than once"):
             await executor.wait(1)
+
+
+async def test_rollouts_that_a_weight_sync_aborts_from_outside_begin_again(autojump_clock: Clock) -> None:
+    engine = FakeEngine(lambda tokens, seed: [5] * 9, seconds_per_token=1.0)
+
+    async def generate_fn(prompt: Prompt, n: int) -> Group:
+        completion = await engine.generate([7], SamplingParams(), request_id=str(prompt.index))
+        if completion.finish_reason == "abort":
+            return create_pending_group(prompt, n)
+        return (Sample(tokens=(1,), loss_mask=(1.0,), status=Status.COMPLETED),) * n
+
+    asynchronous = AsyncConfig(max_staleness=9, on_failure="raise", max_concurrent_rollouts=2)
+    async with make_executor(generate_fn, asynchronous, engines=[engine]) as executor:
+        for version in range(1, 5):
+            await trio.sleep(5)
+            await engine.abort()
+            await trio.testing.wait_all_tasks_blocked()
+            executor.set_version(version)
+        assert indices(await executor.wait(2)) == [0, 1]
 
 
 async def test_segment_wise_needs_versions(autojump_clock: Clock) -> None:
