@@ -35,6 +35,9 @@ PROMPT = Prompt(content="2 1 >", index=3, metadata={"answer": "12"})
 PARAMS = SamplingParams(max_tokens=12)
 
 
+NO_DEADLINE = RewardConfig(timeout_s=None)  # virtual time does not wait for the thread that a reward runs in
+
+
 def count_ones(prompt, completions, prompt_ids, completion_ids, **data) -> float:
     return float(completions.count("1"))
 
@@ -194,7 +197,7 @@ async def test_rlvr_alone_takes_what_a_prompt_may_be():
 
 async def test_rlvr_goes_on_from_the_tokens_it_has(autojump_clock):
     engine = FakeEngine(script_answer([5] * 11 + [1]), seconds_per_token=1.0)
-    workflow = RLVRWorkflow(count_ones, PARAMS, TOKENIZER)
+    workflow = RLVRWorkflow(count_ones, PARAMS, TOKENIZER, reward=NO_DEADLINE)
     groups = []
     async with trio.open_nursery() as nursery:
 
@@ -228,7 +231,7 @@ async def test_remax_asks_for_the_sampled_and_the_greedy_answer_at_once(autojump
     async with trio.open_nursery() as nursery:
 
         async def run() -> None:
-            groups.append(await generate(ReMaxWorkflow(count_ones, PARAMS, TOKENIZER), engine, 1, num_baseline=1))
+            groups.append(await generate(ReMaxWorkflow(count_ones, PARAMS, TOKENIZER, reward=NO_DEADLINE), engine, 1, num_baseline=1))
 
         nursery.start_soon(run)
         await trio.sleep(0.5)
