@@ -324,7 +324,7 @@ class WorkflowExecutor:
                             self._collect()
                     if self._finished.num_ready >= count and not self._editing:
                         return self._book.hand_out(count)
-                    if self._book.is_starving:
+                    if self._book.is_starving and self._finished.size < count:
                         raise self._book.create_starvation_error()
                     await self._arrival.park()
         finally:

@@ -248,6 +248,16 @@ async def test_a_filter_that_refuses_everything_is_an_error(autojump_clock: Cloc
             await executor.generate_batch()
 
 
+async def test_a_straggler_that_keeps_groups_from_their_turn_is_not_taken_for_a_filter_that_starves(autojump_clock: Clock) -> None:
+    def keep(group: Group) -> bool:
+        return not 3 <= group[0].group_index <= 8
+
+    script = Script(seconds=lambda index: 1.0 if index else 100.0)
+    async with make_executor(script, AsyncConfig(order="submitted"), filter_fn=keep, max_filter_attempts=2) as executor:
+        assert indices(await executor.wait(3)) == [0, 1, 2]
+        assert trio.current_time() == 100.0
+
+
 async def test_engines_that_never_get_new_weights_are_an_error(autojump_clock: Clock) -> None:
     async with make_executor(Script(), AsyncConfig(max_staleness=0)) as executor:
         await executor.generate_batch()

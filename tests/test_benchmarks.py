@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import algorithms
+from benchmarks import algorithms, async_executor
 
 
 def test_times_are_relative_to_the_default_jobs_algorithm_on_the_same_seeds_and_seeds_are_counted():
@@ -42,3 +42,12 @@ def test_a_run_that_fails_shows_in_the_exit_status(
     assert algorithms.main() == status
     printed = capsys.readouterr().out
     assert f"{len(failing)} of 4 runs failed" in printed and "grpo()" in printed
+
+
+def test_every_contender_of_the_executor_benchmark_gives_the_groups_that_were_asked_for():
+    num_groups = 2 * async_executor.BATCH_SIZE
+    assert async_executor.run_manager(num_groups, scored=True) == num_groups
+    for order in ("finished", "submitted"):
+        asynchronous = async_executor.AsyncConfig(max_staleness=1, order=order)
+        assert async_executor.run_executor(num_groups, scored=True, asynchronous=asynchronous) == num_groups
+    assert async_executor.measure_queue(num_groups)["bytes_per_sample"] >= 0

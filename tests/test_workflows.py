@@ -33,8 +33,6 @@ from rollouts.workflows import (
 TOKENIZER = create_char_tokenizer()
 PROMPT = Prompt(content="2 1 >", index=3, metadata={"answer": "12"})
 PARAMS = SamplingParams(max_tokens=12)
-
-
 NO_DEADLINE = RewardConfig(timeout_s=None)  # virtual time does not wait for the thread that a reward runs in
 
 
