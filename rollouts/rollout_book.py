@@ -281,7 +281,7 @@ class RolloutBook:
         num_dropped = num_refused - len(self._refused)
         error = create_starvation_error(
             self._config,
-            self.finished.num_ready,
+            self.finished.size,
             list(self._refused),
             num_dropped=max(0, num_dropped),
             num_rounds=self._config.max_filter_attempts,
