@@ -21,15 +21,15 @@ def test_stages_of_equal_length_overlap_almost_entirely(staleness: int | None, l
     assert least <= figures["of_the_bound"] <= most + 1e-6
 
 
-def test_a_run_beside_other_work_is_done_again_and_the_quietest_is_kept():
-    runs = [async_threads.Timed(1.0, 1.0, others, 1.0) for others in (0.5, 0.3, 0.04, 0.0)]
+def test_a_run_without_free_cores_is_done_again_and_the_one_that_had_most_is_kept():
+    runs = [async_threads.Timed(1.0, 1.0, cores, 1.0) for cores in (0.9, 1.3, 1.9, 2.0)]
 
     def take(many: list[async_threads.Timed]) -> Any:
         left = iter(many)
         return lambda: next(left)
 
-    assert async_threads.run_quietly(take(runs), max_others=0.05, tries=5).others == 0.04
-    assert async_threads.run_quietly(take(runs), max_others=0.05, tries=2).others == 0.3
+    assert async_threads.run_quietly(take(runs), min_cores=1.8, tries=5).cores == 1.9
+    assert async_threads.run_quietly(take(runs), min_cores=1.8, tries=2).cores == 1.3
 
 
 @pytest.mark.parametrize("correction", async_learning.CORRECTIONS)
