@@ -134,6 +134,8 @@ class FinishedRollouts:
     def state_dict(self) -> dict[str, Any]:
         """All groups as JSON values, in order; times are left out, since they mean nothing to another process."""
         ready, held = self._results()
+        if not self._in_order:  # they wait for room in the queue, which is not part of a state
+            ready, held = [*ready, *held], []
         return {"ready": [_to_plain(result.data) for result in ready], "held": [_to_plain(result.data) for result in held]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

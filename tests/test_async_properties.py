@@ -65,6 +65,7 @@ class World:
     attempts: dict[int, int] = field(default_factory=dict)
     requests: dict[int, trio.Event] = field(default_factory=dict)
     filtered: set[int] = field(default_factory=set)
+    interrupted: set[int] = field(default_factory=set)
     stopped: set[int] = field(default_factory=set)  # failed, or aborted alone, as those are that take too long
 
     def draw(self, *keys: int) -> float:
@@ -123,8 +124,7 @@ class World:
         for index, aborted in self.requests.items():
             if wanted is None or index in wanted:
                 aborted.set()
-                if wanted is not None:
-                    self.stopped.add(index)
+                (self.stopped if wanted is not None else self.interrupted).add(index)
         await trio.lowlevel.checkpoint()
 
 
@@ -169,7 +169,11 @@ class Ledger:
         taken = set(range(buffer["epoch_id"] * buffer["num_prompts"] + buffer["sample_offset"]))
         missing = taken - set(here) - set(self.indices)
         assert set(here) | set(self.indices) <= taken
-        may_be_given_up = self.world.filtered | (self.world.stopped if asynchronous.on_failure == "drop" else set[int]())
+        may_be_given_up = set(self.world.filtered)
+        if asynchronous.on_failure == "drop":
+            may_be_given_up |= self.world.stopped
+            if asynchronous.rollout_timeout_s is not None:  # at the very moment of an interruption
+                may_be_given_up |= self.world.interrupted
         if asynchronous.on_stale == "retry":
             assert missing <= may_be_given_up
         counts = self.executor.get_stats()
