@@ -41,8 +41,8 @@ _NAMES_OF_MODULES: Final = (
                    "reinforce_plus_plus_baseline remax rloo sapo truncated"),
     ("kl_control", "KLControl measure_kl update_kl_control"),
     ("staleness", "compute_capacity"),
-    ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig "
-               "from_dict to_dict"),
+    ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig"),
+    ("config_json", "from_dict to_dict"),
     ("char_tokenizer", "create_char_tokenizer"),
     ("data_buffer", "DataBuffer"),
     ("datasets", "load_jsonl load_rl_prompts load_sft_conversations"),

@@ -14,7 +14,8 @@ LAYERS = (
     ("errors", "checks", "types"),
     (
         "chat", "samples", "filters", "batching", "logprobs", "statistics", "advantages", "gigpo", "loss_weights", "kl", "surrogates",
-        "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators", "algorithms", "config",
+        "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators", "algorithms",
+        "config_json", "config",
     ),
     (
         "char_tokenizer", "data_buffer", "datasets", "packing", "model_weights", "checkpoints", "metrics", "trajectories",
