@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import forked
 import oracles
 import pytest
 import torch
@@ -258,7 +259,7 @@ def whiten_on_two_ranks(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_whiten_like_one(tmp_path):
-    mp.spawn(whiten_on_two_ranks, args=(str(tmp_path),), nprocs=2)
+    mp.start_processes(whiten_on_two_ranks, args=(str(tmp_path),), nprocs=2, start_method=forked.START_METHOD)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     values, mask = token_case(8, rows=6)
     x = values * 3 + 50
