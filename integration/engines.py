@@ -120,14 +120,14 @@ async def create_inference_engine(
         url: of a server that runs already; None = one is started, and stopped at the end of the block.
         python: of the environment that has the server; None = VLLM_PYTHON or SGLANG_PYTHON, else this one.
         device: cpu, cuda or auto.
-        dtype: float32, bfloat16, float16; auto = float32 on a CPU, bfloat16 on a GPU. Of servers.
-        tensor_parallel_size: GPUs that share the model; only for servers.
-        max_model_len: tokens of prompt and response together; None = the model's own.
+        dtype: float32, bfloat16, float16; auto = float32 on a CPU, bfloat16 on a GPU. Of a server that is started.
+        tensor_parallel_size: GPUs that share the model; of a server that is started.
+        max_model_len: tokens of prompt and response together; None = the model's own. Not of a server that runs already.
         environment: of this process; None = os.environ.
         log_path: of a server; None = <kind>.log in the current directory.
         engine_options: for InProcessEngine, VLLMEngine or SGLangEngine.
 
-    Raises: ConfigError for a name that is not known, or tensor parallelism where there is none; what the engine raises.
+    Raises: ConfigError for a name that is not known, tensor parallelism or a url where there is none; what the engine raises.
     """
     environment = os.environ if environment is None else environment
     if kind in ("local", "inprocess"):
@@ -135,8 +135,10 @@ async def create_inference_engine(
             raise ConfigError(
                 f"tensor_parallel_size is {tensor_parallel_size}, but the embedded engine runs on one device: use 'vllm' or 'sglang'"
             )
+        if url is not None:
+            raise ConfigError(f"url is {url!r}, but the embedded engine is no server: use 'vllm' or 'sglang'")
         model = load_hf_model(Path(model_path), device=parse_device(device))
-        async with InProcessEngine(model, load_tokenizer(Path(model_path)), **engine_options) as engine:
+        async with InProcessEngine(model, load_tokenizer(Path(model_path)), **{"max_length": max_model_len, **engine_options}) as engine:
             yield engine
         return
     if kind not in PYTHON_VARIABLES:

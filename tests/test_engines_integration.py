@@ -197,8 +197,15 @@ async def test_an_engine_that_is_not_known_or_cannot_be_is_refused(model_path: P
     for kind, options, message in (
         ("vlm", {}, "unknown engine 'vlm'.*vllm"),
         ("local", {"tensor_parallel_size": 2}, "runs on one device"),
+        ("local", {"url": "http://127.0.0.1:1"}, "the embedded engine is no server"),
         ("sglang", {"tensor_parallel_size": 2, "device": "cpu"}, "tensor_parallel_size is 2"),
     ):
         with pytest.raises(ConfigError, match=message):
             async with create_inference_engine(kind, model_path, **options):
                 pass
+
+
+async def test_the_embedded_engine_by_name_keeps_to_the_length_it_is_given(model_path: Path):
+    async with create_inference_engine("local", model_path, device="cpu", max_model_len=6) as engine:
+        completion = await engine.generate((5, 6, 7), SamplingParams(max_tokens=20, temperature=0.0))
+    assert (completion.output_len, completion.finish_reason) == (3, "length")
