@@ -235,11 +235,11 @@ async def measure_syncs(engine: Engine, info: ServerInfo, model: Any, arguments:
     """Medians and maxima over syncs, of an idle server and of one with requests in flight all the time."""
     assert info.vocab_size is not None, "the server's vocabulary is unknown"
     prompts = create_prompts(arguments.requests, arguments.prompt_tokens, info.vocab_size)
-    params = SamplingParams(max_tokens=arguments.max_tokens)
+    budgets = create_budgets(arguments.requests, arguments.max_tokens)
     table: dict[str, dict[str, float]] = {}
     for in_flight in (0, arguments.concurrency):
         with tempfile.TemporaryDirectory() as folder:
-            async with trio.open_nursery() as nursery, open_engine(engine, prompts, params, 1) as ask:
+            async with trio.open_nursery() as nursery, open_engine(engine, prompts, budgets, 1) as ask:
                 if in_flight:
                     nursery.start_soon(run_requests, ask, sys.maxsize, in_flight)
                 times: list[dict[str, float]] = []
