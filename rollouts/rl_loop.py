@@ -230,6 +230,7 @@ async def run_rl_training(
             if rows is not None:
                 difference = await measure_difference(backend, rows, max_tokens_per_microbatch=config.max_tokens_per_microbatch)
                 parity, step_algorithm = difference.as_metrics(), act_on_difference(difference, config.parity, algorithm)
+                check_sampled_whole(samples, step_algorithm)  # which may now read log-probs that the algorithm does not
         metrics = parity | await train_on_rollouts(
             backend,
             batch,
