@@ -17,7 +17,7 @@ from endless_models import create_endless_model
 from server_waits import PATIENCE_S, wait_for_tokens, wait_until
 from transformers import AutoModelForCausalLM
 
-from rollouts.engines.http import describe_server_error
+from rollouts.engines.http import HTTPEndpoint, describe_server_error
 from rollouts.engines.http_engine import Generated
 from rollouts.engines.request_checks import check_request
 from rollouts.engines.sglang import SGLangEngine
@@ -440,6 +440,47 @@ async def test_a_version_that_was_not_tested_is_warned_of_and_an_older_one_refus
         with pytest.raises(EngineError, match=r"older than 0\.5\.23"):
             async with SGLangEngine(server.url):
                 pass
+
+
+async def change_answer(server: FakeSGLangServer, route: str, **changes: Any) -> None:
+    """Let a route of the server say something else from now on."""
+    async with HTTPEndpoint(server.url) as raw:
+        answer = await raw.get_json(route)
+    assert set(changes) <= set(answer)
+    body = json.dumps({**answer, **changes})
+    server.add_fault(Fault("status", route, times=None, status=200, body=body, content_type="application/json"))
+
+
+async def test_a_server_with_defaults_that_requests_cannot_override_is_refused(weights):
+    async with FakeSGLangServer(weights[0]) as server:
+        await change_answer(server, "/model_info", preferred_sampling_params='{"min_new_tokens": 5, "top_p": 0.9}')
+        with pytest.raises(EngineError, match="--preferred-sampling-params that set min_new_tokens"):
+            async with SGLangEngine(server.url):
+                pass
+
+
+async def test_streams_of_increments_are_not_read_as_cumulative_ones(weights):
+    async with FakeSGLangServer(weights[0]) as server:
+        await change_answer(server, "/server_info", incremental_streaming_output=True)
+        async with SGLangEngine(server.url) as engine:
+            with pytest.raises(EngineError, match="--incremental-streaming-output"):
+                await engine.generate_streaming(PROMPT, GREEDY, lambda tokens, log_probs: None)
+            assert (await engine.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(weights[0])
+
+
+async def test_replicas_take_no_tensors_and_are_given_none(weights):
+    async with FakeSGLangServer(weights[0]) as server:
+        await change_answer(server, "/server_info", dp_size=2)
+        async with SGLangEngine(server.url) as engine:
+            with pytest.raises(EngineError, match="2 data parallel replicas, which take no tensors"):
+                await engine.update_weights(dict(create_endless_model(1).state_dict()), 1)
+        assert server.count("/pause_generation") == server.count("/begin_weight_update") == 0
+
+
+async def test_a_temperature_that_the_server_takes_for_greedy_is_refused(weights):
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
+        with pytest.raises(EngineError, match="temperature = 1e-07, which SGLang takes for greedy"):
+            await engine.generate(PROMPT, SamplingParams(temperature=1e-7))
 
 
 async def test_without_the_size_of_the_vocabulary_nothing_is_sent():

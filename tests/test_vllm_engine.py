@@ -403,6 +403,21 @@ async def test_groups_come_in_one_request():
     assert [completion.output_tokens for completion in group] == [(10, 11)] * 4
 
 
+async def test_seeds_that_would_end_a_server_on_a_cpu_are_not_sent(model_path: Path):
+    async with FakeVLLMServer(model_path, device="cpu") as server, open_engine(server) as engine:
+        with pytest.warns(UserWarning, match="gets no seeds"):
+            await engine.generate(PROMPT, SamplingParams(max_tokens=2, seed=3))
+        (request,) = [request for request in server.received if request.path == "/inference/v1/generate"]
+    assert "seed" not in request.json()["sampling_params"]
+
+
+async def test_a_temperature_that_the_server_would_change_is_refused(model_path: Path):
+    async with FakeVLLMServer(model_path) as server, open_engine(server) as engine:
+        with pytest.raises(EngineError, match=r"temperature = 0\.001, for which vLLM would use 0\.01"):
+            await engine.generate(PROMPT, SamplingParams(temperature=0.001))
+        assert server.count("/inference/v1/generate") == 0
+
+
 async def test_stop_strings_need_the_servers_tokenizer(model_path: Path):
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
     tokenizer = create_char_tokenizer()
@@ -435,7 +450,10 @@ async def test_aborts_reach_running_and_queued_requests_of_this_engine_only():
                     nursery.start_soon(one, "queued", engine)
                     nursery.start_soon(one, "other's", other)
                     await wait_until(lambda: len(server.scheduler.waiting) == 2)
-                    await engine.abort(["queued"])
+                    await engine.abort(["queued", "nobody"])
+                    assert set(found) == {"queued"}
+                    async with open_engine(server) as idle:
+                        await idle.abort()  # an abort of nothing would be one of everything
                     assert set(found) == {"queued"}
                     await engine.abort()
                     assert set(found) == {"queued", "a", "b"}
@@ -742,26 +760,40 @@ async def test_a_server_found_paused_is_not_used_before_its_weights_are_known(mo
                 assert (await late.generate(PROMPT, SamplingParams(max_tokens=3))).output_len == 3
 
 
-async def test_weights_can_be_brought_in_another_way(model_path: Path, tmp_path: Path):
+async def test_weights_can_be_brought_in_another_way_while_requests_run(model_path: Path, tmp_path: Path):
+    """Between start and finish the server has no weights, and a generation there would be its end."""
     model = export(tmp_path / "1", 1)
-
-    async def load(server: HTTPEndpoint, label: str) -> None:
-        assert label == "5"
-        await server.post_json("/start_weight_update", None, kind="sync")
-        await server.post_json("/update_weights", {"update_info": {"path": str(tmp_path / "1")}}, kind="sync")
-        await server.post_json("/finish_weight_update", None, kind="sync")
-
+    found: list[Completion] = []
     async with FakeVLLMServer(model_path, weight_transfer="disk") as server, open_engine(server) as engine:
+
+        async def load(routes: HTTPEndpoint, label: str) -> None:
+            assert label == "5"
+            await routes.post_json("/start_weight_update", None, kind="sync")
+            server.scheduler.release_tokens()
+            nursery.start_soon(generate)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            await routes.post_json("/update_weights", {"update_info": {"path": str(tmp_path / "1")}}, kind="sync")
+            await routes.post_json("/finish_weight_update", None, kind="sync")
+
+        async def generate() -> None:
+            found.append(await engine.generate(PROMPT, SamplingParams(max_tokens=12)))
+
         async with HTTPEndpoint(server.url) as raw:
             await raw.post_json("/init_weight_transfer_engine", {"init_info": {"reference": None}}, kind="sync")
         with pytest.raises(EngineError, match=r"was not given new weights.*missing: model\.norm\.weight"):
             await engine.update_weights_with(load, {n: t for n, t in model.state_dict().items() if n != "model.norm.weight"}, 5)
         assert server.count("/pause") == 0
-        answer = await engine.update_weights_with(load, dict(model.state_dict()), 5)
-        completion = await engine.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0.0))
-    assert answer["weight_version"] == 5
-    assert set(completion.output_versions) == {5}
-    assert completion.output_log_probs == pytest.approx(compute_log_probs(model, completion), abs=1e-4)
+        server.scheduler.hold_tokens(5)
+        with trio.fail_after(PATIENCE_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(generate)
+                await wait_for_tokens(server, 5)
+                answer = await engine.update_weights_with(load, dict(model.state_dict()), 5)
+        assert await engine.get_weight_version() == answer["weight_version"] == 5
+    assert sorted(completion.output_versions for completion in found) == [(0,) * 5 + (5,) * 7, (5,) * 12]
+    for completion in found:
+        log_probs = compute_log_probs(model, completion)
+        assert completion.output_log_probs[5:] == pytest.approx(log_probs[5:], abs=1e-4)
 
 
 async def test_on_a_cpu_weights_in_memory_need_the_output_head(model_path: Path):

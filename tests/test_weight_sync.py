@@ -289,6 +289,17 @@ async def test_requests_that_a_full_queue_refused_wait_for_their_repeat_across_a
 
 
 @both
+async def test_the_server_is_told_the_whole_path(weights, create_server, create_engine, load_route, models, monkeypatch) -> None:
+    """It has a working directory of its own, and takes what is no directory for the name of a model to download."""
+    monkeypatch.chdir(weights[1].parent)
+    async with create_server(weights[0]) as server, create_engine(server.url) as engine:
+        await sync_weights_to_engines([engine], weights[1].name)
+        (request,) = [request for request in server.received if request.path == load_route]
+    body = request.json()
+    assert body.get("kwargs", {}).get("weights_path", body.get("model_path")) == str(weights[1])
+
+
+@both
 async def test_where_one_server_fails_each_goes_on_under_its_own_version(weights, models, create_server, create_engine, load_route) -> None:
     async with (
         create_server(weights[0]) as one,
