@@ -1088,6 +1088,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_transport.py::test_a_request_that_was_read_is_sent_again_only_where_twice_is_the_same_as_once",),
     ),
     Mutation(
+        "engines/connection.py",
+        "a process that was held up takes an unread request for a read one",
+        "RESET_S = 5.0",
+        "RESET_S = 0.5",
+        ("test_transport.py::test_a_request_that_the_server_did_not_read_is_sent_again",),
+    ),
+    Mutation(
         "engines/http.py",
         "a generation whose answer was lost is sent again",
         "return idempotent and isinstance(error, httpx.ReadError | ServerHungUp)",
@@ -1184,6 +1191,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         '{"rid": one}, idempotent=True',
         '{"rid": one, "abort_all": True}, idempotent=True',
         ("test_sglang_engine.py::test_an_abort_of_all_spares_other_clients",),
+    ),
+    Mutation(
+        "engines/sglang.py",
+        "an answer that can be sent again has reached its length",
+        "completion.output_len > max_prompt",
+        "completion.output_len >= max_prompt",
+        ("test_sglang_engine.py::test_an_aborted_answer_that_is_too_long_to_be_sent_again_has_reached_its_length",),
     ),
     Mutation(
         "engines/sglang.py",

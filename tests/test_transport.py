@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
+import trio.testing
 from loopback import Exchange, has_arrived, serve, settle
 
 from rollouts.engines import connection
@@ -268,6 +269,7 @@ async def test_a_request_that_the_server_did_not_read_is_sent_again(held_up_s: f
         await exchange.answer()
         if exchange.connection == 0:
             await trio.lowlevel.wait_readable(exchange.sock)
+            await trio.testing.wait_all_tasks_blocked()  # the client waits for the answer
             exchange.close()
             time.sleep(held_up_s)  # the whole process, as by a step of training: the client looks for its answer late
 
