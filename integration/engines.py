@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from rollouts.backends.factory import load_hf_model, load_tokenizer, parse_devic
 from rollouts.config import suggest
 from rollouts.engines.inprocess import InProcessEngine
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine
-from rollouts.engines.server_commands import ServerConfig
+from rollouts.engines.server_commands import ServerConfig, build_environment
 from rollouts.engines.servers import launch_server
 from rollouts.engines.sglang import SGLangEngine
 from rollouts.engines.vllm import VLLMEngine
@@ -160,6 +161,30 @@ async def create_inference_engine(
         yield await stack.enter_async_context(create_server_engine(section, url, environment, **engine_options))
 
 
+def check_engine(section: EngineSection, environment: Mapping[str, str], *, device: str) -> None:
+    """Find out before anything is trained what would keep the engines from starting after it.
+
+    Args:
+        device: of the model section.
+
+    Raises: ConfigError.
+    """
+    if not section.is_server:
+        return
+    create_server_engine(section, "http://127.0.0.1", environment)
+    if not section.launch:
+        return
+    server = create_server_config(section, "model", environment, device=device)
+    advice = f"name the Python of the environment that has it, with --engine.python or {PYTHON_VARIABLES[section.kind]}"
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({section.kind!r}) is None)"
+    try:
+        found = subprocess.run([server.python, "-c", look], env=build_environment(server, environment), stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise ConfigError(f"{section.kind} cannot be started with {server.python}: {error}; {advice}") from error
+    if found.returncode != 0:
+        raise ConfigError(f"{server.python} has no {section.kind}: {advice}")
+
+
 def create_server_engine(section: EngineSection, url: str, environment: Mapping[str, str], **options: Any) -> ServerEngine:
     """The client of a server. Raises ConfigError if the variable for its key is not set."""
     kinds: dict[str, Callable[..., ServerEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
@@ -201,6 +226,7 @@ def create_server_config(section: EngineSection, model_path: str, environment: M
         tensor_parallel_size=section.tensor_parallel_size,
         context_length=section.context_length,
         max_num_seqs=section.max_num_seqs,
+        memory_fraction=section.memory_fraction,
         extra_args=section.extra_args,
     )
 

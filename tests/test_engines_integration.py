@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from integration.config import Config, EngineSection, EvaluationSection, ModelSection, RLSection
-from integration.engines import create_inference_engine, create_server_config, create_server_engine, prepare_initial_model
+from integration.engines import check_engine, create_inference_engine, create_server_config, create_server_engine, prepare_initial_model
 from integration.models import create_model
 from integration.stages import RunControl, run_rl
 from integration.tasks import create_sort_task
+from integration.train import main
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import OptimizerConfig, ParityConfig
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
@@ -71,9 +72,10 @@ async def test_the_rl_stage_trains_on_a_server_whose_numbers_are_the_trainers(ki
 
 async def test_a_run_on_a_server_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path: Path):
     config = create_config("vllm", "http://127.0.0.1:1")
+    config = replace(config, rl=replace(config.rl, num_steps=2))
     other = save_other_model(config, tmp_path / "other")
     lines = []
-    for name, stop_after in (("straight", None), ("stopped", 2), ("stopped", None)):
+    for name, stop_after in (("straight", None), ("stopped", 1), ("stopped", None)):
         async with FakeVLLMServer(other) as server:  # one that has just been started
             lines.append(await train(replace(config, engine=replace(config.engine, urls=(server.url,))), tmp_path / name, stop_after))
     assert len(lines[1]) < len(lines[0])
@@ -113,6 +115,8 @@ async def test_a_server_with_another_vocabulary_is_refused(tmp_path: Path):
         ({"parity_rows": -1}, "parity_rows"),
         ({"probe_tolerance": -0.1}, "probe_tolerance"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"kind": "vllm", "launch": True, "memory_fraction": 1.5}, "engine.memory_fraction is 1.5, expected between 0 and 1"),
+        ({"memory_fraction": 0.5}, "engine.memory_fraction is 0.5, expected nothing"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(settings, message):
@@ -132,7 +136,9 @@ def test_servers_are_compared_with_the_trainer_and_the_embedded_engine_is_on_req
 
 
 def test_the_python_of_a_server_comes_from_the_setting_the_environment_or_is_this_one():
-    section = EngineSection(kind="vllm", launch=True, context_length=256, max_num_seqs=32, extra_args=("--seed", "1"), port=8123)
+    section = EngineSection(
+        kind="vllm", launch=True, context_length=256, max_num_seqs=32, memory_fraction=0.4, extra_args=("--seed", "1"), port=8123
+    )
     found = [
         create_server_config(chosen, "/model", environment, device="cpu").python
         for chosen, environment in (
@@ -145,6 +151,7 @@ def test_the_python_of_a_server_comes_from_the_setting_the_environment_or_is_thi
     server = create_server_config(section, "/model", {}, device="cpu")
     assert (server.kind, server.model_path, server.device, server.dtype) == ("vllm", "/model", "cpu", "float32")
     assert (server.context_length, server.max_num_seqs, server.extra_args, server.port) == (256, 32, ("--seed", "1"), 8123)
+    assert server.memory_fraction == 0.4
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2"):
         create_server_config(replace(section, tensor_parallel_size=2), "/model", {}, device="cpu")
 
@@ -154,6 +161,30 @@ def test_a_key_is_read_from_its_variable():
     create_server_engine(section, section.urls[0], {"ENGINE_KEY": "secret"})
     with pytest.raises(ConfigError, match="no such environment variable"):
         create_server_engine(section, section.urls[0], {})
+
+
+def test_what_would_keep_the_engines_from_starting_is_found_out_before_anything_is_trained(tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$HAS_VLLM" = 1 ] && [ "$VLLM_SERVER_DEV_MODE" = 1 ]\n')
+    python.chmod(0o755)
+    launched = EngineSection(kind="vllm", launch=True, python=str(python))
+    check_engine(launched, {"HAS_VLLM": "1"}, device="cpu")
+    check_engine(EngineSection(), {}, device="cpu")
+    for section, message in (
+        (launched, f"{python} has no vllm: name the Python .* --engine.python or VLLM_PYTHON"),
+        (replace(launched, python="/nowhere/python"), "vllm cannot be started with /nowhere/python: .*No such file.* VLLM_PYTHON"),
+        (replace(launched, port=80_000), "port is 80000"),
+        (EngineSection(kind="sglang", urls=("http://h:1",), api_key_variable="ENGINE_KEY"), "no such environment variable"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_engine(section, {}, device="cpu")
+
+
+def test_a_server_that_cannot_be_started_ends_the_run_before_its_first_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    engine = ["--engine.kind", "vllm", "--engine.launch", "--engine.python", "/nowhere/python", "--model.device", "cpu"]
+    assert main(["--mode", "sft+rl", "--output-dir", str(tmp_path / "run"), *engine]) == 2
+    assert "vllm cannot be started with /nowhere/python" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 # the model that servers begin with
