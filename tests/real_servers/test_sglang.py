@@ -437,7 +437,7 @@ async def test_a_load_that_fails_on_the_server_is_undone(sglang_server, weights,
             nursery.start_soon(one)
             await clock.wait_for(20)
             with pytest.raises(EngineError, match=r"Failed to get weights iterator.*goes on with the weights that it had before"):
-                await engine._get_weights().load_directory(tmp_path / "elsewhere", version + 1, ())
+                await engine._get_weights().load_directory(tmp_path / "elsewhere", version + 1)
         assert set(found[0].output_versions) == {version}
         assert await difference_to_trainer(found, {version: weights[0]}) < TOLERANCE
         await check_alive(engine, weights[0])
@@ -513,15 +513,15 @@ async def test_untempered_log_probs_are_recognised_and_a_death_fails_what_is_pen
                     except EngineError as error:
                         failures.append(error)
 
-                with trio.fail_after(30):
+                with trio.fail_after(60):
                     async with trio.open_nursery() as nursery:
                         for _ in range(8):
                             nursery.start_soon(one)
                         await clock.wait_for(100)
                         os.killpg(server.pid, signal.SIGKILL)
                 assert len(failures) == 8
-                with trio.fail_after(30), pytest.raises(EngineError, match=r"could not be given the weights|cannot be"):
+                with trio.fail_after(60), pytest.raises(EngineError, match=r"could not be given the weights|cannot be"):
                     await engine.update_weights_from_checkpoint(weights[0])
                 with pytest.raises(EngineError):
                     await engine.generate(PROMPTS[0], LONG)
-                await trio.sleep(5)
+                await trio.sleep(120)  # until the launcher has noticed
