@@ -275,7 +275,7 @@ async def open_replay(*parts: bytes, content_type: str = "text/event-stream", st
         for part in parts:
             await exchange.send(f"{len(part):x}\r\n".encode() + part + b"\r\n")
             await trio.sleep(0)
-        if b"[DONE]" in parts[-1]:
+        if b"[DONE]" in b"".join(parts):
             return await exchange.send(b"0\r\n\r\n")
         if parts[-1].endswith(b"\n\n"):
             return await exchange.wait_hung_up()

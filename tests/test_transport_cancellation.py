@@ -13,6 +13,7 @@ import trio
 import trio.testing
 from loopback import Exchange, count_open_files, serve, settle
 
+from rollouts.engines import connection
 from rollouts.engines.transport import PooledTransport
 
 BIG = b"0123456789abcdef" * (1 << 20)  # 16 MB, more than the buffers of two sockets take together
@@ -173,6 +174,37 @@ async def test_closing_the_transport_ends_all_that_is_in_flight():
     await settle(lambda: count_open_files() <= before)
 
 
+async def test_closing_the_transport_ends_a_request_that_was_lost(monkeypatch: pytest.MonkeyPatch):
+    """While it is looked whether the server has read it."""
+    monkeypatch.setattr(connection, "ROUND_TRIP_S", 1000.0)
+    errors: list[Exception] = []
+
+    async def die_after_reading(exchange: Exchange) -> None:
+        if len(server.exchanges) == 1:
+            await exchange.answer()
+        else:
+            exchange.close()
+
+    async def post(client: httpx.AsyncClient) -> None:
+        try:
+            await client.post(server.url)
+        except httpx.TransportError as error:
+            errors.append(error)
+
+    transport = PooledTransport()
+    async with serve(die_after_reading) as server:
+        client = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
+        await client.get(server.url)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(post, client)
+            await settle(lambda: len(server.exchanges) == 2 and server.num_open == 0)
+            await trio.testing.wait_all_tasks_blocked(0.001)
+            await transport.aclose()
+            await settle(lambda: len(errors) == 1)
+        assert isinstance(errors[0], connection.KeptConnectionLost)
+        assert (transport.num_in_flight, server.num_connections) == (0, 1)
+
+
 class CancelAtStep(trio.abc.Instrument):
     """Cancels a scope just before the task that opened it runs for the n-th time."""
 
@@ -217,6 +249,12 @@ async def test_a_request_may_be_cancelled_at_every_step_it_takes(is_kept: bool, 
     assert endings[-1] is False, "the request takes fewer steps than that"
 
 
+async def checkpoint_often(count: int) -> None:
+    """Let other tasks go first, without the time that a sleep takes on a busy machine."""
+    for _ in range(count):
+        await trio.lowlevel.checkpoint()
+
+
 async def over_sample(client: httpx.AsyncClient, url: str, num_wanted: int, num_sent: int) -> None:
     """Send more requests than are wanted, and cancel those that are not done when enough are."""
     num_done = 0
@@ -249,7 +287,7 @@ async def test_no_place_is_lost_in_200_over_sampled_rounds():
         head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         for part in (head[:20], head[20:], b"2\r\n{}\r\n", b"0\r\n\r\n"):
             await exchange.send(part)
-            await trio.sleep(0.0005 * draw.random())
+            await checkpoint_often(draw.randrange(8))
 
     transport = PooledTransport(max_connections=6, idle_expiry_s=1000.0)
     async with serve(at_random) as server, httpx.AsyncClient(transport=transport, timeout=None, trust_env=False) as client:
@@ -272,7 +310,7 @@ async def test_more_requests_than_places_wait_and_all_are_answered():
         nonlocal num_now, num_most
         num_now += 1
         num_most = max(num_most, num_now)
-        await trio.sleep(0.0005)
+        await checkpoint_often(8)
         num_now -= 1
         await exchange.answer()
 

@@ -183,11 +183,16 @@ class Connection:
 
     async def _is_reset_after_close(self) -> bool:
         """Whether the server's close is followed by a reset. The stream shows the close alone, even where both have come."""
+        is_reset = False
         with trio.move_on_after(ROUND_TRIP_S):
-            while not self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            while not is_reset and self._socket.fileno() >= 0:  # else close_now was called meanwhile
+                is_reset = self._take_error()
                 await trio.sleep(0.01)
-            return True
-        return bool(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))  # this process may have been held up meanwhile
+        return is_reset or self._take_error()  # also one that came while this process was held up
+
+    def _take_error(self) -> bool:
+        """Whether the system has noted an error of the connection since this was asked last."""
+        return self._socket.fileno() >= 0 and bool(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
 
 @contextmanager
