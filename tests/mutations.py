@@ -272,7 +272,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return log_ratio.clamp(max=math.log(numbers.max) * (1 - numbers.eps)).exp()",
         "return log_ratio.exp()",
         ("test_surrogates.py::test_a_clip_that_is_active_takes_the_gradient_however_large_the_ratio",),
-        fast=True,
     ),
     Mutation(
         "logprobs.py",
@@ -364,7 +363,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "per_token = per_token + (kl_coef if",
         "per_token = per_token - (kl_coef if",
         ("test_losses.py::test_the_clipped_loss_matches_the_loop_in_value_and_gradient",),
-        fast=True,
     ),
     Mutation(
         "losses.py",
@@ -400,7 +398,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return LossOutput(-(weights * log_probs).sum(), metrics)",
         "return LossOutput((weights * log_probs).sum(), metrics)",
         ("test_losses.py::test_sft_is_reinforce_with_advantage_one_and_the_cross_entropy_of_trained_tokens",),
-        fast=True,
     ),
     Mutation(
         "losses.py",
@@ -542,7 +539,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "log_ratio = ref_log_probs - log_probs",
         "log_ratio = log_probs - ref_log_probs",
         ("test_losses.py::test_the_clipped_loss_matches_the_loop_in_value_and_gradient",),
-        fast=True,
     ),
     Mutation(
         "kl.py",
@@ -585,7 +581,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "squares = group_sum(group_centered(x, group_ids).square(), group_ids)\n    return (squares / (count - 1 if unbiased else count)",
         "squares = group_sum(group_centered(x, group_ids).square(), group_ids)\n    return (squares / count",
         ("test_statistics.py::test_a_group_by_hand",),
-        fast=True,
     ),
     Mutation(
         "statistics.py",
@@ -853,7 +848,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "(log_probs - behavior_log_probs).detach()",
         "(log_probs - behavior_log_probs)",
         ("test_corrections.py::test_weights_carry_no_gradient",),
-        fast=True,
     ),
     Mutation(
         "corrections.py",
@@ -1268,6 +1262,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "await launch.await_end()",
         "pass",
         ("test_servers.py::test_a_request_that_fails_by_the_servers_death_shows_the_death",),
+    ),
+    Mutation(
+        "engines/servers.py",
+        "a restart that failed is waited for as if the server were dying",
+        " or not run.is_watched:",
+        ":",
+        ("test_servers.py::test_a_restart_that_fails_says_why_at_once_and_may_be_tried_again",),
+    ),
+    Mutation(
+        "engines/server_supervisor.py",
+        "a name in shared memory that is no text ends the supervisor",
+        'os.fsdecode(line.rpartition(b"/")[2].strip())',
+        'line.rpartition(b"/")[2].strip().decode()',
+        ("test_servers.py::test_a_name_in_shared_memory_that_is_no_text_is_no_trouble",),
+    ),
+    Mutation(
+        "engines/server_log.py",
+        "who has no room for the cache is told to give it less",
+        '"no room for the cache beside the weights: raise memory_fraction',
+        '"not enough memory: lower memory_fraction',
+        ("test_server_commands.py::test_known_causes_are_named",),
     ),
     Mutation(
         "engines/server_log.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ FILES = sorted((ROOT / "rollouts").rglob("*.py"))
 ALL_FILES = [*FILES, *sorted((ROOT / "integration").rglob("*.py"))]
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
