@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -198,7 +199,17 @@ def create_server_engine(section: EngineSection, url: str, environment: Mapping[
         "allow_cast": True,  # the trainer's weights are float32, a server's what its GPU likes best
         "api_key": None if key_variable is None else environment[key_variable],
     }
+    raise_open_file_limit()
     return kinds[section.kind](url, **{**settings, **options})
+
+
+def raise_open_file_limit(most: int = 65536) -> None:
+    """Let this process open as many files as the system allows it, up to `most`: each request in flight is one, and shells give 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # some systems have another limit, which they do not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def create_server_config(section: EngineSection, model_path: str, environment: Mapping[str, str], *, device: str) -> ServerConfig:

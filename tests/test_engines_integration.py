@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from integration.config import Config, EngineSection, EvaluationSection, ModelSection, RLSection
-from integration.engines import check_engine, create_inference_engine, create_server_config, create_server_engine, prepare_initial_model
+from integration.engines import (
+    check_engine,
+    create_inference_engine,
+    create_server_config,
+    create_server_engine,
+    prepare_initial_model,
+    raise_open_file_limit,
+)
 from integration.models import create_model
 from integration.stages import RunControl, run_rl
 from integration.tasks import create_sort_task
@@ -24,6 +32,18 @@ from rollouts.testing import FakeSGLangServer, FakeVLLMServer, create_tiny_model
 from rollouts.types import Sample, SamplingParams
 
 SERVERS = {"vllm": FakeVLLMServer, "sglang": FakeSGLangServer}
+
+
+def test_requests_in_flight_are_not_limited_by_the_open_files_that_a_shell_gives():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        create_server_engine(EngineSection(kind="vllm", urls=("http://127.0.0.1:1",)), "http://127.0.0.1:1", {})
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (65536 if hard == resource.RLIM_INFINITY else min(hard, 65536), hard)
+        raise_open_file_limit(most=100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 100  # never less than before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def count_even(sample: Sample) -> float:
