@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -155,6 +156,39 @@ async def test_a_waiting_request_takes_a_freed_slot_at_once(monkeypatch):
             nursery.start_soon(lambda k=k, n=length: engine.generate(PROMPT, SamplingParams(max_tokens=n, seed=k), request_id=f"{k}"))
     assert len(widths) <= 12  # the third runs in the first one's slot, beside the second
     assert sum(widths) == 2 + 11 + 8
+
+
+async def test_all_who_are_about_to_ask_are_in_the_first_step_on_a_slow_machine_too(monkeypatch):
+    widths: list[int] = []
+    original = SlotModel.decode
+    monkeypatch.setattr(SlotModel, "decode", lambda self, t, p: (widths.append(t.numel()), original(self, t, p))[1])
+    engine = InProcessEngine(create_tiny_model(), eos_token_ids=())
+    widths.clear()
+
+    async def ask(k: int) -> None:
+        for _ in range(k):
+            await trio.lowlevel.checkpoint()
+            time.sleep(0.03)  # the whole process stands still, as where others have the processor
+        await engine.generate(PROMPT, SamplingParams(max_tokens=4, seed=k))
+
+    async with trio.open_nursery() as nursery:
+        for k in range(4):
+            nursery.start_soon(ask, k)
+    assert widths == [4, 4, 4]
+
+
+async def test_a_task_that_never_rests_does_not_stop_the_engine():
+    engine = InProcessEngine(create_tiny_model(), eos_token_ids=())
+
+    async def never_rest() -> None:
+        while True:
+            await trio.lowlevel.checkpoint()
+
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(never_rest)
+            assert (await engine.generate(PROMPT, SamplingParams(max_tokens=4))).output_len == 4
+            nursery.cancel_scope.cancel()
 
 
 async def test_stop_strings_without_a_tokenizer_are_refused():

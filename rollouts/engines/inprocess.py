@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _PREFILL_TOKENS = 8192  # prompt tokens that go through the model at once
-_SETTLE_S = 0.02  # longest wait for other tasks to submit their requests
+_SETTLE_ROUNDS = 100  # of the event loop, in which other tasks may submit their requests: at most
 
 
 @dataclass(eq=False)
@@ -225,10 +225,8 @@ class InProcessEngine:
         while request.finish_reason is None:
             if settle or self._waiting:
                 # Who is about to submit a request must have done so before requests are admitted, or the make-up of a batch (and with
-                # it the last bits of its numbers) would depend on trio's random order of tasks. The bound keeps a task that never
-                # rests from stopping the engine.
-                with trio.move_on_after(_SETTLE_S):
-                    await trio.testing.wait_all_tasks_blocked()
+                # it the last bits of its numbers) would depend on trio's random order of tasks.
+                await _wait_until_others_rest()
             async with self._model_lock:
                 settle = await self._run_step()
 
@@ -435,6 +433,29 @@ class InProcessEngine:
             truncated_sampling=params.truncates,
             untempered_log_probs=tuple(request.untempered) if params.untempered_log_probs else None,
         )
+
+
+class _RoundLimit(trio.abc.Instrument):
+    """Cancels a scope after so many rounds of the event loop, whatever time they take: a slow machine must not change numbers."""
+
+    def __init__(self, scope: trio.CancelScope, num_rounds: int) -> None:
+        self._scope, self._left = scope, num_rounds
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._scope.cancel()
+
+
+async def _wait_until_others_rest() -> None:
+    """Return when every other task waits for something, or after _SETTLE_ROUNDS: a task that never rests must not stop the engine."""
+    with trio.CancelScope() as scope:
+        limit = _RoundLimit(scope, _SETTLE_ROUNDS)
+        trio.lowlevel.add_instrument(limit)
+        try:
+            await trio.testing.wait_all_tasks_blocked()
+        finally:
+            trio.lowlevel.remove_instrument(limit)
 
 
 def _default_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
