@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import shutil
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -45,8 +46,9 @@ def model():
 def directories(tmp_path_factory, model) -> Path:
     """Checkpoints under the names that the recordings use."""
     root = tmp_path_factory.mktemp("models")
-    for name in ("m", "ck2", "ck3", "ck_badshape", "ck_trunc", "ck_partial", "ck_extra"):
-        model.save_pretrained(root / name)
+    model.save_pretrained(root / "m")
+    for name in ("ck2", "ck3", "ck_badshape", "ck_trunc", "ck_partial", "ck_extra"):
+        shutil.copytree(root / "m", root / name)
     weights = load_file(root / "m" / "model.safetensors")
     narrow = {name: value[:-1].clone() if "layers.1.mlp.down_proj" in name else value for name, value in weights.items()}
     save_file(narrow, root / "ck_badshape" / "model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -78,8 +79,9 @@ def model():
 def directories(tmp_path_factory, model) -> Path:
     """Checkpoints under the names that the recordings use."""
     root = tmp_path_factory.mktemp("models")
-    for name in ("m1", "m2", "bad_dtype", "bad_empty", "bad_missing", "bad_shape", "bad_trunc"):
-        model.save_pretrained(root / name)
+    model.save_pretrained(root / "m1")
+    for name in ("m2", "bad_dtype", "bad_empty", "bad_missing", "bad_shape", "bad_trunc"):
+        shutil.copytree(root / "m1", root / name)
     (root / "bad_empty" / "model.safetensors").unlink()
     weights = load_file(root / "m1" / "model.safetensors")
     save_file({name: value.bfloat16() for name, value in weights.items()}, root / "bad_dtype" / "model.safetensors")
