@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from engine_recordings import Seen, compare, read_events
 
 TOLERANCE = 1e-4
+PATIENCE_S = 120.0  # a busy server takes its time, most of all to describe itself
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 LONG = [3 + (7 * i) % 60 for i in range(300)]
 
@@ -208,7 +209,7 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, body: Any) -> S
 
 async def ask_all(url: str, questions: dict[str, tuple[str, str, Any]]) -> dict[str, Seen]:
     limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S, limits=limits) as client:
         return {name: await ask(client, *question) for name, question in questions.items()}
 
 
@@ -261,7 +262,7 @@ def report(problems: dict[str, list[str]]) -> str:
 @pytest.mark.timeout(600)
 async def test_the_fake_vllm_answers_as_the_real_one(vllm_server, tmp_path):
     path = str(vllm_server.model_path)
-    async with httpx.AsyncClient(base_url=vllm_server.url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=vllm_server.url, trust_env=False, timeout=PATIENCE_S) as client:
         name = (await client.get("/v1/models")).json()["data"][0]["id"]
         settings = (await client.get("/server_info?config_format=json")).json()["vllm_config"]
     questions = vllm_questions(save_other_weights(tmp_path / "other"), save_with_head(tmp_path / "with_head"), name)
