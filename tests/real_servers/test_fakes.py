@@ -234,7 +234,7 @@ def last_of(seen: Seen) -> Any:
 
 def without_end(name: str, seen: Seen) -> Seen:
     """Without the reason why it ended, where chance decides that."""
-    if name != "no sampling":
+    if name != "no sampling" or "meta_info" not in seen.body:  # vLLM refuses it
         return seen
     meta = {key: value for key, value in seen.body["meta_info"].items() if key != "finish_reason"}
     return replace(seen, body={**seen.body, "meta_info": meta})
