@@ -233,6 +233,7 @@ async def test_what_cannot_be_served_is_refused_before_anything_is_sent(create_e
             for field, value in bad_params.items():
                 with pytest.raises(EngineError, match=f"has {field} = "):
                     await engine.generate((3,), SamplingParams(**{field: value}))
+        assert not scope.cancelled_caught
 
 
 async def test_an_engine_used_after_its_block_says_so(create_engine, tmp_path: Path):
