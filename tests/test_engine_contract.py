@@ -356,22 +356,27 @@ async def test_cancelling_requests_leaves_the_engine_usable(create_engine, facts
 
 async def test_cancelling_the_first_request_leaves_the_others(create_engine):
     model = endless_model()
-    found: dict[str, Completion] = {}
+    expected = generate_greedily(model, PROMPTS[0], 20)
     async with create_engine(model) as engine:
+        for moment_s in MOMENTS_S:  # the first one must not be finished when it is cancelled, which depends on the machine
+            found: dict[str, Completion] = {}
 
-        async def one(name: str, scope: trio.CancelScope, max_tokens: int) -> None:
-            with scope:
-                found[name] = await engine.generate(PROMPTS[0], GREEDY.new(max_tokens=max_tokens), request_id=name)
+            async def one(name: str, scope: trio.CancelScope, max_tokens: int, found: dict[str, Completion] = found) -> None:
+                with scope:
+                    found[name] = await engine.generate(PROMPTS[0], GREEDY.new(max_tokens=max_tokens), request_id=name)
 
-        first = trio.CancelScope()
-        with trio.fail_after(60):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(one, "first", first, 450)
-                await trio.sleep(0.01)
-                nursery.start_soon(one, "other", trio.CancelScope(), 20)
-                await trio.sleep(0.01)
-                first.cancel()
-    assert {name: c.output_tokens for name, c in found.items()} == {"other": generate_greedily(model, PROMPTS[0], 20)}
+            first = trio.CancelScope()
+            with trio.fail_after(120):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(one, "first", first, 450)
+                    await trio.sleep(moment_s)
+                    nursery.start_soon(one, "other", trio.CancelScope(), 20)
+                    await trio.sleep(moment_s)
+                    first.cancel()
+            assert found["other"].output_tokens == expected
+            if "first" not in found:
+                return
+    pytest.fail(f"the first request was finished after each of {MOMENTS_S} s")
 
 
 # -- weights
