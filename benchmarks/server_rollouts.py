@@ -64,6 +64,12 @@ def create_prompts(number: int, length: int, vocab_size: int) -> list[tuple[int,
     return [tuple(rng.randrange(2, vocab_size) for _ in range(length)) for _ in range(number)]
 
 
+def create_budgets(number: int, max_tokens: int) -> list[SamplingParams]:
+    """From half of max_tokens to one and a half, the same in every run: no rollouts all end in one step."""
+    rng = random.Random(1)
+    return [SamplingParams(max_tokens=rng.randint(max(1, max_tokens // 2), max_tokens * 3 // 2)) for _ in range(number)]
+
+
 def encode_request(kind: Kind, host: str, prompt: tuple[int, ...], params: SamplingParams, n: int, i: int, eos: frozenset[int]) -> bytes:
     """The bytes of an HTTP request for n samples, its body the one that the engine sends."""
     wire_id = f"bare-{n:03d}-{i:012d}"
@@ -126,14 +132,14 @@ async def receive(stream: trio.SocketStream) -> bytes:
 
 
 @asynccontextmanager
-async def open_engine(engine: Engine, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int) -> AsyncGenerator[Ask]:
+async def open_engine(engine: Engine, prompts: Sequence[tuple[int, ...]], budgets: Sequence[SamplingParams], n: int) -> AsyncGenerator[Ask]:
     """engine.generate, or engine.generate_group for more than one sample."""
 
     async def generate(i: int) -> Any:
-        return (await engine.generate(prompts[i % len(prompts)], params),)
+        return (await engine.generate(prompts[i % len(prompts)], budgets[i % len(prompts)]),)
 
     async def generate_group(i: int) -> Any:
-        return await engine.generate_group(prompts[i % len(prompts)], params, n)
+        return await engine.generate_group(prompts[i % len(prompts)], budgets[i % len(prompts)], n)
 
     yield generate if n == 1 else generate_group
 
@@ -192,15 +198,15 @@ async def compare_clients(
 ) -> dict[str, dict[str, float]]:
     """Contenders take turns, in the other order in every second repeat."""
     assert info.vocab_size is not None, "the server's vocabulary is unknown"
-    params = SamplingParams(max_tokens=arguments.max_tokens)
+    budgets = create_budgets(arguments.requests, arguments.max_tokens)
     prompts = create_prompts(arguments.requests, arguments.prompt_tokens, info.vocab_size)
     eos = frozenset(read_eos_token_ids(Path(info.model_path)))
     host = httpx.URL(url).netloc.decode()
     contenders: dict[str, tuple[int, Callable[[], AbstractAsyncContextManager[Ask]]]] = {}
     for n, name in ((1, "generate"), (GROUP, "generate_group")):
-        requests = [encode_request(kind, host, prompt, params, n, i, eos) for i, prompt in enumerate(prompts[: len(prompts) // n])]
+        requests = [encode_request(kind, host, prompt, budgets[i], n, i, eos) for i, prompt in enumerate(prompts[: len(prompts) // n])]
         contenders[f"bare client, n={n}"] = n, partial(open_bare, url, requests)
-        contenders[f"engine.{name}, n={n}"] = n, partial(open_engine, engine, prompts[: len(prompts) // n], params, n)
+        contenders[f"engine.{name}, n={n}"] = n, partial(open_engine, engine, prompts[: len(prompts) // n], budgets, n)
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     for repeat in range(-1, arguments.repeats):
         for name in list(contenders)[:: 1 if repeat % 2 == 0 else -1]:
@@ -229,11 +235,11 @@ async def measure_syncs(engine: Engine, info: ServerInfo, model: Any, arguments:
     """Medians and maxima over syncs, of an idle server and of one with requests in flight all the time."""
     assert info.vocab_size is not None, "the server's vocabulary is unknown"
     prompts = create_prompts(arguments.requests, arguments.prompt_tokens, info.vocab_size)
-    params = SamplingParams(max_tokens=arguments.max_tokens)
+    budgets = create_budgets(arguments.requests, arguments.max_tokens)
     table: dict[str, dict[str, float]] = {}
     for in_flight in (0, arguments.concurrency):
         with tempfile.TemporaryDirectory() as folder:
-            async with trio.open_nursery() as nursery, open_engine(engine, prompts, params, 1) as ask:
+            async with trio.open_nursery() as nursery, open_engine(engine, prompts, budgets, 1) as ask:
                 if in_flight:
                     nursery.start_soon(run_requests, ask, sys.maxsize, in_flight)
                 times: list[dict[str, float]] = []
@@ -259,7 +265,7 @@ def pin_process(cores: set[int]) -> None:
 
 
 def save_tiny_model(path: Path) -> Path:
-    """Write a model that hardly ever ends an answer before max_tokens, so that all turns sample the same number of tokens."""
+    """Write a model that hardly ever ends an answer before its budget, so that all turns sample the same number of tokens."""
     model: Any = create_tiny_model(hidden_size=64, head_dim=32)
     with torch.no_grad():
         embedding = model.get_input_embeddings().weight

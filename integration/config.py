@@ -236,10 +236,11 @@ class EngineSection:
     tensor_parallel_size: int = 1  # GPUs that share the model
     context_length: int | None = None  # tokens of prompt and response together; None = the model's own
     max_num_seqs: int | None = None  # sequences at the same time in a server; None = the server's own
+    memory_fraction: float | None = None  # of a GPU's memory that a server takes, all in all; None = the server's own, which is nearly all
     in_flight: Literal["continue", "abort"] = "continue"  # requests during a weight sync: go on under the new weights, or are sent again
     one_request_per_group: bool = False  # ask a server for all samples of a prompt at once, which costs less per sample
     startup_timeout_s: float = 900.0  # until a server that is started must be healthy
-    extra_args: tuple[str, ...] = ()  # for the command line of a server that is started
+    extra_args: tuple[str, ...] = ()  # for the command line of a server that is started; here as --engine.extra-args=--flag=value
     parity_rows: int | None = None  # rows of each batch on which log-probs of engine and trainer are compared; None = 8 for servers, else 0
     parity_threshold: float = 0.1  # nats, of the mean difference per token, beyond which parity_action is taken
     parity_action: Literal["warn", "correct", "stop"] = "warn"  # correct = truncated importance sampling for that batch
@@ -249,7 +250,8 @@ class EngineSection:
         check_positive(self, "max_slots", "tensor_parallel_size")
         check_setting(self.kind in ENGINE_KINDS, "engine.kind", self.kind, " or ".join(ENGINE_KINDS))
         if self.kind == "inprocess":
-            for name in ("urls", "launch", "python", "port", "context_length", "max_num_seqs", "extra_args", "api_key_variable"):
+            names = "urls launch python port context_length max_num_seqs memory_fraction extra_args api_key_variable"
+            for name in names.split():
                 check_setting(
                     not getattr(self, name),
                     f"engine.{name}",
@@ -265,6 +267,8 @@ class EngineSection:
                 f"engine.kind is {self.kind!r}, and of engine.launch and engine.urls {what}: give --engine.launch to start a server for "
                 "this run, or --engine.urls http://host:port of one that runs"
             )
+        good = self.memory_fraction is None or 0 < self.memory_fraction < 1
+        check_setting(good, "engine.memory_fraction", self.memory_fraction, "between 0 and 1, or None")
         check_setting(self.startup_timeout_s > 0, "engine.startup_timeout_s", self.startup_timeout_s, "more than 0")
         check_setting(self.parity_rows is None or self.parity_rows >= 0, "engine.parity_rows", self.parity_rows, "at least 0, or None")
         check_setting(self.parity_threshold > 0, "engine.parity_threshold", self.parity_threshold, "more than 0")

@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import json
 import os
+import resource
+import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -25,7 +27,7 @@ from rollouts.backends.factory import load_hf_model, load_tokenizer, parse_devic
 from rollouts.config import suggest
 from rollouts.engines.inprocess import InProcessEngine
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine
-from rollouts.engines.server_commands import ServerConfig
+from rollouts.engines.server_commands import ServerConfig, build_environment
 from rollouts.engines.servers import launch_server
 from rollouts.engines.sglang import SGLangEngine
 from rollouts.engines.vllm import VLLMEngine
@@ -120,14 +122,14 @@ async def create_inference_engine(
         url: of a server that runs already; None = one is started, and stopped at the end of the block.
         python: of the environment that has the server; None = VLLM_PYTHON or SGLANG_PYTHON, else this one.
         device: cpu, cuda or auto.
-        dtype: float32, bfloat16, float16; auto = float32 on a CPU, bfloat16 on a GPU. Of servers.
-        tensor_parallel_size: GPUs that share the model; only for servers.
-        max_model_len: tokens of prompt and response together; None = the model's own.
+        dtype: float32, bfloat16, float16; auto = float32 on a CPU, bfloat16 on a GPU. Of a server that is started.
+        tensor_parallel_size: GPUs that share the model; of a server that is started.
+        max_model_len: tokens of prompt and response together; None = the model's own. Not of a server that runs already.
         environment: of this process; None = os.environ.
         log_path: of a server; None = <kind>.log in the current directory.
         engine_options: for InProcessEngine, VLLMEngine or SGLangEngine.
 
-    Raises: ConfigError for a name that is not known, or tensor parallelism where there is none; what the engine raises.
+    Raises: ConfigError for a name that is not known, tensor parallelism or a url where there is none; what the engine raises.
     """
     environment = os.environ if environment is None else environment
     if kind in ("local", "inprocess"):
@@ -135,8 +137,10 @@ async def create_inference_engine(
             raise ConfigError(
                 f"tensor_parallel_size is {tensor_parallel_size}, but the embedded engine runs on one device: use 'vllm' or 'sglang'"
             )
+        if url is not None:
+            raise ConfigError(f"url is {url!r}, but the embedded engine is no server: use 'vllm' or 'sglang'")
         model = load_hf_model(Path(model_path), device=parse_device(device))
-        async with InProcessEngine(model, load_tokenizer(Path(model_path)), **engine_options) as engine:
+        async with InProcessEngine(model, load_tokenizer(Path(model_path)), **{"max_length": max_model_len, **engine_options}) as engine:
             yield engine
         return
     if kind not in PYTHON_VARIABLES:
@@ -158,6 +162,30 @@ async def create_inference_engine(
         yield await stack.enter_async_context(create_server_engine(section, url, environment, **engine_options))
 
 
+def check_engine(section: EngineSection, environment: Mapping[str, str], *, device: str) -> None:
+    """Find out before anything is trained what would keep the engines from starting after it.
+
+    Args:
+        device: of the model section.
+
+    Raises: ConfigError.
+    """
+    if not section.is_server:
+        return
+    create_server_engine(section, "http://127.0.0.1", environment)
+    if not section.launch:
+        return
+    server = create_server_config(section, "model", environment, device=device)
+    advice = f"name the Python of the environment that has it, with --engine.python or {PYTHON_VARIABLES[section.kind]}"
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({section.kind!r}) is None)"
+    try:
+        found = subprocess.run([server.python, "-c", look], env=build_environment(server, environment), stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise ConfigError(f"{section.kind} cannot be started with {server.python}: {error}; {advice}") from error
+    if found.returncode != 0:
+        raise ConfigError(f"{server.python} has no {section.kind}: {advice}")
+
+
 def create_server_engine(section: EngineSection, url: str, environment: Mapping[str, str], **options: Any) -> ServerEngine:
     """The client of a server. Raises ConfigError if the variable for its key is not set."""
     kinds: dict[str, Callable[..., ServerEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
@@ -171,7 +199,17 @@ def create_server_engine(section: EngineSection, url: str, environment: Mapping[
         "allow_cast": True,  # the trainer's weights are float32, a server's what its GPU likes best
         "api_key": None if key_variable is None else environment[key_variable],
     }
+    raise_open_file_limit()
     return kinds[section.kind](url, **{**settings, **options})
+
+
+def raise_open_file_limit(most: int = 65536) -> None:
+    """Let this process open as many files as the system allows it, up to `most`: each request in flight is one, and shells give 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # some systems have another limit, which they do not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def create_server_config(section: EngineSection, model_path: str, environment: Mapping[str, str], *, device: str) -> ServerConfig:
@@ -199,6 +237,7 @@ def create_server_config(section: EngineSection, model_path: str, environment: M
         tensor_parallel_size=section.tensor_parallel_size,
         context_length=section.context_length,
         max_num_seqs=section.max_num_seqs,
+        memory_fraction=section.memory_fraction,
         extra_args=section.extra_args,
     )
 

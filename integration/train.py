@@ -21,6 +21,7 @@ from integration.command_line import CONFIG_FILE, RUN_FILE, CommandLine, Mode, p
 from integration.config import Config, create_output_dir
 from integration.display import Progress
 from integration.dry_run import describe_run
+from integration.engines import check_engine
 from integration.models import check_companions, create_model
 from integration.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
 from integration.summary import draw_curves, summarize_run, tell_story
@@ -162,6 +163,8 @@ def run(command: CommandLine) -> int:
     if command.dry_run:
         print(describe_run(config, command.mode))
         return 0
+    if "rl" in command.mode:
+        check_engine(config.engine, os.environ, device=config.model.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     output_dir = create_output_dir(config, datetime.now().strftime("%Y%m%d-%H%M%S"))

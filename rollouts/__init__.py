@@ -42,8 +42,8 @@ _NAMES_OF_MODULES: Final = (
     ("proximal", "approximate_proximal interpolate_log_probs interpolate_probs with_segment_log_probs"),
     ("kl_control", "KLControl measure_kl update_kl_control"),
     ("staleness", "compute_capacity"),
-    ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig "
-               "from_dict to_dict"),
+    ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig"),
+    ("config_json", "from_dict to_dict"),
     ("async_config", "AsyncConfig"),
     ("char_tokenizer", "create_char_tokenizer"),
     ("data_buffer", "DataBuffer"),

@@ -1,41 +1,28 @@
-"""Frozen configurations, validated when made, and their way to and from JSON.
-
-to_dict and from_dict work on any tree of frozen dataclasses, so an application's own configuration uses them, too. Functions in a
-configuration (a generate_fn, a reward_fn, an Algorithm) are not data: to_dict leaves them out, lists the names of those that were set, and
-from_dict demands these again, so that none is lost unnoticed.
-"""
+"""Frozen configurations, validated when made. Their way to and from JSON, which can be imported from here, too, is in config_json.py."""
 
 from __future__ import annotations
 
-import collections.abc
-import dataclasses
-import difflib
-import json
 import math
 import numbers
-import os
-import types
-import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
+from rollouts.config_json import FUNCTIONS_KEY as FUNCTIONS_KEY
+from rollouts.config_json import from_dict as from_dict
+from rollouts.config_json import is_number
+from rollouts.config_json import load_config as load_config
+from rollouts.config_json import save_config as save_config
+from rollouts.config_json import suggest as suggest
+from rollouts.config_json import to_dict as to_dict
 from rollouts.errors import ConfigError
 from rollouts.kl_control import KLControl
 from rollouts.types import Algorithm, Group, Sample, SamplingParams
-
-C = TypeVar("C")
 
 Schedule = Literal["constant", "linear", "cosine"]
 OnRewardError = Literal["raise", "retry", "drop"]
 WeightSync = Literal["checkpoint", "memory"]
 ParityAction = Literal["warn", "correct", "stop"]
-
-FUNCTIONS_KEY = "functions"
-"""Where to_dict lists the fields that held functions."""
-
-_NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def check_setting(condition: bool, name: str, value: object, expected: str) -> None:
@@ -62,7 +49,7 @@ def check_not_negative(config: object, *names: str) -> None:
     """Raise ConfigError unless each named field is a finite number of at least 0."""
     for name in names:
         value = getattr(config, name)
-        good = _is_number(value) and math.isfinite(value) and value >= 0
+        good = is_number(value) and math.isfinite(value) and value >= 0
         check_setting(good, f"{type(config).__name__}.{name}", value, "a finite number, at least 0")
 
 
@@ -75,10 +62,6 @@ def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
 
 def _is_whole(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, numbers.Integral)
-
-
-def _is_number(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, numbers.Real)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +94,7 @@ class ParityConfig:
         check_positive(self, "num_rows")
         for name in ("threshold", "cap"):
             value = getattr(self, name)
-            check_setting(_is_number(value) and value > 0, f"ParityConfig.{name}", value, "more than 0")
+            check_setting(is_number(value) and value > 0, f"ParityConfig.{name}", value, "more than 0")
         check_choice(self, "action", get_args(ParityAction))
 
 
@@ -147,11 +130,11 @@ class RLTrainingConfig:
         check_choice(self, "weight_sync", get_args(WeightSync))
         check_setting(self.probe_tokens >= 2, "RLTrainingConfig.probe_tokens", self.probe_tokens, "at least 2")
         tolerance = self.probe_tolerance
-        good = tolerance is None or (_is_number(tolerance) and tolerance > 0)
+        good = tolerance is None or (is_number(tolerance) and tolerance > 0)
         check_setting(good, "RLTrainingConfig.probe_tolerance", tolerance, "more than 0, or None")
         clip = self.value_clip
-        check_setting(clip is None or (_is_number(clip) and clip > 0), "RLTrainingConfig.value_clip", clip, "more than 0, or None")
-        finite = self.baseline is None or (_is_number(self.baseline) and math.isfinite(self.baseline))
+        check_setting(clip is None or (is_number(clip) and clip > 0), "RLTrainingConfig.value_clip", clip, "more than 0, or None")
+        finite = self.baseline is None or (is_number(self.baseline) and math.isfinite(self.baseline))
         check_setting(finite, "RLTrainingConfig.baseline", self.baseline, "a finite number or None")
 
 
@@ -165,7 +148,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         timeout = self.timeout_s
-        positive = timeout is None or (_is_number(timeout) and timeout > 0)
+        positive = timeout is None or (is_number(timeout) and timeout > 0)
         check_setting(positive, "RewardConfig.timeout_s", timeout, "more than 0 seconds, or None")
         check_choice(self, "on_error", get_args(OnRewardError))
         check_count(self, "max_retries")
@@ -191,7 +174,7 @@ class RolloutConfig:
         check_positive(self, "batch_size", "n_samples_per_prompt", "max_filter_attempts")
         check_count(self, "n_baseline_samples")
         factor = self.over_sampling_factor
-        enough = _is_number(factor) and math.isfinite(factor) and factor >= 1.0
+        enough = is_number(factor) and math.isfinite(factor) and factor >= 1.0
         check_setting(enough, "RolloutConfig.over_sampling_factor", factor, "a finite number, at least 1.0")
         check_not_negative(self, "grace_s")
         for name in ("generate_fn", "reward_fn", "filter_fn"):
@@ -223,8 +206,8 @@ class GenerationConfig:
         check_positive(self, "n_samples", "max_tokens")
         check_not_negative(self, "temperature")
         check_count(self, "top_k")
-        check_setting(_is_number(self.top_p) and 0 < self.top_p <= 1, "GenerationConfig.top_p", self.top_p, "more than 0, at most 1")
-        check_setting(_is_number(self.min_p) and 0 <= self.min_p <= 1, "GenerationConfig.min_p", self.min_p, "at least 0, at most 1")
+        check_setting(is_number(self.top_p) and 0 < self.top_p <= 1, "GenerationConfig.top_p", self.top_p, "more than 0, at most 1")
+        check_setting(is_number(self.min_p) and 0 <= self.min_p <= 1, "GenerationConfig.min_p", self.min_p, "at least 0, at most 1")
 
     def new(self, **changes: Any) -> GenerationConfig:
         """A copy with some fields changed."""
@@ -266,8 +249,8 @@ class OptimizerConfig:
         check_not_negative(self, "lr", "eps", "weight_decay", "min_lr_ratio")
         check_count(self, "warmup_steps")
         norm = self.max_grad_norm
-        check_setting(_is_number(norm) and norm > 0, "OptimizerConfig.max_grad_norm", norm, "more than 0 (inf = no clipping)")
-        good = len(self.betas) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        check_setting(is_number(norm) and norm > 0, "OptimizerConfig.max_grad_norm", norm, "more than 0 (inf = no clipping)")
+        good = len(self.betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         check_setting(good, "OptimizerConfig.betas", self.betas, "two numbers in [0, 1)")
         check_choice(self, "schedule", get_args(Schedule))
         check_setting(self.min_lr_ratio <= 1, "OptimizerConfig.min_lr_ratio", self.min_lr_ratio, "a number in [0, 1]")
@@ -294,173 +277,3 @@ def check_rl_batch_sizes(rollout: RolloutConfig, training: RLTrainingConfig) -> 
             f"a rollout batch of {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} samples = {rows} rows does not divide into "
             f"num_minibatches = {training.num_minibatches}: choose a divisor of {rows}"
         )
-
-
-# -- to and from plain values
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """A tree of dataclasses as JSON values.
-
-    Fields that hold functions are left out; the names of those that are not None stand in a list under FUNCTIONS_KEY. Infinities and NaN,
-    which JSON does not have, become strings.
-
-    Raises: ConfigError for a value that JSON cannot hold.
-    """
-    return _section_to_plain(config, "")
-
-
-def from_dict(cls: type[C], data: Mapping[str, Any], **functions: Any) -> C:
-    """The inverse of to_dict.
-
-    Args:
-        cls: a dataclass.
-        data: nested mappings; missing keys take their defaults.
-        functions: the fields that hold functions, by name; those of an inner section by dotted name, as in **{"rl.algorithm": grpo()}.
-
-    Raises: ConfigError naming the dotted path of an unknown key (with a suggestion), of a missing field or function, or of a value of
-        the wrong type.
-    """
-    return _build(cls, data, "", functions)
-
-
-def save_config(config: Any, path: Path) -> None:
-    """Write a configuration as indented JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp_{path.name}")
-    temporary.write_text(json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def load_config(cls: type[C], path: Path, **functions: Any) -> C:
-    """Read what save_config wrote. Raises ConfigError naming the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"the configuration {path} holds a {type(data).__name__}, expected an object of sections")
-    return from_dict(cls, typing.cast("dict[str, Any]", data), **functions)
-
-
-def suggest(name: str, known: collections.abc.Iterable[str]) -> str:
-    """A question after the most similar known name, else all known names, for a message about an unknown one."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}"
-
-
-def _build(cls: type[C], data: object, where: str, functions: Mapping[str, Any]) -> C:
-    assert is_dataclass(cls), f"{cls} is not a dataclass"
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{where.rstrip('.') or cls.__name__} is {data!r}, expected a section with the fields of {cls.__name__}")
-    section = dict(typing.cast("Mapping[str, Any]", data))
-    demanded = section.pop(FUNCTIONS_KEY, ())
-    hints = typing.get_type_hints(cls)
-    names = [f.name for f in fields(cls) if f.init]
-    plain = [name for name in names if not _is_function_type(hints[name])]
-    fields_of_functions = [name for name in names if name not in plain]
-    for key in section:
-        if key in fields_of_functions:
-            raise ConfigError(f"{where + key} is a function, which a file cannot hold: pass it as an argument")
-        if key not in plain:
-            raise ConfigError(f"unknown setting {where + str(key)!r}: {suggest(str(key), plain)}")
-    inner = tuple(f"{name}." for name in plain if is_dataclass(hints[name]))
-    for name in functions:
-        if name not in fields_of_functions and not name.startswith(inner):
-            raise ConfigError(f"unknown function {where + name!r}: {suggest(name, fields_of_functions)}")
-    values: dict[str, Any] = {name: value for name, value in functions.items() if name in fields_of_functions}
-    for name in plain:
-        passed = {key.removeprefix(name + "."): function for key, function in functions.items() if key.startswith(name + ".")}
-        if passed:
-            values[name] = _build(hints[name], section.get(name, {}), f"{where}{name}.", passed)
-        elif name in section:
-            values[name] = _convert(hints[name], section[name], where + name)
-    for f in fields(cls):
-        if f.name in values or not f.init:
-            continue
-        if f.name in demanded:
-            raise ConfigError(f"{where + f.name} was set when this was saved, but is a function, which is not saved: pass it again")
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{where + f.name} is missing: {cls.__name__} has no default for it")
-    return cls(**values)
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        return _convert_union([a for a in args if a is not type(None)], value, where)
-    if origin is Literal:
-        if value not in args:
-            raise ConfigError(f"{where} is {value!r}: {suggest(str(value), map(str, args))}")
-        return value
-    if is_dataclass(hint):
-        return _build(typing.cast("type[Any]", hint), value, where + ".", {})
-    if origin is tuple:
-        return _convert_tuple(args, value, where)
-    if origin in (collections.abc.Mapping, dict):
-        if isinstance(value, Mapping):
-            items = typing.cast("Mapping[str, Any]", value).items()
-            return {str(key): _convert(args[1], item, f"{where}.{key}") for key, item in items}
-    elif hint is Path and isinstance(value, str | Path):
-        return Path(value)
-    elif hint is float and (_is_number(value) or value in _NON_FINITE):
-        return float(value)
-    elif hint is Any or (isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool))):
-        return value
-    raise ConfigError(f"{where} is {value!r}, expected {getattr(hint, '__name__', str(hint)) if origin is None else hint}")
-
-
-def _convert_union(options: list[Any], value: Any, where: str) -> Any:
-    problems: list[ConfigError] = []
-    for option in options:
-        try:
-            return _convert(option, value, where)
-        except ConfigError as problem:
-            problems.append(problem)
-    raise problems[0]
-
-
-def _convert_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise ConfigError(f"{where} is {value!r}, expected a list")
-    items = list(typing.cast("collections.abc.Iterable[Any]", value))
-    if len(args) == 2 and args[1] is Ellipsis:
-        return tuple(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(items))
-    if len(items) != len(args):
-        raise ConfigError(f"{where} has {len(items)} entries, expected {len(args)}")
-    return tuple(_convert(arg, item, f"{where}[{i}]") for i, (arg, item) in enumerate(zip(args, items, strict=True)))
-
-
-def _is_function_type(hint: Any) -> bool:
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(_is_function_type(arg) for arg in get_args(hint))
-    return hint is Algorithm or get_origin(hint) is collections.abc.Callable
-
-
-def _section_to_plain(config: Any, where: str) -> dict[str, Any]:
-    assert is_dataclass(config) and not isinstance(config, type), f"expected a dataclass instance, found {config!r}"
-    hints = typing.get_type_hints(type(config))
-    names = [f.name for f in fields(config) if f.init]
-    assert FUNCTIONS_KEY not in names, f"{type(config).__name__} has a field {FUNCTIONS_KEY!r}, a name that is reserved"
-    plain = {name: _to_plain(getattr(config, name), where + name) for name in names if not _is_function_type(hints[name])}
-    set_functions = [name for name in names if name not in plain and getattr(config, name) is not None]
-    return plain | ({FUNCTIONS_KEY: set_functions} if set_functions else {})
-
-
-def _to_plain(value: Any, where: str) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return _section_to_plain(value, where + ".")
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, tuple | list):
-        return [_to_plain(item, f"{where}[{i}]") for i, item in enumerate(typing.cast("list[Any]", value))]
-    if isinstance(value, Mapping):
-        return {str(k): _to_plain(v, f"{where}.{k}") for k, v in typing.cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    raise ConfigError(f"{where} is a {type(value).__name__}, which a configuration file cannot hold")

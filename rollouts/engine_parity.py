@@ -134,14 +134,19 @@ async def create_weight_probe(backend: TrainingBackend, tokens: Sequence[int], *
 
 
 def select_rows_of_version(batch: TrainBatch, samples: Sequence[Sample], version: int, num_rows: int) -> TrainBatch | None:
-    """The first rows whose sampled tokens are all of one weight version, at most num_rows. None if there is no such row."""
+    """The first rows whose sampled tokens are all of one weight version and of the whole distribution, at most num_rows.
+
+    None if there is no such row: a trainer does not compute the log-probs of a cut distribution, which differ without anything wrong.
+    """
     trained = set(find_trained_rows(batch))
-    rows = [
-        row
-        for row, sample in enumerate(samples)
-        if row in trained and all(v == version for v, on in zip(sample.weight_versions or (), sample.loss_mask, strict=True) if on)
-    ]
+    rows = [row for row, sample in enumerate(samples) if row in trained and _is_of_version(sample, version)]
     return select_rows(batch, rows[:num_rows]) if rows else None
+
+
+def _is_of_version(sample: Sample, version: int) -> bool:
+    if sample.weight_versions is None or sample.metadata.get("truncated_sampling"):
+        return False
+    return all(v == version for v, on in zip(sample.weight_versions, sample.loss_mask, strict=True) if on)
 
 
 def act_on_difference(difference: LogProbDifference, config: ParityConfig, algorithm: Algorithm) -> Algorithm:

@@ -203,6 +203,7 @@ class RLRun:
             if rows is not None:
                 difference = await measure_difference(self._backend, rows, max_tokens_per_microbatch=config.max_tokens_per_microbatch)
                 parity, algorithm = difference.as_metrics(), act_on_difference(difference, config.parity, self.algorithm)
+                check_sampled_whole(samples, algorithm)  # which may now read log-probs that the algorithm does not
         metrics = parity | await train_on_rollouts(
             self._backend,
             batch,

@@ -230,6 +230,7 @@ class AsyncRolloutManager:
 def _to_pending(group: Group) -> PendingGroup:
     """An unfinished group that comes without its Prompt, which is read off a sample."""
     first = group[0]
-    generated = ("truncated_sampling", "untempered_log_probs")  # what completion_to_sample adds; the first sample is never a baseline one
+    # what completion_to_sample adds; the first sample is never a baseline one
+    generated = ("truncated_sampling", "log_prob_kind", "untempered_log_probs")
     metadata = {key: value for key, value in first.metadata.items() if key not in generated}
     return PendingGroup(Prompt(content=first.prompt, index=first.group_index, metadata=metadata), group)

@@ -114,7 +114,8 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
             tokens would break.
 
     Returns: a Sample with status COMPLETED, TRUNCATED or ABORTED for finish_reason "stop", "length" or "abort". Where top_p, top_k or
-        min_p cut the distribution, metadata["truncated_sampling"] is True: the log-probs are not those of the full policy. Log-probs of the
+        min_p cut the distribution, metadata["truncated_sampling"] is True: the log-probs are not those of the full policy. Where the engine
+        gave log-probs of something else than the distribution sampled from, metadata["log_prob_kind"] says of what. Log-probs of the
         untempered policy, if the engine was asked for them every time, are metadata["untempered_log_probs"], aligned with tokens.
     Asserts: pending's status; that the engine's input is what the sample already has; one temperature over all parts.
     """
@@ -160,6 +161,8 @@ def _sampling_metadata(start: Sample, completion: Completion) -> dict[str, Any]:
     out = dict(start.metadata)
     if completion.truncated_sampling:
         out["truncated_sampling"] = True
+    if completion.log_prob_kind != "sampled":  # for people: the trainer needs no more than the temperature
+        out["log_prob_kind"] = completion.log_prob_kind
     before = out.pop("untempered_log_probs", None)
     if before is None and not any(mask > 0 for mask in start.loss_mask):
         before = [0.0] * len(start.tokens)

@@ -27,6 +27,11 @@ class _ReportsVersion(Protocol):
     async def get_weight_version(self) -> int: ...
 
 
+@runtime_checkable
+class _DistrustsWeights(Protocol):
+    def distrust_weights(self, reason: str) -> None: ...
+
+
 @dataclass(frozen=True)
 class WeightProbe:
     """Log-probs that show an engine's outputs to be those of the new weights; from engine_parity.create_weight_probe."""
@@ -54,7 +59,7 @@ async def sync_weights_to_engines(
     Returns: what the engines answered, in the order of `engines`.
     Raises: CheckpointError if the path is not a directory or its version file cannot be read, and ConfigError if an engine cannot answer
         the probe, before any engine is asked; EngineError if an engine failed, naming its position and type, the cause, and which engines
-        have the new weights.
+        have the new weights. One that fails the probe, and can, refuses to generate until it gets weights that pass.
     """
     path = Path(checkpoint_path)
     version = await trio.to_thread.run_sync(_read_expected_version, path)
@@ -168,10 +173,13 @@ async def _check_outputs(engine: object, probe: WeightProbe) -> None:
     differences = [abs(a - b) for a, b in zip(found, probe.log_probs, strict=True)]
     worst = max(differences)
     if not worst <= probe.tolerance:  # NaN included
-        raise EngineError(
+        reason = (
             f"it reports the new version, but its log-probs of a probe are off by up to {worst:.3g} nats, more than {probe.tolerance:g}: "
             "it serves other weights, a stale prefix cache, or a lower precision than the tolerance allows for"
         )
+        if isinstance(engine, _DistrustsWeights):
+            engine.distrust_weights(reason)
+        raise EngineError(reason)
 
 
 def _describe(position: int, engine: object) -> str:

@@ -1,4 +1,5 @@
-"""Property tests are the same in every run, and a busy machine does not make them fail. Workers of pytest-xdist take one thread each."""
+"""Property tests are the same in every run, and a busy machine does not make them fail. Workers of pytest-xdist take one thread each, and
+tests that stand together go to one worker, where they share fixtures, until another one is idle."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the processes that tests start
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("deterministic", deadline=None, derandomize=True)
 settings.load_profile("deterministic")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """-n 2 means --dist worksteal, unless another way is named; in the configuration file it would be an error without -n."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"

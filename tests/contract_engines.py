@@ -25,7 +25,7 @@ class ContractEngine:
     honors_seeds: bool = False  # the same seed gives the same tokens, whatever else runs; else the engine warns
     repeats_bits: bool = False  # the same requests at the same time give log-probs equal to the last bit
     cut_kind: LogProbKind = "sampled"  # of the log-probs where top_p, top_k or min_p cut the distribution
-    longest: int | None = None  # tokens of prompt and answer to which a larger max_tokens is cut; None = refused
+    longest: int = 512  # tokens of prompt and answer, to which a larger max_tokens is cut
     scores_at_any_temperature: bool = False  # given tokens; else at temperature 1 only
 
     def make_repeatable(self, params: SamplingParams) -> SamplingParams:
@@ -64,6 +64,6 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
 
 WIDE = ContractEngine("wide", wide, honors_seeds=True, repeats_bits=True, scores_at_any_temperature=True)
 NARROW = ContractEngine("narrow", narrow, honors_seeds=True, repeats_bits=True, scores_at_any_temperature=True)
-FAKE_VLLM = ContractEngine("fake_vllm", fake_vllm, honors_seeds=True, longest=512)
+FAKE_VLLM = ContractEngine("fake_vllm", fake_vllm, honors_seeds=True)
 FAKE_SGLANG = ContractEngine("fake_sglang", fake_sglang, cut_kind="tempered", longest=510)
 ENGINES = [WIDE, NARROW, FAKE_VLLM, FAKE_SGLANG]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
 import socket
 import ssl
 import struct
+import termios
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +17,7 @@ from typing import Any
 
 import h11
 import trio
+import trio.testing
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,12 @@ class Exchange:
 
     async def send(self, data: bytes) -> None:
         await self.stream.send_all(data)
+
+    async def send_to_reader(self, data: bytes) -> None:
+        """Send, and return when a client in this event loop, if it reads, has read it and waits for more."""
+        await self.send(data)
+        await settle(lambda: has_arrived(self.sock))
+        await trio.testing.wait_all_tasks_blocked()
 
     async def answer(self, body: bytes = b"{}", status: int = 200, headers: tuple[str, ...] = ()) -> None:
         lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", *headers, "", ""]
@@ -126,8 +136,20 @@ def count_open_files() -> int:
     return len(os.listdir("/dev/fd"))
 
 
-async def settle(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def has_arrived(sock: trio.socket.SocketType) -> bool:
+    """Whether all that was sent is at the other end's system, or that has hung up."""
+    (num_unacknowledged,) = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
+    hung_up = select.poll()
+    hung_up.register(sock.fileno(), select.POLLRDHUP)
+    return num_unacknowledged == 0 or bool(hung_up.poll(0))
+
+
+async def settle(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until something that the other side does has been done."""
     with trio.fail_after(timeout_s):
+        for _ in range(100):
+            if condition():
+                return
+            await trio.lowlevel.checkpoint()
         while not condition():
             await trio.sleep(0.002)

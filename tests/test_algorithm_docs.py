@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -53,10 +52,10 @@ def test_the_code_of_write_your_own_runs(tmp_path):
     assert len(blocks) >= 8
     file = tmp_path / "test_write_your_own.py"
     file.write_text("\n\n".join(blocks))
-    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", str(file)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-    assert "19 passed" in result.stdout, result.stdout[-500:]
+    code = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))"
+    status, out, error = run(code, "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider", file, folder=tmp_path / "run")
+    assert status == 0, out[-3000:] + error[-1000:]
+    assert "19 passed" in out, out[-500:]
 
 
 def test_the_table_of_parity_is_up_to_date():

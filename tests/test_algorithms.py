@@ -278,7 +278,7 @@ class Ranks:
     """Threads that stand for the processes of data parallelism."""
 
     def __init__(self, number: int):
-        self.barrier, self.slots = threading.Barrier(number, timeout=20), [torch.zeros(())] * number
+        self.barrier, self.slots = threading.Barrier(number, timeout=60), [torch.zeros(())] * number
 
     def all_reduce(self, rank: int, sums: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, which must all call this."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import trio
+from forked import Child
 
 from rollouts.checkpoints import (
     MANIFEST_FILE,
@@ -280,34 +281,36 @@ from rollouts.checkpoints import latest_step, save_checkpoint
 
 async def main(directory):
     first = (latest_step(directory) or 0) + 1
-    print(first - 1, flush=True)
+    print(first - 1)
     for step in range(first, first + 100000):
         async def write(temporary):
             for k in range(3):
                 (temporary / f"part_{k}").write_bytes(step.to_bytes(8, "big") * 25000)
         for again in range(2):  # the second time it is replaced
             await save_checkpoint(directory, step, write=write, run_state={"step": step}, keep_last_n=1)
-        print(step, flush=True)
+        print(step)
 
 trio.run(main, Path(sys.argv[1]))
 """
 
 
 def test_kill_at_any_moment_never_loses_an_acknowledged_checkpoint(tmp_path):
-    rng = random.Random(int(time.time()))
-    seen = 0
-    for _ in range(5):
-        with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert int(process.stdout.readline()) >= seen  # it is running, and found what was acknowledged
-            time.sleep(0.05 + 0.25 * rng.random())
-            process.kill()
-            acknowledged = [int(line) for line in process.stdout.read().splitlines()]
-        seen = max([seen, *acknowledged])
-        step = latest_step(tmp_path)
-        assert step is not None and seen <= step <= seen + 1
-        assert load_run_state(tmp_path / checkpoint_name(step)) == {"step": step}
-        assert (tmp_path / checkpoint_name(step) / "part_2").read_bytes() == step.to_bytes(8, "big") * 25000
+    rng = random.Random(0)
+    directory, seen = tmp_path / "checkpoints", 0
+    for life in range(8):
+        with Child(KILLED, directory, folder=tmp_path / f"life_{life}") as child:
+            assert int(child.wait_for_lines(1)[0]) >= seen  # it is running, and found what was acknowledged
+            child.wait_for_lines(rng.randrange(2, 4) if life else 1)
+            time.sleep(0.01 * rng.random())  # about as long as it takes to write one
+            child.kill()
+            seen = max(seen, *map(int, child.out.splitlines()))
+        step = latest_step(directory)
+        if step is None:
+            assert seen == 0
+            continue
+        assert seen <= step <= seen + 1
+        assert load_run_state(directory / checkpoint_name(step)) == {"step": step}
+        assert (directory / checkpoint_name(step) / "part_2").read_bytes() == step.to_bytes(8, "big") * 25000
         seen = step
     assert seen > 5
 
@@ -353,27 +356,24 @@ def test_a_disk_that_is_really_full(tmp_path):
 
 
 HOLDER = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from rollouts.checkpoints import lock_run_directory
 with lock_run_directory(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
+    print("held")
+    signal.pause()
 """
 
 
 def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=rf"in use by a live run \(process {process.pid} on .*, started 20\d\d-"):
+    with Child(HOLDER, tmp_path / "run", folder=tmp_path) as first:
+        assert first.wait_for_lines(1) == ["held"]
+        with pytest.raises(ConfigError, match=rf"in use by a live run \(process {first.pid} on .*, started 20\d\d-"):
             with lock_run_directory(tmp_path / "run"):
                 pass
-        process.kill()
-        process.wait()
-        with lock_run_directory(tmp_path / "run", clock=lambda: 0.0):
-            with pytest.raises(ConfigError, match=rf"process {os.getpid()} on .*, started 19(70|69)-"):
-                with lock_run_directory(tmp_path / "run"):
-                    pass
-        with lock_run_directory(tmp_path / "run"):
-            pass
+    with lock_run_directory(tmp_path / "run", clock=lambda: 0.0):
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on .*, started 19(70|69)-"):
+            with lock_run_directory(tmp_path / "run"):
+                pass
+    with lock_run_directory(tmp_path / "run"):
+        pass

@@ -9,6 +9,7 @@ import pytest
 import torch
 import trio
 from endless_models import create_endless_model
+from server_waits import PATIENCE_S, wait_for_tokens
 from transformers import AutoModelForCausalLM
 
 from rollouts.engines.distributed_weights import (
@@ -102,8 +103,8 @@ async def test_all_servers_of_a_group_get_the_weights_while_requests_run(directo
     model = create_endless_model(1)
     found = []
     async with (
-        FakeSGLangServer(directory, seconds_per_token=0.005) as one,
-        FakeSGLangServer(directory, seconds_per_token=0.005) as two,
+        FakeSGLangServer(directory) as one,
+        FakeSGLangServer(directory) as two,
         SGLangEngine(one.url, in_flight=in_flight) as first,
         SGLangEngine(two.url, in_flight=in_flight) as second,
         open_weight_group([first, second], backend="gloo", bucket_bytes=5000) as group,
@@ -112,12 +113,17 @@ async def test_all_servers_of_a_group_get_the_weights_while_requests_run(directo
         async def generate(engine: SGLangEngine) -> None:
             found.append(await engine.generate(PROMPT, SamplingParams(max_tokens=100)))
 
-        with trio.fail_after(30):
+        for server in (one, two):
+            server.scheduler.hold_tokens(5)
+        with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
                 for engine in (first, second):
                     nursery.start_soon(generate, engine)
-                await trio.sleep(0.15)
+                for server in (one, two):
+                    await wait_for_tokens(server, 5)
                 answers = await group.update_weights(dict(model.state_dict()), 5)
+                for server in (one, two):
+                    server.scheduler.release_tokens()
         assert [answer["weight_version"] for answer in answers] == [5, 5]
         for engine in (first, second):
             completion = await engine.generate(PROMPT, GREEDY)
@@ -148,8 +154,8 @@ async def test_a_server_that_cannot_join_is_named(directory):
         SGLangEngine(two.url, name="the second") as second,
     ):
         two.add_fault(Fault("status", "/init_weights_update_group", status=400, body='{"success": false, "message": "no such device"}'))
-        with trio.fail_after(30), pytest.raises(EngineError, match="no such device"):
-            async with open_weight_group([first, second], backend="gloo", timeout_s=5):
+        with trio.fail_after(PATIENCE_S), pytest.raises(EngineError, match="no such device"):
+            async with open_weight_group([first, second], backend="gloo", timeout_s=30):
                 pass
         assert (await first.generate(PROMPT, GREEDY)).output_len == 9
 
@@ -164,7 +170,7 @@ async def test_a_server_that_dies_in_a_broadcast_leaves_the_others_with_known_we
     ):
         async with open_weight_group([first, second], backend="gloo", bucket_bytes=5000) as group:
             two.add_fault(Fault("drop", "/update_weights_from_distributed", after=3))
-            with trio.fail_after(60), pytest.raises(EngineError):
+            with trio.fail_after(PATIENCE_S), pytest.raises(EngineError):
                 await group.update_weights(dict(create_endless_model(1).state_dict()), 1)
             with pytest.raises(EngineError, match="open a new one"):
                 await group.update_weights(dict(create_endless_model(1).state_dict()), 1)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*ignores seeds")
 TOLERANCE = 1e-4  # nats, float32
 PROMPTS = [tuple(range(3 + i // 4, 8 + i // 3)) for i in range(14)]
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
-MOMENTS_S = (0.03, 0.1, 0.3, 0.05, 1.0, 0.2, 3.0)
+MOMENTS_S = (0.03, 0.1, 0.3, 0.05, 1.0, 0.2, 3.0, 0.02, 0.6, 0.07, 0.15, 2.0, 0.4, 0.01, 1.4, 5.0)  # fast machines and slow ones
 
 
 def plain_model(seed: int = 0) -> Any:
@@ -95,7 +95,7 @@ async def generate_while(
         async def one(name: str, found: dict[str, Completion] = found) -> None:
             found[name] = await engine.generate(PROMPTS[0], requests[name], request_id=name)
 
-        with trio.fail_after(60):
+        with trio.fail_after(120):
             async with trio.open_nursery() as nursery:
                 for name in requests:
                     nursery.start_soon(one, name)
@@ -206,15 +206,11 @@ async def test_a_stop_string_ends_a_response_and_stays_in_it(create_engine):
     assert stopped.finish_reason == "stop"
 
 
-async def test_a_budget_beyond_the_context_is_cut_or_refused(create_engine, facts):
+async def test_a_budget_beyond_the_context_is_cut(create_engine, facts):
     prompt, params = tuple(3 + i % 60 for i in range(500)), GREEDY.new(max_tokens=50)
     async with create_engine(endless_model()) as engine:
-        if facts.longest is None:
-            with pytest.raises(EngineError, match="context"):
-                await engine.generate(prompt, params)
-        else:
-            completion = await engine.generate(prompt, params)
-            assert (completion.output_len, completion.finish_reason) == (facts.longest - 500, "length")
+        completion = await engine.generate(prompt, params)
+    assert (completion.output_len, completion.finish_reason) == (facts.longest - 500, "length")
 
 
 async def test_what_cannot_be_served_is_refused_before_anything_is_sent(create_engine):
@@ -237,6 +233,7 @@ async def test_what_cannot_be_served_is_refused_before_anything_is_sent(create_e
             for field, value in bad_params.items():
                 with pytest.raises(EngineError, match=f"has {field} = "):
                     await engine.generate((3,), SamplingParams(**{field: value}))
+        assert not scope.cancelled_caught
 
 
 async def test_an_engine_used_after_its_block_says_so(create_engine, tmp_path: Path):
@@ -247,8 +244,10 @@ async def test_an_engine_used_after_its_block_says_so(create_engine, tmp_path: P
         await engine.generate(PROMPTS[0], params_of(0))
     with pytest.raises(EngineError, match="closed"):
         await engine.recompute_output_log_probs(PROMPTS[0], 1)
-    with pytest.raises((EngineError, AssertionError), match="inside its `async with` block"):
+    with pytest.raises(EngineError, match="closed"):
         await engine.update_weights_from_checkpoint(tmp_path / "good")
+    with pytest.raises(EngineError, match="closed"):
+        await engine.get_weight_version()
 
 
 # -- log-probs
@@ -357,22 +356,27 @@ async def test_cancelling_requests_leaves_the_engine_usable(create_engine, facts
 
 async def test_cancelling_the_first_request_leaves_the_others(create_engine):
     model = endless_model()
-    found: dict[str, Completion] = {}
+    expected = generate_greedily(model, PROMPTS[0], 20)
     async with create_engine(model) as engine:
+        for moment_s in MOMENTS_S:  # the first one must not be finished when it is cancelled, which depends on the machine
+            found: dict[str, Completion] = {}
 
-        async def one(name: str, scope: trio.CancelScope, max_tokens: int) -> None:
-            with scope:
-                found[name] = await engine.generate(PROMPTS[0], GREEDY.new(max_tokens=max_tokens), request_id=name)
+            async def one(name: str, scope: trio.CancelScope, max_tokens: int, found: dict[str, Completion] = found) -> None:
+                with scope:
+                    found[name] = await engine.generate(PROMPTS[0], GREEDY.new(max_tokens=max_tokens), request_id=name)
 
-        first = trio.CancelScope()
-        with trio.fail_after(30):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(one, "first", first, 450)
-                await trio.sleep(0.01)
-                nursery.start_soon(one, "other", trio.CancelScope(), 20)
-                await trio.sleep(0.01)
-                first.cancel()
-    assert {name: c.output_tokens for name, c in found.items()} == {"other": generate_greedily(model, PROMPTS[0], 20)}
+            first = trio.CancelScope()
+            with trio.fail_after(120):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(one, "first", first, 450)
+                    await trio.sleep(moment_s)
+                    nursery.start_soon(one, "other", trio.CancelScope(), 20)
+                    await trio.sleep(moment_s)
+                    first.cancel()
+            assert found["other"].output_tokens == expected
+            if "first" not in found:
+                return
+    pytest.fail(f"the first request was finished after each of {MOMENTS_S} s")
 
 
 # -- weights

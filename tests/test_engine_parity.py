@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollouts.algorithms import decoupled, grpo, truncated
+from rollouts.algorithms import decoupled, grpo, recomputed, truncated
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
@@ -26,7 +26,7 @@ from rollouts.engine_parity import (
     select_rows_of_version,
 )
 from rollouts.engines.inprocess import InProcessEngine
-from rollouts.errors import ConfigError, EngineError
+from rollouts.errors import ConfigError, DataError, EngineError
 from rollouts.generation import create_generate_fn
 from rollouts.rl_loop import run_rl_training
 from rollouts.rollout_manager import AsyncRolloutManager
@@ -125,6 +125,16 @@ def test_only_rows_of_the_version_that_is_served_are_compared():
     assert select_rows_of_version(batch, samples, 2, num_rows=8) is None
 
 
+def test_rows_without_versions_or_of_a_cut_distribution_are_not_compared():
+    whole = Sample(tokens=(3, 4), loss_mask=(0.0, 1.0), rollout_log_probs=(0.0,) * 2, weight_versions=(-1, 1), reward=0.0)
+    samples = [replace(whole, metadata={"truncated_sampling": True}), whole]
+    selected = select_rows_of_version(collate_samples(samples, pad_id=0), samples, 1, num_rows=8)
+    assert selected is not None
+    assert selected.num_rows == 1
+    for others in (samples[:1], [replace(whole, weight_versions=None)]):
+        assert select_rows_of_version(collate_samples(others, pad_id=0), others, 1, num_rows=8) is None
+
+
 # probes of a sync
 
 
@@ -202,3 +212,23 @@ async def test_a_run_on_an_engine_that_keeps_old_weights_stops_at_the_sync_or_at
     correcting = replace(CHECKED, probe_tolerance=None, parity=ParityConfig(action="correct", threshold=1e-4))
     with pytest.warns(ParityWarning):
         assert len(await train(LyingEngine(create_tiny_model(seed=0)), correcting)) == 3
+
+
+async def test_a_correction_never_reads_log_probs_of_a_cut_distribution():
+    """The algorithm does not read them, so that they are admitted; a correction for a difference that others show would."""
+
+    class EveryOther(InProcessEngine):
+        """Cuts the distribution of every other request."""
+
+        num_requests = 0
+
+        async def generate(self, prompt_tokens, params, *, request_id=None):
+            self.num_requests += 1
+            cut = params if self.num_requests % 2 else params.new(top_k=3)
+            return await super().generate(prompt_tokens, cut, request_id=request_id)
+
+    config = replace(CHECKED, num_steps=1, algorithm=recomputed(grpo()), probe_tolerance=None)
+    assert len(await train(EveryOther(create_tiny_model(seed=0)), config)) == 1
+    correcting = replace(config, parity=ParityConfig(action="correct", threshold=1e-4))
+    with pytest.warns(ParityWarning), pytest.raises(DataError, match="drawn with top_p, top_k or min_p"):
+        await train(EveryOther(create_tiny_model(seed=5)), correcting)

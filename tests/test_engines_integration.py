@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,19 @@ from pathlib import Path
 import pytest
 
 from integration.config import Config, EngineSection, EvaluationSection, ModelSection, RLSection
-from integration.engines import create_inference_engine, create_server_config, create_server_engine, prepare_initial_model
+from integration.engines import (
+    check_engine,
+    create_inference_engine,
+    create_server_config,
+    create_server_engine,
+    prepare_initial_model,
+    raise_open_file_limit,
+)
 from integration.models import create_model
 from integration.stages import RunControl, run_rl
 from integration.tasks import create_sort_task
 from rollouts.async_config import AsyncConfig
+from integration.train import main
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import OptimizerConfig, ParityConfig
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
@@ -24,6 +33,18 @@ from rollouts.testing import FakeSGLangServer, FakeVLLMServer, create_tiny_model
 from rollouts.types import Sample, SamplingParams
 
 SERVERS = {"vllm": FakeVLLMServer, "sglang": FakeSGLangServer}
+
+
+def test_requests_in_flight_are_not_limited_by_the_open_files_that_a_shell_gives():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        create_server_engine(EngineSection(kind="vllm", urls=("http://127.0.0.1:1",)), "http://127.0.0.1:1", {})
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (65536 if hard == resource.RLIM_INFINITY else min(hard, 65536), hard)
+        raise_open_file_limit(most=100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 100  # never less than before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def count_even(sample: Sample) -> float:
@@ -72,9 +93,10 @@ async def test_the_rl_stage_trains_on_a_server_whose_numbers_are_the_trainers(ki
 
 async def test_a_run_on_a_server_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path: Path):
     config = create_config("vllm", "http://127.0.0.1:1")
+    config = replace(config, rl=replace(config.rl, num_steps=2))
     other = save_other_model(config, tmp_path / "other")
     lines = []
-    for name, stop_after in (("straight", None), ("stopped", 2), ("stopped", None)):
+    for name, stop_after in (("straight", None), ("stopped", 1), ("stopped", None)):
         async with FakeVLLMServer(other) as server:  # one that has just been started
             lines.append(await train(replace(config, engine=replace(config.engine, urls=(server.url,))), tmp_path / name, stop_after))
     assert len(lines[1]) < len(lines[0])
@@ -132,6 +154,8 @@ async def test_a_server_with_another_vocabulary_is_refused(tmp_path: Path):
         ({"parity_rows": -1}, "parity_rows"),
         ({"probe_tolerance": -0.1}, "probe_tolerance"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"kind": "vllm", "launch": True, "memory_fraction": 1.5}, "engine.memory_fraction is 1.5, expected between 0 and 1"),
+        ({"memory_fraction": 0.5}, "engine.memory_fraction is 0.5, expected nothing"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(settings, message):
@@ -151,7 +175,9 @@ def test_servers_are_compared_with_the_trainer_and_the_embedded_engine_is_on_req
 
 
 def test_the_python_of_a_server_comes_from_the_setting_the_environment_or_is_this_one():
-    section = EngineSection(kind="vllm", launch=True, context_length=256, max_num_seqs=32, extra_args=("--seed", "1"), port=8123)
+    section = EngineSection(
+        kind="vllm", launch=True, context_length=256, max_num_seqs=32, memory_fraction=0.4, extra_args=("--seed", "1"), port=8123
+    )
     found = [
         create_server_config(chosen, "/model", environment, device="cpu").python
         for chosen, environment in (
@@ -164,6 +190,7 @@ def test_the_python_of_a_server_comes_from_the_setting_the_environment_or_is_thi
     server = create_server_config(section, "/model", {}, device="cpu")
     assert (server.kind, server.model_path, server.device, server.dtype) == ("vllm", "/model", "cpu", "float32")
     assert (server.context_length, server.max_num_seqs, server.extra_args, server.port) == (256, 32, ("--seed", "1"), 8123)
+    assert server.memory_fraction == 0.4
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2"):
         create_server_config(replace(section, tensor_parallel_size=2), "/model", {}, device="cpu")
 
@@ -173,6 +200,30 @@ def test_a_key_is_read_from_its_variable():
     create_server_engine(section, section.urls[0], {"ENGINE_KEY": "secret"})
     with pytest.raises(ConfigError, match="no such environment variable"):
         create_server_engine(section, section.urls[0], {})
+
+
+def test_what_would_keep_the_engines_from_starting_is_found_out_before_anything_is_trained(tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$HAS_VLLM" = 1 ] && [ "$VLLM_SERVER_DEV_MODE" = 1 ]\n')
+    python.chmod(0o755)
+    launched = EngineSection(kind="vllm", launch=True, python=str(python))
+    check_engine(launched, {"HAS_VLLM": "1"}, device="cpu")
+    check_engine(EngineSection(), {}, device="cpu")
+    for section, message in (
+        (launched, f"{python} has no vllm: name the Python .* --engine.python or VLLM_PYTHON"),
+        (replace(launched, python="/nowhere/python"), "vllm cannot be started with /nowhere/python: .*No such file.* VLLM_PYTHON"),
+        (replace(launched, port=80_000), "port is 80000"),
+        (EngineSection(kind="sglang", urls=("http://h:1",), api_key_variable="ENGINE_KEY"), "no such environment variable"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_engine(section, {}, device="cpu")
+
+
+def test_a_server_that_cannot_be_started_ends_the_run_before_its_first_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    engine = ["--engine.kind", "vllm", "--engine.launch", "--engine.python", "/nowhere/python", "--model.device", "cpu"]
+    assert main(["--mode", "sft+rl", "--output-dir", str(tmp_path / "run"), *engine]) == 2
+    assert "vllm cannot be started with /nowhere/python" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 # the model that servers begin with
@@ -216,8 +267,15 @@ async def test_an_engine_that_is_not_known_or_cannot_be_is_refused(model_path: P
     for kind, options, message in (
         ("vlm", {}, "unknown engine 'vlm'.*vllm"),
         ("local", {"tensor_parallel_size": 2}, "runs on one device"),
+        ("local", {"url": "http://127.0.0.1:1"}, "the embedded engine is no server"),
         ("sglang", {"tensor_parallel_size": 2, "device": "cpu"}, "tensor_parallel_size is 2"),
     ):
         with pytest.raises(ConfigError, match=message):
             async with create_inference_engine(kind, model_path, **options):
                 pass
+
+
+async def test_the_embedded_engine_by_name_keeps_to_the_length_it_is_given(model_path: Path):
+    async with create_inference_engine("local", model_path, device="cpu", max_model_len=6) as engine:
+        completion = await engine.generate((5, 6, 7), SamplingParams(max_tokens=20, temperature=0.0))
+    assert (completion.output_len, completion.finish_reason) == (3, "length")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import shutil
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,8 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import trio
+import trio.testing
 from engine_recordings import Letters, Seen, compare, find_recordings, load_recordings, load_selection, read_events
 from safetensors.torch import load_file, save_file
+from server_waits import PATIENCE_S, wait_for_tokens, wait_until
 
 from rollouts.testing import FakeSGLangServer, ScriptedModel, create_tiny_model
 
@@ -43,8 +46,9 @@ def model():
 def directories(tmp_path_factory, model) -> Path:
     """Checkpoints under the names that the recordings use."""
     root = tmp_path_factory.mktemp("models")
-    for name in ("m", "ck2", "ck3", "ck_badshape", "ck_trunc", "ck_partial", "ck_extra"):
-        model.save_pretrained(root / name)
+    model.save_pretrained(root / "m")
+    for name in ("ck2", "ck3", "ck_badshape", "ck_trunc", "ck_partial", "ck_extra"):
+        shutil.copytree(root / "m", root / name)
     weights = load_file(root / "m" / "model.safetensors")
     narrow = {name: value[:-1].clone() if "layers.1.mlp.down_proj" in name else value for name, value in weights.items()}
     save_file(narrow, root / "ck_badshape" / "model.safetensors")
@@ -88,10 +92,22 @@ class Session:
         """Have the prompt of most recordings in the prefix cache."""
         await self.ask("POST", "/generate", {"input_ids": [5, 6, 7, 8, 9, 10, 11], "sampling_params": {"max_new_tokens": 1}})
 
-    async def wait_for_tokens(self, count: int, num_sequences: int = 1) -> None:
-        with trio.fail_after(10):
-            while sum(len(s.draws) >= count for s in self.server.scheduler.running) < num_sequences:
-                await trio.sleep(0.001)
+    def hold(self) -> None:
+        """Let all samples stand still once they have five tokens."""
+        self.server.scheduler.hold_tokens(5)
+
+    async def wait_until_held(self, num_sequences: int = 1) -> None:
+        """Until so many do."""
+        await wait_for_tokens(self.server, 5, num_sequences)
+
+    def release(self) -> None:
+        """Let them go on."""
+        self.server.scheduler.release_tokens()
+
+    async def wait_for_requests(self, path: str, count: int) -> None:
+        """Until so many requests have come, and whatever they can do at once is done."""
+        await wait_until(lambda: self.server.count(path) >= count)
+        await trio.testing.wait_all_tasks_blocked(0.01)
 
 
 def request_of(recording: dict[str, Any]) -> tuple[str, str, Any, Any]:
@@ -137,7 +153,7 @@ async def open_session(name: str, model: Any, directories: Path, **settings: Any
     with_text = name.startswith("tok_") or name in {"queue_abort_prefill_time", "server_info_after_disconnect"}
     server = FakeSGLangServer(model, tokenizer=Letters() if with_text else None, **settings)
     limits = httpx.Limits(max_keepalive_connections=0)
-    async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30, limits=limits) as client:
+    async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=PATIENCE_S, limits=limits) as client:
         yield Session(server, client, directories)
 
 
@@ -175,22 +191,23 @@ async def replay_one(name: str, model: Any, directories: Path) -> dict[str, Seen
 async def replay_aborts(session: Session, abort: str, *names: str) -> None:
     """Long requests, and one abort."""
     await session.warm()
+    session.hold()
     async with trio.open_nursery() as nursery:
         for name in names:
             nursery.start_soon(session.send, name)
-        await session.wait_for_tokens(5, len(names))
+        await session.wait_until_held(sum(request_of(RECORDINGS[name])[2]["sampling_params"].get("n", 1) for name in names))
         await session.send(abort)
 
 
 async def replay_queue_abort(session: Session) -> None:
     await session.warm()
     names = [f"aborted_queue_{i}" for i in range(20)]
+    session.hold()
     async with trio.open_nursery() as nursery:
         for name in names:
             nursery.start_soon(session.send, name)
-        await session.wait_for_tokens(5, 16)
-        while len(session.server.scheduler.waiting) < 4:
-            await trio.sleep(0.001)
+        await session.wait_until_held(16)
+        await wait_until(lambda: len(session.server.scheduler.waiting) == 4)
         await session.send("abort_all_queue")
     # which four were still waiting is a matter of the order of arrival: compare each with one that ended in the same way
     found = [session.found[name] for name in names]
@@ -209,13 +226,16 @@ async def replay_pause_abort(session: Session) -> None:
     await session.send("pause_abort_idle_reset")
     await session.warm()
     async with trio.open_nursery() as nursery:
+        session.hold()
         nursery.start_soon(session.send, "pause_abort_inflight")
-        await session.wait_for_tokens(5)
+        await session.wait_until_held()
         await session.send("pause_abort")
+        session.release()
         nursery.start_soon(session.send, "pause_abort_new_request")
         await session.send("pause_abort_flush")
         await session.send("pause_abort_model_info")
         await session.send("pause_abort_update")
+        await session.wait_for_requests("/generate", 3)
         assert "pause_abort_new_request" not in session.found
         await session.send("pause_abort_continue")
     session.server.race_next_update()
@@ -227,13 +247,16 @@ async def replay_pause_retract(session: Session) -> None:
     await session.send("pause_retract_idle_reset")
     await session.warm()
     async with trio.open_nursery() as nursery:
+        session.hold()
         nursery.start_soon(session.send, "pause_retract_inflight")
-        await session.wait_for_tokens(5)
+        await session.wait_until_held()
         await session.send("pause_retract")
+        session.release()
         nursery.start_soon(session.send, "pause_retract_new_request")
         await session.send("pause_retract_flush")
         await session.send("pause_retract_model_info")
         await session.send("pause_retract_update")
+        await session.wait_for_requests("/generate", 3)
         assert "pause_retract_new_request" not in session.found
         await session.send("pause_retract_continue")
     await session.send("pause_retract_back")
@@ -246,9 +269,11 @@ async def replay_pause_in_place(session: Session) -> None:
     await session.send("pause_in_place_idle_reset")
     await session.warm()
     async with trio.open_nursery() as nursery:
+        session.hold()
         nursery.start_soon(session.send, "pause_in_place_inflight")
-        await session.wait_for_tokens(5)
+        await session.wait_until_held()
         await session.send("pause_in_place")
+        session.release()
         nursery.start_soon(session.send, "pause_in_place_new_request")
         await session.send("pause_in_place_flush")
         await session.send("pause_in_place_model_info")
@@ -260,9 +285,11 @@ async def replay_pause_in_place(session: Session) -> None:
 async def replay_pause_in_place_2(session: Session) -> None:
     await session.set_label("v0")
     async with trio.open_nursery() as nursery:
+        session.hold()
         nursery.start_soon(session.send, "pause_in_place_inflight2")
-        await session.wait_for_tokens(5)
+        await session.wait_until_held()
         await session.send("pause_in_place2")
+        session.release()
         await session.send("pause_in_place_update_flush_true")
         await session.send("pause_in_place_model_info2")
         await session.send("pause_in_place_abort_while_paused")
@@ -273,32 +300,38 @@ async def replay_update_while_running(session: Session) -> None:
     await session.set_label("v0")
     await session.warm()
     session.server.race_next_update()
+    session.hold()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(session.send, "inflight_during_plain_update")
-        await session.wait_for_tokens(5)
+        await session.wait_until_held()
         nursery.start_soon(session.send, "update_disk_while_running")
-        await trio.sleep(0.02)
+        await session.wait_for_requests("/update_weights_from_disk", 1)
         nursery.start_soon(session.send, "queued_behind_update")
-        await trio.sleep(0.02)
+        await session.wait_for_requests("/generate", 3)
         assert not session.found, "the update and the request behind it wait for the request in flight"
+        session.release()
 
 
 async def replay_update_abort_all(session: Session) -> None:
     await session.set_label("v2")
     await session.warm()
     session.server.race_next_update()
+    session.hold()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(session.send, "inflight_during_abort_update")
-        await session.wait_for_tokens(5)
+        await session.wait_until_held()
         await session.send("update_disk_abort_all")
 
 
 async def replay_flush_busy(session: Session) -> None:
+    session.hold()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(session.send, "flush_busy_gen")
-        await session.wait_for_tokens(5)
+        await session.wait_until_held()
         await session.send("flush_cache_busy")
-        await session.send("flush_cache_busy_timeout")
+        nursery.start_soon(session.send, "flush_cache_busy_timeout")
+        await session.wait_for_requests("/flush_cache", 2)
+        session.release()
 
 
 async def replay_health_paused(session: Session) -> None:
@@ -377,40 +410,39 @@ async def replay_groups(session: Session) -> None:
 
 
 Replay = Callable[[Session], Awaitable[None]]
-SLOW = {"seconds_per_token": 0.0005}
 TOGETHER: list[tuple[Replay, tuple[str, ...], dict[str, Any]]] = [
-    (lambda s: replay_aborts(s, "abort_request", "aborted_by_rid"), ("abort_request", "aborted_by_rid"), SLOW),
+    (lambda s: replay_aborts(s, "abort_request", "aborted_by_rid"), ("abort_request", "aborted_by_rid"), {}),
     (
         lambda s: replay_aborts(s, "abort_request_prefix", "aborted_prefix_exact", "aborted_prefix_other"),
         ("abort_request_prefix", "aborted_prefix_exact", "aborted_prefix_other"),
-        SLOW,
+        {},
     ),
-    (lambda s: replay_aborts(s, "abort_request_stream", "aborted_stream"), ("abort_request_stream", "aborted_stream"), SLOW),
-    (lambda s: replay_aborts(s, "abort_all", "aborted_all_a", "aborted_all_n2"), ("abort_all", "aborted_all_a", "aborted_all_n2"), SLOW),
+    (lambda s: replay_aborts(s, "abort_request_stream", "aborted_stream"), ("abort_request_stream", "aborted_stream"), {}),
+    (lambda s: replay_aborts(s, "abort_all", "aborted_all_a", "aborted_all_n2"), ("abort_all", "aborted_all_a", "aborted_all_n2"), {}),
     (
         replay_queue_abort,
         ("abort_all_queue", *(f"aborted_queue_{i}" for i in range(20))),
-        {"max_running_requests": 16, "seconds_per_token": 0.01},
+        {"max_running_requests": 16},
     ),
     (replay_pause_abort, tuple(f"pause_abort{part}" for part in (
         "", "_back", "_continue", "_flush", "_idle_reset", "_inflight", "_model_info", "_new_request", "_update"
-    )), SLOW),
+    )), {}),
     (replay_pause_retract, tuple(f"pause_retract{part}" for part in (
         "", "_back", "_continue", "_flush", "_idle_reset", "_inflight", "_model_info", "_new_request", "_update"
-    )), SLOW),
+    )), {}),
     (replay_pause_in_place, tuple(f"pause_in_place{part}" for part in (
         "", "_back", "_continue", "_flush", "_idle_reset", "_inflight", "_model_info", "_new_request", "_update"
-    )), SLOW),
+    )), {}),
     (replay_pause_in_place_2, tuple(f"pause_in_place{part}" for part in (
         "2", "_abort_while_paused", "_continue2", "_inflight2", "_model_info2", "_update_flush_true"
-    )), SLOW),
+    )), {}),
     (
         replay_update_while_running,
         ("inflight_during_plain_update", "queued_behind_update", "update_disk_while_running"),
-        {"seconds_per_token": 0.0005},
+        {},
     ),
-    (replay_update_abort_all, ("inflight_during_abort_update", "update_disk_abort_all"), SLOW),
-    (replay_flush_busy, ("flush_busy_gen", "flush_cache_busy", "flush_cache_busy_timeout"), SLOW),
+    (replay_update_abort_all, ("inflight_during_abort_update", "update_disk_abort_all"), {}),
+    (replay_flush_busy, ("flush_busy_gen", "flush_cache_busy", "flush_cache_busy_timeout"), {}),
     (replay_health_paused, ("health_paused", "pause_h"), {"health_timeout_s": 0.05}),
     (lambda s: replay_death(s, "update_ck_badshape", "gen_after_ck_badshape"), ("update_ck_badshape", "gen_after_ck_badshape"), {}),
     (lambda s: replay_death(s, "update_ck_trunc", "gen_after_ck_trunc"), ("update_ck_trunc", "gen_after_ck_trunc"), {}),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import httpx
 import pytest
 import torch
 import trio
+import trio.testing
 from engine_recordings import Letters, Seen, compare, find_recordings, load_recordings, load_selection, read_events
 from safetensors.torch import load_file, save_file
+from server_waits import PATIENCE_S, wait_for_tokens, wait_until
 
 from rollouts.testing import FakeVLLMServer, ScriptedModel, create_tiny_model
 
@@ -75,8 +79,9 @@ def model():
 def directories(tmp_path_factory, model) -> Path:
     """Checkpoints under the names that the recordings use."""
     root = tmp_path_factory.mktemp("models")
-    for name in ("m1", "m2", "bad_dtype", "bad_empty", "bad_missing", "bad_shape", "bad_trunc"):
-        model.save_pretrained(root / name)
+    model.save_pretrained(root / "m1")
+    for name in ("m2", "bad_dtype", "bad_empty", "bad_missing", "bad_shape", "bad_trunc"):
+        shutil.copytree(root / "m1", root / name)
     (root / "bad_empty" / "model.safetensors").unlink()
     weights = load_file(root / "m1" / "model.safetensors")
     save_file({name: value.bfloat16() for name, value in weights.items()}, root / "bad_dtype" / "model.safetensors")
@@ -137,7 +142,7 @@ ON_A_STALE_CONNECTION = {"03_nccl_on_cpu_init_missing"}
 
 def open_client(server: FakeVLLMServer, *, keeps_connections: bool = False) -> httpx.AsyncClient:
     limits = httpx.Limits(max_keepalive_connections=1 if keeps_connections else 0)
-    return httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30, limits=limits)
+    return httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=PATIENCE_S, limits=limits)
 
 
 def labels_of(body: Any) -> list[str]:
@@ -165,22 +170,27 @@ async def replay_exchange(name: str, recording: dict[str, Any], model: Any, dire
     return compare(seen_of(response), found)
 
 
+async def is_in_flight(is_done: Callable[[], bool], recorded: bool) -> bool:
+    """Whether the request in flight still is; one that was not is given time to end."""
+    if recorded:
+        await trio.testing.wait_all_tasks_blocked(0.01)
+    else:
+        await wait_until(is_done)
+    return not is_done()
+
+
 async def run_events(
-    recording: dict[str, Any], server: FakeVLLMServer, client: httpx.AsyncClient, directories: Path, is_done: Any
+    recording: dict[str, Any], server: FakeVLLMServer, client: httpx.AsyncClient, directories: Path, is_done: Callable[[], bool]
 ) -> list[str]:
     problems: list[str] = []
     for event in recording["events"]:
         found = await ask(client, event["method"], event["path"], with_paths(event.get("json"), directories), event.get("params"))
         recorded = Seen(event["status"], "application/json" if event["body"] != "" else None, event["body"])
         problems += [f"{event['path']}: {problem}" for problem in compare(recorded, found)]
-        if "request_still_in_flight" in event:
-            await trio.sleep(0.01)
-            if event["request_still_in_flight"] == is_done():
-                problems.append(f"{event['path']}: still in flight is {not is_done()}, recorded {event['request_still_in_flight']}")
-        if "in_flight_alive_0.3s_later" in event and recording["request"]["body"]["request_id"] != "ab6":  # it ended by itself
-            await trio.sleep(0.05)
-            if event["in_flight_alive_0.3s_later"] == is_done():
-                problems.append(f"{event['path']}: alive is {not is_done()}, recorded {event['in_flight_alive_0.3s_later']}")
+        was = event.get("request_still_in_flight", event.get("in_flight_alive_0.3s_later"))
+        ends_by_itself = recording["request"]["body"].get("request_id") == "ab6" if "request" in recording else False
+        if was is not None and not ends_by_itself and await is_in_flight(is_done, was) != was:
+            problems.append(f"{event['path']}: still in flight is {not was}, recorded {was}")
     return problems
 
 
@@ -202,22 +212,29 @@ async def replay_in_flight(name: str, recording: dict[str, Any], model: Any, dir
         found.append(await ask(client, request["method"], request["path"], request["body"]))
 
     body = response["body"] if response else None
-    async with create_server(name, model, body, seconds_per_token=0.0005) as server, open_client(server) as client:
+    async with create_server(name, model, body) as server, open_client(server) as client:
         if labels:
             await ask(client, "POST", "/update_weight_version", {"new_version": labels[0]})
+        server.scheduler.hold_tokens(20)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(generate)
-            with trio.fail_after(10):
-                while not any(len(s.draws) >= 20 for s in server.scheduler.running):
-                    await trio.sleep(0.001)
+            await wait_for_tokens(server, 20)
             if response is not None and response["status"] is None:  # the client went away
                 nursery.cancel_scope.cancel()
+            nursery.start_soon(release_when_one_waits_for_it, server, recording["events"])
             problems = await run_events(recording, server, client, directories, lambda: bool(found))
+            server.scheduler.release_tokens()
         if response is not None and response["status"] is None:
-            await trio.sleep(0.05)
-            return problems + (["still running"] if server.scheduler.running else [])
+            await wait_until(lambda: not server.scheduler.running)
+            return problems
     is_stream = "in_flight_stream" in recording
     return problems + compare(recorded, found[0], with_counts=False) + ([] if is_stream else compare_spans(labels, found[0]))
+
+
+async def release_when_one_waits_for_it(server: FakeVLLMServer, events: list[dict[str, Any]]) -> None:
+    if any((event.get("params") or {}).get("mode") == "wait" for event in events):
+        await wait_until(lambda: server.core.is_paused)
+        server.scheduler.release_tokens()
 
 
 def compare_spans(labels: list[str], found: Seen) -> list[str]:
@@ -235,8 +252,7 @@ async def replay_queued_abort(name: str, recording: dict[str, Any], model: Any, 
         await ask(client, "POST", "/pause", None, {"mode": "keep"})
         async with trio.open_nursery() as nursery:
             nursery.start_soon(generate)
-            while not server.scheduler.waiting:
-                await trio.sleep(0.001)
+            await wait_until(lambda: bool(server.scheduler.waiting))
             await ask(client, "POST", "/abort_requests", {"request_ids": ["generate-tokens-q1"]})
     return compare(Seen(recording["response"]["status"], "application/json", recording["response"]["body"]), found[0])
 
@@ -247,14 +263,13 @@ async def replay_overload(name: str, recording: dict[str, Any], model: Any, dire
     async def generate() -> None:
         found.append(await ask(client, "POST", "/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 20}}))
 
-    server = create_server(name, model, None, max_num_seqs=4, max_num_queued_reqs=6, seconds_per_token=1.0)
+    server = create_server(name, model, None, max_num_seqs=4, max_num_queued_reqs=6)
     async with server, open_client(server) as client:
+        server.scheduler.hold_tokens(0)
         async with trio.open_nursery() as nursery:
             for _ in range(40):
                 nursery.start_soon(generate)
-            with trio.fail_after(10):
-                while len(found) + len(server.scheduler.running) + len(server.scheduler.waiting) < 40:
-                    await trio.sleep(0.01)
+            await wait_until(lambda: len(found) + len(server.scheduler.running) + len(server.scheduler.waiting) == 40)
             await ask(client, "POST", "/abort_requests", {})
     counts = {str(status): sum(seen.status == status for seen in found) for status in (200, 503)}
     rejected = recording["rejected_response"]
@@ -277,19 +292,19 @@ async def replay_pause_wait(name: str, recording: dict[str, Any], model: Any, di
         seen["pause"] = await ask(client, "POST", "/pause", None, {"mode": "wait"})
         order.append("pause")
 
-    async with create_server(name, model, None, seconds_per_token=0.002) as server, open_client(server) as client:
+    async with create_server(name, model, None) as server, open_client(server) as client:
         await ask(client, "POST", "/update_weight_version", {"new_version": "A"})
+        server.scheduler.hold_tokens(3)
         async with trio.open_nursery() as nursery:
             for i in range(8):
-                nursery.start_soon(generate, f"inflight{i}", 60)
-            while len(server.scheduler.running) < 8:
-                await trio.sleep(0.001)
+                nursery.start_soon(generate, f"inflight{i}", 10)
+            await wait_for_tokens(server, 3, num_sequences=8)
             nursery.start_soon(pause)
-            while not (await ask(client, "GET", "/is_paused", None)).body["is_paused"]:
-                await trio.sleep(0.001)
+            await wait_until(lambda: server.core.is_paused)
             nursery.start_soon(generate, "arrived_during_wait", 5)
-            while "pause" not in order:
-                await trio.sleep(0.001)
+            await wait_until(lambda: len(server.scheduler.waiting) == 1)
+            server.scheduler.release_tokens()
+            await wait_until(lambda: "pause" in order)
             late = "arrived_during_wait" not in order and len(server.scheduler.waiting) == 1
             await ask(client, "POST", "/update_weight_version", {"new_version": "B"})
             await ask(client, "POST", "/resume", None)

@@ -82,7 +82,7 @@ async def test_the_event_loop_runs_while_a_job_does():
 
     def job() -> str:
         started.set()
-        assert may_end.wait(10), "the event loop was blocked by the job"
+        assert may_end.wait(60), "the event loop was blocked by the job"
         return "done"
 
     backend.job = job
@@ -130,7 +130,7 @@ async def test_an_error_that_nobody_awaited_is_raised_when_the_block_closes():
 async def test_cancelling_a_waiter_leaves_the_backend_usable():
     backend = ScriptedBackend()
     may_end = threading.Event()
-    backend.job = lambda: may_end.wait(10)
+    backend.job = lambda: may_end.wait(60)
     async with open_pipeline(backend) as pipeline:
         future = pipeline.optim_step()
         with trio.move_on_after(0.01) as scope:
@@ -147,7 +147,7 @@ async def test_an_exception_in_the_block_drops_jobs_that_have_not_begun_and_arri
 
     def job() -> None:
         started.set()
-        may_end.wait(10)
+        may_end.wait(60)
 
     backend.job = job
     futures: list[TrainFuture[object]] = []

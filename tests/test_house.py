@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,8 @@ LAYERS = (
     ("errors", "checks", "types"),
     (
         "chat", "samples", "filters", "batching", "logprobs", "statistics", "advantages", "gigpo", "loss_weights", "kl", "surrogates",
-        "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators", "algorithms", "config",
-        "async_config",
+        "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators", "algorithms",
+        "config_json", "config", "async_config",
     ),
     (
         "char_tokenizer", "data_buffer", "datasets", "packing", "model_weights", "checkpoints", "metrics", "trajectories",
@@ -34,6 +35,7 @@ FILES = sorted((ROOT / "rollouts").rglob("*.py"))
 ALL_FILES = [*FILES, *sorted((ROOT / "integration").rglob("*.py"))]
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 

@@ -20,7 +20,13 @@ from rollouts.engines.http_engine import (
     params_of_rest,
     version_of,
 )
-from rollouts.engines.request_checks import check_request, classify_log_probs, gives_untempered_log_probs, temperature_of_log_probs
+from rollouts.engines.request_checks import (
+    check_request,
+    check_tokens,
+    classify_log_probs,
+    gives_untempered_log_probs,
+    temperature_of_log_probs,
+)
 from rollouts.engines.server_info import ServerInfo, check_server, check_version, parse_version
 from rollouts.errors import EngineError, EngineProtocolError
 from rollouts.types import SamplingParams
@@ -52,6 +58,8 @@ check = partial(check_request, "server", "r1", info=INFO)
         ((3,), {"seed": 2**63}, 1, "seed = "),
         ((3,), {"stop_token_ids": (1, 64)}, 1, "stop_token_ids"),
         ((3,), {"stop": ("x",)}, 1, "runs without a tokenizer"),
+        ((3,), {"stop": "END"}, 1, "stop = 'END', expected a tuple"),
+        ((3,), {"stop": ("x", "")}, 1, "strings that are not empty"),
         ((3,), {}, 0, "asks for 0 samples"),
         ((3,), {"temperature": 0.0}, 2, "greedy decoding, which are all equal"),
         ((3,), {"untempered_log_probs": True, "temperature": 0.5}, 1, "asks for untempered log-probs"),
@@ -61,6 +69,12 @@ def test_what_a_server_would_refuse_or_die_of_is_not_sent(prompt, changes, n, me
     with pytest.raises(EngineError, match=message) as caught:
         check(prompt, SamplingParams(**changes), n)
     assert "server: r1" in str(caught.value)
+
+
+def test_negative_ids_are_refused_where_the_vocabulary_is_not_known():
+    with pytest.raises(EngineError, match="token -1, outside the vocabulary: is it"):
+        check_tokens("server", "r1", (3, -1), None)
+    check_tokens("server", "r1", (3, 10**9), None)
 
 
 def test_max_tokens_is_cut_to_what_the_context_leaves():

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 
 import pytest
 import torch
@@ -34,35 +36,50 @@ async def test_the_prompt_of_a_group_is_prefilled_once(monkeypatch):
     assert sum(calls) == 1
 
 
-async def test_the_event_loop_runs_beside_decoding():
-    engine = InProcessEngine(create_tiny_model(hidden_size=64, num_layers=4), create_char_tokenizer())
-    ticks = 0
+async def test_the_event_loop_runs_beside_decoding(monkeypatch):
+    engine = InProcessEngine(create_tiny_model(), create_char_tokenizer())
+    decoding, answered, original = threading.Event(), threading.Event(), SlotModel.decode
 
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
+    def wait_for_the_loop(self, tokens, positions):
+        decoding.set()
+        assert answered.wait(60), "the event loop was blocked by decoding"
+        return original(self, tokens, positions)
+
+    async def answer() -> None:
+        while not decoding.is_set():
             await trio.sleep(0.001)
-            ticks += 1
+        answered.set()
 
+    monkeypatch.setattr(SlotModel, "decode", wait_for_the_loop)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(tick)
-        await engine.generate(PROMPT, SamplingParams(max_tokens=300, seed=1, temperature=1.5))
-        nursery.cancel_scope.cancel()
-    assert ticks > 3
+        nursery.start_soon(answer)
+        await engine.generate(PROMPT, SamplingParams(max_tokens=3, seed=1, temperature=1.5))
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
-async def test_weights_change_between_two_steps_and_each_token_is_stamped(on_update):
+async def test_weights_change_between_two_steps_and_each_token_is_stamped(on_update, monkeypatch):
     old, new = create_tiny_model(), create_tiny_model(seed=5)
     engine = InProcessEngine(copy.deepcopy(old), kv_cache_on_update=on_update, eos_token_ids=())
     found: list[Completion] = []
+    num_steps, midst, updating, original = 0, threading.Event(), threading.Event(), SlotModel.decode
+
+    def stand_still_in_the_midst(self, tokens, positions):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 20:
+            midst.set()
+            assert updating.wait(60)
+        return original(self, tokens, positions)
 
     async def one() -> None:
-        found.append(await engine.generate(PROMPT, SamplingParams(max_tokens=200, seed=2)))
+        found.append(await engine.generate(PROMPT, SamplingParams(max_tokens=40, seed=2)))
 
+    monkeypatch.setattr(SlotModel, "decode", stand_still_in_the_midst)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(one)
-        await trio.sleep(0.03)
+        while not midst.is_set():
+            await trio.sleep(0.001)
+        updating.set()
         await engine.update_weights(new.state_dict(), weight_version=3)
     versions = found[0].output_versions
     assert set(versions) == {0, 3}
@@ -116,6 +133,18 @@ async def test_recomputed_log_probs_are_those_of_sampling():
         await engine.recompute_output_log_probs(PROMPT, 0)
 
 
+async def test_scores_may_fill_the_context_and_answers_reach_its_end():
+    engine = InProcessEngine(create_tiny_model(), eos_token_ids=(), max_length=10)
+    completion = await engine.generate(PROMPT[:3], SamplingParams(max_tokens=100))
+    assert (completion.output_len, completion.finish_reason) == (7, "length")
+    whole = completion.input_tokens + completion.output_tokens
+    assert await engine.recompute_output_log_probs(whole, 3) == pytest.approx(completion.output_log_probs, abs=1e-4)
+    with pytest.raises(EngineError, match="10 tokens, more than the 9 that fit into the context of 10"):
+        await engine.generate(whole, SamplingParams(max_tokens=1))
+    with pytest.raises(EngineError, match="11 tokens, more than the 10"):
+        await engine.recompute_output_log_probs((*whole, 5), 3)
+
+
 async def test_a_waiting_request_takes_a_freed_slot_at_once(monkeypatch):
     widths: list[int] = []
     original = SlotModel.decode
@@ -127,6 +156,39 @@ async def test_a_waiting_request_takes_a_freed_slot_at_once(monkeypatch):
             nursery.start_soon(lambda k=k, n=length: engine.generate(PROMPT, SamplingParams(max_tokens=n, seed=k), request_id=f"{k}"))
     assert len(widths) <= 12  # the third runs in the first one's slot, beside the second
     assert sum(widths) == 2 + 11 + 8
+
+
+async def test_all_who_are_about_to_ask_are_in_the_first_step_on_a_slow_machine_too(monkeypatch):
+    widths: list[int] = []
+    original = SlotModel.decode
+    monkeypatch.setattr(SlotModel, "decode", lambda self, t, p: (widths.append(t.numel()), original(self, t, p))[1])
+    engine = InProcessEngine(create_tiny_model(), eos_token_ids=())
+    widths.clear()
+
+    async def ask(k: int) -> None:
+        for _ in range(k):
+            await trio.lowlevel.checkpoint()
+            time.sleep(0.03)  # the whole process stands still, as where others have the processor
+        await engine.generate(PROMPT, SamplingParams(max_tokens=4, seed=k))
+
+    async with trio.open_nursery() as nursery:
+        for k in range(4):
+            nursery.start_soon(ask, k)
+    assert widths == [4, 4, 4]
+
+
+async def test_a_task_that_never_rests_does_not_stop_the_engine():
+    engine = InProcessEngine(create_tiny_model(), eos_token_ids=())
+
+    async def never_rest() -> None:
+        while True:
+            await trio.lowlevel.checkpoint()
+
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(never_rest)
+            assert (await engine.generate(PROMPT, SamplingParams(max_tokens=4))).output_len == 4
+            nursery.cancel_scope.cancel()
 
 
 async def test_stop_strings_without_a_tokenizer_are_refused():
@@ -171,7 +233,7 @@ async def test_a_slot_that_cannot_be_filled_leaves_no_trace_in_any_answer(monkey
             return
         raise AssertionError("never answered")
 
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             for i in range(6):
                 nursery.start_soon(one, i)
@@ -239,7 +301,7 @@ async def test_a_step_that_fails_raises_in_its_caller_and_loses_nobody_else(monk
         except RuntimeError:
             outcomes.append("raised")
 
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             for i in range(6):
                 nursery.start_soon(one, i)

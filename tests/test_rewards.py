@@ -7,16 +7,20 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import trio
+import trio.testing
 
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
+from rollouts.rewards import evaluate
 from rollouts.rewards.evaluate import call_reward, compute_reward, create_overlong_penalty, parse_reward, score_group
 from rollouts.types import Group, Sample, Status
 
@@ -162,51 +166,75 @@ async def test_a_deadline_of_the_functions_own_is_its_own_error():
         await call_reward(slow_service, Sample())
 
 
+def use_clock(monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
+    """Makes the time that decides whether samples share a thread pass as the test says."""
+    monkeypatch.setattr(evaluate, "time", SimpleNamespace(monotonic=clock))
+
+
 @pytest.mark.parametrize("hanging", [10, 12, 13])
-async def test_a_sync_function_that_hangs_is_left_behind_and_only_its_sample_fails(hanging):
-    release, calls = threading.Event(), []
+async def test_a_sync_function_that_hangs_is_left_behind_and_only_its_sample_fails(
+    hanging: int, mock_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+):
+    use_clock(monkeypatch, mock_clock.current_time)
+    begun, release, calls = threading.Event(), threading.Event(), []
 
     def hang(sample: Sample) -> float:
         calls.append(sample.index)
         if sample.index == hanging:
-            release.wait(30)
+            begun.set()
+            release.wait(60)
         return 1.0
 
-    started = time.monotonic()
-    with pytest.raises(RewardError, match=rf"hang did not return within 0.2 s for sample {hanging} "):
-        await score_group(make_group(), hang, RewardConfig(timeout_s=0.2))
-    assert time.monotonic() - started < 2
+    async def pass_time() -> None:
+        await trio.to_thread.run_sync(begun.wait, 60)
+        mock_clock.jump(1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pass_time)
+        with pytest.raises(RewardError, match=rf"hang did not return within 0.2 s for sample {hanging} "):
+            await score_group(make_group(), hang, RewardConfig(timeout_s=0.2))
+    assert not release.is_set()
     assert sorted(calls) == [10, 11, 12, 13]  # the others were scored, and once only
     release.set()
-    with trio.fail_after(5):
-        while any("rollouts" in thread.name for thread in threading.enumerate()):
-            await trio.sleep(0.01)
+    deadline = time.monotonic() + 60
+    while any("rollouts" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert time.monotonic() < deadline
     assert sorted(calls) == [10, 11, 12, 13]
 
 
 async def test_the_event_loop_runs_while_a_sync_function_does():
-    ticks = 0
+    running, answered = threading.Event(), threading.Event()
 
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await trio.sleep(0.005)
-            ticks += 1
+    def wait_for_the_loop(sample: Sample) -> bool:
+        running.set()
+        return answered.wait(60)
+
+    async def answer() -> None:
+        while not running.is_set():
+            await trio.sleep(0.001)
+        answered.set()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(tick)
-        await score_group(make_group(2), lambda sample: time.sleep(0.1) or 1.0)
-        nursery.cancel_scope.cancel()
-    assert ticks >= 8
+        nursery.start_soon(answer)
+        assert rewards(await score_group(make_group(2), wait_for_the_loop, RewardConfig(timeout_s=None))) == [1.0] * 2
 
 
 async def test_slow_sync_functions_run_beside_each_other():
-    started = time.monotonic()
-    assert rewards(await score_group(make_group(16), lambda sample: time.sleep(0.1) or 1.0)) == [1.0] * 16
-    assert time.monotonic() - started < 0.8  # one after another: 1.6
+    all_others = threading.Barrier(15)
+
+    def slow(sample: Sample) -> float:
+        if sample.index == 10:
+            time.sleep(2 * evaluate.QUICK_S)  # after which each of the others has a thread
+        else:
+            all_others.wait(60)
+        return 1.0
+
+    assert rewards(await score_group(make_group(16), slow, RewardConfig(timeout_s=None))) == [1.0] * 16
 
 
-async def test_cheap_sync_functions_share_a_thread():
+async def test_cheap_sync_functions_share_a_thread(monkeypatch: pytest.MonkeyPatch):
+    use_clock(monkeypatch, lambda: 0.0)
     threads = set()
     await score_group(make_group(8), lambda sample: threads.add(threading.get_ident()) or 1.0)
     assert len(threads) == 1

@@ -99,7 +99,7 @@ async def test_a_reward_function_of_the_call_replaces_the_configured_one(tokeniz
 
 
 async def test_sync_functions_run_beside_each_other_in_threads() -> None:
-    barrier = threading.Barrier(60, timeout=20)  # more than trio's default of 40 threads
+    barrier = threading.Barrier(60, timeout=60)  # more than trio's default of 40 threads
 
     def generate_fn(prompt: Prompt, n: int) -> list[Sample]:
         barrier.wait()

@@ -123,6 +123,15 @@ def test_untempered_log_probs_and_truncated_sampling_are_kept_as_metadata():
     assert "untempered_log_probs" not in without.metadata, "a column that covers only some tokens would be misread"
 
 
+def test_log_probs_of_something_else_than_the_distribution_sampled_from_are_marked():
+    (pending,) = create_pending_group(Prompt(content="ab"), 1)
+    assert completion_to_sample(pending, [7], make_completion([7], [9], log_prob_kind="sampled"), "x").metadata == {}
+    partial = completion_to_sample(pending, [7], make_completion([7], [9], 0, "abort", log_prob_kind="untempered"), "x")
+    assert partial.metadata == {"log_prob_kind": "untempered"}
+    whole = completion_to_sample(partial, [7], make_completion([7, 9], [5], log_prob_kind="untempered"), "xy")
+    assert whole.metadata == {"log_prob_kind": "untempered"}
+
+
 @pytest.mark.parametrize("reward", [1, 0.5, True, np.float32(0.5), torch.tensor(2.0)])
 def test_with_reward_takes_every_finite_number(reward):
     scored = with_reward(make_sample(reward=None), reward)

@@ -157,7 +157,21 @@ def test_wrong_settings_are_refused(changes, message):
             "not installed",
         ),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "lower memory_fraction"),
-        ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", "lower memory_fraction"),
+        ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", "raise memory_fraction"),
+        (
+            "ValueError: To serve at least one request with the model's max seq len (40960), (4.38 GiB KV cache is needed, which is larger"
+            " than the available KV cache memory (0.25 GiB).",
+            "raise memory_fraction, or lower context_length",
+        ),
+        ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", "raise memory_fraction"),
+        (
+            "Exception: Capture cuda graph failed: CUDA out of memory. 1. set --mem-fraction-static to a smaller value (e.g., 0.8 or 0.7)",
+            "lower memory_fraction",
+        ),
+        (
+            "ValueError: Free memory on device cuda:0 (12.1/79.1 GiB) on startup is less than desired GPU memory utilization (0.92).",
+            "lower memory_fraction",
+        ),
         ("RuntimeError: Found no NVIDIA driver on your system.", "device to cpu"),
         ("RuntimeError: Failed to infer device type", "device to cpu"),
         ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'", "device to cpu"),

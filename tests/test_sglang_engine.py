@@ -14,10 +14,10 @@ import pytest
 import torch
 import trio
 from endless_models import create_endless_model
-from server_waits import PATIENCE_S, wait_until
+from server_waits import PATIENCE_S, wait_for_tokens, wait_until
 from transformers import AutoModelForCausalLM
 
-from rollouts.engines.http import describe_server_error
+from rollouts.engines.http import HTTPEndpoint, describe_server_error
 from rollouts.engines.http_engine import Generated
 from rollouts.engines.request_checks import check_request
 from rollouts.engines.sglang import SGLangEngine
@@ -369,7 +369,6 @@ def weights(tmp_path_factory) -> list[Path]:
 
 PROMPT = (5, 9, 12, 20)
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
-SLOW = 0.005  # seconds per token
 
 
 def expected_tokens(path: Path) -> tuple[int, ...]:
@@ -443,6 +442,47 @@ async def test_a_version_that_was_not_tested_is_warned_of_and_an_older_one_refus
                 pass
 
 
+async def change_answer(server: FakeSGLangServer, route: str, **changes: Any) -> None:
+    """Let a route of the server say something else from now on."""
+    async with HTTPEndpoint(server.url) as raw:
+        answer = await raw.get_json(route)
+    assert set(changes) <= set(answer)
+    body = json.dumps({**answer, **changes})
+    server.add_fault(Fault("status", route, times=None, status=200, body=body, content_type="application/json"))
+
+
+async def test_a_server_with_defaults_that_requests_cannot_override_is_refused(weights):
+    async with FakeSGLangServer(weights[0]) as server:
+        await change_answer(server, "/model_info", preferred_sampling_params='{"min_new_tokens": 5, "top_p": 0.9}')
+        with pytest.raises(EngineError, match="--preferred-sampling-params that set min_new_tokens"):
+            async with SGLangEngine(server.url):
+                pass
+
+
+async def test_streams_of_increments_are_not_read_as_cumulative_ones(weights):
+    async with FakeSGLangServer(weights[0]) as server:
+        await change_answer(server, "/server_info", incremental_streaming_output=True)
+        async with SGLangEngine(server.url) as engine:
+            with pytest.raises(EngineError, match="--incremental-streaming-output"):
+                await engine.generate_streaming(PROMPT, GREEDY, lambda tokens, log_probs: None)
+            assert (await engine.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(weights[0])
+
+
+async def test_replicas_take_no_tensors_and_are_given_none(weights):
+    async with FakeSGLangServer(weights[0]) as server:
+        await change_answer(server, "/server_info", dp_size=2)
+        async with SGLangEngine(server.url) as engine:
+            with pytest.raises(EngineError, match="2 data parallel replicas, which take no tensors"):
+                await engine.update_weights(dict(create_endless_model(1).state_dict()), 1)
+        assert server.count("/pause_generation") == server.count("/begin_weight_update") == 0
+
+
+async def test_a_temperature_that_the_server_takes_for_greedy_is_refused(weights):
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
+        with pytest.raises(EngineError, match="temperature = 1e-07, which SGLang takes for greedy"):
+            await engine.generate(PROMPT, SamplingParams(temperature=1e-7))
+
+
 async def test_without_the_size_of_the_vocabulary_nothing_is_sent():
     async with FakeSGLangServer(endless, model_path="/nowhere/here") as server:
         with pytest.raises(EngineError, match="pass vocab_size"):
@@ -458,7 +498,7 @@ async def test_a_full_queue_is_waited_for(weights):
     async with FakeSGLangServer(weights[0], seconds_per_token=0.002, max_running_requests=2, max_queued_requests=2) as server:
         async with SGLangEngine(server.url) as engine:
             found: list[Any] = []
-            with trio.fail_after(20):
+            with trio.fail_after(PATIENCE_S):
                 async with trio.open_nursery() as nursery:
                     for _ in range(12):
                         await generate_in(nursery, engine, found, SamplingParams(max_tokens=5))
@@ -478,29 +518,33 @@ async def test_an_update_that_answers_400_although_it_took_place_is_flushed_and_
 
 
 async def test_a_load_that_fails_is_undone_and_requests_go_on(weights):
-    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url) as engine:
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
         server.add_fault(Fault("status", "/update_weights_from_disk", status=400, body='{"success": false, "message": "disk is gone"}'))
+        server.scheduler.hold_tokens(5)
         found: list[Any] = []
         async with trio.open_nursery() as nursery:
             await generate_in(nursery, engine, found)
-            await trio.sleep(0.1)
+            await wait_for_tokens(server, 5)
             with pytest.raises(EngineError, match=r"did not take.*disk is gone.*goes on with the weights that it had before"):
                 await engine.update_weights_from_checkpoint(weights[1])
+            server.scheduler.release_tokens()
         assert set(found[0].output_versions) == {0}
         assert await engine.get_weight_version() == 0
         assert (await engine.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(weights[0])
 
 
 async def test_with_unknown_weights_nothing_is_generated_until_a_sync_succeeds(weights):
-    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url) as engine:
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
         server.add_fault(Fault("status", "/update_weights_from_disk", times=2, status=400, body='{"success": false, "message": "gone"}'))
+        server.scheduler.hold_tokens(5)
         found: list[Any] = []
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
                 await generate_in(nursery, engine, found)
-                await trio.sleep(0.1)
+                await wait_for_tokens(server, 5)
                 with pytest.raises(EngineError, match="could not be given the weights that it had before"):
                     await engine.update_weights_from_checkpoint(weights[1])
+        server.scheduler.release_tokens()
         assert "cannot be used" in str(found[0])
         with pytest.raises(EngineError, match="cannot be used"):
             await engine.generate(PROMPT, GREEDY)
@@ -510,21 +554,50 @@ async def test_with_unknown_weights_nothing_is_generated_until_a_sync_succeeds(w
     assert set(after.output_versions) == {1}
 
 
-@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/model_info"])
+@pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_disk", "/model_info"])
 @pytest.mark.parametrize("in_flight", ["continue", "abort"])
 async def test_a_sync_that_is_cancelled_leaves_known_weights(weights, path, in_flight):
-    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url, in_flight=in_flight) as engine:
-        server.add_fault(Fault("delay", path, delay_s=0.3))
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url, in_flight=in_flight) as engine:
+        server.add_fault(Fault("hang", path))
+        num_before = server.count(path)
+        server.scheduler.hold_tokens(5)
         found: list[Any] = []
-        with trio.fail_after(10):
+        sync = trio.CancelScope()
+
+        async def update() -> None:
+            with sync:
+                await engine.update_weights_from_checkpoint(weights[1])
+
+        with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
-                await generate_in(nursery, engine, found, SamplingParams(max_tokens=200))
-                await trio.sleep(0.1)
-                with trio.move_on_after(0.2) as scope:
-                    await engine.update_weights_from_checkpoint(weights[1])
-        assert scope.cancelled_caught
+                await generate_in(nursery, engine, found)
+                await wait_for_tokens(server, 5)
+                nursery.start_soon(update)
+                await wait_until(lambda: server.count(path) > num_before)
+                sync.cancel()
+                await wait_until(lambda: server.count("/continue_generation") > 0)
+                server.scheduler.release_tokens()
+        assert sync.cancelled_caught
+        assert found[0].output_len == 100
         assert set(found[0].output_versions) == {0}
-        await trio.sleep(0.3)  # what was cancelled may still be on the server's desk
+        assert await engine.get_weight_version() == 0
+        assert (await engine.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(weights[0])
+
+
+async def test_a_load_that_was_cancelled_but_goes_on_at_the_server_is_undone(weights):
+    async with FakeSGLangServer(weights[0], seconds_per_update=0.2) as server, SGLangEngine(server.url) as engine:
+        sync = trio.CancelScope()
+
+        async def update() -> None:
+            with sync:
+                await engine.update_weights_from_checkpoint(weights[1])
+
+        with trio.fail_after(PATIENCE_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(update)
+                await wait_until(lambda: server.count("/update_weights_from_disk") > 0)
+                sync.cancel()
+        assert server.count("/update_weights_from_disk") == 2
         assert await engine.get_weight_version() == 0
         assert (await engine.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(weights[0])
 
@@ -546,14 +619,15 @@ async def test_a_server_that_was_started_again_is_noticed(weights):
 
 async def test_a_server_that_dies_fails_what_is_pending_and_the_sync(weights):
     found: list[Any] = []
-    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url) as engine:
-        with trio.fail_after(10):
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
+        server.scheduler.hold_tokens(5)
+        with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
                 for _ in range(3):
                     await generate_in(nursery, engine, found)
-                await trio.sleep(0.1)
+                await wait_for_tokens(server, 5, 3)
                 server.die()
-        with trio.fail_after(20), pytest.raises(EngineError, match="did not take"):
+        with trio.fail_after(PATIENCE_S), pytest.raises(EngineError, match="did not take"):
             await engine.update_weights_from_checkpoint(weights[1])
     assert len(found) == 3
     assert all(isinstance(one, EngineError) for one in found)
@@ -566,16 +640,39 @@ async def test_a_label_of_others_is_no_version(weights):
             await engine.generate(PROMPT, GREEDY)
 
 
+async def test_an_aborted_answer_that_is_too_long_to_be_sent_again_has_reached_its_length(weights):
+    """The server takes prompts of 505 tokens, and generates up to 510."""
+    found: list[Completion] = []
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
+        for prompt_len, reason in ((501, "abort"), (502, "length")):
+            server.scheduler.hold_tokens(3)
+
+            async def one(prompt_len: int = prompt_len) -> None:
+                found.append(await engine.generate((5,) * prompt_len, SamplingParams(max_tokens=100)))
+
+            with trio.fail_after(PATIENCE_S):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(one)
+                    await wait_for_tokens(server, 3)
+                    await engine.abort()
+            assert (found[-1].output_len, found[-1].finish_reason) == (4, reason)  # one more after the abort
+        server.scheduler.release_tokens()
+        rest = await engine.generate(found[0].input_tokens + found[0].output_tokens, SamplingParams(max_tokens=100))
+    assert (rest.output_len, rest.finish_reason) == (5, "length")
+
+
 async def test_an_abort_of_all_spares_other_clients(weights):
     mine: list[Any] = []
     others: list[Any] = []
-    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server:
+    async with FakeSGLangServer(weights[0]) as server:
         async with SGLangEngine(server.url) as engine, SGLangEngine(server.url) as other:
+            server.scheduler.hold_tokens(5)
             async with trio.open_nursery() as nursery:
                 for one, found in ((engine, mine), (other, others)):
                     await generate_in(nursery, one, found, SamplingParams(max_tokens=60, stop_token_ids=()))
-                await trio.sleep(0.1)
+                await wait_for_tokens(server, 5, 2)
                 await engine.abort()
+                server.scheduler.release_tokens()
     assert (mine[0].finish_reason, others[0].finish_reason) == ("abort", "length")
 
 
@@ -686,7 +783,7 @@ async def test_a_stream_brings_the_tokens_of_the_completion_in_pieces_across_a_s
 
 
 async def test_a_stream_that_breaks_is_an_error(weights):
-    async with FakeSGLangServer(weights[0], seconds_per_token=SLOW) as server, SGLangEngine(server.url) as engine:
+    async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
         server.add_fault(Fault("cut", "/generate"))
         with pytest.raises(EngineError):
             await engine.generate_streaming(PROMPT, GREEDY, lambda tokens, log_probs: None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import forked
 import oracles
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -100,6 +101,7 @@ def test_batch_statistics_are_those_of_one_group(rows):
 
 
 @pytest.mark.parametrize("statistic", STATISTICS)
+@settings(max_examples=25)
 @given(rows=ROWS, data=st.data())
 def test_order_and_numbering_of_groups_do_not_matter(statistic, rows, data):
     rewards, groups = columns(rows)
@@ -258,7 +260,7 @@ def whiten_on_two_ranks(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_whiten_like_one(tmp_path):
-    mp.spawn(whiten_on_two_ranks, args=(str(tmp_path),), nprocs=2)
+    mp.start_processes(whiten_on_two_ranks, args=(str(tmp_path),), nprocs=2, start_method=forked.START_METHOD)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     values, mask = token_case(8, rows=6)
     x = values * 3 + 50

@@ -1,17 +1,18 @@
-"""The main job from the outside: subprocesses, their exit status, what they print and what they leave behind."""
+"""The main job from the outside: its exit status, what it prints and what it leaves behind, also where it is killed or stopped."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from forked import Child, run
 
 from integration.config import Config
 from integration.train import compare_settings, main
@@ -29,15 +30,31 @@ SMALL = (
 ).split()  # fmt: skip
 
 
-def start(*arguments: object, **options) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "integration.train", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent, **options)
+ROOT = Path(__file__).parent.parent
 
+RUN = """
+import sys
+from integration.train import main
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    process = start(*arguments)
-    out, error = process.communicate(timeout=110)
-    return process.returncode, out, error
+sys.exit(main(sys.argv[1:]))
+"""
+
+SIGNALED = """
+import os, sys
+from integration.train import main
+from rollouts.metrics import JSONLLogger
+
+number, moment, log, lines = int(sys.argv[1]), int(sys.argv[2]), JSONLLogger.log, []
+
+def log_and_send(self, metrics, step):
+    log(self, metrics, step)
+    lines.append(step)
+    if len(lines) == moment:
+        os.kill(os.getpid(), number)
+
+JSONLLogger.log = log_and_send
+sys.exit(main(sys.argv[3:]))
+"""  # gets a signal the moment that so many lines are in metrics.jsonl
 
 
 def values(path: Path) -> list[dict[str, object]]:
@@ -46,11 +63,12 @@ def values(path: Path) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
-    """One uninterrupted small run."""
+    """One uninterrupted small run, as a user starts it."""
     directory = tmp_path_factory.mktemp("finished") / "run"
-    status, out, error = run("--output-dir", directory, *SMALL)
-    assert status == 0, error
-    return directory, out
+    command = [sys.executable, "-m", "integration.train", "--output-dir", str(directory), *SMALL]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return directory, done.stdout
 
 
 def test_the_run_directory_holds_what_the_readme_says(finished):
@@ -98,61 +116,45 @@ def test_rl_starts_from_the_weights_that_sft_ended_with(finished, tmp_path: Path
     a, b = load_hf_model(source), load_hf_model(source)
     assert torch.equal(a(tokens).logits, b(tokens).logits)
     after_sft = next(line for line in values(directory / "metrics.jsonl") if (line["stage"], line["step"]) == ("sft", 6))
-    status, _, error = run("--mode", "rl", "--model.path", source, "--output-dir", tmp_path / "rl", *SMALL)
-    assert status == 0, error
+    assert main(["--mode", "rl", "--model.path", str(source), "--output-dir", str(tmp_path / "rl"), *SMALL]) == 0
     lines = values(tmp_path / "rl" / "metrics.jsonl")
     assert lines[0]["eval_accuracy"] == after_sft["eval_accuracy"]
     assert lines[1:] == [line for line in values(directory / "metrics.jsonl") if line["stage"] == "rl"]
 
 
 @pytest.mark.parametrize("lines_before_kill", [3, 8])
-def test_a_killed_run_resumes_to_the_same_metrics(finished, tmp_path: Path, lines_before_kill: int):
+def test_a_killed_run_resumes_to_the_same_metrics(capsys, finished, tmp_path: Path, lines_before_kill: int):
     directory, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
-    process = start("--output-dir", directory, *SMALL)
-    deadline = time.monotonic() + 100
-    while process.poll() is None and time.monotonic() < deadline:
-        if metrics.exists() and metrics.read_text().count("\n") >= lines_before_kill:
-            process.kill()
-            break
-        time.sleep(0.002)
-    process.communicate()
-    status, out, error = run("--output-dir", directory, "--resume")
-    assert status == 0, error
+    status, _, error = run(SIGNALED, int(signal.SIGKILL), lines_before_kill, "--output-dir", directory, *SMALL, folder=tmp_path)
+    assert status == -signal.SIGKILL, error
+    assert len(read_metrics(metrics)) == lines_before_kill
+    assert main(["--output-dir", str(directory), "--resume"]) == 0
     assert values(metrics) == values(finished[0] / "metrics.jsonl")
-    assert "after RL" in out
+    assert "after RL" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of this kind are not sent on Windows")
 def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(finished, tmp_path: Path):
     directory, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
-    process = start("--output-dir", directory, *SMALL, "--checkpoint.sft-every", 0)
-    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
+    arguments = ["--output-dir", directory, *SMALL, "--checkpoint.sft-every", 0]
+    status, out, error = run(SIGNALED, int(signal.SIGINT), 3, *arguments, folder=tmp_path)
+    assert status == 130, error
     assert "--resume" in out
-    assert list_checkpoints(directory / "sft" / "checkpoints") or list_checkpoints(directory / "rl" / "checkpoints")
-    status, _, error = run("--output-dir", directory, "--resume")
-    assert status == 0, error
+    assert list_checkpoints(directory / "sft" / "checkpoints")
+    assert main(["--output-dir", str(directory), "--resume"]) == 0
     assert values(metrics) == values(finished[0] / "metrics.jsonl")
 
 
-def test_a_directory_of_a_live_run_is_refused(tmp_path: Path):
+def test_a_directory_of_a_live_run_is_refused(capsys, tmp_path: Path):
     directory = tmp_path / "run"
-    first = start("--output-dir", directory, *SMALL, "--sft.num-steps", 100000)
-    try:
-        while first.poll() is None and not (directory / "metrics.jsonl").exists():
-            time.sleep(0.01)
-        status, _, error = run("--output-dir", directory, *SMALL)
+    with Child(RUN, "--output-dir", directory, *SMALL, "--sft.num-steps", 100000, folder=tmp_path) as first:
+        assert first.wait_for_lines(1) == [f"run directory: {directory}"]
+        status, error = one_message(capsys, "--output-dir", directory, *SMALL)
         assert status == 2
         assert f"process {first.pid}" in error
-        status, _, error = run("--output-dir", directory, "--resume")
+        status, error = one_message(capsys, "--output-dir", directory, "--resume")
         assert (status, "in use by a live run" in error) == (2, True)
-    finally:
-        first.kill()
-        first.communicate()
-    status, _, error = run("--output-dir", directory, *SMALL)
+    status, error = one_message(capsys, "--output-dir", directory, *SMALL)
     assert status == 2
     assert "already holds a run" in error
 
@@ -335,16 +337,13 @@ def test_a_failing_reward_can_be_dropped_and_is_counted(capsys, tmp_path: Path, 
 
 
 def test_damaged_checkpoints_fall_back_or_end_in_one_message(capsys, finished, tmp_path: Path):
-    import shutil
-
     directory = tmp_path / "run"
     shutil.copytree(finished[0], directory)
     newest, older = reversed(list_checkpoints(directory / "rl" / "checkpoints"))
     weights = newest / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    status, out, error = run("--output-dir", directory, "--resume")
-    assert status == 0, error
-    assert "damaged" in out
+    assert main(["--output-dir", str(directory), "--resume"]) == 0
+    assert "damaged" in capsys.readouterr().out
     assert values(directory / "metrics.jsonl") == values(finished[0] / "metrics.jsonl")
     for checkpoint in list_checkpoints(directory / "rl" / "checkpoints"):
         (checkpoint / "manifest.json").unlink()

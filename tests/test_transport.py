@@ -4,13 +4,17 @@ import gzip
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
 import trio
-from loopback import Exchange, serve, settle
+import trio.testing
+from loopback import Exchange, has_arrived, serve, settle
 
+from rollouts.engines import connection
 from rollouts.engines.connection import KeptConnectionLost, ServerHungUp, open_connection
 from rollouts.engines.transport import PooledTransport
 
@@ -39,12 +43,12 @@ async def test_requests_one_after_another_share_a_connection():
 
 
 async def test_requests_at_the_same_time_have_a_connection_each_and_keep_them():
-    async def slow(exchange: Exchange) -> None:
-        await trio.sleep(0.05)
+    async def wait_for_all(exchange: Exchange) -> None:
+        await settle(lambda: len(server.exchanges) % 20 == 0)
         await exchange.answer()
 
-    transport = PooledTransport()
-    async with serve(slow) as server, create_client(transport) as client:
+    transport = PooledTransport(idle_expiry_s=1000.0)
+    async with serve(wait_for_all) as server, create_client(transport) as client:
         for _ in range(3):
             async with trio.open_nursery() as nursery:
                 for _ in range(20):
@@ -170,21 +174,26 @@ async def test_a_connection_that_the_server_closed_while_it_lay_idle_is_not_used
     async with serve(once) as server, create_client(transport) as client:
         for _ in range(3):
             assert (await client.post(server.url)).status_code == 200
-            await trio.sleep(0.01)
+            await settle(lambda: server.num_open == 0)
         assert server.num_connections == len(server.exchanges) == 3
 
 
 async def test_what_a_server_says_unasked_is_not_taken_for_the_next_answer():
+    num_unasked = 0
+
     async def time_out(exchange: Exchange) -> None:
+        nonlocal num_unasked
         await exchange.answer(b"asked for")
-        await trio.sleep(0.01)
+        await settle(lambda: transport.num_idle == 1)
         await exchange.answer(b"unasked", status=408)
+        await settle(lambda: has_arrived(exchange.sock))
+        num_unasked += 1
 
     transport = PooledTransport()
     async with serve(time_out) as server, create_client(transport) as client:
-        for _ in range(3):
+        for i in range(3):
             assert (await client.post(server.url)).text == "asked for"
-            await trio.sleep(0.05)
+            await settle(lambda i=i: num_unasked == i + 1)
         assert server.num_connections == 3
 
 
@@ -230,7 +239,11 @@ async def test_a_connection_that_lay_idle_for_long_is_closed():
     ("method", "extensions", "is_repeated"),
     [("POST", {}, False), ("GET", {}, True), ("POST", {"repeatable": True}, True), ("GET", {"repeatable": False}, False)],
 )
-async def test_a_request_that_was_read_is_sent_again_only_where_twice_is_the_same_as_once(method: str, extensions: dict, is_repeated: bool):
+async def test_a_request_that_was_read_is_sent_again_only_where_twice_is_the_same_as_once(
+    method: str, extensions: dict, is_repeated: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(connection, "ROUND_TRIP_S", 0.05)  # no reset comes, however long one waits for it
+
     async def die_after_reading(exchange: Exchange) -> None:
         if len(server.exchanges) == 2:
             exchange.close()
@@ -250,12 +263,15 @@ async def test_a_request_that_was_read_is_sent_again_only_where_twice_is_the_sam
         assert (server.num_connections, transport.num_in_flight) == (2 if is_repeated else 1, 0)
 
 
-async def test_a_request_that_the_server_did_not_read_is_sent_again():
+@pytest.mark.parametrize("held_up_s", [0.0, 0.6])
+async def test_a_request_that_the_server_did_not_read_is_sent_again(held_up_s: float):
     async def close_on_the_next(exchange: Exchange) -> None:
         await exchange.answer()
         if exchange.connection == 0:
             await trio.lowlevel.wait_readable(exchange.sock)
+            await trio.testing.wait_all_tasks_blocked()  # the client waits for the answer
             exchange.close()
+            time.sleep(held_up_s)  # the whole process, as by a step of training: the client looks for its answer late
 
     transport = PooledTransport()
     async with serve(close_on_the_next) as server, create_client(transport) as client:
@@ -272,15 +288,15 @@ async def test_a_reset_after_the_close_tells_that_a_request_came_too_late():
 
     async with serve(once) as server:
         request = httpx.Request("POST", server.url)
-        connection = await open_connection(("http", "127.0.0.1", server.port), request, 1.0, None)
-        await connection.begin(request, b"")
-        assert await connection.read_chunk(request, None) == b"{}"
-        assert await connection.read_chunk(request, None) == b""
-        await settle(connection.has_input)  # the close has come; sending regardless is what happens when it comes a moment later
+        kept = await open_connection(("http", "127.0.0.1", server.port), request, 30.0, None)
+        await kept.begin(request, b"")
+        assert await kept.read_chunk(request, None) == b"{}"
+        assert await kept.read_chunk(request, None) == b""
+        await settle(kept.has_input)  # the close has come; sending regardless is what happens when it comes a moment later
         with pytest.raises(KeptConnectionLost) as caught:
-            await connection.begin(request, b"")
+            await kept.begin(request, b"")
         assert caught.value.is_unread
-        connection.close_now()
+        kept.close_now()
 
 
 async def test_a_request_on_a_fresh_connection_is_never_sent_again():
@@ -324,8 +340,7 @@ async def test_a_server_that_drops_the_connection_in_the_middle(data: bytes, end
         if exchange.target == "/good":
             await exchange.answer()
             return
-        await exchange.send(data)
-        await trio.sleep(0.02)  # a reset makes the other side forget what it has not read
+        await exchange.send_to_reader(data)  # a reset may make the other side forget what it has not read
         exchange.reset() if ending == "reset" else exchange.close()
 
     transport = PooledTransport(max_connections=1)
@@ -371,7 +386,7 @@ async def test_an_answer_to_a_request_that_was_not_read_to_its_end_is_heard():
     async def refuse(stream: trio.SocketStream) -> None:
         await stream.receive_some(1000)
         await stream.send_all(b"HTTP/1.1 413 Too Large\r\nConnection: close\r\nContent-Length: 3\r\n\r\nbig")
-        await trio.sleep(0.02)
+        await settle(lambda: has_arrived(stream.socket))
         await stream.aclose()
 
     transport = PooledTransport()
@@ -401,12 +416,42 @@ async def test_a_server_that_closes_before_it_has_read_the_request():
 # names, addresses and certificates
 
 
-async def test_addresses_of_ipv6_and_names():
+class Names(trio.abc.HostnameResolver):
+    """Knows the addresses of some names, in an order, and no others."""
+
+    def __init__(self, **addresses: list[str]) -> None:
+        self.addresses = addresses
+
+    async def getaddrinfo(self, host: Any, port: Any, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0) -> Any:
+        found = self.addresses.get(host.decode())
+        if found is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        six = [":" in address for address in found]
+        targets = [(address, port, 0, 0) if is_six else (address, port) for address, is_six in zip(found, six, strict=True)]
+        families = [socket.AF_INET6 if is_six else socket.AF_INET for is_six in six]
+        return [(family, socket.SOCK_STREAM, 0, "", target) for family, target in zip(families, targets, strict=True)]
+
+    async def getnameinfo(self, sockaddr: Any, flags: int) -> Any:
+        raise NotImplementedError
+
+
+async def test_addresses_of_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 on this machine: {error}")
     async with serve(answer, host="::1") as server, create_client(PooledTransport()) as client:
         assert (await client.get(server.url + "/six")).text == "/six"
         assert server.exchanges[0].headers["host"] == f"[::1]:{server.port}"
+
+
+async def test_names_and_those_with_an_address_at_which_nobody_listens():
+    """As of localhost, where the server listens on IPv4 alone; and a name that DNS would not allow, but a container may have."""
+    trio.socket.set_custom_hostname_resolver(Names(vllm_server=["127.0.0.1"], both=["127.0.0.2", "::1", "127.0.0.1"]))
     async with serve(answer) as server, create_client(PooledTransport()) as client:
-        assert (await client.get(f"http://localhost:{server.port}/name")).text == "/name"  # whichever address comes first
+        for name in ("vllm_server", "both"):
+            assert (await client.get(f"http://{name}:{server.port}/name")).text == "/name"
+            assert server.exchanges[-1].headers["host"] == f"{name}:{server.port}"
 
 
 async def test_why_a_connection_failed_is_said():
@@ -414,24 +459,23 @@ async def test_why_a_connection_failed_is_said():
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
         transport = PooledTransport()
+        trio.socket.set_custom_hostname_resolver(Names())
         async with create_client(transport) as client:
             with pytest.raises(httpx.ConnectError, match=f"127.0.0.1:{port}.*refused"):
                 await client.get(f"http://127.0.0.1:{port}")
             with pytest.raises(httpx.ConnectError, match=r"no-such-host\.invalid:80"):
                 await client.get("http://no-such-host.invalid")
+            with pytest.raises(httpx.ConnectError, match=r"two\.\.dots:80.*no name of a host"):
+                await client.get("http://two..dots")
         assert transport.num_in_flight == 0
 
 
 async def test_open_files_running_out_is_an_error_of_the_request_and_passes():
     import resource
 
-    async def slow(exchange: Exchange) -> None:
-        await trio.sleep(0.05)
-        await exchange.answer()
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     transport = PooledTransport()
-    async with serve(slow) as server, create_client(transport) as client:
+    async with serve(answer) as server, create_client(transport) as client:
         await client.get(server.url)
         with open("/dev/null") as probe:
             limit = probe.fileno()  # the next one that would be given

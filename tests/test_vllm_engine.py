@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 import trio
 import trio.testing
 from engine_recordings import load_recordings
+from server_waits import PATIENCE_S, wait_for_tokens, wait_until
 
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
@@ -402,6 +403,21 @@ async def test_groups_come_in_one_request():
     assert [completion.output_tokens for completion in group] == [(10, 11)] * 4
 
 
+async def test_seeds_that_would_end_a_server_on_a_cpu_are_not_sent(model_path: Path):
+    async with FakeVLLMServer(model_path, device="cpu") as server, open_engine(server) as engine:
+        with pytest.warns(UserWarning, match="gets no seeds"):
+            await engine.generate(PROMPT, SamplingParams(max_tokens=2, seed=3))
+        (request,) = [request for request in server.received if request.path == "/inference/v1/generate"]
+    assert "seed" not in request.json()["sampling_params"]
+
+
+async def test_a_temperature_that_the_server_would_change_is_refused(model_path: Path):
+    async with FakeVLLMServer(model_path) as server, open_engine(server) as engine:
+        with pytest.raises(EngineError, match=r"temperature = 0\.001, for which vLLM would use 0\.01"):
+            await engine.generate(PROMPT, SamplingParams(temperature=0.001))
+        assert server.count("/inference/v1/generate") == 0
+
+
 async def test_stop_strings_need_the_servers_tokenizer(model_path: Path):
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
     tokenizer = create_char_tokenizer()
@@ -419,38 +435,44 @@ async def test_stop_strings_need_the_servers_tokenizer(model_path: Path):
 async def test_aborts_reach_running_and_queued_requests_of_this_engine_only():
     found: dict[str, Completion] = {}
     params = SamplingParams(max_tokens=400)
-    async with FakeVLLMServer(count_up, seconds_per_token=0.01, max_num_seqs=2) as server:
+    async with FakeVLLMServer(count_up, max_num_seqs=2) as server:
         async with open_engine(server) as engine, open_engine(server) as other:
+            server.scheduler.hold_tokens(5)
 
             async def one(name: str, who: VLLMEngine) -> None:
                 found[name] = await who.generate(PROMPT, params, request_id=name)
 
-            async with trio.open_nursery() as nursery:
-                for name in ("a", "b", "queued"):
-                    nursery.start_soon(one, name, engine)
-                    await trio.sleep(0.05)
-                nursery.start_soon(one, "other's", other)
-                await trio.sleep(0.05)
-                with trio.fail_after(5):
-                    await engine.abort(["queued"])
-                assert set(found) == {"queued"}
-                with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_S):
+                async with trio.open_nursery() as nursery:
+                    for name in ("a", "b"):
+                        nursery.start_soon(one, name, engine)
+                    await wait_for_tokens(server, 5, 2)
+                    nursery.start_soon(one, "queued", engine)
+                    nursery.start_soon(one, "other's", other)
+                    await wait_until(lambda: len(server.scheduler.waiting) == 2)
+                    await engine.abort(["queued", "nobody"])
+                    assert set(found) == {"queued"}
+                    async with open_engine(server) as idle:
+                        await idle.abort()  # an abort of nothing would be one of everything
+                    assert set(found) == {"queued"}
                     await engine.abort()
-                assert set(found) == {"queued", "a", "b"}
-                await trio.sleep(0.05)
-                await other.abort()
+                    assert set(found) == {"queued", "a", "b"}
+                    await wait_for_tokens(server, 5)
+                    await other.abort()
     assert found["queued"].output_tokens == ()
     for name in ("a", "b", "other's"):
-        assert 0 < found[name].output_len < 400
-        assert found[name].output_tokens == tuple(10 + i % 50 for i in range(found[name].output_len))
+        assert found[name].output_tokens == (10, 11, 12, 13, 14)
     assert {completion.finish_reason for completion in found.values()} == {"abort"}
 
 
 async def test_cancelled_requests_end_on_the_server_too():
-    async with FakeVLLMServer(count_up, seconds_per_token=0.01, max_num_seqs=1) as server, open_engine(server) as engine:
-        with trio.move_on_after(0.1):
-            await engine.generate(PROMPT, SamplingParams(max_tokens=400))
-        with trio.fail_after(3):
+    async with FakeVLLMServer(count_up, max_num_seqs=1) as server, open_engine(server) as engine:
+        server.scheduler.hold_tokens(5)
+        with trio.fail_after(PATIENCE_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.generate, PROMPT, SamplingParams(max_tokens=400))
+                await wait_for_tokens(server, 5)
+                nursery.cancel_scope.cancel()
             assert (await engine.generate(PROMPT, SamplingParams(max_tokens=2))).output_len == 2
 
 
@@ -471,24 +493,27 @@ async def test_requests_in_flight_have_a_version_for_each_token(model_path: Path
     models = {0: create_model(0), 1: export(tmp_path / "1", 1), 2: export(tmp_path / "2", 2)}
     params = SamplingParams(max_tokens=40, temperature=1.2)
     found: list[Completion] = []
-    async with FakeVLLMServer(model_path, seconds_per_token=0.02) as server, open_engine(server, in_flight=in_flight) as engine:
+    async with FakeVLLMServer(model_path) as server, open_engine(server, in_flight=in_flight) as engine:
 
         async def one(i: int) -> None:
             found.extend(await engine.generate_group(PROMPT, params.new(seed=i), 2))
 
-        async with trio.open_nursery() as nursery:
-            for i in range(3):
-                nursery.start_soon(one, i)
-            for version in (1, 2):
-                await trio.sleep(0.25)
-                answer = await engine.update_weights_from_checkpoint(tmp_path / str(version))
-                assert (answer["success"], answer["weight_version"]) == (True, version)
-                assert await engine.get_weight_version() == version
+        server.scheduler.hold_tokens(10)
+        with trio.fail_after(PATIENCE_S):
+            async with trio.open_nursery() as nursery:
+                for i in range(3):
+                    nursery.start_soon(one, i)
+                for version in (1, 2):
+                    await wait_for_tokens(server, 10 * version if in_flight == "continue" else 10, 6)
+                    answer = await engine.update_weights_from_checkpoint(tmp_path / str(version))
+                    assert (answer["success"], answer["weight_version"]) == (True, version)
+                    assert await engine.get_weight_version() == version
+                    server.scheduler.hold_tokens(20 if version == 1 and in_flight == "continue" else 10)
+                server.scheduler.release_tokens()
     assert len(found) == 6
-    assert any(len(set(completion.output_versions)) == 3 for completion in found)
+    assert all(completion.output_versions == (0,) * 10 + (1,) * 10 + (2,) * 20 for completion in found)
     for completion in found:
-        assert list(completion.output_versions) == sorted(completion.output_versions)
-        assert completion.finish_reason == ("stop" if completion.output_tokens[-1] == 1 else "length")
+        assert completion.finish_reason == "length"
         expected = {version: compute_log_probs(model, completion) for version, model in models.items()}
         assert completion.output_log_probs == pytest.approx(
             [expected[version][t] for t, version in enumerate(completion.output_versions)], abs=1e-4
@@ -584,7 +609,8 @@ async def test_the_first_checkpoint_is_the_reference_where_the_servers_directory
 async def test_a_load_that_fails_brings_the_old_weights_back_before_anything_is_generated(model_path: Path, tmp_path: Path):
     old, _ = create_model(0), export(tmp_path / "1", 1)
     found: list[Completion] = []
-    async with FakeVLLMServer(model_path, seconds_per_token=0.02) as server, open_engine(server) as engine:
+    async with FakeVLLMServer(model_path) as server, open_engine(server) as engine:
+        server.scheduler.hold_tokens(5)
 
         async def one() -> None:
             found.append(await engine.generate(PROMPT, SamplingParams(max_tokens=30, seed=1)))
@@ -594,9 +620,10 @@ async def test_a_load_that_fails_brings_the_old_weights_back_before_anything_is_
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(one)
-            await trio.sleep(0.1)
+            await wait_for_tokens(server, 5)
             with pytest.raises(EngineError, match=r"did not take the weights in .*Worker failed\. It goes on with the weights"):
                 await engine.update_weights_from_checkpoint(tmp_path / "1")
+            server.scheduler.release_tokens()
         assert await engine.get_weight_version() == 0
         loads = [request.json()["kwargs"]["weights_path"] for request in server.received if request.path == "/collective_rpc"]
         assert loads == [str(tmp_path / "1"), str(model_path)]
@@ -609,7 +636,8 @@ async def test_a_load_that_fails_brings_the_old_weights_back_before_anything_is_
 async def test_where_that_fails_too_pending_and_later_requests_fail_until_a_sync_succeeds(model_path: Path, tmp_path: Path):
     export(tmp_path / "1", 1)
     failures: list[EngineError] = []
-    async with FakeVLLMServer(model_path, seconds_per_token=0.05) as server, open_engine(server) as engine:
+    async with FakeVLLMServer(model_path) as server, open_engine(server) as engine:
+        server.scheduler.hold_tokens(5)
 
         async def one() -> None:
             try:
@@ -620,7 +648,7 @@ async def test_where_that_fails_too_pending_and_later_requests_fail_until_a_sync
         server.add_fault(Fault("status", "/collective_rpc", times=2, status=500, body='{"error": {"message": "Worker failed"}}'))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(one)
-            await trio.sleep(0.1)
+            await wait_for_tokens(server, 5)
             with pytest.raises(EngineError, match="restart it, then sync the weights"):
                 await engine.update_weights_from_checkpoint(tmp_path / "1")
         assert "cannot be used" in str(failures[0])
@@ -647,33 +675,55 @@ async def test_an_answer_lost_on_the_way_is_asked_for_again(model_path: Path, tm
 
 async def test_a_server_that_dies_is_an_error_and_no_hang(model_path: Path, tmp_path: Path):
     export(tmp_path / "1", 1)
-    async with FakeVLLMServer(model_path, seconds_per_token=0.02, seconds_per_update=1.0) as server, open_engine(server) as engine:
-        with trio.fail_after(5):
-            await server.die_after(0.1)
-            with pytest.raises(EngineError, match="may have died"):
-                await engine.generate(PROMPT, SamplingParams(max_tokens=300))
+    async with FakeVLLMServer(model_path, seconds_per_update=1.0) as server, open_engine(server) as engine:
+        server.scheduler.hold_tokens(5)
+
+        async def die_when(condition: Callable[[], bool]) -> None:
+            await wait_until(condition)
+            server.die()
+
+        with trio.fail_after(PATIENCE_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(die_when, lambda: any(len(s.draws) == 5 for s in server.scheduler.running))
+                with pytest.raises(EngineError, match="may have died"):
+                    await engine.generate(PROMPT, SamplingParams(max_tokens=300))
             with pytest.raises(EngineError, match="cannot be reached"):
                 await engine.generate(PROMPT, SamplingParams(max_tokens=3))
             await server.revive()
-            await server.die_after(0.3)
-            with pytest.raises(EngineError, match="did not take the weights"):
-                await engine.update_weights_from_checkpoint(tmp_path / "1")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(die_when, lambda: server.count("/collective_rpc") > 0)
+                with pytest.raises(EngineError, match="did not take the weights"):
+                    await engine.update_weights_from_checkpoint(tmp_path / "1")
             with pytest.raises(EngineError, match="cannot be used"):
                 await engine.generate(PROMPT, SamplingParams(max_tokens=3))
 
 
-async def test_a_server_that_hangs_is_a_timeout(model_path: Path, tmp_path: Path):
+@pytest.fixture
+def running_clock() -> trio.testing.MockClock:
+    """Runs like the real one, and can be told to jump: what hangs meets its deadline then, and nothing else does."""
+    return trio.testing.MockClock(rate=1.0)
+
+
+async def test_a_server_that_hangs_is_a_timeout(model_path: Path, tmp_path: Path, running_clock):
     export(tmp_path / "1", 1)
-    deadlines = Deadlines(generate_s=0.3, control_s=0.3, sync_s=0.3)
+    deadlines = Deadlines(generate_s=1000.0, control_s=1000.0, sync_s=1000.0)
     async with FakeVLLMServer(model_path) as server, open_engine(server, deadlines=deadlines) as engine:
-        with trio.fail_after(10):
-            server.add_fault(Fault("hang", "/inference/v1/generate"))
-            with pytest.raises(EngineTimeout, match=r"0\.3 s"):
+
+        async def jump_when_hung(route: str) -> None:
+            num_before = server.count(route)
+            server.add_fault(Fault("hang", route))
+            await wait_until(lambda: server.count(route) > num_before)
+            running_clock.jump(1001.0)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(jump_when_hung, "/inference/v1/generate")
+            with pytest.raises(EngineTimeout, match=r"1000 s"):
                 await engine.generate(PROMPT, SamplingParams(max_tokens=3))
-            server.add_fault(Fault("hang", "/collective_rpc"))
-            with pytest.raises(EngineError, match=r"0\.3 s.*It goes on with the weights that it had before"):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(jump_when_hung, "/collective_rpc")
+            with pytest.raises(EngineError, match=r"1000 s.*It goes on with the weights that it had before"):
                 await engine.update_weights_from_checkpoint(tmp_path / "1")
-            assert (await engine.generate(PROMPT, SamplingParams(max_tokens=3))).output_versions == (0, 0, 0)
+        assert (await engine.generate(PROMPT, SamplingParams(max_tokens=3))).output_versions == (0, 0, 0)
 
 
 async def test_a_dead_engine_says_so_in_the_servers_words(model_path: Path):
@@ -710,44 +760,82 @@ async def test_a_server_found_paused_is_not_used_before_its_weights_are_known(mo
                 assert (await late.generate(PROMPT, SamplingParams(max_tokens=3))).output_len == 3
 
 
-async def test_weights_can_be_brought_in_another_way(model_path: Path, tmp_path: Path):
+async def test_weights_can_be_brought_in_another_way_while_requests_run(model_path: Path, tmp_path: Path):
+    """Between start and finish the server has no weights, and a generation there would be its end."""
     model = export(tmp_path / "1", 1)
-
-    async def load(server: HTTPEndpoint) -> None:
-        await server.post_json("/start_weight_update", None, kind="sync")
-        await server.post_json("/update_weights", {"update_info": {"path": str(tmp_path / "1")}}, kind="sync")
-        await server.post_json("/finish_weight_update", None, kind="sync")
-
+    found: list[Completion] = []
     async with FakeVLLMServer(model_path, weight_transfer="disk") as server, open_engine(server) as engine:
+
+        async def load(routes: HTTPEndpoint, label: str) -> None:
+            assert label == "5"
+            await routes.post_json("/start_weight_update", None, kind="sync")
+            server.scheduler.release_tokens()
+            nursery.start_soon(generate)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            await routes.post_json("/update_weights", {"update_info": {"path": str(tmp_path / "1")}}, kind="sync")
+            await routes.post_json("/finish_weight_update", None, kind="sync")
+
+        async def generate() -> None:
+            found.append(await engine.generate(PROMPT, SamplingParams(max_tokens=12)))
+
         async with HTTPEndpoint(server.url) as raw:
             await raw.post_json("/init_weight_transfer_engine", {"init_info": {"reference": None}}, kind="sync")
-        answer = await engine.update_weights_with(load, 5)
-        completion = await engine.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0.0))
-    assert answer["weight_version"] == 5
-    assert set(completion.output_versions) == {5}
-    assert completion.output_log_probs == pytest.approx(compute_log_probs(model, completion), abs=1e-4)
+        with pytest.raises(EngineError, match=r"was not given new weights.*missing: model\.norm\.weight"):
+            await engine.update_weights_with(load, {n: t for n, t in model.state_dict().items() if n != "model.norm.weight"}, 5)
+        assert server.count("/pause") == 0
+        server.scheduler.hold_tokens(5)
+        with trio.fail_after(PATIENCE_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(generate)
+                await wait_for_tokens(server, 5)
+                answer = await engine.update_weights_with(load, dict(model.state_dict()), 5)
+        assert await engine.get_weight_version() == answer["weight_version"] == 5
+    assert sorted(completion.output_versions for completion in found) == [(0,) * 5 + (5,) * 7, (5,) * 12]
+    for completion in found:
+        log_probs = compute_log_probs(model, completion)
+        assert completion.output_log_probs[5:] == pytest.approx(log_probs[5:], abs=1e-4)
 
 
-async def test_scores_wait_for_a_sync_and_are_of_the_new_weights(model_path: Path, tmp_path: Path):
+async def test_on_a_cpu_weights_in_memory_need_the_output_head(model_path: Path):
+    async def load(server: HTTPEndpoint, label: str) -> None:
+        raise AssertionError("nothing should be sent")
+
+    weights = {name: tensor for name, tensor in create_model(1).state_dict().items() if name != "lm_head.weight"}
+    async with FakeVLLMServer(model_path, device="cpu") as server, open_engine(server) as engine:
+        with pytest.raises(EngineError, match=r"no lm_head\.weight, and on a CPU vLLM would go on with the old one"):
+            await engine.update_weights_with(load, weights, 5)
+        assert server.count("/pause") == 0
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "abort"])
+async def test_scores_wait_for_a_sync_and_are_of_the_new_weights(model_path: Path, tmp_path: Path, in_flight):
     model = export(tmp_path / "1", 1)
     tokens = (5, 6, 7, 8, 9, 10)
     found: list[list[float]] = []
-    for in_flight in ("continue", "abort"):
-        async with FakeVLLMServer(model_path, seconds_per_update=0.3) as server, open_engine(server, in_flight=in_flight) as engine:
+    async with FakeVLLMServer(model_path) as server, open_engine(server, in_flight=in_flight) as engine:
 
-            async def score(engine: VLLMEngine = engine) -> None:
-                await trio.sleep(0.1)
-                found.append(await engine.compute_prompt_log_probs(tokens, 2))
+        async def score() -> None:
+            found.append(await engine.compute_prompt_log_probs(tokens, 2))
 
+        async def score_while_loading() -> None:
+            await wait_until(lambda: server.count("/pause") > 0)
+            await score()
+
+        server.scheduler.hold_tokens(0)  # one is at the server when the sync begins
+        with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(score)
+                await wait_for_tokens(server, 0)
+                nursery.start_soon(score_while_loading)
                 await engine.update_weights_from_checkpoint(tmp_path / "1")
-            with pytest.raises(EngineError, match="temperature 1 only"):
-                await engine.recompute_output_log_probs(tokens, 2, temperature=0.7)
-            with pytest.raises(EngineError, match="less tokens than the context"):
-                await engine.compute_prompt_log_probs((5,) * 512)
-            with pytest.raises(EngineError, match="start_index is 0"):
-                await engine.compute_prompt_log_probs(tokens, 0)
+                server.scheduler.release_tokens()
+        assert server.count("/inference/v1/generate") == 3
+        with pytest.raises(EngineError, match="temperature 1 only"):
+            await engine.recompute_output_log_probs(tokens, 2, temperature=0.7)
+        with pytest.raises(EngineError, match="less tokens than the context"):
+            await engine.compute_prompt_log_probs((5,) * 512)
+        with pytest.raises(EngineError, match="start_index is 0"):
+            await engine.compute_prompt_log_probs(tokens, 0)
     with torch.no_grad():
         expected = gather_log_probs(model(torch.tensor([tokens])).logits[0, 1:-1], torch.tensor(tokens[2:])).tolist()
     assert found == [pytest.approx(expected, abs=1e-4)] * 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,8 +72,8 @@ class Setup:
         served = ServedDirectory(self.start, "default", read_fingerprint(self.start) if looks_at_files else None)
         self.transaction = WeightTransaction(self.requests, controls, served=served, cleanup_s=60.0)
 
-    async def update(self, version: int = 1):
-        return await self.transaction.load_directory(self.new, version, read_fingerprint(self.new))
+    async def update(self, version: int | None = 1):
+        return await self.transaction.load_directory(self.new, version)
 
     async def generate(self) -> None:
         """One request; it must not meet a paused server."""
@@ -149,7 +150,7 @@ async def test_a_failure_after_a_good_update_brings_that_one_back(setup: Setup, 
     setup.server.fail = lambda step: step == "load bad"
     (tmp_path / "bad").mkdir()
     with pytest.raises(EngineError, match="goes on with the weights that it had"):
-        await setup.transaction.load_directory(tmp_path / "bad", 2, ())
+        await setup.transaction.load_directory(tmp_path / "bad", 2)
     assert (setup.server.weights, setup.server.label) == ("new", "1")
 
 
@@ -183,8 +184,20 @@ async def test_files_that_were_replaced_are_not_brought_back(tmp_path: Path):
     assert setup.server.is_paused
 
 
+async def test_files_that_are_replaced_while_they_are_loaded_do_not_count(tmp_path: Path):
+    setup = Setup(tmp_path)
+    checked = read_fingerprint(setup.new)
+    (setup.new / "model.safetensors").write_bytes(b"the next version's")
+    with pytest.raises(EngineError, match="files were replaced after they had been checked"):
+        await setup.transaction.load_directory(setup.new, 1, checked)
+    assert (setup.server.weights, setup.server.label, setup.transaction.version) == ("start", "default", 0)
+    await setup.transaction.load_directory(setup.new, 1, read_fingerprint(setup.new))
+    assert (setup.server.weights, setup.server.label, setup.transaction.version) == ("new", "1", 1)
+
+
 async def test_weights_of_no_directory_cannot_be_brought_back(setup: Setup):
-    async def load() -> None:
+    async def load(label: str) -> None:
+        assert label == "3"
         await setup.server.note("tensors")
         setup.server.weights = "tensors"
 
@@ -205,7 +218,7 @@ async def test_another_label_than_was_set_is_a_failure(setup: Setup):
     controls = ServerControls(setup.server.pause, setup.server.load, setup.server.set_label, other_label, setup.server.resume)
     transaction = WeightTransaction(setup.requests, controls, served=ServedDirectory(setup.start, "default"))
     with pytest.raises(EngineError, match="labelled '1', but it reports '99'"):
-        await transaction.load_directory(setup.new, 1, ())
+        await transaction.load_directory(setup.new, 1)
     assert setup.server.weights == "start"
 
 
@@ -276,3 +289,144 @@ async def test_a_pause_that_fails_holds_nobody(setup: Setup):
     with pytest.raises(EngineError, match="no pause today"):
         await setup.transaction.pause()
     await setup.generate()
+
+
+async def test_updates_at_once_without_numbers_of_their_own_get_different_ones(setup: Setup):
+    answers = []
+
+    async def update() -> None:
+        answers.append(await setup.update(None))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(update)
+    assert sorted(answer["weight_version"] for answer in answers) == [1, 2, 3]
+    assert setup.server.label == "3"
+
+
+async def test_a_version_that_was_confirmed_counts_although_the_resume_failed(setup: Setup):
+    setup.server.fail = lambda step: step == "resume"
+    with pytest.raises(EngineError, match="no resume today"):
+        await setup.update(None)
+    setup.server.fail = lambda step: False
+    assert (await setup.update(None))["weight_version"] == 2  # 1 are other weights, which may have been sampled from
+
+
+async def test_a_resume_does_not_make_unknown_weights_known(setup: Setup):
+    await setup.transaction.pause()
+    setup.server.fail = lambda step: step.startswith("load")
+    with pytest.raises(EngineError, match="did not take"):
+        await setup.update()
+    with pytest.raises(EngineError, match=r"which weights it has is not known\. Sync the weights"):
+        await setup.transaction.resume()
+    assert setup.server.is_paused
+    with pytest.raises(EngineError, match="cannot be used"):
+        await setup.generate()
+    setup.server.fail = lambda step: step == "pause"
+    with pytest.raises(EngineError, match=r"no pause today\. Which weights it has is not known since an earlier update failed"):
+        await setup.update()
+    assert setup.server.is_paused
+    setup.server.fail = lambda step: False
+    await setup.update()
+    await setup.generate()  # the pause of before is over too
+
+
+async def test_weights_that_come_back_at_a_later_try_are_known_again(setup: Setup):
+    setup.server.fail = lambda step: step.startswith("load")
+    with pytest.raises(EngineError, match="restart it, then sync the weights"):
+        await setup.update()
+    setup.server.fail = lambda step: step == "load new"
+    with pytest.raises(EngineError, match="It goes on with the weights that it had before"):
+        await setup.update()
+    assert (setup.server.weights, setup.server.label, setup.server.is_paused) == ("start", "default", False)
+    await setup.generate()
+
+
+async def test_weights_that_are_back_but_not_resumed_can_be_resumed(setup: Setup):
+    setup.server.fail = lambda step: step in ("load new", "resume")
+    with pytest.raises(EngineError, match=r"It has the weights that it had before, but could not be resumed \(no resume today\)"):
+        await setup.update()
+    with pytest.raises(EngineError, match="may still be paused"):
+        await setup.generate()
+    setup.server.fail = lambda step: False
+    await setup.transaction.resume()
+    assert (setup.server.weights, setup.server.is_paused) == ("start", False)
+    await setup.generate()
+
+
+async def test_weights_that_are_not_believed_are_served_no_more_and_not_gone_back_to(setup: Setup):
+    await setup.update()
+    setup.transaction.distrust("its answers are those of other weights")
+    with pytest.raises(EngineError, match="cannot be used: its answers are those of other weights"):
+        await setup.generate()
+    with pytest.raises(EngineError, match="not known"):
+        await setup.transaction.resume()
+    setup.server.fail = lambda step: step == "load new"
+    with pytest.raises(EngineError, match="in no directory that this engine knows"):
+        await setup.update(2)
+    setup.server.fail = lambda step: False
+    await setup.update(3)
+    await setup.generate()
+
+
+async def test_a_pause_that_is_cancelled_after_it_reached_the_server_is_undone(setup: Setup, autojump_clock):
+    setup.server.slow = lambda step: 0.0 if step == "resume" else 1000.0
+    setup.server.is_paused = True  # by the request whose answer is not waited for
+    with trio.move_on_after(10):
+        await setup.transaction.pause()
+    assert setup.server.steps == ["pause", "resume"]
+    assert not setup.server.is_paused
+    await setup.generate()
+
+
+class CancelAtStep(trio.abc.Instrument):
+    """Cancels a scope before the so-manieth step of the task that created this."""
+
+    def __init__(self, number: int, scope: trio.CancelScope) -> None:
+        self.number, self.scope, self.task = number, scope, trio.lowlevel.current_task()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self.task:
+            self.number -= 1
+            if self.number == 0:
+                self.scope.cancel()
+
+
+@pytest.mark.parametrize("fails", ["nothing", "load new", "read", "resume"])
+async def test_cancelled_at_any_moment_an_update_is_complete_or_undone(tmp_path: Path, fails: str):
+    outcomes = []
+    for number in range(1, 100):
+        (tmp_path / str(number)).mkdir()
+        setup = Setup(tmp_path / str(number))
+        failed = []
+
+        def fail_once(step: str, failed: list[str] = failed) -> bool:
+            if step == fails and not failed:
+                failed.append(step)
+                return True
+            return False
+
+        setup.server.fail = fail_once
+        with trio.CancelScope() as scope:
+            instrument = CancelAtStep(number, scope)
+            trio.lowlevel.add_instrument(instrument)
+            try:
+                with suppress(EngineError):
+                    await setup.update()
+            finally:
+                trio.lowlevel.remove_instrument(instrument)
+        state = (setup.server.weights, setup.server.label, setup.transaction.version)
+        assert state in (("start", "default", 0), ("new", "1", 1))
+        try:
+            await setup.generate()
+        except EngineError:  # what would have brought the server back failed
+            with suppress(EngineError):
+                await setup.transaction.resume()
+            if setup.server.is_paused:
+                await setup.update(2)
+            await setup.generate()
+        outcomes.append(state)
+        if not scope.cancel_called:
+            break
+    assert not scope.cancel_called  # every step was tried
+    assert len(outcomes) > 5

@@ -18,9 +18,15 @@ if ! "$python" -c 'import pytest, rollouts' 2> /dev/null; then
 fi
 
 # the environment is kept, and made anew when what it is made of changes
-recipe=$(cat "tools/install_${kind}_cpu.sh" "tools/${kind}_cpu"/* | sha256sum)
+recipe=$(find "tools/install_${kind}_cpu.sh" "tools/${kind}_cpu" -type f -not -name '*.pyc' | sort | xargs cat | sha256sum)
 if [ "$(cat "$venv/recipe" 2> /dev/null)" != "$recipe" ]; then
+  if [ -n "$(ls -A "$venv" 2> /dev/null)" ] && [ ! -e "$venv/recipe" ]; then
+    echo "$0: $venv was not made by this script and is not replaced: name another place, or remove it" >&2
+    exit 2
+  fi
   rm -rf "$venv"
+  mkdir -p "$venv"
+  echo "unfinished" > "$venv/recipe"
   PYTHON="$python" tools/install_${kind}_cpu.sh "$venv"
   echo "$recipe" > "$venv/recipe"
 fi

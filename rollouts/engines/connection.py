@@ -20,7 +20,8 @@ import trio
 
 READ_SIZE = 65536
 MAX_HEAD_BYTES = 65536
-ROUND_TRIP_S = 0.5  # at most: a reset that comes later than this is no answer to what was sent just now
+ROUND_TRIP_S = 0.5  # at most, between a request that came too late and the reset that says so
+RESET_S = 5.0  # a reset seen later than this is no answer to what was sent; more than a round trip, as this process may have been held up
 
 Origin = tuple[str, str, int]
 """Scheme, host, port."""
@@ -53,6 +54,8 @@ async def open_connection(origin: Origin, request: httpx.Request, timeout_s: flo
             stream = await trio.open_tcp_stream(host, port)
         except OSError as error:
             raise httpx.ConnectError(f"cannot connect to {host}:{port}: {_list_reasons(error)}", request=request) from error
+        except UnicodeError as error:  # of the system's resolver, for instance for two dots in a row
+            raise httpx.ConnectError(f"cannot connect to {host}:{port}: it is no name of a host ({error})", request=request) from error
         if context is None:
             return Connection(stream, stream.socket, origin)
         is_secure = False
@@ -159,7 +162,7 @@ class Connection:
                 if self._has_answer:
                     raise httpx.ReadError(f"the connection broke while the answer was read: {error}", request=request) from error
                 is_reset = isinstance(error.__cause__, ConnectionResetError | BrokenPipeError)
-                raise self._describe_loss(request, is_sent, is_reset and trio.current_time() - self._sent_at <= ROUND_TRIP_S) from error
+                raise self._describe_loss(request, is_sent, is_reset and trio.current_time() - self._sent_at <= RESET_S) from error
             except trio.ClosedResourceError as error:
                 raise httpx.CloseError("the connection was closed on this side", request=request) from error
             if not data and not self._has_answer:
@@ -180,11 +183,16 @@ class Connection:
 
     async def _is_reset_after_close(self) -> bool:
         """Whether the server's close is followed by a reset. The stream shows the close alone, even where both have come."""
+        is_reset = False
         with trio.move_on_after(ROUND_TRIP_S):
-            while not self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            while not is_reset and self._socket.fileno() >= 0:  # else close_now was called meanwhile
+                is_reset = self._take_error()
                 await trio.sleep(0.01)
-            return True
-        return False
+        return is_reset or self._take_error()  # also one that came while this process was held up
+
+    def _take_error(self) -> bool:
+        """Whether the system has noted an error of the connection since this was asked last."""
+        return self._socket.fileno() >= 0 and bool(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
 
 @contextmanager

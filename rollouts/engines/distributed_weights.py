@@ -182,7 +182,7 @@ class WeightGroup:
             ) from failures[0]
         return [answers[i] for i in range(len(self._engines))]
 
-    async def _receive(self, routes: SGLangWeights, num_ranks: int, label: str, *, buckets: Sequence[Bucket], meeting: _Meeting) -> None:
+    async def _receive(self, routes: SGLangWeights, label: str, *, buckets: Sequence[Bucket], meeting: _Meeting) -> None:
         """One server's part. Nothing is broadcast before every server is paused and ready."""
         async with routes.open_session():
             meeting.arrive()
@@ -268,8 +268,9 @@ async def open_weight_group(
     num_ranks = [engine.tensor_parallel_size for engine in engines]
     world_size = 1 + sum(num_ranks)
     where = torch.device(device if device is not None else "cuda" if backend == "nccl" else "cpu")
-    stores = [await trio.to_thread.run_sync(partial(_create_store, master_address, world_size, timeout_s))]
-    port = stores[0].port
+    # connected before any server is asked: a server may refuse before this process, which would then look for a store that is gone
+    stores = list(await trio.to_thread.run_sync(partial(_create_stores, master_address, world_size, timeout_s)))
+    port, own_store = stores[0].port, stores.pop()
     joined: list[SGLangEngine] = []
     process_groups: list[Any] = []  # at most this one
 
@@ -279,7 +280,7 @@ async def open_weight_group(
         joined.append(engines[i])
 
     async def join_here(nursery: trio.Nursery) -> None:
-        create = partial(_create_process_group, backend, master_address, port, name, world_size, timeout_s)
+        create = partial(_create_process_group, backend, own_store, name, world_size, timeout_s)
         try:
             process_groups.append(await trio.to_thread.run_sync(create))
         except RuntimeError as error:
@@ -321,18 +322,20 @@ async def _leave(engine: SGLangEngine, name: str) -> None:
         await engine.leave_weight_group(name)
 
 
-def _create_store(address: str, world_size: int, timeout_s: float) -> Any:
+def _create_stores(address: str, world_size: int, timeout_s: float) -> tuple[Any, Any]:
+    """The place where the members of a group find one another, and a connection to it."""
     distributed: Any = torch.distributed
+    timeout = timedelta(seconds=timeout_s)
     try:
-        return distributed.TCPStore(address, 0, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+        master = distributed.TCPStore(address, 0, world_size, True, timeout, wait_for_workers=False)
+        return master, distributed.TCPStore(address, master.port, world_size, False, timeout, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         raise EngineError(f"this process cannot be reached as {address}: {error}. Give the master_address of this machine") from error
 
 
-def _create_process_group(backend: GroupBackend, address: str, port: int, name: str, world_size: int, timeout_s: float) -> Any:
+def _create_process_group(backend: GroupBackend, store: Any, name: str, world_size: int, timeout_s: float) -> Any:
     """Rank 0 of a group, apart from torch.distributed's default group, which the trainer may have for itself."""
     distributed: Any = torch.distributed
-    store = distributed.TCPStore(address, port, world_size, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     # the prefixes under which a server that makes a group of this name looks for the others
     device = "cuda" if backend == "nccl" else "cpu"
     prefixed = distributed.PrefixStore(f"{device}/", distributed.PrefixStore(f"{name}/", distributed.PrefixStore(name, store)))

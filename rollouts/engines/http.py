@@ -40,6 +40,7 @@ CallKind = Literal["generate", "control", "sync", "health"]
 """What a call is for: it decides the deadline, and whether the call may wait behind generations or use a kept connection."""
 
 MAX_CONTROL_CALLS = 64
+MAX_ANSWER_BYTES = 2**30  # of an answer, or an event of a stream: what is longer comes from something else than an inference server
 BUSY = (429, 503)  # refused before any work was done
 GATEWAY = (502, 504)  # from a proxy, which does not say how far the server behind it came
 LAST_BYTES_S = 1.0  # for the end of a stream after its last event
@@ -140,15 +141,16 @@ class HTTPEndpoint:
         self._rng = rng or random.Random()
         self._clock = clock
         self._urls: dict[str, httpx.URL] = {}
-        self._is_open = False
+        self._is_open = self._is_closed = False
 
     async def __aenter__(self) -> Self:
+        assert not (self._is_open or self._is_closed), f"the endpoint of {self.base_url} is entered a second time: create another"
         await self._transport.__aenter__()
         self._is_open = True
         return self
 
     async def __aexit__(self, *exc_info: Any) -> None:
-        self._is_open = False
+        self._is_open, self._is_closed = False, True
         await self._transport.__aexit__(*exc_info)
 
     @property
@@ -165,7 +167,8 @@ class HTTPEndpoint:
             idempotent: whether doing it twice is the same as once, so that a lost answer may be asked for again.
             params: of the query string.
 
-        Raises: EngineTimeout, EngineStatusError, EngineProtocolError; EngineError if the server cannot be reached or hung up.
+        Raises: EngineTimeout, EngineStatusError, EngineProtocolError; EngineError if the server cannot be reached or hung up, or after the
+            end of the endpoint's block.
         """
         return parse_json(await self._call("POST", path, body, kind, idempotent, params), self._url(path, params))
 
@@ -209,6 +212,7 @@ class HTTPEndpoint:
         chunks = aiter(response.stream)
         decoder = EventDecoder()
         is_done = False
+        num_bytes = 0  # since the last event
         while True:
             chunk = None
             with raise_engine_errors(url), trio.move_on_at(expires) as scope:
@@ -219,7 +223,9 @@ class HTTPEndpoint:
                 raise self._timeout(url, kind)
             if chunk is None:
                 break
-            for data in decoder.feed(chunk):
+            data_of_events = decoder.feed(chunk)
+            num_bytes = _add_bytes(0 if data_of_events else num_bytes, chunk, url)
+            for data in data_of_events:
                 if data == "[DONE]":
                     is_done = True
                     expires = min(expires, trio.current_time() + LAST_BYTES_S)  # after the end of the body the connection is kept
@@ -252,6 +258,8 @@ class HTTPEndpoint:
         self, method: str, url: httpx.URL, body: Any, kind: CallKind, idempotent: bool, *, read: bool
     ) -> tuple[httpx.Response, bytes, float]:
         """A response that is no error, after as many attempts as are safe and wise; its body if `read`; its deadline."""
+        if self._is_closed:  # perhaps while the call waited for a place
+            raise EngineError(f"{url} was not asked: its client is closed. Use it inside its `async with` block")
         assert self._is_open, "use the endpoint inside its `async with` block"
         content = None if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
         first_failure_at = math.inf
@@ -290,8 +298,13 @@ class HTTPEndpoint:
             if not read and response.status_code < 300:
                 return response, b""
             assert isinstance(response.stream, httpx.AsyncByteStream)
+            chunks: list[bytes] = []
+            num_bytes = 0
             try:
-                return response, b"".join([chunk async for chunk in response.stream])
+                async for chunk in response.stream:
+                    num_bytes = _add_bytes(num_bytes, chunk, request.url)
+                    chunks.append(chunk)
+                return response, b"".join(chunks)
             finally:
                 await response.aclose()
         raise self._timeout(request.url, kind)
@@ -343,12 +356,21 @@ def is_safe_to_repeat(error: httpx.RequestError, idempotent: bool) -> bool:
     return idempotent and isinstance(error, httpx.ReadError | ServerHungUp)
 
 
+def _add_bytes(num_bytes: int, chunk: bytes, url: httpx.URL) -> int:
+    """So many bytes and those of the chunk. Raises EngineProtocolError before they fill the memory."""
+    num_bytes += len(chunk)
+    if num_bytes > MAX_ANSWER_BYTES:
+        raise EngineProtocolError(f"{url} gave more than {MAX_ANSWER_BYTES} bytes in one answer: it is no inference server, or is broken")
+    return num_bytes
+
+
 def _check_base_url(base_url: str) -> str:
     try:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"the server's address {base_url!r} is no URL ({error}): expected http://host:port") from error
-    if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment or url.userinfo or (url.port or 1) > 65535:
+    is_usable = url.scheme in ("http", "https") and bool(url.host) and not url.userinfo and not set("?#") & set(base_url)
+    if not is_usable or not (url.port is None or 1 <= url.port <= 65535):
         raise ConfigError(f"the server's address is {base_url!r}, expected http://host:port or https://host:port")
     return str(url).rstrip("/")
 

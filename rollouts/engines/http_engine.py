@@ -236,7 +236,8 @@ class RequestsInFlight:
         return tuple(create_completion(request_id, prompt, params, kind, part) for part in parts)
 
     async def call(self, send: Callable[[str], Awaitable[T]]) -> T:
-        """Another request that needs known weights, such as scoring: it waits at the gate, and fails when the engine does.
+        """Another request that needs known weights, such as scoring: it waits at the gate, fails when the engine does, and is made again
+        where a sync began before its answer came.
 
         Args:
             send: with the wire id to use.
@@ -247,13 +248,20 @@ class RequestsInFlight:
         pending = _Pending()
         self._calls.add(pending)
         try:
-            await self._wait_for_gate(pending)
-            with trio.CancelScope() as scope:
-                wire_id = self._create_wire_id()
-                pending.calls[wire_id] = scope
-                return await send(wire_id)
-            self._check_open()
-            raise EngineError(f"{self.name} dropped a request")
+            while True:
+                await self._wait_for_gate(pending)
+                wire_id, num_holds, results = self._create_wire_id(), self._num_holds, list[T]()
+                with trio.CancelScope() as scope:
+                    pending.calls[wire_id] = scope
+                    try:
+                        results.append(await send(wire_id))
+                    finally:
+                        del pending.calls[wire_id]
+                if not results:
+                    self._check_open()
+                    raise EngineError(f"{self.name} dropped a request")
+                if self._num_holds == num_holds:  # else a part of the answer may be of the weights before, and a part of those after
+                    return results[0]
         finally:
             self._calls.remove(pending)
 
@@ -315,14 +323,18 @@ class RequestsInFlight:
         self._is_closed = True
         self._cancel_all()
 
+    def check_not_closed(self) -> None:
+        """Raise EngineError after the end of the engine's block."""
+        if self._is_closed:
+            raise EngineError(f"{self.name} is closed: generate inside its `async with` block")
+
     def _cancel_all(self) -> None:
         for pending in (*self._pending.values(), *self._calls):
             for scope in (*pending.waits, *pending.calls.values()):
                 scope.cancel()
 
     def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineError(f"{self.name} is closed: generate inside its `async with` block")
+        self.check_not_closed()
         if self._unusable is not None:
             raise EngineError(f"{self.name} cannot be used: {self._unusable}")
 

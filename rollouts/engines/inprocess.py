@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _PREFILL_TOKENS = 8192  # prompt tokens that go through the model at once
-_SETTLE_S = 0.02  # longest wait for other tasks to submit their requests
+_SETTLE_ROUNDS = 100  # of the event loop, in which other tasks may submit their requests: at most
 
 
 @dataclass(eq=False)
@@ -134,12 +134,12 @@ class InProcessEngine:
     # -- InferenceEngine
 
     async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
-        """Sample one completion.
+        """Sample one completion; max_tokens is cut to what the context leaves.
 
         Args:
             request_id: unique among pending requests; requests that wait are admitted in the order of their ids.
 
-        Raises: EngineError for an empty prompt, a token outside the vocabulary, or more tokens than the context holds.
+        Raises: EngineError for an empty prompt, a token outside the vocabulary, or a prompt that fills the context.
         """
         request = self._create_request(tuple(prompt_tokens), params, request_id)
         self._pending[request.request_id] = request
@@ -189,6 +189,7 @@ class InProcessEngine:
 
     async def get_weight_version(self) -> int:
         """Version of the weights that the next token will be sampled with."""
+        self._check_open()
         await trio.lowlevel.checkpoint()
         return self._weight_version
 
@@ -203,7 +204,7 @@ class InProcessEngine:
             temperature: > 0.
         """
         self._check_open()
-        self._check_tokens(tuple(input_tokens), 0, "recompute_output_log_probs")
+        self._check_tokens(tuple(input_tokens), self._max_length, "recompute_output_log_probs")
         if not 1 <= start_index <= len(input_tokens):
             raise EngineError(f"{self.name}: start_index is {start_index}, expected between 1 and the {len(input_tokens)} tokens")
         assert temperature > 0, f"temperature is {temperature}, expected > 0"
@@ -224,10 +225,8 @@ class InProcessEngine:
         while request.finish_reason is None:
             if settle or self._waiting:
                 # Who is about to submit a request must have done so before requests are admitted, or the make-up of a batch (and with
-                # it the last bits of its numbers) would depend on trio's random order of tasks. The bound keeps a task that never
-                # rests from stopping the engine.
-                with trio.move_on_after(_SETTLE_S):
-                    await trio.testing.wait_all_tasks_blocked()
+                # it the last bits of its numbers) would depend on trio's random order of tasks.
+                await _wait_until_others_rest()
             async with self._model_lock:
                 settle = await self._run_step()
 
@@ -371,7 +370,8 @@ class InProcessEngine:
         name = f"request-{number:012d}" if request_id is None else request_id
         assert name not in self._pending, f"request id {name!r} is already pending"
         check_params(self.name, name, params, vocab_size=self._vocab_size, has_tokenizer=self._tokenizer is not None)
-        self._check_tokens(prompt, params.max_tokens, name)
+        self._check_tokens(prompt, self._max_length - 1, name)
+        params = params.new(max_tokens=min(params.max_tokens, self._max_length - len(prompt)))
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         stop_ids = self._eos | frozenset(params.stop_token_ids)
         return _Request(request_id=name, prompt=prompt, params=params, stop_ids=stop_ids, uniforms=UniformStream(seed))
@@ -380,12 +380,12 @@ class InProcessEngine:
         if self._closed:
             raise EngineError(f"{self.name} is closed: generate inside its `async with` block")
 
-    def _check_tokens(self, prompt: tuple[int, ...], max_tokens: int, name: str) -> None:
-        check_tokens(self.name, name, prompt, self._vocab_size)
-        if len(prompt) + max_tokens > self._max_length:
+    def _check_tokens(self, tokens: tuple[int, ...], most: int, name: str) -> None:
+        check_tokens(self.name, name, tokens, self._vocab_size)
+        if len(tokens) > most:
             raise EngineError(
-                f"{self.name}: {name} has {len(prompt)} prompt tokens and max_tokens = {max_tokens}, more than the context of "
-                f"{self._max_length}: shorten the prompt or lower max_tokens"
+                f"{self.name}: {name} has {len(tokens)} tokens, more than the {most} that fit into the context of {self._max_length}: "
+                "shorten the prompt"
             )
 
     def _abort_now(self, request_ids: frozenset[str] | None) -> None:
@@ -433,6 +433,29 @@ class InProcessEngine:
             truncated_sampling=params.truncates,
             untempered_log_probs=tuple(request.untempered) if params.untempered_log_probs else None,
         )
+
+
+class _RoundLimit(trio.abc.Instrument):
+    """Cancels a scope after so many rounds of the event loop, whatever time they take: a slow machine must not change numbers."""
+
+    def __init__(self, scope: trio.CancelScope, num_rounds: int) -> None:
+        self._scope, self._left = scope, num_rounds
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._scope.cancel()
+
+
+async def _wait_until_others_rest() -> None:
+    """Return when every other task waits for something, or after _SETTLE_ROUNDS: a task that never rests must not stop the engine."""
+    with trio.CancelScope() as scope:
+        limit = _RoundLimit(scope, _SETTLE_ROUNDS)
+        trio.lowlevel.add_instrument(limit)
+        try:
+            await trio.testing.wait_all_tasks_blocked()
+        finally:
+            trio.lowlevel.remove_instrument(limit)
 
 
 def _default_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:

@@ -18,7 +18,14 @@ class InferenceEngine(Protocol):
     """Tokens in, tokens out. Every method may be called from many tasks at once."""
 
     async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
-        """Sample one completion. Cancelling the call drops the request; abort() makes it return what there is."""
+        """Sample one completion. Cancelling the call drops the request; abort() makes it return what there is.
+
+        Where prompt and params.max_tokens together exceed the context, the budget is cut to what the prompt leaves, and a completion that
+        reaches the end of the context has finish_reason "length". One that abort() ended can be sent again as a prompt, with what it has.
+
+        Raises: EngineError, before anything is sent, for a prompt that leaves no room for a token, and for ids outside the vocabulary; and
+            after the engine's `async with` block.
+        """
         ...
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:

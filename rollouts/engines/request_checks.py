@@ -52,8 +52,9 @@ def check_tokens(name: str, request_id: str, tokens: Sequence[int], vocab_size: 
         raise EngineError(f"{name}: {request_id} has an empty prompt; give it at least one token")
     low, high = min(tokens), max(tokens)
     if low < 0 or (vocab_size is not None and high >= vocab_size):
+        size = "" if vocab_size is None else f" of {vocab_size}"
         raise EngineError(
-            f"{name}: {request_id} has token {low if low < 0 else high}, outside the vocabulary of {vocab_size}: is it another tokenizer's?"
+            f"{name}: {request_id} has token {low if low < 0 else high}, outside the vocabulary{size}: is it another tokenizer's?"
         )
 
 
@@ -77,6 +78,9 @@ def check_params(name: str, request_id: str, params: SamplingParams, *, vocab_si
         raise refuse("seed", "0 to 2**63 - 1")
     if params.stop_token_ids and not all(0 <= i < (vocab_size or i + 1) for i in params.stop_token_ids):
         raise refuse("stop_token_ids", f"ids below the vocabulary size of {vocab_size}")
+    # letters would be strings of their own, and an empty string is in every text
+    if isinstance(params.stop, str) or not all(params.stop):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise refuse("stop", "a tuple of strings that are not empty")
     if params.stop and not has_tokenizer:
         raise refuse("stop", "none: the engine runs without a tokenizer; use stop_token_ids, or start it with its tokenizer")
 

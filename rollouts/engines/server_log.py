@@ -25,7 +25,11 @@ CAUSES = (
     ),
     (r"No module named '?(vllm|sglang)\b", "the server is not installed in this Python: name the Python of its own environment"),
     (
-        r"out of memory|OutOfMemoryError|Cannot allocate memory|MemoryError|No available memory for the cache|Not enough memory"
+        r"No available memory for the cache|larger than the available KV cache memory|(increase|raise) --mem-fraction-static",
+        "no room for the cache beside the weights: raise memory_fraction, or lower context_length",
+    ),
+    (
+        r"out of memory|OutOfMemoryError|Cannot allocate memory|MemoryError"
         r"|less than desired \w+ memory utilization|less than requested memory|insufficient memory|exit code: -9\b",
         "not enough memory: lower memory_fraction, context_length or max_num_seqs, or see what else runs on the device",
     ),

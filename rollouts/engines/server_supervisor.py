@@ -213,7 +213,7 @@ def _find_mapped(pids: Iterable[int]) -> set[str]:
     for pid in pids:
         try:
             with open(f"/proc/{pid}/maps", "rb") as file:
-                found.update(line.rpartition(b"/")[2].strip().decode() for line in file if SHARED_MEMORY.encode() in line)
+                found.update(os.fsdecode(line.rpartition(b"/")[2].strip()) for line in file if SHARED_MEMORY.encode() in line)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # exited in between, or another user's
     return found

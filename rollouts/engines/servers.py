@@ -34,6 +34,7 @@ Progress = Callable[[float, str], None]
 
 PORT_ATTEMPTS = 5
 POLL_S = 0.5  # between two looks whether the server is healthy, the first ones sooner
+PROGRESS_S = 1.0  # at least, between two calls of on_progress
 HEALTH_DEADLINES = Deadlines(health_s=5.0, connect_s=2.0)
 SPAWN_S = 30.0  # until the supervisor says that the server's process exists
 UNHEALTHY_EXIT_S = 10.0  # between the failure of a request and the exit of the server that caused it: SGLang takes 5 s
@@ -54,6 +55,7 @@ class _Run:
         self.exited = trio.Event()
         self.finished = trio.Event()  # nothing more will be said
         self.is_stopping = False
+        self.is_watched = False  # it was healthy, and its end fails the block
 
     async def follow(self) -> None:
         """Follow what the supervisor says, until it has ended."""
@@ -226,6 +228,7 @@ class _Launch:
             reason = run.failure or "its supervisor did not start it"
             raise EngineError(f"the {self._config.kind} server cannot be started with {self._config.python}: {reason}")
         await self._wait_until_healthy(run, begin, expires)
+        run.is_watched = True
         self._nursery.start_soon(self._fail_on_exit, run)
 
     async def _spawn(self) -> _Run:
@@ -264,7 +267,7 @@ class _Launch:
                     else:
                         return
                     now = trio.current_time()
-                    if now - reported >= 1.0:
+                    if now - reported >= PROGRESS_S:
                         reported = now
                         lines = read_log(self.log_path, run.log_start).split("\n")
                         self._on_progress(now - begin, next((line for line in reversed(lines) if line.strip()), ""))
@@ -293,7 +296,7 @@ class _Launch:
     async def await_end(self) -> None:
         """After a failed request: return if the server is healthy, or does not end soon; if it ends, the watching task fails the block."""
         run = self._run
-        if run is None or run.is_stopping:
+        if run is None or run.is_stopping or not run.is_watched:
             return
         try:
             async with HTTPEndpoint(self.url, deadlines=HEALTH_DEADLINES) as endpoint:

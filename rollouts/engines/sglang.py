@@ -25,11 +25,12 @@ from rollouts.engines.checkpoint_check import (
     read_weight_version,
 )
 from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
-from rollouts.engines.http_engine import Generated, RequestsInFlight, Send, WireRequest, label_of, version_of
+from rollouts.engines.http_engine import Generated, RequestsInFlight, Send, WireRequest, version_of
 from rollouts.engines.request_checks import check_request, check_tokens
 from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo
 from rollouts.engines.sglang_facts import MeasuredKind, ask_facts, read_facts
 from rollouts.engines.sglang_protocol import (
+    LOWEST_TEMPERATURE,
     PauseMode,
     SGLangServer,
     create_sample_ids,
@@ -116,7 +117,6 @@ class SGLangEngine:
         self._bucket_bytes = bucket_bytes
         self._reference = reference
         self._allow_cast = allow_cast
-        self._version = initial_version  # that was confirmed last
         self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
         self._num_samples: dict[str, int] = {}  # of each wire id in flight
         pause_mode: PauseMode = "retract" if in_flight == "continue" else "abort"
@@ -137,13 +137,14 @@ class SGLangEngine:
                 log_prob_kind=self._log_prob_kind,
             )
             info = self._facts.info
-            self._version = version_of(self.name, info.weight_version, self._version)
             self._weights = await self._create_transaction(info)
             self._exit_stack = stack.pop_all()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._requests.close()
+        if self._weights is not None:
+            await self._weights.close()
         await self._exit_stack.aclose()
 
     # -- generation
@@ -181,12 +182,15 @@ class SGLangEngine:
         params = check_request(
             self.name, request_id, prompt, params, n, server.info, max_prompt=server.max_prompt, max_total=server.max_total
         )
+        if 0 < params.temperature < LOWEST_TEMPERATURE:
+            raise EngineError(f"{self.name}: {request_id} has temperature = {params.temperature:g}, which SGLang takes for greedy: use 0")
         if params.seed is not None and not server.info.honors_seeds and not self._has_warned_of_seeds:
             self._has_warned_of_seeds = True
             warnings.warn(
                 f"{self.name} ignores seeds: start it with --enable-deterministic-inference, or do not rely on equal samples", stacklevel=4
             )
-        return await self._requests.run(request_id, prompt, params, n, send, server.info.log_prob_kind)
+        found = await self._requests.run(request_id, prompt, params, n, send, server.info.log_prob_kind)
+        return tuple(_end_if_full(completion, server.max_prompt) for completion in found)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """Make pending calls return with the tokens they have; None = all of this engine, and of no other client."""
@@ -300,31 +304,27 @@ class SGLangEngine:
             version = await trio.to_thread.run_sync(read_weight_version, path)
         except CheckpointError as error:
             raise EngineError(f"{self.name} was not given new weights: {error}") from error
-        version = self._version + 1 if version is None else version
         answer = await self._get_weights().load_directory(path, version, layout.fingerprint)
-        self._version, self._reference = version, self._reference or layout
+        self._reference = self._reference or layout
         return answer
 
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
         """Send the weights over HTTP, in buckets; the server needs no access to a disk of ours. Returns and raises as above."""
-        buckets = split_into_buckets(weights, self._bucket_bytes)
-        return await self.update_weights_with(partial(SGLangWeights.send_tensors, buckets=buckets), weights, weight_version)
+        buckets, num_ranks = split_into_buckets(weights, self._bucket_bytes), self.tensor_parallel_size
+        send = partial(SGLangWeights.send_tensors, num_ranks=num_ranks, buckets=buckets)
+        return await self.update_weights_with(send, weights, weight_version)
 
     async def update_weights_with(
-        self, load: Callable[[SGLangWeights, int, str], Awaitable[None]], weights: Mapping[str, Tensor], weight_version: int
+        self, load: Callable[[SGLangWeights, str], Awaitable[None]], weights: Mapping[str, Tensor], weight_version: int
     ) -> Mapping[str, Any]:
         """Let `load` bring weights to the paused server, for instance over a process group. Returns and raises as above.
 
         Args:
-            load: with the server's routes, its number of tensor parallel ranks, and the label to set.
+            load: with the server's routes and the label of the weights, which it has to set (write_label, or a field of the last request).
             weights: for their names, shapes and dtypes, which are checked first: what does not fit kills the server.
         """
-        server, transaction = self._get_facts(), self._get_weights()
         self.check_weights(weights)
-        label = label_of(weight_version)
-        answer = await transaction.load_with(lambda: load(self._routes, server.tensor_parallel_size, label), weight_version)
-        self._version = weight_version
-        return answer
+        return await self._get_weights().load_with(partial(load, self._routes), weight_version)
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Raise EngineError for weights that the server could not take from memory."""
@@ -337,6 +337,10 @@ class SGLangEngine:
             check_tensors(weights, self._reference, allow_cast=self._allow_cast)
         except CheckpointError as error:
             raise EngineError(f"{self.name} was not given new weights: {error}") from error
+
+    def distrust_weights(self, reason: str) -> None:
+        """The server does not have the weights that it says: fail requests until an update succeeds."""
+        self._get_weights().distrust(reason)
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -353,10 +357,12 @@ class SGLangEngine:
 
     async def get_weight_version(self) -> int:
         """Version of the weights that the next token will be sampled with, as the server says."""
+        self._get_facts()
         return version_of(self.name, await self._routes.read_label(), self._requests.initial_version)
 
     async def compute_checksum(self) -> str:
         """A checksum over all weights that the server has: equal on two servers if and only if their weights are."""
+        self._get_facts()
         return await self._routes.compute_checksum()
 
     async def pause(self) -> None:
@@ -382,12 +388,21 @@ class SGLangEngine:
             found = await trio.to_thread.run_sync(read_reference, model_path)
             self._reference = found if found is None or info.dtype is None else expect_dtype(found, info.dtype)
         controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
-        return WeightTransaction(self._requests, controls, served=served)
+        version = version_of(self.name, info.weight_version, self._requests.initial_version)
+        return WeightTransaction(self._requests, controls, version=version, served=served)
 
     def _get_facts(self) -> SGLangServer:
         assert self._facts is not None, "use the engine inside its `async with` block"
+        self._requests.check_not_closed()
         return self._facts
 
     def _get_weights(self) -> WeightTransaction:
         assert self._weights is not None, "use the engine inside its `async with` block"
+        self._requests.check_not_closed()
         return self._weights
+
+
+def _end_if_full(completion: Completion, max_prompt: int) -> Completion:
+    """An aborted answer that is too long to be sent as a prompt has reached its length: nobody can go on with it."""
+    is_full = completion.finish_reason == "abort" and completion.input_len + completion.output_len > max_prompt
+    return replace(completion, finish_reason="length") if is_full else completion

@@ -24,6 +24,9 @@ from rollouts.types import SamplingParams
 PauseMode = Literal["abort", "retract"]
 """What becomes of requests in flight. SGLang's third mode, in_place, mixes keys and values of two policies and is not offered."""
 
+LOWEST_TEMPERATURE = 1e-6
+"""Below it, but not at 0, the server decodes greedily, with log-probs at temperature 1."""
+
 OLDEST_VERSION = "0.5.23"  # begin_weight_update around tensors; weight_versions in answers
 TESTED_VERSIONS = ("0.5.23",)
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"

@@ -75,7 +75,7 @@ class SGLangWeights:
         if served != str(path):
             raise EngineProtocolError(f"{self._name} says that it serves {served!r} after loading {str(path)!r}")
 
-    async def send_tensors(self, num_ranks: int, label: str, buckets: Sequence[Sequence[tuple[str, Tensor]]]) -> None:
+    async def send_tensors(self, label: str, *, num_ranks: int, buckets: Sequence[Sequence[tuple[str, Tensor]]]) -> None:
         """Send weights over HTTP, bucket by bucket, and label them.
 
         Args:

@@ -14,10 +14,13 @@ from typing import Any, Literal, Self
 
 import httpx
 import trio
+from torch import Tensor
 
 from rollouts.engines.checkpoint_check import (
+    HEAD,
     CheckpointLayout,
     check_checkpoint,
+    check_tensors,
     expect_dtype,
     read_eos_token_ids,
     read_fingerprint,
@@ -105,7 +108,6 @@ class VLLMEngine:
         self._reference = reference
         self._allow_cast = allow_cast
         self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
-        self._version = initial_version
         self._eos_token_ids = frozenset[int]()
         self._has_warned_of_seeds = False
         self._info: ServerInfo | None = None
@@ -116,7 +118,6 @@ class VLLMEngine:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
             info = self._info = await self._read_info()
-            self._version = version_of(self.name, info.weight_version, self._version)
             found = await trio.to_thread.run_sync(read_eos_token_ids, Path(info.model_path))
             self._eos_token_ids = frozenset(i for i in found if info.vocab_size is None or 0 <= i < info.vocab_size)
             self._weights = await self._create_transaction(info)
@@ -136,6 +137,8 @@ class VLLMEngine:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._requests.close()
+        if self._weights is not None:
+            await self._weights.close()
         await self._exit_stack.aclose()
 
     # -- generation
@@ -231,21 +234,41 @@ class VLLMEngine:
             version = await trio.to_thread.run_sync(read_weight_version, path)
         except CheckpointError as error:
             raise EngineError(f"{self.name} was not given new weights: {error}") from error
-        version = self._version + 1 if version is None else version
         answer = await weights.load_directory(path, version, layout.fingerprint)
-        self._version, self._reference = version, self._reference or layout
+        self._reference = self._reference or layout
         return answer
 
-    async def update_weights_with(self, load: Callable[[HTTPEndpoint], Awaitable[None]], weight_version: int) -> Mapping[str, Any]:
-        """Let `load` bring weights to the paused server in another way, for instance over NCCL. Returns and raises as above."""
+    async def update_weights_with(
+        self, load: Callable[[HTTPEndpoint, str], Awaitable[None]], weights: Mapping[str, Tensor], weight_version: int
+    ) -> Mapping[str, Any]:
+        """Let `load` bring weights to the paused server in another way, for instance over NCCL. Returns and raises as above.
 
-        async def load_and_reset() -> None:
-            await load(self._server)
+        Args:
+            load: with the server's routes and the label of the weights, which need not be set: this engine does.
+            weights: for their names, shapes and dtypes, which are checked first: the server would take a part of them without a word.
+        """
+        self._check_weights(weights)
+
+        async def load_and_reset(label: str) -> None:
+            await load(self._server, label)
             await self._reset_cache()
 
-        answer = await self._get_weights().load_with(load_and_reset, weight_version)
-        self._version = weight_version
-        return answer
+        return await self._get_weights().load_with(load_and_reset, weight_version)
+
+    def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        try:
+            check_tensors(weights, self._reference, allow_cast=self._allow_cast)
+        except CheckpointError as error:
+            raise EngineError(f"{self.name} was not given new weights: {error}") from error
+        if self._get_info().device == "cpu" and HEAD not in weights:
+            raise EngineError(
+                f"{self.name} was not given new weights: they have no {HEAD}, and on a CPU vLLM would go on with the old one. Add it, also "
+                "where it is tied to the embedding"
+            )
+
+    def distrust_weights(self, reason: str) -> None:
+        """The server does not have the weights that it says: fail requests until an update succeeds."""
+        self._get_weights().distrust(reason)
 
     async def get_weight_version(self) -> int:
         """Version of the weights that the next token will be sampled with, as the server says."""
@@ -311,7 +334,8 @@ class VLLMEngine:
         if self._reference is None:
             found = await trio.to_thread.run_sync(read_reference, model_path)
             self._reference = found if found is None or info.dtype is None else expect_dtype(found, info.dtype)
-        return WeightTransaction(self._requests, controls, served=served)
+        version = version_of(self.name, info.weight_version, self._requests.initial_version)
+        return WeightTransaction(self._requests, controls, version=version, served=served)
 
     # -- the server's facts
 
@@ -340,8 +364,10 @@ class VLLMEngine:
 
     def _get_info(self) -> ServerInfo:
         assert self._info is not None, "use the engine inside its `async with` block"
+        self._requests.check_not_closed()
         return self._info
 
     def _get_weights(self) -> WeightTransaction:
         assert self._weights is not None, "use the engine inside its `async with` block"
+        self._requests.check_not_closed()
         return self._weights

@@ -40,6 +40,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 PROMPTS = [tuple(range(3 + i, 9 + 2 * i)) for i in range(6)]
 TOLERANCE = 1e-4  # nats, float32
 LONG = SamplingParams(max_tokens=300)
+SOON = (20, 5, 1, 40)  # tokens after which something is done; a server that has ended by then, while the test stood still, is asked again
 
 
 def load_model(path: Path) -> PreTrainedModel:
@@ -233,36 +234,44 @@ async def test_requests_in_flight_across_syncs_have_the_log_probs_of_each_tokens
 
 
 async def test_aborted_requests_return_what_they_have_and_their_neighbours_go_on(sglang_server, weights):
-    found: dict[str, Sequence[Completion]] = {}
-    clocks = (Clock(), Clock())
     async with SGLangEngine(sglang_server.url) as engine:
         await start(engine, weights[0])
 
-        async def one(name: str, n: int = 1) -> None:
+        async def one(name: str, n: int, found: dict[str, Sequence[Completion]]) -> None:
             found[name] = await engine.generate_group(PROMPTS[0], LONG, n, request_id=name)
 
-        with trio.fail_after(60):
-            async with trio.open_nursery() as nursery:
-                for name in ("g-1", "g-10", "g-100"):  # the server would take one for the beginning of the others
-                    nursery.start_soon(one, name)
-                nursery.start_soon(one, "group", 8)
-                nursery.start_soon(clocks[0].generate, engine)
-                await clocks[0].wait_for(20)
-                await engine.abort(["g-1", "group", "unknown"])
-                while not {"g-1", "group"} <= set(found):
-                    await trio.sleep(0.01)
+        for count in SOON:
+            found: dict[str, Sequence[Completion]] = {}
+            clock = Clock()
+            with trio.fail_after(60):
+                async with trio.open_nursery() as nursery:
+                    for name in ("g-1", "g-10", "g-100"):  # the server would take one for the beginning of the others
+                        nursery.start_soon(one, name, 1, found)
+                    nursery.start_soon(one, "group", 8, found)
+                    nursery.start_soon(clock.generate, engine)
+                    await clock.wait_for(count)
+                    await engine.abort(["g-1", "group", "unknown"])
+                    while not {"g-1", "group"} <= set(found):
+                        await trio.sleep(0.01)
+            assert [found[name][0].output_len for name in ("g-10", "g-100")] == [300, 300]
+            if all(c.finish_reason == "abort" for c in (*found["g-1"], *found["group"])):
+                break
         assert all(0 < c.output_len < 300 and c.finish_reason == "abort" for c in (*found["g-1"], *found["group"]))
         assert len({c.output_tokens for c in found["group"]}) == 8
-        assert [found[name][0].output_len for name in ("g-10", "g-100")] == [300, 300]
 
-        with trio.fail_after(60):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(clocks[1].generate, engine)
-                for i in range(90):
-                    nursery.start_soon(one, f"{i}")
-                await clocks[1].wait_for(20)
-                await engine.abort()
-        lengths = [found[f"{i}"][0].output_len for i in range(90)]
+        for count in SOON:
+            found = {}
+            clock = Clock()
+            with trio.fail_after(60):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(clock.generate, engine)
+                    for i in range(90):
+                        nursery.start_soon(one, f"{i}", 1, found)
+                    await clock.wait_for(count)
+                    await engine.abort()
+            lengths = [found[f"{i}"][0].output_len for i in range(90)]
+            if {found[f"{i}"][0].finish_reason for i in range(90)} == {"abort"}:
+                break
         assert {found[f"{i}"][0].finish_reason for i in range(90)} == {"abort"}
         assert min(lengths) == 0  # it was still in the queue
         assert 0 < max(lengths) < 300
@@ -437,7 +446,7 @@ async def test_a_load_that_fails_on_the_server_is_undone(sglang_server, weights,
             nursery.start_soon(one)
             await clock.wait_for(20)
             with pytest.raises(EngineError, match=r"Failed to get weights iterator.*goes on with the weights that it had before"):
-                await engine._get_weights().load_directory(tmp_path / "elsewhere", version + 1, ())
+                await engine._get_weights().load_directory(tmp_path / "elsewhere", version + 1)
         assert set(found[0].output_versions) == {version}
         assert await difference_to_trainer(found, {version: weights[0]}) < TOLERANCE
         await check_alive(engine, weights[0])
@@ -513,15 +522,15 @@ async def test_untempered_log_probs_are_recognised_and_a_death_fails_what_is_pen
                     except EngineError as error:
                         failures.append(error)
 
-                with trio.fail_after(30):
+                with trio.fail_after(60):
                     async with trio.open_nursery() as nursery:
                         for _ in range(8):
                             nursery.start_soon(one)
                         await clock.wait_for(100)
                         os.killpg(server.pid, signal.SIGKILL)
                 assert len(failures) == 8
-                with trio.fail_after(30), pytest.raises(EngineError, match=r"could not be given the weights|cannot be"):
+                with trio.fail_after(60), pytest.raises(EngineError, match=r"could not be given the weights|cannot be"):
                     await engine.update_weights_from_checkpoint(weights[0])
                 with pytest.raises(EngineError):
                     await engine.generate(PROMPTS[0], LONG)
-                await trio.sleep(5)
+                await trio.sleep(120)  # until the launcher has noticed

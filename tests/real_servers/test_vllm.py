@@ -99,7 +99,13 @@ async def wait_for_tokens(server: HTTPEndpoint, count: int) -> None:
     """Until the server has generated so many."""
     with trio.fail_after(60):
         while await count_generated(server) < count:
-            await trio.sleep(0.001)
+            await trio.sleep(0.005)
+
+
+async def let_answers_come() -> None:
+    """Those that are on their way; in many steps, so that a process that stood still for a while takes them too."""
+    for _ in range(30):
+        await trio.sleep(0.01)
 
 
 async def test_the_server_says_what_it_is(vllm_server):
@@ -185,24 +191,30 @@ async def test_after_each_of_ten_syncs_greedy_outputs_are_those_of_the_new_weigh
 
 @pytest.mark.parametrize("in_flight", ["continue", "abort"])
 async def test_requests_in_flight_across_syncs_have_a_version_for_each_token(vllm_server, tmp_path: Path, in_flight):
-    models = {version: create_endless_model(version) for version in (21, 22, 23)}
-    for version, model in models.items():
-        export(model, tmp_path / str(version), version)
+    counts = ((1000, 6000), (1000, 2000), (200, 400))  # tokens before each sync, of 64 * 400: how soon it comes depends on the machine
+    models = {version: create_endless_model(version) for version in range(21, 21 + 3 * len(counts))}
     params = SamplingParams(max_tokens=400, temperature=1.3)
-    found: list[Completion] = []
     async with VLLMEngine(vllm_server.url, in_flight=in_flight) as engine, HTTPEndpoint(vllm_server.url) as server:
-        await engine.update_weights_from_checkpoint(tmp_path / "21")
-        before = await count_generated(server)
+        for attempt, (for_second, for_third) in enumerate(counts):
+            first, second, third = (21 + 3 * attempt + i for i in range(3))
+            found: list[Completion] = []
+            for version in (first, second, third):
+                export(models[version], tmp_path / str(version), version)
+            await engine.update_weights_from_checkpoint(tmp_path / str(first))
+            before = await count_generated(server)
 
-        async def generate(i: int) -> None:
-            found.extend(await engine.generate_group(PROMPTS[i], params.new(seed=i), 8))
+            async def generate(i: int, found: list[Completion] = found) -> None:
+                found.extend(await engine.generate_group(PROMPTS[i], params.new(seed=i), 8))
 
-        async with trio.open_nursery() as nursery:
-            for i in range(len(PROMPTS)):
-                nursery.start_soon(generate, i)
-            for version, count in ((22, 1000), (23, 6000)):  # of the 64 * 400 tokens
-                await wait_for_tokens(server, before + count)
-                await engine.update_weights_from_checkpoint(tmp_path / str(version))
+            async with trio.open_nursery() as nursery:
+                for i in range(len(PROMPTS)):
+                    nursery.start_soon(generate, i)
+                for version, count in ((second, for_second), (third, for_third)):
+                    await wait_for_tokens(server, before + count)
+                    await engine.update_weights_from_checkpoint(tmp_path / str(version))
+            seen = {version for completion in found for version in completion.output_versions}
+            if third in seen:
+                break
     assert len(found) == 8 * len(PROMPTS)
     num_mixed, difference = 0, 0.0
     for completion in found:
@@ -211,12 +223,12 @@ async def test_requests_in_flight_across_syncs_have_a_version_for_each_token(vll
         num_mixed += len(set(versions)) > 1
         assert completion.finish_reason == ("stop" if completion.output_tokens[-1] == 1 else "length")
         assert completion.output_len == 400 or completion.finish_reason == "stop"
-        expected = {version: compute_log_probs(model, completion) for version, model in models.items()}
+        expected = {version: compute_log_probs(models[version], completion) for version in (first, second, third)}
         for t, (version, log_prob) in enumerate(zip(versions, completion.output_log_probs, strict=True)):
             difference = max(difference, abs(log_prob - expected[version][t]))
     print(f"{in_flight}: {num_mixed} of {len(found)} of several versions, largest difference {difference:.2e}")
     assert num_mixed > len(found) // 2
-    assert {version for completion in found for version in completion.output_versions} == {21, 22, 23}
+    assert seen == {first, second, third}
     assert difference < TOLERANCE
 
 
@@ -284,9 +296,9 @@ async def test_aborts_by_id_by_group_and_of_all_return_what_there_is(vllm_server
                     nursery.start_soon(one, name, n, who)
                 await wait_for_tokens(server, before + 400)
                 await engine.pause()  # so that none ends by itself meanwhile
-                await trio.sleep(0.3)
+                await let_answers_come()
                 if not found:  # else this process was so slow that some had ended already
-                    with trio.fail_after(30):
+                    with trio.fail_after(60):
                         for names in (["a", "nobody"], ["group"], None):
                             await engine.abort(names)
                             seen.append(set(found))
@@ -305,15 +317,16 @@ async def test_aborts_by_id_by_group_and_of_all_return_what_there_is(vllm_server
 
 async def test_an_abort_by_the_bare_id_does_nothing_which_is_why_the_engine_sends_another(vllm_server):
     async with HTTPEndpoint(vllm_server.url) as server:
-        payload = {"token_ids": [5, 6], "request_id": "mine", "sampling_params": {"max_tokens": 60, "ignore_eos": True, "logprobs": 0}}
+        payload = {"token_ids": [5, 6], "request_id": "mine", "sampling_params": {"max_tokens": 500, "ignore_eos": True, "logprobs": 0}}
         answers = []
+        before = await count_generated(server)
 
         async def generate() -> None:
             answers.append(await server.post_json("/inference/v1/generate", payload))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(generate)
-            await trio.sleep(0.05)
+            await wait_for_tokens(server, before + 1)
             await server.post_json("/abort_requests", {"request_ids": ["mine"]}, kind="control")
     assert answers[0]["choices"][0]["finish_reason"] == "length"
 
@@ -328,13 +341,13 @@ async def test_an_abort_that_comes_at_once_is_not_lost(vllm_server, tmp_path: Pa
             found.append(await engine.generate(PROMPTS[1], params.new(seed=i)))
 
         start = trio.current_time()
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
                 for i in range(150):
                     nursery.start_soon(one, i)
                 await trio.testing.wait_all_tasks_blocked()
                 await engine.abort()
-        assert trio.current_time() - start < 15  # well before the 30 s after which a request is dropped
+        assert trio.current_time() - start < 25  # before the 30 s after which a request is dropped
         assert len(found) == 150
         assert sum(c.finish_reason == "abort" for c in found) > 75  # more than those that the server takes at once and finishes
         assert (await engine.generate(PROMPTS[0], SamplingParams(max_tokens=3))).output_len >= 1
@@ -457,8 +470,9 @@ async def test_a_load_that_fails_on_the_server_brings_back_the_old_weights(vllm_
     model = create_model(61)
     good = export(model, tmp_path / "good", 61)
     bad = export(create_model(62), tmp_path / "bad", 62)
-    async with VLLMEngine(vllm_server.url) as engine:
+    async with VLLMEngine(vllm_server.url) as engine, HTTPEndpoint(vllm_server.url) as server:
         await engine.update_weights_from_checkpoint(good)
+        before = await count_generated(server)
 
         def check_then_break(path, reference, *, allow_cast=False):
             layout = real_check(path, reference, allow_cast=allow_cast)
@@ -476,7 +490,7 @@ async def test_a_load_that_fails_on_the_server_brings_back_the_old_weights(vllm_
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(generate)
-            await trio.sleep(0.1)
+            await wait_for_tokens(server, before + 1)
             with pytest.raises(EngineError, match=r"did not take the weights in .*bad.*It goes on with the weights that it had before"):
                 await engine.update_weights_from_checkpoint(bad)
         assert await engine.get_weight_version() == 61
@@ -514,7 +528,7 @@ async def test_cancelled_requests_leave_nothing_behind(vllm_server):
         for _ in range(3):
             with trio.move_on_after(0.1):
                 await generate_all(engine, SamplingParams(max_tokens=480, temperature=1.0))
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await generate_all(engine, SamplingParams(max_tokens=3))
 
 

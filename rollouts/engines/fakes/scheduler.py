@@ -209,6 +209,8 @@ class Scheduler:
     def hold_tokens(self, count: int) -> None:
         """Sequences that have so many tokens stand still until release_tokens; one that is aborted ends all the same."""
         self._most_tokens = count
+        for sequence in self.sequences:
+            sequence.wake()
 
     def release_tokens(self) -> None:
         """Undo hold_tokens."""

@@ -21,6 +21,7 @@ from rollouts.errors import RolloutsError, raise_single_errors
 
 _READ_SIZE = 65536
 _MAX_HEADER_BYTES = 65536
+_LOOK_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,15 @@ class LoopbackServer:
     def count(self, path: str) -> int:
         """How many requests of a path have arrived."""
         return Counter(request.path for request in self.received)[path]
+
+    async def wait_until(self, condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+        """Until a condition of what the server has seen or does holds, asked every few milliseconds.
+
+        Raises: trio.TooSlowError after timeout_s.
+        """
+        with trio.fail_after(timeout_s):
+            while not condition():
+                await trio.sleep(_LOOK_S)
 
     def add_fault(self, fault: Fault) -> None:
         """Let it go wrong from now on. Of several faults that apply, the one that was set first does."""

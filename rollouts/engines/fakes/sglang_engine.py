@@ -84,17 +84,21 @@ class SGLangCore:
 
     @asynccontextmanager
     async def update(self) -> AsyncGenerator[bool]:
-        """A weight update: at once where paused, else behind all generations. Gives whether it was paused."""
+        """A weight update: at once where paused, and then nothing else is updated, paused or continued; else behind all generations. Gives
+        whether it was paused."""
         async with self._pause_lock:
-            is_paused = self.is_paused
-        self._num_writers += not is_paused
+            if self.is_paused:
+                await trio.sleep(self._seconds_per_update)
+                yield True
+                return
+        self._num_writers += 1
         try:
-            while not is_paused and self._num_in_flight:
+            while self._num_in_flight:
                 await self._changed.wait()
             await trio.sleep(self._seconds_per_update)
-            yield is_paused
+            yield False
         finally:
-            self._num_writers -= not is_paused
+            self._num_writers -= 1
             self._tell()
 
     def _tell(self) -> None:

@@ -38,6 +38,7 @@ class VLLMEngineCore:
         self.weights: Literal["good", "absent", "misfit"] = "good"
         self.session_is_open = False
         self._last_path = model.path
+        self._loading = trio.Lock()
         self._seconds_per_update = seconds_per_update
 
     def check_weights(self) -> None:
@@ -80,17 +81,18 @@ class VLLMEngineCore:
         return len(found) + len(parents)
 
     async def reload(self, path: str | None) -> None:
-        """Load a directory between two steps. Raises Refused; the model is then in the state that the real one is in."""
-        self._last_path = path or self._last_path
-        await trio.sleep(self._seconds_per_update)
-        if self.weights == "misfit":
-            raise worker_failed("start (0) + length (512) exceeds dimension size (511).")
-        try:
-            self.model.load(Path(self._last_path))
-        except LoadError as error:
-            self.weights = "misfit" if error.kind == "shape" else "absent"
-            raise worker_failed(describe_missing(self._last_path) if error.kind == "missing" else str(error)) from error
-        self.weights = "good"
+        """Load a directory between two steps, one at a time. Raises Refused; the model is then in the state that the real one is in."""
+        async with self._loading:
+            self._last_path = path or self._last_path
+            await trio.sleep(self._seconds_per_update)
+            if self.weights == "misfit":
+                raise worker_failed("start (0) + length (512) exceeds dimension size (511).")
+            try:
+                self.model.load(Path(self._last_path))
+            except LoadError as error:
+                self.weights = "misfit" if error.kind == "shape" else "absent"
+                raise worker_failed(describe_missing(self._last_path) if error.kind == "missing" else str(error)) from error
+            self.weights = "good"
 
 
 def worker_failed(message: str) -> Refused:
