@@ -22,8 +22,8 @@ from integration.engines import (
 from integration.models import create_model
 from integration.stages import RunControl, run_rl
 from integration.tasks import create_sort_task
-from rollouts.async_config import AsyncConfig
 from integration.train import main
+from rollouts.async_config import AsyncConfig
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import OptimizerConfig, ParityConfig
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
