@@ -99,7 +99,7 @@ def with_segment_log_probs(sample: Sample, log_probs: Sequence[float], current_v
         log_probs: aligned with tokens, under the weights of current_version; only find_segment_tokens are read.
         current_version: of those weights.
 
-    Returns: segment_version = current_version, segment_versions too at the tokens that are due; or the very sample if none is.
+    Returns: recompute_version = current_version, segment_versions too at the tokens that are due; or the very sample if none is.
     """
     due = find_segment_tokens(sample, current_version)
     if not due:
@@ -111,7 +111,7 @@ def with_segment_log_probs(sample: Sample, log_probs: Sequence[float], current_v
     values, versions = list(start), list(sample.segment_versions or (-1,) * len(sample.tokens))
     for place in due:
         values[place], versions[place] = float(log_probs[place]), current_version
-    return replace(sample, segment_log_probs=tuple(values), segment_versions=tuple(versions), segment_version=current_version)
+    return replace(sample, segment_log_probs=tuple(values), segment_versions=tuple(versions), recompute_version=current_version)
 
 
 # -- on batches, interpolated between rollout and trainer

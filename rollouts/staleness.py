@@ -146,7 +146,7 @@ def compute_staleness(sample: Sample, current_version: int) -> int:
     versions = _trained_versions(sample)
     if not versions:
         return 0
-    return current_version - (max(versions) if sample.segment_version < 0 else min(versions))
+    return current_version - (max(versions) if sample.recompute_version < 0 else min(versions))
 
 
 def compute_allowed_staleness(sample: Sample, max_staleness: int | None) -> int:
@@ -156,7 +156,7 @@ def compute_allowed_staleness(sample: Sample, max_staleness: int | None) -> int:
         sample: as in compute_staleness.
         max_staleness: of the run; None = 1.
     """
-    if sample.segment_version < 0 or max_staleness is None or not _trained_versions(sample):
+    if sample.recompute_version < 0 or max_staleness is None or not _trained_versions(sample):
         return 1
     return max(1, max_staleness)
 

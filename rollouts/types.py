@@ -109,7 +109,7 @@ class Sample:
     weight_versions: tuple[int, ...] | None = None  # weight version that sampled each token; -1 where none did
     segment_log_probs: tuple[float, ...] | None = None  # nats, of each token under the version after the one that sampled it, as far as
     # it was computed (proximal.py), else rollout_log_probs; None = never computed
-    segment_version: int = -1  # weight version that segment_log_probs were last computed under; -1 = never
+    recompute_version: int = -1  # weight version that segment_log_probs were last computed under; -1 = never
     segment_versions: tuple[int, ...] | None = None  # weight version that each of segment_log_probs is of; -1 = not computed (yet)
     response: str = ""  # the text of the response, for people and rewards; never tokenized again
     reward: float | None = None

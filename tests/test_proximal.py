@@ -54,7 +54,7 @@ def test_the_edit_writes_due_tokens_and_keeps_the_others():
     sample = make_sample((-1, 2, 3, 3, 4))
     edited = with_segment_log_probs(sample, [-9.0, -8.0, -7.0, -6.0, -5.0], 4)
     assert edited.segment_log_probs == (0.0, -1.0, -7.0, -6.0, -4.0)
-    assert edited.segment_version == 4
+    assert edited.recompute_version == 4
     assert edited.rollout_log_probs == sample.rollout_log_probs
     assert sample.segment_log_probs is None
 
@@ -62,7 +62,7 @@ def test_the_edit_writes_due_tokens_and_keeps_the_others():
 def test_a_sample_without_due_tokens_stays_the_very_same():
     sample = make_sample((-1, 2, 3))
     assert with_segment_log_probs(sample, [0.0] * 3, 7) is sample
-    assert sample.segment_version == -1
+    assert sample.recompute_version == -1
 
 
 @given(st.lists(st.integers(-1, 4), min_size=1, max_size=8))
@@ -73,7 +73,7 @@ def test_after_all_versions_each_token_has_the_log_prob_of_the_one_after_its_own
     expected = [0.0] + [-100.0 * (v + 1) - t if v >= 0 else 0.0 for t, v in enumerate(versions, start=1)]
     if any(v >= 0 for v in versions):
         assert sample.segment_log_probs == tuple(expected)
-        assert sample.segment_version == max(versions) + 1
+        assert sample.recompute_version == max(versions) + 1
     else:
         assert sample.segment_log_probs is None
 

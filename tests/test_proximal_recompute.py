@@ -72,7 +72,7 @@ async def test_only_tokens_of_the_version_before_are_asked_about_and_no_token_be
     assert edited[0].segment_versions == (-1, -1, 5, -1)
     assert edited[1].segment_log_probs == (0.0, -51.0, -52.0, -53.0)
     assert edited[2].segment_log_probs == edited[2].rollout_log_probs
-    assert [sample.segment_version for sample in edited] == [5, 5, -1]
+    assert [sample.recompute_version for sample in edited] == [5, 5, -1]
     assert [find_missed_tokens(sample, 5) for sample in edited] == [(1,), (), ()]
 
 

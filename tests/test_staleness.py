@@ -134,18 +134,18 @@ def test_filtering_nothing_changes_nothing():
     assert with_consumed(counts, 9).filtered == 0
 
 
-def make_sample(versions: tuple[int, ...], segment_version: int = -1, index: int = 0) -> Sample:
+def make_sample(versions: tuple[int, ...], recompute_version: int = -1, index: int = 0) -> Sample:
     return Sample(
         tokens=(0,) * len(versions),
         loss_mask=tuple(float(v != -2) for v in versions),
         weight_versions=tuple(max(v, -1) for v in versions),
-        segment_version=segment_version,
+        recompute_version=recompute_version,
         index=index,
     )
 
 
 @pytest.mark.parametrize(
-    ("versions", "segment_version", "current", "max_staleness", "staleness", "allowed"),
+    ("versions", "recompute_version", "current", "max_staleness", "staleness", "allowed"),
     [
         ((-2, 3, 5), -1, 6, 4, 1, 1),  # the newest token counts
         ((-2, 3, 5), 6, 6, 4, 3, 4),  # segment-wise the oldest
@@ -156,8 +156,10 @@ def make_sample(versions: tuple[int, ...], segment_version: int = -1, index: int
         ((-2, -1), 6, 6, 4, 0, 1),
     ],
 )
-def test_staleness(versions: tuple[int, ...], segment_version: int, current: int, max_staleness: int | None, staleness: int, allowed: int):
-    sample = make_sample(versions, segment_version)
+def test_staleness(
+    versions: tuple[int, ...], recompute_version: int, current: int, max_staleness: int | None, staleness: int, allowed: int
+):
+    sample = make_sample(versions, recompute_version)
     assert compute_staleness(sample, current) == staleness
     assert compute_allowed_staleness(sample, max_staleness) == allowed
     assert is_too_stale(sample, current, max_staleness) == (staleness > allowed)
@@ -175,7 +177,7 @@ def test_ages_of_tokens():
 def test_tokens_that_are_not_trained_do_not_count():
     sample = replace(make_sample((1, 3, 4)), loss_mask=(0.0, 1.0, 0.0))
     assert compute_staleness(sample, 5) == 2
-    assert compute_staleness(replace(sample, segment_version=5), 5) == 2
+    assert compute_staleness(replace(sample, recompute_version=5), 5) == 2
     assert count_token_ages([sample], 5) == {2: 1}
 
 

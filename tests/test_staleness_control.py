@@ -100,7 +100,7 @@ def test_the_segment_wise_strategy_gives_the_recorded_decisions(kwargs: dict[str
         tokens=(0,) * len(kwargs["versions"]),
         loss_mask=tuple(map(float, kwargs["loss_mask"])),
         weight_versions=tuple(kwargs["versions"]),
-        segment_version=kwargs["recompute_version"],
+        recompute_version=kwargs["recompute_version"],
     )
     strategy = SegmentWisePPOStrategy(kwargs["max_head_offpolicyness"])
     assert strategy.calculate_staleness(sample, kwargs["current_version"]) == outputs["staleness"]
@@ -235,12 +235,12 @@ def test_a_share_of_nobody_is_refused(name: str):
 # strategies
 
 
-def make_rollout(index: int, *versions: int, segment_version: int = -1) -> FinishedRollout:
+def make_rollout(index: int, *versions: int, recompute_version: int = -1) -> FinishedRollout:
     sample = Sample(
         tokens=(0,) * len(versions),
         loss_mask=(1.0,) * len(versions),
         weight_versions=versions,
-        segment_version=segment_version,
+        recompute_version=recompute_version,
         index=index,
     )
     return FinishedRollout(Prompt(content="?", index=index), (sample,), min(versions))
@@ -258,7 +258,7 @@ def indices(rollouts: tuple[FinishedRollout, ...]) -> list[int]:
     return [rollout.prompt.index for rollout in rollouts]
 
 
-ROLLOUTS = (make_rollout(0, 1, 1), make_rollout(1, 3, 4), make_rollout(2, 1, 3), make_rollout(3, 2, 3, segment_version=3))
+ROLLOUTS = (make_rollout(0, 1, 1), make_rollout(1, 3, 4), make_rollout(2, 1, 3), make_rollout(3, 2, 3, recompute_version=3))
 
 
 def test_the_segment_wise_strategy_takes_out_what_is_too_old():

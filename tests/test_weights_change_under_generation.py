@@ -189,7 +189,7 @@ async def test_the_proximal_log_prob_of_each_token_is_that_of_the_version_after_
         versions = sample.weight_versions or ()
         assert sample.segment_log_probs == pytest.approx(pick_by_version(sample, ahead=1), abs=1e-5)
         assert sample.segment_versions == tuple(version + 1 if version >= 0 else -1 for version in versions)
-        assert sample.segment_version == 3
+        assert sample.recompute_version == 3
         assert find_missed_tokens(sample, 3) == ()
 
 

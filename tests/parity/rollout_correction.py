@@ -245,7 +245,7 @@ def areal_fork_proximal_recompute(
     return {
         "proximal_logprobs_t": [*patched.segment_log_probs, *proximal_logprobs_t[length:]],
         "patched": len(find_segment_tokens(sample, current_version)),
-        "recompute_version": patched.segment_version,
+        "recompute_version": patched.recompute_version,
     }
 
 

@@ -69,7 +69,7 @@ def areal_fork_segment_staleness_check(
         tokens=(0,) * len(versions),
         loss_mask=tuple(map(float, loss_mask)),
         weight_versions=tuple(versions),
-        segment_version=recompute_version,
+        recompute_version=recompute_version,
     )
     return {
         "staleness": compute_staleness(sample, current_version),
