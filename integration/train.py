@@ -33,8 +33,8 @@ from rollouts.metrics import CompositeLogger, JSONLLogger, read_metrics, truncat
 METRICS_FILE = "metrics.jsonl"
 EXIT_USAGE, EXIT_FAILURE, EXIT_STOPPED = 2, 1, 130
 LIMITS_OF_ROLLOUTS = (  # what messages about rollouts that fail, hang or pile up advise to change
-    "max_concurrent_rollouts", "queue_size", "when_queue_full", "on_stale", "on_failure", "max_attempts", "retry_delay_s",
-    "rollout_timeout_s", "patience_s",
+    "max_concurrent_rollouts", "queue_size", "when_queue_full", "on_stale", "on_failure", "max_attempts", "max_stale_attempts",
+    "retry_delay_s", "rollout_timeout_s", "patience_s", "checkpoint_in_flight",
 )  # fmt: skip
 MAY_CHANGE_ON_RESUME = (
     *("output_dir", "num_threads", "sft.num_steps", "rl.num_steps", "checkpoint."),

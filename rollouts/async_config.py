@@ -14,6 +14,7 @@ RolloutOrder = Literal["finished", "submitted"]
 OnStale = Literal["retry", "drop"]
 OnFailure = Literal["raise", "retry", "drop"]
 InFlight = Literal["continue", "interrupt"]
+CheckpointInFlight = Literal["restart", "interrupt"]
 MissedSegment = Literal["rollout", "proximal"]
 
 
@@ -26,30 +27,35 @@ class AsyncConfig:
     max_concurrent_rollouts: int | None = None  # groups being generated at once; None = (max_staleness + 1) * groups per version
     queue_size: int | None = None  # finished groups that may wait to be collected; None = (max_staleness + 1) * groups per version
     when_queue_full: WhenQueueFull = "raise"  # raise = an error that says "increase queue_size"; wait = the producer waits for room
-    order: RolloutOrder = "finished"  # which groups are trained on: those that finished first, or strictly in the order of their prompts,
-    # where batches do not depend on timing and the trainer waits for stragglers
+    # which groups are trained on: those that finished first, or strictly in the order of their prompts, where batches do not depend on
+    # timing and the trainer waits for stragglers
+    order: RolloutOrder = "finished"
     on_stale: OnStale = "retry"  # a group that became too old: its prompt is generated anew under newer weights, or given up
     on_failure: OnFailure = "retry"  # a rollout that raised: the run ends, the prompt is tried again, or the group is given up
-    max_attempts: int = (
-        3  # per prompt, where retry of either kind applies; after that a failure ends the run, and a stale group is given up
-    )
+    max_attempts: int = 3  # that may fail, per prompt, where on_failure is retry; then the run ends
+    max_stale_attempts: int | None = None  # that may become too old, per prompt; then it is given up; None = no limit
     retry_delay_s: float = 1.0  # between a failure and the next attempt
-    rollout_timeout_s: float | None = (
-        None  # for one group; then it is aborted, and goes on from its tokens in the next attempt; None = no limit
-    )
-    patience_s: float | None = 3600.0  # that the trainer waits for a batch before it gives up; None = for ever
-    in_flight: InFlight | None = None  # rollouts during a weight sync: engines swap weights under them, or they are aborted and go on from
-    # prompt and tokens; None = continue, or interrupt where segment-wise PPO must see their tokens
-    enable_segment_wise_ppo: bool | None = None  # a proximal policy for each token, one version after the one that sampled it; None = no,
-    # unless a switch above says so
-    missed_segment: MissedSegment = "rollout"  # what a token's weight falls back to where that log-prob was never computed: none (its
-    # rollout log-prob), or the ordinary proximal one
+    # for one group; then it is aborted, and goes on from its tokens in the next attempt; None = no limit
+    rollout_timeout_s: float | None = None
+    patience_s: float | None = 3600.0  # that the trainer waits while no rollout comes to its end, before it gives up; None = for ever
+    # rollouts during a weight sync: engines swap weights under them, or they are aborted and go on from prompt and tokens; None = continue,
+    # or interrupt where segment-wise PPO must see their tokens
+    in_flight: InFlight | None = None
+    # rollouts that run during a checkpoint: saved as they were when last stopped, so that a resumed run generates their newest tokens
+    # again, or aborted like those of a weight sync, with all tokens
+    checkpoint_in_flight: CheckpointInFlight = "restart"
+    # a proximal policy for each token, one version after the one that sampled it; None = no, unless a switch above says so
+    enable_segment_wise_ppo: bool | None = None
+    # what a token's weight falls back to where that log-prob was never computed: none (its rollout log-prob), or the ordinary proximal one
+    missed_segment: MissedSegment = "rollout"
 
     def __post_init__(self) -> None:
         check_count(self, "max_staleness")
         check_positive(self, "max_attempts")
         check_not_negative(self, "retry_delay_s")
-        for name in ("max_concurrent_rollouts", "queue_size"):
+        if not self.retry_delay_s < math.inf:
+            raise ConfigError(f"AsyncConfig.retry_delay_s is {self.retry_delay_s!r}, expected a finite number of seconds")
+        for name in ("max_concurrent_rollouts", "queue_size", "max_stale_attempts"):
             if getattr(self, name) is not None:
                 check_positive(self, name)
         for name in ("rollout_timeout_s", "patience_s"):
@@ -61,6 +67,7 @@ class AsyncConfig:
             "order": get_args(RolloutOrder),
             "on_stale": get_args(OnStale),
             "on_failure": get_args(OnFailure),
+            "checkpoint_in_flight": get_args(CheckpointInFlight),
             "missed_segment": get_args(MissedSegment),
         }
         for name, known in choices.items():

@@ -5,10 +5,12 @@
     ├── DataError(ValueError)              a data set, conversation, tokenizer or file of the user's
     ├── RewardError(RuntimeError)          a reward function: raised, timed out, or gave no finite number
     ├── GenerationError(RuntimeError)      rollouts that do not come: a filter that starves, a generate function that breaks its contract
-    │   └── GenerationTimeout(TimeoutError)  not there in time; another wait may find them
+    │   ├── GenerationTimeout(TimeoutError)  not there in time; another wait may find them
+    │   └── EpisodeInterrupted             a workflow's episode was told to stop, for a weight sync or a checkpoint
     ├── BackendError(RuntimeError)         training: non-finite updates, a job that cannot run
     ├── CheckpointError(RuntimeError)      a checkpoint that cannot be written, found, verified or used
     └── EngineError(RuntimeError)          an inference engine
+        ├── EngineRequestError             a request that no engine can answer, refused before it was sent
         ├── EngineTimeout                  no answer within the deadline
         ├── EngineStatusError              an HTTP error status, with url and body
         └── EngineProtocolError            an answer that does not mean what the protocol says
@@ -47,6 +49,10 @@ class GenerationTimeout(GenerationError, TimeoutError):
     """The rollouts that were waited for are not there in time. Nothing is lost: another wait may find them."""
 
 
+class EpisodeInterrupted(GenerationError):
+    """A request of an episode was aborted, for a weight sync or a checkpoint. Let it pass: the episode is begun again afterwards."""
+
+
 class BackendError(RolloutsError, RuntimeError):
     """A training job failed in a way the user can act on, for example non-finite gradients step after step."""
 
@@ -57,6 +63,10 @@ class CheckpointError(RolloutsError, RuntimeError):
 
 class EngineError(RolloutsError, RuntimeError):
     """An inference engine failed; the message names the engine."""
+
+
+class EngineRequestError(EngineError):
+    """A request that cannot be answered, such as a prompt longer than the context: refused before it was sent, and would be again."""
 
 
 class EngineTimeout(EngineError):
@@ -93,6 +103,27 @@ def raise_single_errors() -> Generator[None]:
         failure = failure.exceptions[0]
     if failure is not None:
         raise failure
+
+
+def flatten_errors(error: Exception) -> tuple[Exception, ...]:
+    """The errors in an ExceptionGroup, at any depth; of another error, itself."""
+    if not isinstance(error, ExceptionGroup):
+        return (error,)
+    group: ExceptionGroup[Exception] = error
+    return tuple(inner for part in group.exceptions for inner in flatten_errors(part))
+
+
+def reduce_alike(error: Exception) -> Exception:
+    """The first of a group of errors of one class, with a note that tells how many there were; another error is returned as it is."""
+    errors = flatten_errors(error)
+    first = errors[0]
+    if first is error or any(type(other) is not type(first) for other in errors):
+        return error
+    for note in getattr(error, "__notes__", []):
+        first.add_note(note)
+    if len(errors) > 1:
+        first.add_note(f"and {len(errors) - 1} more {type(first).__name__} at the same moment")
+    return first
 
 
 def locate_error(error: BaseException) -> str:

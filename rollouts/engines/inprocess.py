@@ -24,7 +24,7 @@ from rollouts.engines.protocol import WEIGHT_VERSION_FILE
 from rollouts.engines.request_checks import check_params, check_tokens
 from rollouts.engines.sampling import SamplingRows, UniformStream, sample_tokens
 from rollouts.engines.slots import Prefix, SlotModel
-from rollouts.errors import CheckpointError, EngineError
+from rollouts.errors import CheckpointError, EngineError, EngineRequestError
 from rollouts.logprobs import gather_log_probs
 from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
 from rollouts.samples import derive_seed
@@ -139,7 +139,7 @@ class InProcessEngine:
         Args:
             request_id: unique among pending requests; requests that wait are admitted in the order of their ids.
 
-        Raises: EngineError for an empty prompt, a token outside the vocabulary, or a prompt that fills the context.
+        Raises: EngineRequestError for an empty prompt, a token outside the vocabulary, or a prompt that fills the context.
         """
         request = self._create_request(tuple(prompt_tokens), params, request_id)
         self._pending[request.request_id] = request
@@ -206,7 +206,7 @@ class InProcessEngine:
         self._check_open()
         self._check_tokens(tuple(input_tokens), self._max_length, "recompute_output_log_probs")
         if not 1 <= start_index <= len(input_tokens):
-            raise EngineError(f"{self.name}: start_index is {start_index}, expected between 1 and the {len(input_tokens)} tokens")
+            raise EngineRequestError(f"{self.name}: start_index is {start_index}, expected between 1 and the {len(input_tokens)} tokens")
         assert temperature > 0, f"temperature is {temperature}, expected > 0"
 
         def compute() -> list[float]:
@@ -383,7 +383,7 @@ class InProcessEngine:
     def _check_tokens(self, tokens: tuple[int, ...], most: int, name: str) -> None:
         check_tokens(self.name, name, tokens, self._vocab_size)
         if len(tokens) > most:
-            raise EngineError(
+            raise EngineRequestError(
                 f"{self.name}: {name} has {len(tokens)} tokens, more than the {most} that fit into the context of {self._max_length}: "
                 "shorten the prompt"
             )

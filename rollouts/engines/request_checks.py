@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollouts.engines.server_info import ServerInfo
-from rollouts.errors import EngineError
+from rollouts.errors import EngineRequestError
 from rollouts.types import LogProbKind, SamplingParams
 
 
@@ -26,20 +26,20 @@ def check_request(
         max_prompt: most tokens of a prompt; default: one less than the context, so that a token can be generated.
         max_total: most tokens of prompt and output; default: the context.
 
-    Raises: EngineError for what the server would refuse, or die of.
+    Raises: EngineRequestError for what the server would refuse, or die of.
     """
     most, total = max_prompt or info.context_length - 1, max_total or info.context_length
     check_tokens(name, request_id, prompt, info.vocab_size)
     if len(prompt) > most:
-        raise EngineError(
+        raise EngineRequestError(
             f"{name}: {request_id} has {len(prompt)} prompt tokens, more than the {most} that fit into the context of "
             f"{info.context_length}: shorten the prompt, or start the server with a longer context"
         )
     if n < 1 or (n > 1 and params.greedy):
-        raise EngineError(f"{name}: {request_id} asks for {n} samples{' of greedy decoding, which are all equal' if n > 1 else ''}")
+        raise EngineRequestError(f"{name}: {request_id} asks for {n} samples{' of greedy decoding, which are all equal' if n > 1 else ''}")
     check_params(name, request_id, params, vocab_size=info.vocab_size, has_tokenizer=info.has_tokenizer)
     if params.untempered_log_probs and not gives_untempered_log_probs(info.log_prob_kind, params):
-        raise EngineError(
+        raise EngineRequestError(
             f"{name}: {request_id} asks for untempered log-probs, but this server's are {info.log_prob_kind}, at temperature "
             f"{params.temperature:g}: sample from the whole distribution at temperature 1, or use the engine in this process"
         )
@@ -47,22 +47,22 @@ def check_request(
 
 
 def check_tokens(name: str, request_id: str, tokens: Sequence[int], vocab_size: int | None) -> None:
-    """Raise EngineError for no tokens, or one outside the vocabulary, which kills some servers."""
+    """Raise EngineRequestError for no tokens, or one outside the vocabulary, which kills some servers."""
     if not tokens:
-        raise EngineError(f"{name}: {request_id} has an empty prompt; give it at least one token")
+        raise EngineRequestError(f"{name}: {request_id} has an empty prompt; give it at least one token")
     low, high = min(tokens), max(tokens)
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         size = "" if vocab_size is None else f" of {vocab_size}"
-        raise EngineError(
+        raise EngineRequestError(
             f"{name}: {request_id} has token {low if low < 0 else high}, outside the vocabulary{size}: is it another tokenizer's?"
         )
 
 
 def check_params(name: str, request_id: str, params: SamplingParams, *, vocab_size: int | None, has_tokenizer: bool) -> None:
-    """Raise EngineError for parameters that no engine can follow, some of which would give samples of nothing meant."""
+    """Raise EngineRequestError for parameters that no engine can follow, some of which would give samples of nothing meant."""
 
-    def refuse(field: str, expected: str) -> EngineError:
-        return EngineError(f"{name}: {request_id} has {field} = {getattr(params, field)!r}, expected {expected}")
+    def refuse(field: str, expected: str) -> EngineRequestError:
+        return EngineRequestError(f"{name}: {request_id} has {field} = {getattr(params, field)!r}, expected {expected}")
 
     if params.max_tokens < 1:
         raise refuse("max_tokens", "at least 1")

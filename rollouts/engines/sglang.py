@@ -45,7 +45,7 @@ from rollouts.engines.sglang_protocol import (
 )
 from rollouts.engines.sglang_weights import SGLangWeights
 from rollouts.engines.weight_transaction import ServedDirectory, ServerControls, WeightTransaction
-from rollouts.errors import CheckpointError, EngineError, EngineProtocolError, raise_single_errors
+from rollouts.errors import CheckpointError, EngineError, EngineProtocolError, EngineRequestError, raise_single_errors
 from rollouts.samples import derive_seed
 from rollouts.types import Completion, SamplingParams
 
@@ -183,7 +183,9 @@ class SGLangEngine:
             self.name, request_id, prompt, params, n, server.info, max_prompt=server.max_prompt, max_total=server.max_total
         )
         if 0 < params.temperature < LOWEST_TEMPERATURE:
-            raise EngineError(f"{self.name}: {request_id} has temperature = {params.temperature:g}, which SGLang takes for greedy: use 0")
+            raise EngineRequestError(
+                f"{self.name}: {request_id} has temperature = {params.temperature:g}, which SGLang takes for greedy: use 0"
+            )
         if params.seed is not None and not server.info.honors_seeds and not self._has_warned_of_seeds:
             self._has_warned_of_seeds = True
             warnings.warn(
