@@ -151,7 +151,7 @@ async def run_with_engine(
     samples = arguments.prompts * SAMPLES_PER_PROMPT * arguments.steps
     train_s, engine_s = (
         sum(metrics.get(key, 0.0) for metrics in history[WARM_UP:] for key in keys)
-        for keys in (("train_s", "sync_s"), ("generate_s", "evaluate_s"))
+        for keys in (("train_s", "sync_s"), ("generate_s", "trainer_wait_s", "evaluate_s"))
     )
     return Timed(
         samples_per_s=samples / (end - start),

@@ -95,7 +95,7 @@ ROLLOUT_METRICS = {
     "zero_std_fraction": "share of groups whose rewards are all equal: they teach a group-relative algorithm nothing",
     "response_length_mean": "trained tokens of a row; with it response_length_min, response_length_max",
     "truncated_fraction": "share of rows that ran into the token limit",
-    "max_staleness": "how many weight versions behind the oldest token of the step is",
+    "staleness_max": "how many weight versions behind the oldest token of the step is",
 }
 
 

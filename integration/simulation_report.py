@@ -68,8 +68,9 @@ class Report:
     steps: Sequence[Step] = field(default=(), repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as JSON values, without moments and steps."""
-        return {name: value for name, value in asdict(self).items() if name not in ("moments", "steps")}
+        """The figures as JSON values, without moments and steps; None for those that a run without a step does not have."""
+        figures = {name: value for name, value in asdict(self).items() if name not in ("moments", "steps")}
+        return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()}
 
 
 class Recorder:

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import trio
+
 from integration.config import (
     Config,
     count_critic_updates,
@@ -196,9 +198,9 @@ async def run_rl(
             control.say(f"RL goes on after step {resume.step} of {config.rl.num_steps}")
         ledger = Ledger(output_dir / "ledger.jsonl", finished_steps=0 if resume is None else resume.step)
 
-        def keep(step: int, batch: RolloutBatch) -> None:
-            write_trajectories(output_dir / "trajectories", config.trajectories.every, step, batch)
-            ledger.add(step, batch)
+        async def keep(step: int, batch: RolloutBatch) -> None:
+            await trio.to_thread.run_sync(write_trajectories, output_dir / "trajectories", config.trajectories.every, step, batch)
+            await trio.to_thread.run_sync(ledger.add, step, batch)
 
         if resume is not None and resume.step >= config.rl.num_steps:  # killed between the last checkpoint and its line
             if logger is not None:

@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from rollouts.config_json import FUNCTIONS_KEY as FUNCTIONS_KEY
 from rollouts.config_json import from_dict as from_dict
@@ -154,9 +154,25 @@ class RewardConfig:
         check_count(self, "max_retries")
 
 
+@runtime_checkable
+class ScoringGenerateFn(Protocol):
+    """A generate function that scores its groups and can be taken apart.
+
+    RolloutConfig puts its parts in their places. A group is then in hand before its rewards are asked for, so an interruption costs no
+    tokens, and a reward that fails is treated as one and not as a failed rollout.
+    """
+
+    unscored: Callable[..., Any]  # the generate function without the rewards
+    reward_fn: Callable[[Sample], Any]
+    reward: RewardConfig | None  # None = that of RolloutConfig
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How batches of rollouts are produced. A group is all samples of one prompt."""
+    """How batches of rollouts are produced. A group is all samples of one prompt.
+
+    A generate_fn that is a ScoringGenerateFn brings reward_fn, and maybe reward, with it.
+    """
 
     batch_size: int  # groups per batch
     n_samples_per_prompt: int = 1  # that are trained on
@@ -180,6 +196,19 @@ class RolloutConfig:
         for name in ("generate_fn", "reward_fn", "filter_fn"):
             function = getattr(self, name)
             check_setting(function is None or callable(function), f"RolloutConfig.{name}", function, "a function or None")
+        if isinstance(self.generate_fn, ScoringGenerateFn):
+            self._take_apart(self.generate_fn)
+
+    def _take_apart(self, scoring: ScoringGenerateFn) -> None:
+        if self.reward_fn is not None:
+            raise ConfigError("RolloutConfig.reward_fn is given, but generate_fn scores its groups itself: leave one of the two out")
+        if scoring.reward is not None and self.reward not in (RewardConfig(), scoring.reward):
+            raise ConfigError(
+                f"RolloutConfig.reward is {self.reward}, but generate_fn has {scoring.reward} for its own rewards: leave one of them out"
+            )
+        object.__setattr__(self, "generate_fn", scoring.unscored)
+        object.__setattr__(self, "reward_fn", scoring.reward_fn)
+        object.__setattr__(self, "reward", scoring.reward or self.reward)
 
     @property
     def group_size(self) -> int:

@@ -7,6 +7,7 @@ Two loops: run_rl_training generates, then trains; run_async_rl_training trains 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,11 +21,11 @@ from rollouts.backends.protocol import TrainingBackend
 from rollouts.config import RLTrainingConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import CheckpointError, ConfigError, RolloutsError, raise_single_errors
+from rollouts.errors import CheckpointError, ConfigError, GenerationTimeout, RolloutsError, raise_single_errors
 from rollouts.metrics import MetricsLogger, summarize_behavior
 from rollouts.proximal import find_missed_tokens
 from rollouts.proximal_recompute import ProximalRecomputer, create_proximal_recomputer
-from rollouts.rl_run import ResumePoint, RLRun, RolloutSource
+from rollouts.rl_run import OnRollouts, ResumePoint, RLRun, RolloutSource
 from rollouts.rl_run import resolve_algorithm as resolve_algorithm
 from rollouts.rl_run import restore_rl_run as restore_rl_run
 from rollouts.samples import select_trainable
@@ -32,7 +33,7 @@ from rollouts.train_on_rollouts import train_on_rollouts as train_on_rollouts
 from rollouts.training_steps import EvaluateFn, Metrics
 from rollouts.types import RolloutBatch
 
-_STOP_S = 30.0  # for rollouts to stop when a run has failed
+_STOP_S = 30.0  # for rollouts and evaluations to stop when a run has failed
 
 
 async def run_rl_training(
@@ -51,7 +52,7 @@ async def run_rl_training(
     keep_last_n: int = 2,
     resume: ResumePoint | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    on_rollouts: Callable[[int, RolloutBatch], None] | None = None,
+    on_rollouts: OnRollouts | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Metrics]:
     """Train for config.num_steps rollout batches.
@@ -74,7 +75,7 @@ async def run_rl_training(
         checkpoint_dir: where step_NNNN folders go, every config.checkpoint_every steps and after the last; None = none.
         resume: from restore_rl_run: the backend and the manager already restored.
         should_stop: asked after each step; True ends the run with a checkpoint of that step.
-        on_rollouts: given each step's rollouts before training, for example to write some of them to a file.
+        on_rollouts: given each step's rollouts before training, for example to write some of them to a file; sync or async.
         clock: seconds, for keys that end in `_s`.
 
     Returns: one dict per step done in this call.
@@ -138,17 +139,20 @@ async def run_async_rl_training(
     keep_last_n: int = 2,
     resume: ResumePoint | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    on_rollouts: Callable[[int, RolloutBatch], None] | None = None,
+    on_rollouts: OnRollouts | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Metrics]:
     """run_rl_training, with rollouts that are generated while training goes on: tokens may be executor.asynchronous.max_staleness behind.
 
     Each step: take the groups that are finished, or wait for them -> shape rewards -> train -> checkpoint (if due) -> sync weights (if due)
     -> segment log-probs of everything that waits (if configured) -> open capacity under the new weights -> evaluate (if due), beside the
-    next step. Rollouts are interrupted, and go on from their tokens, for a checkpoint and, where executor.asynchronous.interrupts, for a
-    sync. With max_staleness=0 (and sync_every=1) nothing overlaps and the numbers are those of run_rl_training.
+    next step. Rollouts are interrupted, and go on from their tokens, for a sync where executor.asynchronous.interrupts, and for a
+    checkpoint where checkpoint_in_flight says so; else a checkpoint has of those that run what they had when they were last stopped.
+    With max_staleness=0 nothing overlaps and the numbers are those of run_rl_training; with a filter_fn, whose refused groups are then
+    replaced one by one, they are so up to the rounding of another make-up of the engine's batches.
 
-    A line of metrics is logged when its evaluation is done, before the next step's checkpoint.
+    A line of metrics is logged when its evaluation is done, before the next step's checkpoint. An evaluation that has not ended
+    AsyncConfig.patience_s after the training of the next step ends the run.
 
     Args: as of run_rl_training, besides:
         executor: opened, with batches_per_version = config.sync_every.
@@ -189,8 +193,8 @@ async def run_async_rl_training(
     )
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
-            loop = _AsyncLoop(run, executor, recomputer, nursery, should_stop, clock)
-            await loop.run(resume)
+            loop = _AsyncLoop(run, executor, recomputer, nursery, should_stop, clock, resume)
+            await loop.run()
     return loop.history
 
 
@@ -220,18 +224,22 @@ class _AsyncLoop:
         nursery: trio.Nursery,
         should_stop: Callable[[], bool],
         clock: Callable[[], float],
+        resume: ResumePoint | None,
     ) -> None:
         self._run, self._executor, self._recomputer, self._nursery = run, executor, recomputer, nursery
-        self._should_stop, self._clock = should_stop, clock
+        self._should_stop, self._clock, self._resume = should_stop, clock, resume
         self._line: _Line | None = None
         self._updating = False  # while a step trains: the weights of that moment are of no finished step
-        self._finished, self._metrics, self._metrics_bytes = 0, Metrics(), run.log_offset
+        self._finished = 0 if resume is None else resume.step
+        self._metrics = Metrics() if resume is None else dict(resume.metrics)
+        self._metrics_bytes = run.log_offset
         self.history: list[Metrics] = []
 
-    async def run(self, resume: ResumePoint | None) -> None:
+    async def run(self) -> None:
         """All steps; if one fails, a checkpoint of the last finished one."""
+        await self._run.begin(self._resume)  # before it is known what the engines hold there is nothing new to save
         try:
-            await self._begin(resume)
+            await self._begin()
             for step in range(self._finished, self._run.config.num_steps):
                 if await self._run_step(step):
                     break
@@ -239,11 +247,9 @@ class _AsyncLoop:
             await self._save_after(error)
             raise
 
-    async def _begin(self, resume: ResumePoint | None) -> None:
-        self._finished = await self._run.begin(resume)
-        metrics = Metrics() if resume is None else dict(resume.metrics)
-        self._metrics = dict(metrics)
-        if resume is not None and self._recomputer is not None:
+    async def _begin(self) -> None:
+        metrics = dict(self._metrics)
+        if self._resume is not None and self._recomputer is not None:
             await self._executor.interrupt()
             await self._recompute(metrics)
         if metrics:  # the checkpoint was written before this line, so that it could serve the sync
@@ -259,27 +265,28 @@ class _AsyncLoop:
         generated = clock()
         self._updating = True
         metrics = await run.train(step, rollouts)
-        self._updating = False
         trained = clock()
         metrics |= summarize_behavior(metrics)
         if self._recomputer is not None:
             missed = (len(find_missed_tokens(sample, run.served.version)) for sample in select_trainable(rollouts.samples))
             metrics["num_missed_tokens"] = float(sum(missed))
-        metrics |= {"generate_s": generated - started, "train_s": trained - generated, "trainer_wait_s": generated - started}
         error = await self._finish_line()
+        evaluated = clock()
+        metrics |= {"trainer_wait_s": generated - started, "train_s": trained - generated, "evaluate_wait_s": evaluated - trained}
         self._finished, self._metrics, self._metrics_bytes = step + 1, metrics, run.log_offset
+        self._updating = False  # from here on, and not before, the weights are those of the step that is called finished
         if error is not None:
             raise error
-        evaluated, stopping = clock(), self._should_stop()
+        stopping, in_flight = self._should_stop(), executor.asynchronous
         saves, syncs = run.is_checkpoint_due(self._finished, stopping), run.is_sync_due(self._finished)
         is_last = stopping or self._finished == run.config.num_steps
-        if saves or is_last or (syncs and executor.asynchronous.interrupts):
+        if is_last or (syncs and in_flight.interrupts) or (saves and in_flight.checkpoint_in_flight == "interrupt"):
             await executor.interrupt()
         checkpoint = await run.save(self._finished, metrics, self._metrics_bytes) if saves else None
         saved = clock()
         if syncs:
             await run.sync(self._finished, rollouts, checkpoint)
-            await self._recompute(metrics)
+            await self._recompute(metrics, is_last=is_last)
         metrics |= {"checkpoint_s": saved - evaluated, "sync_s": clock() - saved, "step_s": clock() - started}
         self.history.append(metrics)
         if is_last:  # nothing new starts, and what was stopped stays where the caller can save it
@@ -304,10 +311,14 @@ class _AsyncLoop:
             self._executor.set_version(self._run.served.version)
         self._executor.resume()
 
-    async def _recompute(self, metrics: Metrics) -> None:
-        """Segment log-probs for everything that waits. Nothing runs, and the trainer holds the weights that the engines have just got."""
+    async def _recompute(self, metrics: Metrics, *, is_last: bool = False) -> None:
+        """Segment log-probs for everything that waits. Nothing runs, and the trainer holds the weights that the engines have just got.
+
+        After the last step nobody trains on what waits; a run that goes on from its checkpoint begins with this.
+        """
         if self._recomputer is not None:
-            metrics["num_segment_tokens"] = float(await self._recomputer.recompute_all(self._executor, self._run.served.version))
+            num_tokens = 0 if is_last else await self._recomputer.recompute_all(self._executor, self._run.served.version)
+            metrics["num_segment_tokens"] = float(num_tokens)
 
     async def _evaluate_beside(self, finished: int, metrics: Metrics, line: _Line) -> None:
         try:
@@ -326,7 +337,15 @@ class _AsyncLoop:
         line, self._line = self._line, None
         if line is None:
             return None
-        await line.done.wait()
+        patience_s = self._executor.asynchronous.patience_s
+        with trio.move_on_after(math.inf if patience_s is None else patience_s):
+            await line.done.wait()
+        if not line.done.is_set():
+            await _stop_evaluation(line)
+            return GenerationTimeout(
+                f"the evaluation of step {self._finished} did not end within patience_s ({patience_s:g} s) after the training of the next "
+                "step: look at the engines, evaluate on fewer problems, or raise patience_s"
+            )
         return line.error
 
     async def _wait_for_batch(self) -> RolloutBatch:
@@ -340,16 +359,27 @@ class _AsyncLoop:
 
     async def _save_after(self, error: Exception) -> None:
         """Save the last finished step with everything that waits, and note on the error where."""
-        if self._line is not None:  # its requests would be aborted below, and unfinished answers judged
-            self._line.evaluating.cancel()
-            await self._finish_line()
+        line, self._line = self._line, None
+        if line is not None:  # its requests would be aborted below, and unfinished answers judged
+            await _stop_evaluation(line)
+            if line.error is not None and line.error is not error:
+                error.add_note(f"beside it, the evaluation of step {self._finished} failed: {line.error!r}")
         if self._updating or not self._run.saves or isinstance(error, CheckpointError):
             return
-        with trio.move_on_after(_STOP_S):  # what does not stop must not keep the checkpoint from being written
-            await self._executor.interrupt()
+        try:
+            with trio.move_on_after(_STOP_S):  # what does not stop must not keep the checkpoint from being written
+                await self._executor.interrupt()
+        except Exception as problem:  # nor must an engine that cannot be told; it must not take the place of the error either
+            error.add_note(f"beside it, rollouts could not be stopped: {problem!r}")
         try:
             path = await self._run.save(self._finished, self._metrics, self._metrics_bytes)
         except (RolloutsError, OSError) as problem:
             error.add_note(f"step {self._finished} could not be saved: {problem}")
         else:
             error.add_note(f"step {self._finished} and all rollouts that wait or were under way are saved in {path}: resume from there")
+
+
+async def _stop_evaluation(line: _Line) -> None:
+    line.evaluating.cancel()
+    with trio.move_on_after(_STOP_S):  # a thread of the user's may not stop
+        await line.done.wait()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import warnings
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -17,7 +19,7 @@ from rollouts.batching import collate_samples
 from rollouts.checkpoints import load_run_state
 from rollouts.config import RLTrainingConfig, check_rl_batch_sizes
 from rollouts.data_buffer import DataBuffer
-from rollouts.engine_parity import act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
+from rollouts.engine_parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError, DataError
 from rollouts.estimators import estimate_group_relative
@@ -26,6 +28,7 @@ from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
 from rollouts.requirements import ConfiguredSource, check_requirements
 from rollouts.samples import derive_seed, select_trainable, with_reward
 from rollouts.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
+from rollouts.staleness import count_token_ages
 from rollouts.train_on_rollouts import train_on_rollouts
 from rollouts.training_steps import (
     EvaluateFn,
@@ -39,6 +42,9 @@ from rollouts.types import Algorithm, RolloutBatch, Sample, Status, TrainBatch
 
 CRITIC_DIRECTORY = "critic"
 """Where in a checkpoint the critic is."""
+
+OnRollouts: TypeAlias = Callable[[int, RolloutBatch], "Awaitable[None] | None"]
+"""(step, its rollouts), before training; sync or async."""
 
 
 class RolloutSource(Protocol):
@@ -149,7 +155,7 @@ class RLRun:
         evaluate: EvaluateFn | None,
         checkpoint_dir: Path | None,
         keep_last_n: int,
-        on_rollouts: Callable[[int, RolloutBatch], None] | None,
+        on_rollouts: OnRollouts | None,
         clock: Callable[[], float],
     ) -> None:
         """Args: as in rl_loop.run_rl_training. Raises: ConfigError for parts that do not fit together."""
@@ -172,6 +178,7 @@ class RLRun:
         self._pad_id, self._clock = pad_id, clock
         self._sync_dir = None if config.weight_sync == "memory" else checkpoint_dir
         self._kl_control = config.kl_control
+        self._warned_of_parity = False
         self.served = ServedWeights(version=0)
 
     async def begin(self, resume: ResumePoint | None) -> int:
@@ -190,7 +197,9 @@ class RLRun:
         """Train on one batch. step: that were finished before it. Returns the metrics of training and of the rollouts."""
         config, kl_control = self.config, self._kl_control
         if self._on_rollouts is not None:
-            self._on_rollouts(step + 1, rollouts)
+            written = self._on_rollouts(step + 1, rollouts)
+            if inspect.isawaitable(written):
+                await written
         samples = shape_rewards(rollouts.samples, config.shape_reward)
         check_sampled_whole(samples, self.algorithm)
         batch = collate_samples(samples, pad_id=self._pad_id, require_rewards=True)
@@ -200,9 +209,13 @@ class RLRun:
         parity, algorithm = Metrics(), self.algorithm
         if config.parity is not None and step % config.sync_every == 0:  # else the backend is ahead of the engines on purpose
             rows = select_rows_of_version(batch, rollouts.samples, self.served.version, config.parity.num_rows)
-            if rows is not None:
+            if rows is None:
+                parity = {"num_parity_rows": 0.0}
+                self._warn_of_parity(step)
+            else:
                 difference = await measure_difference(self._backend, rows, max_tokens_per_microbatch=config.max_tokens_per_microbatch)
-                parity, algorithm = difference.as_metrics(), act_on_difference(difference, config.parity, self.algorithm)
+                parity = {"num_parity_rows": float(len(rows.tokens)), **difference.as_metrics()}
+                algorithm = act_on_difference(difference, config.parity, self.algorithm)
                 check_sampled_whole(samples, algorithm)  # which may now read log-probs that the algorithm does not
         metrics = parity | await train_on_rollouts(
             self._backend,
@@ -222,10 +235,21 @@ class RLRun:
         if kl_control is not None and "reference_kl" in metrics and not only_critic:
             self._kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
         metrics |= summarize_rollouts(rollouts, weight_version=self.served.version)
-        metrics["epoch"] = float(self._data_buffer.state.epoch_id)
+        metrics["epoch"] = float(max(sample.group_index for sample in rollouts.samples) // len(self._data_buffer))
         if config.shape_reward is not None:
             metrics["shaped_reward_mean"] = summarize_samples(select_trainable(samples) or samples)["reward_mean"]
         return metrics
+
+    def _warn_of_parity(self, step: int) -> None:
+        """Say, the first time, that a batch has nothing to compare: oldest groups come first, so it may be the same in every step."""
+        if not self._warned_of_parity:
+            text = (
+                f"the rollouts of step {step + 1} have no row that weight version {self.served.version} sampled alone, so that the engine "
+                "cannot be compared with the trainer, and nothing is corrected; num_parity_rows says of each step how many there are. "
+                "Compare by hand with check_parity(engine, backend, prompts), or lower max_staleness"
+            )
+            warnings.warn(ParityWarning(text), stacklevel=2)
+        self._warned_of_parity = True
 
     def version_after(self, finished: int) -> int:
         """The weight version that engines hold once `finished` steps are done and synced."""
@@ -355,15 +379,15 @@ async def _write_beside_policy(directory: Path, *, served: ServedWeights | None,
 
 
 def summarize_rollouts(rollouts: RolloutBatch, weight_version: int) -> Metrics:
-    """Reward and length statistics, the manager's counts, and how many weight versions behind the oldest token is.
+    """Reward and length statistics, the manager's counts, and staleness_max: how many weight versions behind the oldest token is.
 
     They are of the samples that are trained on; of the others there is baseline_reward_mean, where there are any.
     """
     trained = select_trainable(rollouts.samples)
     others = [sample.reward or 0.0 for sample in rollouts.samples if not sample.metadata.get("trainable", True)]
     baseline = {"baseline_reward_mean": sum(others) / len(others)} if others else {}
-    oldest = [min((v for v in s.weight_versions if v >= 0), default=weight_version) for s in rollouts.samples if s.weight_versions]
+    ages = count_token_ages((sample for sample in trained if sample.weight_versions is not None), weight_version)
     counts = {key: float(value) for key, value in rollouts.metadata.items() if isinstance(value, int | float)}
-    staleness = {"max_staleness": float(weight_version - min(oldest))} if oldest else {}
+    staleness = {"staleness_max": float(max(ages))} if ages else {}
     counts.update(summarize_samples(trained or rollouts.samples))  # num_samples, which both know, without baseline samples
     return counts | baseline | staleness | {"weight_version": float(weight_version)}

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from rollouts.samples import describe_sample
+from rollouts.samples import describe_sample, select_trainable
 from rollouts.types import Group, Sample
 
 # -- capacity
@@ -187,9 +187,10 @@ def count_token_ages(samples: Iterable[Sample], current_version: int) -> dict[in
 def summarize_staleness(samples: Iterable[Sample], version: int) -> dict[str, float]:
     """staleness_mean, staleness_max and staleness_<k>, the fraction of trained tokens that are k versions behind.
 
-    Samples without weight_versions do not count; nothing is returned where no token counts.
+    Samples without weight_versions, and those that are not trained on (metadata["trainable"] False), do not count; nothing is returned
+    where no token counts.
     """
-    ages = count_token_ages((sample for sample in samples if sample.weight_versions is not None), version)
+    ages = count_token_ages((sample for sample in select_trainable(tuple(samples)) if sample.weight_versions is not None), version)
     total = sum(ages.values())
     if not total:
         return {}

@@ -8,7 +8,8 @@
     config = RolloutConfig(n_samples_per_prompt=1, generate_fn=create_workflow_generate_fn(Mine(), engines))
 
 An episode returns the whole group of its prompt. When a weight sync interrupts it, RLVRWorkflow and ReMaxWorkflow go on later from the
-tokens that they have; an episode of your own is begun anew, unless it reads data.partial as they do.
+tokens that they have; an episode of your own is begun anew, unless it reads data.partial as they do. Where rewards take time, make it a
+ScoredWorkflow as those two are: then answers are in hand before their rewards, and no interruption loses them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import trio
 
 from rollouts.chat import Messages
 from rollouts.config import GenerationConfig, RewardConfig
 from rollouts.data_buffer import parse_prompt
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, EpisodeInterrupted
 from rollouts.generate_fns import is_async_function, is_finished
 from rollouts.generation import generate_group, make_request_id
 from rollouts.rewards.evaluate import score_group
@@ -47,6 +50,18 @@ class RolloutWorkflow(Protocol):
             engine: an EpisodeEngine.
             data: an EpisodeData.
         """
+        ...
+
+
+@runtime_checkable
+class ScoredWorkflow(RolloutWorkflow, Protocol):
+    """A workflow whose rewards need no engine: RolloutConfig then has them called when the group is generated, by its own policy."""
+
+    reward_fn: Callable[[Sample], Any] | None  # Sample -> reward, sync or async; None = arun_episode does not score either
+    reward: RewardConfig | None  # None = that of RolloutConfig
+
+    async def agenerate_group(self, engine: Any, data: Any) -> EpisodeResult:
+        """arun_episode without the rewards."""
         ...
 
 
@@ -75,27 +90,34 @@ class LLMRequest:
     rid: str | None = None  # None = one that no other request of the run has
 
 
-class EpisodeInterrupted(Exception):
-    """The engine was told to stop, for a weight sync or a checkpoint. Let it pass: the episode is begun again afterwards."""
-
-
 class EpisodeEngine:
     """An InferenceEngine as one episode sees it: request ids and seeds are its own, so the same episode gives the same tokens."""
 
     def __init__(self, engine: InferenceEngine, prompt_index: int = 0, *, seed: int = 0) -> None:
         self._engine, self._prompt_index, self._seed = engine, prompt_index, seed
         self._num_requests = 0
+        self._interruption: str | None = None
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether agenerate has raised EpisodeInterrupted."""
+        return self._interruption is not None
 
     async def agenerate(self, request: LLMRequest) -> Completion:
         """The completion of a request, tokens out: input_tokens, output_tokens, output_log_probs, output_versions, ...
 
-        Raises: EpisodeInterrupted if it was aborted, so that nobody takes the half of an answer for a whole one.
+        Raises: EpisodeInterrupted if it was aborted, so that nobody takes the half of an answer for a whole one; from then on at once,
+            for an episode that has caught the first.
         """
+        if self._interruption is not None:
+            await trio.lowlevel.checkpoint()  # an episode that tries again without end can be cancelled here
+            raise EpisodeInterrupted(self._interruption)
         gconfig = request.gconfig
         params = gconfig if isinstance(gconfig, SamplingParams) else gconfig.sampling_params()
         completion = await self.generate(request.input_ids, params, request_id=request.rid)
         if completion.finish_reason == "abort":
-            raise EpisodeInterrupted(f"request {completion.request_id} was aborted after {completion.output_len} tokens")
+            self._interruption = f"request {completion.request_id} was aborted after {completion.output_len} tokens"
+            raise EpisodeInterrupted(self._interruption)
         return completion
 
     async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
@@ -133,33 +155,61 @@ def create_workflow_generate_fn(
         seed: of requests that bring none: keyed by prompt and by the number of the request in its episode.
         num_baseline: the same as RolloutConfig.n_baseline_samples: samples beside the n, 1 for a ReMaxWorkflow.
 
-    Returns: async generate_fn(prompt, n, partial=()) -> Group: FAILED samples for None, PENDING ones for an episode that was interrupted.
+    Returns: async generate_fn(prompt, n, partial=()) -> Group: FAILED samples for None, PENDING ones for an episode that was interrupted,
+        also where the episode caught that and came back with an error or finished samples. Of a ScoredWorkflow it is a
+        config.ScoringGenerateFn.
     Raises: ConfigError if there is no engine or no episode to run.
     """
     if not engines:
         raise ConfigError("there are no engines to generate with (found 0): pass at least one")
-    serving = tuple(engines)
     episode: Any = getattr(workflow, "arun_episode", workflow)
     if not callable(episode):
         raise ConfigError(
             f"the workflow is a {type(workflow).__name__} without arun_episode: write `async def arun_episode(self, engine, data)`"
         )
+    generate_fn = _bind_episode(episode, tuple(engines), seed, num_baseline)
+    if not isinstance(workflow, ScoredWorkflow) or workflow.reward_fn is None:
+        return generate_fn
+    unscored = _bind_episode(workflow.agenerate_group, tuple(engines), seed, num_baseline)
+    return _ScoringGenerateFn(generate_fn, unscored, workflow.reward_fn, workflow.reward)
 
+
+class _ScoringGenerateFn:
+    """The generate function of a ScoredWorkflow: a config.ScoringGenerateFn."""
+
+    def __init__(
+        self,
+        generate_fn: Callable[..., Awaitable[Group]],
+        unscored: Callable[..., Awaitable[Group]],
+        reward_fn: Callable[[Sample], Any],
+        reward: RewardConfig | None,
+    ) -> None:
+        self._generate_fn = generate_fn
+        self.unscored, self.reward_fn, self.reward = unscored, reward_fn, reward
+
+    async def __call__(self, prompt: Prompt, n: int, partial: Group = ()) -> Group:
+        return await self._generate_fn(prompt, n, partial)
+
+
+def _bind_episode(
+    episode: Callable[[Any, Any], Any], engines: tuple[InferenceEngine, ...], seed: int, num_baseline: int
+) -> Callable[..., Awaitable[Group]]:
     async def generate_fn(prompt: Prompt, n: int, partial: Group = ()) -> Group:
-        engine = EpisodeEngine(serving[prompt.index % len(serving)], prompt.index, seed=seed)
+        engine = EpisodeEngine(engines[prompt.index % len(engines)], prompt.index, seed=seed)
         frame = create_pending_group(prompt, n, num_baseline=num_baseline)
         result: Any = None
-        interrupted = False
         try:
             returned = episode(engine, EpisodeData(prompt, n, partial))
             result = await returned if inspect.isawaitable(returned) else returned
-        except* EpisodeInterrupted:  # alone, or in a group where the episode has a nursery of its own
-            interrupted = True
-        if interrupted:
-            return frame
-        if result is None:
+        except Exception:  # an episode may raise what it likes about an interruption, alone or in a group of its nursery
+            if not engine.was_interrupted:
+                raise
+        group = (result,) if isinstance(result, Sample) else result
+        if engine.was_interrupted and (not group or is_finished(group)):
+            return frame  # whatever it made of half an answer
+        if group is None:
             return tuple(replace(sample, status=Status.FAILED) for sample in frame)
-        return (result,) if isinstance(result, Sample) else result
+        return group
 
     return generate_fn
 
@@ -185,19 +235,27 @@ class RLVRWorkflow:
                 (RolloutConfig.reward_fn).
             gconfig: a GenerationConfig's enable_thinking goes to the chat template; its n_samples is not read, the group has n.
             seed: sampling is keyed by (seed, prompt index, sample number): the same samples as create_generate_fn's.
-            reward: timeout of rewards and what to do about errors.
+            reward: timeout of rewards and what to do about errors; None = RolloutConfig.reward, or its default.
             template_kwargs: for the chat template.
         """
-        self._reward_fn = None if reward_fn is None else adapt_reward_fn(reward_fn, tokenizer)
-        self._tokenizer, self._seed, self._reward = tokenizer, seed, reward or RewardConfig()
+        self.reward_fn = None if reward_fn is None else adapt_reward_fn(reward_fn, tokenizer)
+        self.reward = reward
+        self._tokenizer, self._seed = tokenizer, seed
         thinking = gconfig.enable_thinking if isinstance(gconfig, GenerationConfig) else None
         self._template_kwargs = {**({} if thinking is None else {"enable_thinking": thinking}), **(template_kwargs or {})}
         self._params = gconfig if isinstance(gconfig, SamplingParams) else gconfig.sampling_params()
 
     async def arun_episode(self, engine: InferenceEngine, data: EpisodeData | Mapping[str, Any] | str | Messages) -> EpisodeResult:
         """The group of a prompt; None if a reward failed and groups are to be dropped then (RewardConfig.on_error)."""
+        group = await self.agenerate_group(engine, data)
+        if self.reward_fn is None or not is_finished(group):
+            return group
+        return await score_group(group, self.reward_fn, self.reward)
+
+    async def agenerate_group(self, engine: InferenceEngine, data: EpisodeData | Mapping[str, Any] | str | Messages) -> Group:
+        """The group without rewards."""
         episode = data if isinstance(data, EpisodeData) else EpisodeData(parse_prompt(data))
-        group = await generate_group(
+        return await generate_group(
             engine,
             self._tokenizer,
             episode.prompt,
@@ -208,9 +266,6 @@ class RLVRWorkflow:
             template_kwargs=self._template_kwargs,
             num_greedy=self.num_greedy,
         )
-        if self._reward_fn is None or not is_finished(group):
-            return group
-        return await score_group(group, self._reward_fn, self._reward)
 
 
 class ReMaxWorkflow(RLVRWorkflow):

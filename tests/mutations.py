@@ -979,22 +979,22 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rl_loop.py",
         "the weights are synced while the evaluation of the step before goes on",
-        "error = await self._finish_line()\n        self._finished",
-        "error = None\n        self._finished",
+        "error = await self._finish_line()\n        evaluated",
+        "error = None\n        evaluated",
         ("test_async_rl_loop.py::test_an_evaluation_runs_beside_the_next_step_and_its_numbers_stand_in_its_own_line",),
     ),
     Mutation(
         "rl_loop.py",
         "what waits gets no segment log-probs behind a sync",
-        "await run.sync(self._finished, rollouts, checkpoint)\n            await self._recompute(metrics)",
+        "await run.sync(self._finished, rollouts, checkpoint)\n            await self._recompute(metrics, is_last=is_last)",
         "await run.sync(self._finished, rollouts, checkpoint)\n            metrics['num_segment_tokens'] = 1.0",
         ("test_async_rl_loop.py::test_no_token_misses_its_window_in_a_segment_wise_run_that_is_resumed",),
     ),
     Mutation(
         "rl_loop.py",
         "a resumed segment-wise run does not compute the log-probs that are due",
-        "if resume is not None and self._recomputer is not None:",
-        "if resume is None and self._recomputer is not None:",
+        "if self._resume is not None and self._recomputer is not None:",
+        "if self._resume is None and self._recomputer is not None:",
         ("test_async_rl_loop.py::test_no_token_misses_its_window_in_a_segment_wise_run_that_is_resumed",),
     ),
     Mutation(
@@ -1091,9 +1091,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "workflows.py",
         "an interrupted episode fails",
-        "except* EpisodeInterrupted:",
-        "except* ZeroDivisionError:",
+        "if not engine.was_interrupted:",
+        "if engine is not None:",
         ("test_workflows.py::test_an_interrupted_episode_is_begun_anew",),
+    ),
+    Mutation(
+        "workflows.py",
+        "what an episode makes of half an answer is believed",
+        "if engine.was_interrupted and (not group or is_finished(group)):",
+        "if engine.was_interrupted and not group:",
+        ("test_workflows.py::test_whatever_an_episode_makes_of_an_interruption_it_is_begun_anew",),
+    ),
+    Mutation(
+        "config.py",
+        "rewards of a workflow stay within its generate function",
+        "if isinstance(self.generate_fn, ScoringGenerateFn):",
+        "if False:",
+        ("test_workflows.py::test_an_interruption_during_rewards_loses_no_answer",),
     ),
     Mutation(
         "kl_control.py",
@@ -1440,10 +1454,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_weight_sync.py::test_a_server_whose_outputs_are_not_those_of_the_new_weights_is_used_no_more",),
     ),
     Mutation(
-        "rl_loop.py",
+        "rl_run.py",
         "a correction reads log-probs of a cut distribution",
-        "                check_sampled_whole(samples, step_algorithm)",
         "                check_sampled_whole(samples, algorithm)",
+        "                check_sampled_whole(samples, self.algorithm)",
         ("test_engine_parity.py::test_a_correction_never_reads_log_probs_of_a_cut_distribution",),
     ),
     Mutation(

@@ -88,7 +88,7 @@ async def test_the_rl_stage_trains_on_a_server_whose_numbers_are_the_trainers(ki
         lines = [line for line in await train(config, tmp_path) if "loss" in line]
     assert [line["weight_version"] for line in lines] == [0, 1, 2]
     assert all(line["engine_diff_max"] < 1e-4 for line in lines)
-    assert all(line["max_staleness"] == 0 for line in lines)
+    assert all(line["staleness_max"] == 0 for line in lines)
 
 
 async def test_a_run_on_a_server_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path: Path):

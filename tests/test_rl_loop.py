@@ -85,7 +85,7 @@ async def test_metrics_carry_rewards_loss_gradient_norm_rate_and_timings():
     history = await run(make_run(), IN_MEMORY)
     assert {"reward_mean", "reward_max", "reward_min", "loss", "grad_norm", "lr", "num_tokens", "num_updates"} <= set(history[0])
     assert {"generate_s", "train_s", "sync_s", "step_s"} <= set(history[0])
-    assert [m["max_staleness"] for m in history] == [0.0, 0.0, 0.0]
+    assert [m["staleness_max"] for m in history] == [0.0, 0.0, 0.0]
 
 
 async def test_epochs_and_minibatches_give_that_many_optimizer_steps():

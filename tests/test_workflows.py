@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import trio
 
 from rollouts.algorithms import remax
+from rollouts.async_config import AsyncConfig
+from rollouts.async_rollouts import create_workflow_executor
 from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import GenerationConfig, RewardConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer
-from rollouts.errors import ConfigError, GenerationError, RewardError
+from rollouts.errors import ConfigError, DataError, EpisodeInterrupted, GenerationError, RewardError
 from rollouts.generate_fns import PendingGroup, bind_generate_fn, is_finished
 from rollouts.generation import create_generate_fn
 from rollouts.rollout_manager import AsyncRolloutManager
@@ -22,7 +25,6 @@ from rollouts.types import Message, Prompt, Sample, SamplingParams, Status
 from rollouts.workflows import (
     EpisodeData,
     EpisodeEngine,
-    EpisodeInterrupted,
     LLMRequest,
     ReMaxWorkflow,
     RLVRWorkflow,
@@ -162,6 +164,50 @@ async def test_half_an_answer_is_not_taken_for_a_whole_one(autojump_clock):
         await engine.abort()
 
 
+async def give_up(engine: EpisodeEngine, request: LLMRequest) -> Sample:
+    return Sample(tokens=(1,), loss_mask=(1.0,), status=Status.COMPLETED)
+
+
+async def drop(engine: EpisodeEngine, request: LLMRequest) -> None:
+    return None
+
+
+async def fail(engine: EpisodeEngine, request: LLMRequest) -> Sample:
+    raise ValueError("the environment is in a state that it should not be in")
+
+
+async def ask_for_ever(engine: EpisodeEngine, request: LLMRequest) -> Sample:
+    for _ in range(100):
+        with suppress(EpisodeInterrupted):
+            await engine.agenerate(request)
+    return await give_up(engine, request)
+
+
+@pytest.mark.parametrize("then", [give_up, drop, fail, ask_for_ever])
+async def test_whatever_an_episode_makes_of_an_interruption_it_is_begun_anew(then, autojump_clock):
+    async def episode(engine: EpisodeEngine, data: EpisodeData) -> Sample | None:
+        request = LLMRequest(input_ids=[4], gconfig=PARAMS)
+        try:
+            completion = await engine.agenerate(request)
+        except Exception:
+            return await then(engine, request)
+        return Sample(tokens=completion.output_tokens, loss_mask=(1.0,) * completion.output_len, status=Status.COMPLETED)
+
+    engine = FakeEngine(script_answer([5, 6, 1]), seconds_per_token=1.0)
+    groups = []
+    async with trio.open_nursery() as nursery:
+
+        async def run() -> None:
+            groups.append(await generate(episode, engine, 1))
+
+        nursery.start_soon(run)
+        await trio.sleep(1.5)
+        await engine.abort()
+    assert [sample.status for sample in groups[0]] == [Status.PENDING]
+    assert len([call for call in engine.calls if call.method == "generate"]) == 1
+    assert is_finished(await generate(episode, engine, 1, partial=groups[0]))
+
+
 async def test_an_episode_does_not_change_weights(tmp_path):
     with pytest.raises(ConfigError, match="changed by the training loop"):
         await EpisodeEngine(FakeEngine()).update_weights_from_checkpoint(tmp_path)
@@ -221,6 +267,71 @@ async def test_a_reward_that_fails_follows_the_policy():
         await generate(RLVRWorkflow(fail, PARAMS, TOKENIZER), FakeEngine())
     dropped = await generate(RLVRWorkflow(fail, PARAMS, TOKENIZER, reward=RewardConfig(on_error="drop")), FakeEngine())
     assert {sample.status for sample in dropped} == {Status.FAILED}
+
+
+def make_executor(engine: FakeEngine, reward_fn, **asynchronous):
+    workflow = RLVRWorkflow(reward_fn, PARAMS, TOKENIZER, reward=NO_DEADLINE)
+    config = RolloutConfig(batch_size=1, n_samples_per_prompt=2, generate_fn=create_workflow_generate_fn(workflow, [engine]))
+    asynchronous = {"max_staleness": 0, "retry_delay_s": 0.0, **asynchronous}
+    return create_workflow_executor(DataBuffer([PROMPT]), config, AsyncConfig(**asynchronous), engines=[engine])
+
+
+def count_requests(engine: FakeEngine) -> int:
+    return sum(call.method == "generate" for call in engine.calls)
+
+
+async def test_an_interruption_during_rewards_loses_no_answer(autojump_clock):
+    async def judge(prompt, completions, prompt_ids, completion_ids, **data) -> float:
+        await trio.sleep(20)
+        return 0.5
+
+    engine = FakeEngine(script_answer([5, 6, 1]), seconds_per_token=1.0)
+    async with make_executor(engine, judge) as executor:
+        await trio.sleep(4)
+        assert count_requests(engine) == 2
+        await executor.interrupt()
+        executor.resume()
+        (group,) = await executor.wait(1)
+    assert [sample.reward for sample in group] == [0.5, 0.5]
+    assert count_requests(engine) == 2, "nothing was generated a second time"
+
+
+@pytest.mark.parametrize("on_failure", ["retry", "drop"])
+async def test_a_reward_that_fails_is_no_failed_rollout(on_failure, autojump_clock):
+    async def judge(prompt, completions, prompt_ids, completion_ids, **data) -> float:
+        raise ValueError("the judge is ill")
+
+    engine = FakeEngine(script_answer([5, 6, 1]))
+    async with make_executor(engine, judge, on_failure=on_failure) as executor:
+        with pytest.raises(RewardError, match="the judge is ill"):
+            await executor.wait(1)
+        assert count_requests(engine) == 2
+
+
+async def test_rewards_of_a_workflow_take_the_place_of_those_of_rollouts():
+    dropping = RewardConfig(on_error="drop")
+    engine = FakeEngine(script_answer([5, 6, 1]))
+    config = RolloutConfig(batch_size=1, generate_fn=create_workflow_generate_fn(RLVRWorkflow(count_ones, PARAMS, TOKENIZER), [engine]))
+    assert (await AsyncRolloutManager(DataBuffer([PROMPT]), config).generate_batch()).samples[0].reward == 0.0
+    assert replace(config, batch_size=2).reward_fn is config.reward_fn
+    generate_fn = create_workflow_generate_fn(RLVRWorkflow(count_ones, PARAMS, TOKENIZER, reward=dropping), [engine])
+    assert RolloutConfig(batch_size=1, generate_fn=generate_fn).reward == dropping
+    with pytest.raises(ConfigError, match="reward_fn is given, but generate_fn scores"):
+        RolloutConfig(batch_size=1, generate_fn=generate_fn, reward_fn=lambda sample: 1.0)
+    with pytest.raises(ConfigError, match=r"reward is .* leave one of them out"):
+        RolloutConfig(batch_size=1, generate_fn=generate_fn, reward=RewardConfig(timeout_s=1.0))
+    elsewhere = create_workflow_generate_fn(RLVRWorkflow(None, PARAMS, TOKENIZER), [engine])
+    assert RolloutConfig(batch_size=1, generate_fn=elsewhere, reward_fn=abs).reward_fn is abs
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+async def test_the_chat_template_gets_what_the_workflow_was_given(thinking: bool):
+    tokenizer = create_char_tokenizer()
+    tokenizer.chat_template = "{{ '7' if enable_thinking else '8' }}{{ extra }}"
+    engine = FakeEngine(script_answer([5, 1]))
+    workflow = RLVRWorkflow(None, GenerationConfig(max_tokens=5, enable_thinking=thinking), tokenizer, template_kwargs={"extra": "9"})
+    await generate(workflow, engine, 1, prompt=Prompt(content=(Message(role="user", content="hi"),), index=1))
+    assert list(engine.calls[0].arguments["prompt_tokens"]) == list(TOKENIZER("79" if thinking else "89")["input_ids"])
 
 
 async def test_remax_asks_for_the_sampled_and_the_greedy_answer_at_once(autojump_clock):
@@ -286,3 +397,9 @@ async def test_a_reward_function_gets_texts_tokens_and_the_data_of_its_prompt():
 
     more = replace(sample, metadata={"answer": "12", "level": 3})
     assert await adapt_reward_fn(named, TOKENIZER)(more) == 2
+
+
+async def test_an_image_in_a_prompt_is_refused_by_name():
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file.png"}}]}
+    with pytest.raises(DataError, match="image_url"):
+        await RLVRWorkflow(count_ones, PARAMS, TOKENIZER).arun_episode(FakeEngine(), {"messages": [message]})
