@@ -20,6 +20,7 @@ from rollouts.errors import (
     raise_single_errors,
 )
 from rollouts.executor_parts import (
+    check_parts,
     create_cache,
     create_filtered_capacity_modifier,
     create_queue,
@@ -44,7 +45,6 @@ EditSamples: TypeAlias = Callable[[tuple[Sample, ...]], Awaitable[Sequence[Sampl
 
 _SETTLING_PASSES = 5
 _MOST_SETTLING_PASSES = 50
-_OUTAGE_RETRY_S = 0.5  # at least, between two attempts while no engine answers
 
 
 class WorkflowExecutor:
@@ -97,7 +97,7 @@ class WorkflowExecutor:
             data_parallel_size: trainers that share config's batch, each fed by an executor of its own: limits and batches of this one are
                 max(1, n // data_parallel_size).
 
-        Raises: ConfigError if generate_fn is missing, or limits contradict each other.
+        Raises: ConfigError if generate_fn is missing, limits contradict each other, or rollouts are to be interrupted without engines.
         """
         if config.generate_fn is None:
             raise ConfigError("RolloutConfig.generate_fn is None: set it, for example to create_generate_fn(engines, tokenizer, params)")
@@ -109,10 +109,7 @@ class WorkflowExecutor:
             manager.on_version_recovered(version)
         if queue is None:
             queue = create_queue(asynchronous, manager.limits.batch_size, data_parallel_size)
-        if queue.maxsize < batch_size:
-            raise ConfigError(
-                f"the rollout queue holds {queue.maxsize} groups, but a batch has {batch_size}: increase queue_size to at least that"
-            )
+        check_parts(asynchronous, engines, queue, batch_size=batch_size, groups_per_version=manager.limits.batch_size)
         self._config = config
         self._asynchronous = asynchronous
         self._batch_size = batch_size
@@ -134,6 +131,7 @@ class WorkflowExecutor:
             manager,
             version=version,
             max_refused=config.max_filter_attempts * batch_size,
+            starts_what_is_wanted=asynchronous.max_staleness == 0 and batches_per_version > 1,
         )
         self._runs = RolloutRuns(
             config,
@@ -145,7 +143,6 @@ class WorkflowExecutor:
             needs_versions=asynchronous.segment_wise,
         )
         self._num_batches = 0
-        self._wanted = 0  # groups that wait() waits for
         self._collected_version = -1
         self._interrupted = False
         self._editing = False
@@ -181,8 +178,10 @@ class WorkflowExecutor:
 
     @property
     def resident_samples(self) -> tuple[Sample, ...]:
-        """All samples that are here and not being generated: finished groups by age, then what stopped groups have, by index."""
-        groups = [rollout.group for rollout in self._finished.rollouts] + [pending.samples for pending in self._schedule.waiting]
+        """All samples that are here and not being generated: finished groups by age, then those that are being scored, then what stopped
+        groups have, both by index."""
+        unfinished = (*self._runs.scoring, *self._schedule.waiting)
+        groups = [rollout.group for rollout in self._finished.rollouts] + [pending.samples for pending in unfinished]
         return tuple(sample for group in groups for sample in group)
 
     def get_stats(self) -> RolloutCounts:
@@ -243,7 +242,7 @@ class WorkflowExecutor:
         """Start as many rollouts as may start now."""
         if self._nursery is not None and not self._interrupted:
             for pending, begun_version in self._book.take_rollouts():
-                self._runs.start(self._nursery, pending, begun_version, self._book.num_ended)
+                self._runs.start(self._nursery, pending, begun_version)
             self._wake_waiter()  # where a prompt was given up, those after it need not wait for it any more
 
     def _settle(self, run: RolloutRun) -> None:
@@ -253,11 +252,11 @@ class WorkflowExecutor:
     # -- from outside
 
     async def interrupt(self) -> None:
-        """Start no more rollouts, tell the engines to abort, and return when none runs.
+        """Start no more rollouts, tell the engines to abort, and return when none is generated.
 
         What has not returned after RolloutConfig.grace_s is cancelled. Unfinished groups then wait with the tokens they have, or with those
-        that they began with where they were cancelled. Until resume() wait() returns only what is there. All requests of the engines are
-        aborted, also those of others.
+        that they began with where they were cancelled (num_groups_cut). What is being scored goes on: it needs no engine. Until resume()
+        wait() returns only what is there, or was being scored. All requests of the engines are aborted, also those of others.
         """
         self._interrupted = True
         await self._runs.stop_all()
@@ -268,7 +267,9 @@ class WorkflowExecutor:
         self._wake()
 
     def set_version(self, version: int) -> None:
-        """The engines generate with the weights of this version from now on; more rollouts may start, and some may be too old.
+        """The engines generate with the weights of this version from now on; more rollouts may start.
+
+        Those that run and were begun too long ago are aborted, and begun anew where their tokens are too old (num_groups_retried).
 
         Raises: ConfigError if the version goes backwards.
         """
@@ -278,6 +279,8 @@ class WorkflowExecutor:
                 "the version that the run was resumed at, or load the state of that version first"
             )
         self._book.version = version
+        if self._nursery is not None:
+            self._runs.stop_outdated(self._nursery, version, self._asynchronous.max_staleness)
         self._wake()
 
     def _wake(self) -> None:
@@ -286,52 +289,62 @@ class WorkflowExecutor:
         self._wake_waiter()
 
     def _wake_waiter(self) -> None:
-        if self._wanted and (self._book.failures or self._may_collect() or self._book.is_starving):
+        if self._book.num_wanted and (self._book.failures or self._may_collect() or self._book.is_starving):
             self._arrival.unpark_all()
 
     # -- batches
 
     def _may_collect(self) -> bool:
-        return not self._editing and (self._finished.num_ready >= self._wanted or self._collected_version != self._book.version)
+        is_enough = self._finished.num_ready >= self._book.num_wanted
+        return not self._editing and (is_enough or self._collected_version != self._book.version)
 
     async def wait(self, count: int, timeout_s: float | None = None) -> tuple[Group, ...]:
         """The `count` oldest finished groups: in the order in which they finished, at the same moment in that of their prompts.
 
         Args:
             count: groups; at least 1.
-            timeout_s: to wait; None = AsyncConfig.patience_s.
+            timeout_s: to wait, in all; None = until no rollout has come to its end for AsyncConfig.patience_s.
 
         Returns: whole groups, none of them with a trained token more than max_staleness versions behind.
         Raises: GenerationTimeout that says how many are there; GenerationError if filter_fn refuses too many; what ended a rollout, as
             AsyncConfig.on_failure has it. Nothing is lost by any of them, and the next wait() goes on.
         """
         assert self._nursery is not None, "the executor's block is not open: async with executor: ..."
-        assert not self._wanted, "wait() is already running; await it before the next call"
+        assert not self._book.num_wanted, "wait() is already running; await it before the next call"
         if count < 1:
             raise ConfigError(f"{count} groups were asked for, expected at least 1")
-        timeout_s = self._asynchronous.patience_s if timeout_s is None else timeout_s
-        self._wanted, self._collected_version = count, -1
+        begun = trio.current_time()
+        self._book.num_wanted, self._collected_version = count, -1
+        self._work.unpark_all()  # what is wanted may start, or a queue that is full may be emptied
         try:
-            with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
-                while True:
-                    if self._book.failures:
-                        self._work.unpark_all()  # it starts rollouts again when the failure has been raised
-                        self._book.raise_failure()
-                    if self._may_collect():
+            while True:
+                if self._book.failures:
+                    self._work.unpark_all()  # it starts rollouts again when the failure has been raised
+                    self._book.raise_failure()
+                if self._may_collect():
+                    self._collect()
+                    if self._finished.num_ready >= count:
+                        await self._let_arrivals_settle()
                         self._collect()
-                        if self._finished.num_ready >= count:
-                            await self._let_arrivals_settle()
-                            self._collect()
-                    if self._finished.num_ready >= count and not self._editing:
-                        return self._book.hand_out(count)
-                    if self._book.is_starving and self._finished.size < count:
-                        raise self._book.create_starvation_error()
+                if self._finished.num_ready >= count and not self._editing:
+                    return self._book.hand_out(count)
+                if self._book.is_starving and self._finished.size < count:
+                    raise self._book.create_starvation_error()
+                deadline = self._find_deadline(begun, timeout_s)
+                if trio.current_time() >= deadline:
+                    break
+                with trio.move_on_at(deadline):
                     await self._arrival.park()
         finally:
-            self._wanted = 0
-        raise self._book.create_wait_error(
-            count, math.inf if timeout_s is None else timeout_s, num_running=len(self._runs), interrupted=self._interrupted
-        )
+            self._book.num_wanted = 0
+        raise self._book.create_wait_error(count, timeout_s, num_running=len(self._runs), interrupted=self._interrupted)
+
+    def _find_deadline(self, begun: float, timeout_s: float | None) -> float:
+        """When a wait that was begun at that moment is over, should nothing more happen."""
+        if timeout_s is not None:
+            return begun + timeout_s
+        patience_s = self._asynchronous.patience_s
+        return math.inf if patience_s is None else max(begun, self._book.last_end) + patience_s
 
     def _collect(self) -> None:
         """Bring what is finished into the cache, without what is too old."""
@@ -368,10 +381,11 @@ class WorkflowExecutor:
     # -- what is here
 
     async def edit_residents(self, edit: EditSamples) -> None:
-        """Change the samples that are here: those of finished groups, and what stopped groups have. Rollouts go on meanwhile.
+        """Change the samples that are here: finished groups, those that are being scored, and what stopped groups have.
 
-        Groups that finish during the edit are not in it; neither are those that run, so interrupt() before it brings all in. wait() hands
-        nothing out, and stopped groups do not start, until it ends. If `edit` raises, nothing has changed.
+        Rollouts go on meanwhile. Groups that finish during the edit are not in it; neither are those that are being generated, so
+        interrupt() before it brings all in. wait() hands nothing out, and stopped groups do not start, until it ends. If `edit` raises,
+        nothing has changed.
 
         Args:
             edit: gets resident_samples and returns them in the same order, edited.
@@ -381,20 +395,25 @@ class WorkflowExecutor:
         assert not self._editing, "edit_residents() is already running; await it before the next call"
         self._editing = True
         edited_pending: list[PendingGroup] = []
-        pending = self._schedule.hold_back()
+        pending, scoring = self._schedule.hold_back(), self._runs.hold_scoring()
+        edited_scoring: dict[int, Group] = {}
         try:
             rollouts = self._finished.rollouts
-            groups = [*(rollout.group for rollout in rollouts), *(group.samples for group in pending)]
+            groups = [rollout.group for rollout in rollouts]
+            groups += [group.samples for group in (*(run.pending for run in scoring), *pending)]
             samples = tuple(sample for group in groups for sample in group)
             edited = tuple(await edit(samples)) if samples else ()
             _check_same_samples(samples, edited)
             rest = iter(edited)
             edited_groups = [tuple(next(rest) for _ in group) for group in groups]
-            finished = edited_groups[: len(rollouts)]
-            self._finished.replace_groups({rollout.prompt.index: group for rollout, group in zip(rollouts, finished, strict=True)})
-            edited_pending = [PendingGroup(old.prompt, group) for old, group in zip(pending, edited_groups[len(rollouts) :], strict=True)]
+            num_finished, num_scoring = len(rollouts), len(scoring)
+            self._finished.replace_groups(zip(rollouts, edited_groups[:num_finished], strict=True))
+            of_scoring, of_pending = edited_groups[num_finished:][:num_scoring], edited_groups[num_finished + num_scoring :]
+            edited_scoring = {run.index: group for run, group in zip(scoring, of_scoring, strict=True)}
+            edited_pending = [PendingGroup(old.prompt, group) for old, group in zip(pending, of_pending, strict=True)]
         finally:
             self._schedule.release(edited_pending)
+            self._runs.release_scoring(scoring, edited_scoring)
             self._editing = False
             self._wake()
 

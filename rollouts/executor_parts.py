@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 from rollouts.async_config import AsyncConfig
 from rollouts.config import RolloutConfig
+from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import ConfigError
 from rollouts.rollout_queue import LocalRolloutCache, LocalRolloutQueue, RolloutCache, RolloutQueue
 from rollouts.staleness import StalenessLimits, divide_limits
@@ -15,6 +19,33 @@ from rollouts.staleness_control import (
     StalenessManager,
     StandardPPOStrategy,
 )
+
+
+def check_parts(
+    asynchronous: AsyncConfig, engines: Sequence[InferenceEngine], queue: RolloutQueue, *, batch_size: int, groups_per_version: int
+) -> None:
+    """Raise ConfigError for parts that cannot work together; log a warning for a queue that is sure to overflow.
+
+    Args:
+        batch_size, groups_per_version: that this trainer trains on, in one step and under one weight version.
+    """
+    if queue.maxsize < batch_size:
+        raise ConfigError(
+            f"the rollout queue holds {queue.maxsize} groups, but a batch has {batch_size}: increase queue_size to at least that"
+        )
+    if asynchronous.interrupts and not engines:
+        raise ConfigError(
+            "rollouts are to be interrupted at weight syncs (in_flight='interrupt', or enable_segment_wise_ppo), but the executor was "
+            "given no engines that it could tell: pass engines=, the ones that generate_fn uses"
+        )
+    most = (asynchronous.max_staleness + 1) * groups_per_version - batch_size  # that may be finished while the trainer works
+    if asynchronous.when_queue_full == "raise" and queue.maxsize < most:
+        logging.getLogger(__name__).warning(
+            "the rollout queue holds %d groups, but up to %d may finish while the trainer works, which would end the run: increase "
+            "queue_size to at least that, leave it out, or set when_queue_full='wait'",
+            queue.maxsize,
+            most,
+        )
 
 
 def share_batch_size(config: RolloutConfig, data_parallel_size: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -65,12 +65,13 @@ class FinishedRollouts:
         key = (0.0, rollout.prompt.index) if self._in_order else (now, rollout.prompt.index)
         heappush(self._held, (key, TimedResult(now, rollout)))
 
-    def pass_on(self, *, now: float, first_open: float) -> None:
+    def pass_on(self, *, now: float, first_open: float, drains: bool = False) -> None:
         """Queue the held results whose turn it is.
 
         Args:
             now: becomes their time where they had to wait for their turn, so that their order is that of their prompts.
             first_open: the lowest index of a group that can still come.
+            drains: a full queue is emptied into the cache, because somebody waits for more than there is.
 
         Raises: ConfigError if the queue is full and results do not wait for room.
         """
@@ -79,6 +80,12 @@ class FinishedRollouts:
                 return
             self._queue.put_nowait(self._next_held(now))
             heappop(self._held)
+            if drains and self._queue.full():
+                self._drain()
+
+    def _drain(self) -> None:
+        while not self._queue.empty():
+            self._cache.add(self._queue.get_nowait())
 
     def _may_pass(self, first_open: float) -> bool:
         return bool(self._held) and (not self._in_order or self._held[0][1].data.prompt.index < first_open)
@@ -90,13 +97,28 @@ class FinishedRollouts:
     def collect(self, version: int, *, now: float, first_open: float) -> tuple[FinishedRollout, ...]:
         """Purge the queue (if the version rose), move it into the cache, filter the cache. Returns what was too old."""
         dropped, self._purged_version = self._strategy.purge_stale_samples_from_queue(self._queue, version, self._purged_version)
-        while not self._queue.empty():
-            self._cache.add(self._queue.get_nowait())
+        self._drain()
         while self._may_pass(first_open):
             self._cache.add(self._next_held(now))  # there is room now
             heappop(self._held)
         dropped += self._strategy.filter_stale_from_cache(self._cache, version)
         return dropped + take_out(self._cache, lambda rollout: is_beyond(rollout, version, self._max_staleness))
+
+    def recall(self, first_open: float) -> None:
+        """Where order counts: let those of the cache wait for their turn again that come after a group which is begun anew."""
+        if not self._in_order:
+            return
+        early: list[TimedResult] = []
+
+        def keep(result: TimedResult) -> bool:
+            is_due = result.data.prompt.index < first_open
+            if not is_due:
+                early.append(result)
+            return is_due
+
+        self._cache.filter_inplace(keep)
+        for result in early:
+            heappush(self._held, ((0.0, result.data.prompt.index), result))
 
     def take(self, count: int) -> tuple[FinishedRollout, ...]:
         """The `count` oldest of the cache."""
@@ -108,12 +130,13 @@ class FinishedRollouts:
         ready, held = self._results()
         return tuple(result.data for result in (*ready, *held))
 
-    def replace_groups(self, groups: Mapping[int, Group]) -> None:
-        """Put other samples into the groups of these indices that are still here."""
+    def replace_groups(self, edited: Iterable[tuple[FinishedRollout, Group]]) -> None:
+        """Put other samples into those of these rollouts that are still here; one that was generated anew since is another one."""
+        groups = {rollout.prompt.index: (rollout, group) for rollout, group in edited}
 
         def edit(result: TimedResult) -> TimedResult:
-            group = groups.get(result.data.prompt.index)
-            return result if group is None else TimedResult(result.create_time, result.data.with_group(group))
+            rollout, group = groups.get(result.data.prompt.index, (None, ()))
+            return TimedResult(result.create_time, result.data.with_group(group)) if result.data is rollout else result
 
         self._held = [(key, edit(result)) for key, result in self._held]
         for _ in range(self._queue.qsize()):

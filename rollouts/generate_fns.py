@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -86,7 +88,7 @@ def bind_generate_fn(
         thread_limiter: of the threads that sync functions run in; None = trio's default one. A function that blocks on something which
             itself needs one of trio's threads must have its own.
 
-    A thread cannot be stopped: cancelling the call of a sync function waits for its end.
+    A thread cannot be stopped: where the call of a sync function is cancelled, it is left to itself and its result is thrown away.
 
     Returns: a function that raises what generate_fn raises, and GenerationError for a result of another number of Samples.
     """
@@ -101,7 +103,7 @@ def bind_generate_fn(
         if is_async:
             result = call()
         else:  # boxed, because trio refuses a plain function that returns a coroutine, as a lambda around an async one does
-            (result,) = await trio.to_thread.run_sync(lambda: (call(),), limiter=thread_limiter)
+            (result,) = await trio.to_thread.run_sync(lambda: (call(),), abandon_on_cancel=True, limiter=thread_limiter)
         if inspect.isawaitable(result):
             result = await result
         return check_generated_group(result, pending.prompt, num_samples, describe_function(generate_fn), num_baseline=num_baseline)
@@ -150,6 +152,27 @@ def check_generated_group(
 def _role(place: Sample) -> dict[str, bool]:
     """What a sample's place in its group says about its metadata."""
     return {} if place.metadata.get("trainable", True) else {"trainable": False}
+
+
+_REQUEST_IDS: ContextVar[set[str] | None] = ContextVar("request ids of a rollout", default=None)
+
+
+@contextmanager
+def collect_requests() -> Generator[set[str]]:
+    """The ids that note_request hears of in the block and in tasks that are started there, so that these requests can be aborted alone."""
+    request_ids: set[str] = set()
+    token = _REQUEST_IDS.set(request_ids)
+    try:
+        yield request_ids
+    finally:
+        _REQUEST_IDS.reset(token)
+
+
+def note_request(request_id: str) -> None:
+    """A rollout is about to send a request of this id, one that make_request_id does not give to any sample of its group."""
+    request_ids = _REQUEST_IDS.get()
+    if request_ids is not None:
+        request_ids.add(request_id)
 
 
 class note_prompt:  # a context manager reads as a verb

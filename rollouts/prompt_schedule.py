@@ -22,10 +22,11 @@ class PromptSchedule:
         self._waiting: dict[int, PendingGroup] = {}  # by index
         self._ready: list[int] = []  # heap of indices
         self._delayed: list[tuple[float, int]] = []  # heap of (time from which it may start, index)
-        self._held_back: set[int] = set()  # waiting, and not to be started now
+        self._held_back: dict[int, float] = {}  # waiting, and not to be started now -> when it may start after that
         self._running: set[int] = set()
         self._open: list[int] = []  # heap of indices that wait or run, and of some that no longer do
         self._attempts: dict[int, int] = {}  # failed ones, of prompts that have any
+        self._stale_attempts: dict[int, int] = {}  # that became too old, of prompts that have any
         self._begun: dict[int, int] = {}  # weight version when the first token was sampled, of waiting groups that have samples
 
     @property
@@ -54,13 +55,13 @@ class PromptSchedule:
         """Let a group wait that is not running any more, or never did.
 
         Args:
-            begun_version: of the weights when its first token was sampled, at the earliest; None = it has none.
+            begun_version: of the weights when its first token was sampled, at the earliest; not kept for a group without any token.
             start_at: not before this time of trio's clock.
         """
         index = pending.prompt.index
         self._running.discard(index)
         self._waiting[index] = pending
-        if pending.samples and begun_version is not None:
+        if begun_version is not None and any(sample.tokens for sample in pending.samples):
             self._begun[index] = begun_version
         heappush(self._open, index)
         if start_at > -math.inf:
@@ -98,6 +99,12 @@ class PromptSchedule:
     def forget_attempts(self, index: int) -> None:
         """The prompt needs no more attempts, or may have as many as a new one."""
         self._attempts.pop(index, None)
+        self._stale_attempts.pop(index, None)
+
+    def count_stale_attempt(self, index: int) -> int:
+        """One more attempt at this prompt became too old; returns how many did."""
+        self._stale_attempts[index] = self._stale_attempts.get(index, 0) + 1
+        return self._stale_attempts[index]
 
     def count_attempt(self, index: int) -> int:
         """One more attempt at this prompt has failed; returns how many have."""
@@ -106,19 +113,23 @@ class PromptSchedule:
 
     def hold_back(self) -> tuple[PendingGroup, ...]:
         """Do not start groups that have samples until release(); returns them in the order of index."""
-        held = {index for index, pending in self._waiting.items() if pending.samples}
+        held = {index: -math.inf for index, pending in self._waiting.items() if pending.samples}
+        held |= {index: start_at for start_at, index in self._delayed if index in held}
         self._held_back = held
         self._ready = sorted(index for index in self._ready if index not in held)
         self._delayed = sorted(entry for entry in self._delayed if entry[1] not in held)
         return tuple(self._waiting[index] for index in sorted(held))
 
     def release(self, edited: Iterable[PendingGroup] = ()) -> None:
-        """Let those that were held back start again, some of them with other samples."""
+        """Let those that were held back start again, when they could have, some of them with other samples."""
         for pending in edited:
             self._waiting[pending.prompt.index] = pending
-        for index in self._held_back:
-            heappush(self._ready, index)
-        self._held_back = set()
+        for index, start_at in self._held_back.items():
+            if start_at > -math.inf:
+                heappush(self._delayed, (start_at, index))
+            else:
+                heappush(self._ready, index)
+        self._held_back = {}
 
     def state_dict(self, running: Iterable[tuple[PendingGroup, int]]) -> dict[str, Any]:
         """Position in the data, and all groups that have not ended, as JSON values.
@@ -134,14 +145,16 @@ class PromptSchedule:
             "pending": [groups[index].to_dict() for index in sorted(groups)],
             "begun": [list(item) for item in sorted(begun.items())],
             "attempts": [list(item) for item in sorted(self._attempts.items())],
+            "stale_attempts": [list(item) for item in sorted(self._stale_attempts.items())],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of state_dict; moves the data buffer, too."""
         self._data_buffer.load_state(state["buffer"])
         self._waiting, self._ready, self._delayed, self._open = {}, [], [], []
-        self._held_back, self._running = set(), set()
+        self._held_back, self._running = {}, set()
         for pending in state["pending"]:
             self.add(PendingGroup.from_dict(pending))
         self._attempts = {int(index): int(n) for index, n in state["attempts"]}
+        self._stale_attempts = {int(index): int(n) for index, n in state.get("stale_attempts", ())}
         self._begun = {int(index): int(version) for index, version in state["begun"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +15,9 @@ from rollouts.config import RolloutConfig
 from rollouts.errors import (
     CheckpointError,
     ConfigError,
-    EngineError,
-    EngineProtocolError,
-    EngineStatusError,
     GenerationError,
     GenerationTimeout,
+    RewardError,
 )
 from rollouts.finished_rollouts import FinishedRollouts
 from rollouts.generate_fns import PendingGroup
@@ -44,15 +44,20 @@ class RolloutBook:
         *,
         version: int,
         max_refused: int,
+        starts_what_is_wanted: bool = False,
     ) -> None:
         """
         Args:
             version: of the weights that generate.
             max_refused: groups that may be refused for one batch before that is an error.
+            starts_what_is_wanted: never start more than is waited for.
         """
         self._config = config
         self._asynchronous = asynchronous
         self._max_refused = max_refused
+        self._starts_what_is_wanted = starts_what_is_wanted
+        self._first_failures: dict[int, int] = {}  # index of a prompt whose rollout failed -> num_ended then
+        self._has_warned_of_given_up = False
         self._last_error: Exception | None = None
         self._refused: deque[Group] = deque(maxlen=max_refused)  # by filter_fn, since groups were last handed out
         self._unchanged: dict[int, int] = {}  # index of an unfinished rollout that came back without anything new -> version then
@@ -60,7 +65,9 @@ class RolloutBook:
         self.finished = finished
         self.manager = manager
         self.version = version
+        self.num_wanted = 0  # groups that somebody waits for
         self.num_ended = 0  # rollouts that came to their end, whatever became of them
+        self.last_end = -math.inf  # when the last one did
         self.failures: list[Exception] = []  # that are to be raised; until then nothing starts
         self.counts: Counter[str] = Counter()  # since take_counts()
 
@@ -72,7 +79,7 @@ class RolloutBook:
         all_started = bool(self.failures) or self.finished.is_blocked
         while not all_started:
             num_waiting = self.schedule.num_waiting
-            candidates = self.schedule.take(self.manager.get_usable_capacity(self.version), trio.current_time())
+            candidates = self.schedule.take(self._find_room(), trio.current_time())
             self.manager.on_rollout_enqueued(len(candidates) - (num_waiting - self.schedule.num_waiting))  # those that are new
             all_started = True
             for pending in candidates:
@@ -88,6 +95,12 @@ class RolloutBook:
                     taken.append((pending, begun))
         return taken
 
+    def _find_room(self) -> int:
+        room = self.manager.get_usable_capacity(self.version)
+        if self._starts_what_is_wanted:
+            return max(0, min(room, self.num_wanted - self.manager.get_stats().running - self.finished.size))
+        return room
+
     def _is_too_old(self, pending: PendingGroup, begun_version: int) -> bool:
         """Whether what there is of an unfinished group is beyond the allowed staleness already."""
         oldest = find_oldest_version(pending.samples, begun=begun_version, newest=self.version)
@@ -97,10 +110,14 @@ class RolloutBook:
 
     def settle(self, run: RolloutRun) -> None:
         """Give a rollout that does not run any more its place."""
-        if run.error is not None and run.scoring:
+        if run.cut and run.error is None and run.scope.cancelled_caught:
+            self.counts["num_groups_cut"] += 1
+        if run.error is not None and (run.scoring or isinstance(run.error, RewardError)):
             self._fail(run, run.error)  # of the reward function, which had its own attempts, or of the filter
         elif run.error is not None:
             self._handle_failure(run, run.error)
+        elif run.was_stopped and run.outdated:
+            self._stop_outdated(run)
         elif run.was_stopped and run.timed_out:
             self._handle_failure(run, _create_timeout_error(run, self._asynchronous.rollout_timeout_s))
         elif run.unchanged and self._unchanged.get(run.index) == self.version:
@@ -111,6 +128,8 @@ class RolloutBook:
             self.give_back(run)
         else:
             self.num_ended += 1
+            self.last_end = trio.current_time()
+            self._first_failures.pop(run.index, None)
             self.schedule.end(run.index)
             self._unchanged.pop(run.index, None)
             self._take_in(run)
@@ -134,8 +153,20 @@ class RolloutBook:
                 self.manager.on_rollout_accepted()
                 self.finished.hold(rollout, trio.current_time())
 
+    def _stop_outdated(self, run: RolloutRun) -> None:
+        """A rollout was stopped because it was begun too long ago: it goes on only if its tokens are newer than that."""
+        has_tokens = any(sample.tokens for sample in run.pending.samples)
+        if has_tokens and not self._is_too_old(run.pending, run.begun_version):
+            self.give_back(run)
+        else:
+            self.manager.on_rollout_rejected()
+            self.schedule.end(run.index)
+            self._begin_anew(run.pending)
+            self._pass_on()
+
     def _refuse(self, index: int, reason: str) -> None:
         """Give up a rollout that ran."""
+        self._first_failures.pop(index, None)
         self.manager.on_rollout_rejected()
         self.schedule.forget_attempts(index)
         self.counts[reason] += 1
@@ -143,26 +174,41 @@ class RolloutBook:
 
     def _pass_on(self) -> None:
         try:
-            self.finished.pass_on(now=trio.current_time(), first_open=self.schedule.first_open)
+            self.finished.pass_on(now=trio.current_time(), first_open=self.schedule.first_open, drains=self.num_wanted > 0)
         except ConfigError as error:  # the queue is full
             self.failures.append(error)
 
     def _begin_anew(self, pending: PendingGroup) -> None:
         """A group was too old: let its prompt wait again, without what there was, or give it up."""
-        index = pending.prompt.index
+        index, most = pending.prompt.index, self._asynchronous.max_stale_attempts
         self.counts["num_groups_purged"] += 1
         self.counts["num_stale"] += 1
-        if self._asynchronous.on_stale == "retry" and self.schedule.count_attempt(index) < self._asynchronous.max_attempts:
+        if self._asynchronous.on_stale == "retry" and (self.schedule.count_stale_attempt(index) < (math.inf if most is None else most)):
             self.counts["num_groups_retried"] += 1
             self.schedule.add(PendingGroup(pending.prompt))
             self.manager.on_rollout_enqueued()
-        else:
-            self.schedule.forget_attempts(index)
+            return
+        self.schedule.forget_attempts(index)
+        self.counts["num_groups_given_up"] += 1
+        if not self._has_warned_of_given_up:
+            self._has_warned_of_given_up = True
+            logging.getLogger(__name__).warning(
+                "prompt %d is given up: its group was more than max_staleness (%d) versions behind, and on_stale is %r with "
+                "max_stale_attempts %s. Further ones are counted as num_groups_given_up; long answers are the first to be lost",
+                index,
+                self._asynchronous.max_staleness,
+                self._asynchronous.on_stale,
+                most,
+            )
 
     def give_back(self, run: RolloutRun) -> None:
         """A rollout was stopped: it waits again, with what it has."""
         self.manager.on_rollout_returned()
-        self.schedule.add(run.pending, begun_version=run.begun_version)
+        self.schedule.add(run.pending, begun_version=self._find_begun_version(run))
+
+    def _find_begun_version(self, run: RolloutRun) -> int:
+        """Of its first token, as exactly as that is known: it may have waited in its engine for a while."""
+        return find_oldest_version(run.pending.samples, begun=run.begun_version, newest=self.version)
 
     def _fail(self, run: RolloutRun, error: Exception) -> None:
         """The run is to end with this error. The prompt waits again, in case it goes on all the same."""
@@ -177,7 +223,7 @@ class RolloutBook:
         self.counts["num_failures"] += 1
         if policy == "raise":
             self._fail(run, error)
-        elif _may_be_outage(error) and run.num_ended_before == self.num_ended:
+        elif self._is_outage(run):
             self._retry_later(run, max(self._asynchronous.retry_delay_s, _OUTAGE_RETRY_S))
         elif policy == "drop":
             self.schedule.end(run.index)
@@ -188,16 +234,23 @@ class RolloutBook:
         else:
             final = GenerationError(
                 f"the rollout of prompt {run.index} failed in {attempts} attempts, the last time with {type(error).__name__}: {error}. "
+                f"{f'Engines that do not answer: {run.silent_engines}. ' if run.silent_engines else ''}"
                 "Repair its cause, raise max_attempts, or set on_failure='drop' to go on without such prompts"
             )
             final.__cause__ = error
             self._fail(run, final)
 
+    def _is_outage(self, run: RolloutRun) -> bool:
+        """Whether engines are dead, which says nothing about the prompt: none answers, or where that is not known, nothing else ended."""
+        if not run.may_be_outage or run.engines_answer:
+            return False
+        return run.engines_answer is False or self._first_failures.setdefault(run.index, self.num_ended) == self.num_ended
+
     def _retry_later(self, run: RolloutRun, delay_s: float) -> None:
         self.counts["num_groups_retried"] += 1
         self.manager.on_rollout_rejected()
         self.manager.on_rollout_enqueued()
-        self.schedule.add(run.pending, begun_version=run.begun_version, start_at=trio.current_time() + delay_s)
+        self.schedule.add(run.pending, begun_version=self._find_begun_version(run), start_at=trio.current_time() + delay_s)
 
     # -- batches
 
@@ -212,8 +265,8 @@ class RolloutBook:
 
     def take_counts(self) -> dict[str, int]:
         """What happened to groups since the last call."""
-        names = ("num_groups_filtered", "num_groups_purged", "num_groups_retried", "num_groups_failed")
-        counts = {name: self.counts[name] for name in names}
+        names = ("filtered", "purged", "retried", "failed", "given_up", "cut")
+        counts = {f"num_groups_{name}": self.counts[f"num_groups_{name}"] for name in names}
         self.counts.clear()
         return counts | {"num_groups_ready": self.finished.num_ready, "num_groups_waiting": self.schedule.num_waiting}
 
@@ -224,6 +277,7 @@ class RolloutBook:
             self.manager.on_rollout_dropped(len(dropped), self.version)
             for rollout in dropped:
                 self._begin_anew(PendingGroup(rollout.prompt))
+            self.finished.recall(self.schedule.first_open)
 
     def hand_out(self, count: int) -> tuple[Group, ...]:
         """The `count` oldest groups of the cache."""
@@ -243,11 +297,15 @@ class RolloutBook:
             first.add_note(f"beside it, {len(others)} more rollouts failed; the last: {others[-1]!r}")
         raise first
 
-    def create_wait_error(self, count: int, timeout_s: float, *, num_running: int, interrupted: bool) -> GenerationTimeout:
-        """The error for groups that do not come, with what its user needs to see why."""
+    def create_wait_error(self, count: int, timeout_s: float | None, *, num_running: int, interrupted: bool) -> GenerationTimeout:
+        """The error for groups that do not come, with what its user needs to see why. timeout_s: None = patience_s has passed."""
+        patience_s = self._asynchronous.patience_s or 0.0
+        after = f"{patience_s:g} s in which no rollout ended (patience_s; rl.asynchronous.patience_s)"
+        if timeout_s is not None:
+            after = f"{timeout_s:g} s"
         capacity = self.manager.get_capacity(self.version)
         parts = [
-            f"{self.finished.num_ready} of the {count} groups that were waited for are there after {timeout_s:g} s: "
+            f"{self.finished.num_ready} of the {count} groups that were waited for are there after {after}: "
             f"{num_running} are running, {self.schedule.num_waiting} wait to be started"
         ]
         if self.finished.size > self.finished.num_ready:
@@ -323,6 +381,7 @@ class RolloutBook:
         self.counts.clear()
         self._refused.clear()
         self._unchanged.clear()
+        self._first_failures.clear()
         self._last_error = None
 
 
@@ -339,10 +398,3 @@ def _create_unchanged_error(run: RolloutRun) -> GenerationError:
         f"the rollout of prompt {run.index} came back unfinished and as it was, more than once under the same weights, although nothing "
         "stopped it: set the status of its samples to COMPLETED or TRUNCATED where they have ended"
     )
-
-
-def _may_be_outage(error: Exception) -> bool:
-    """Whether the error can come from an engine that is not there, rather than from what it was asked."""
-    if isinstance(error, EngineStatusError):
-        return error.status >= 500
-    return isinstance(error, EngineError) and not isinstance(error, EngineProtocolError)

@@ -36,18 +36,16 @@ def find_oldest_version(group: Group, *, begun: int, newest: int) -> int:
 
     Args:
         group: samples with metadata["trainable"] False do not count.
-        begun: version of the weights when the rollout began: counts for samples without weight_versions that have trained tokens.
-        newest: version of the weights now: for a group without a trained token that the policy sampled.
+        begun: version of the weights when the rollout began: counts for samples with trained tokens whose versions nobody told.
+        newest: version of the weights now: for a group without a trained token.
     """
-    oldest = newest
+    found: list[int] = []
     for sample in select_trainable(group):
-        if sample.weight_versions is None:
-            found = begun if any(mask > 0 for mask in sample.loss_mask) else newest
-        else:
-            pairs = zip(sample.weight_versions, sample.loss_mask, strict=True)
-            found = min((version for version, mask in pairs if version >= 0 and mask > 0), default=newest)
-        oldest = min(oldest, found)
-    return oldest
+        pairs = zip(sample.weight_versions or (), sample.loss_mask, strict=sample.weight_versions is not None)
+        oldest = min((version for version, mask in pairs if version >= 0 and mask > 0), default=begun)
+        if oldest != begun or any(mask > 0 for mask in sample.loss_mask):
+            found.append(oldest)
+    return min(found, default=newest)
 
 
 @dataclass(frozen=True)

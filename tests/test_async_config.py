@@ -51,7 +51,7 @@ def test_limits_default_to_what_bounded_staleness_admits(max_staleness: int, exp
         ({"on_stale": "raise"}, "on_stale is 'raise'"),
         ({"on_failure": "retries"}, "did you mean 'retry'"),
         ({"in_flight": "abort"}, "in_flight is 'abort'"),
-        ({"checkpoint_in_flight": "continue"}, "checkpoint_in_flight is 'continue': known are restart, interrupt"),
+        ({"checkpoint_in_flight": "continue"}, "checkpoint_in_flight is 'continue': known are interrupt, restart"),
         ({"missed_segment": "prox"}, "did you mean 'proximal'"),
         ({"enable_segment_wise_ppo": True, "in_flight": "continue"}, "in_flight is 'continue', but enable_segment_wise_ppo is True"),
     ],

@@ -14,18 +14,21 @@ import torch
 import trio
 from resident_prompts import find_prompts
 
-from rollouts.algorithms import decoupled, grpo
+from rollouts.algorithms import decoupled, grpo, ppo
 from rollouts.async_config import AsyncConfig
 from rollouts.async_rollouts import WorkflowExecutor, create_workflow_executor
-from rollouts.backends.factory import create_adamw_optimizer
+from rollouts.backends.factory import create_adamw_optimizer, create_critic_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.checkpoints import latest_checkpoint, load_run_state
-from rollouts.config import RLTrainingConfig, RolloutConfig
+from rollouts.config import ParityConfig, RLTrainingConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer
+from rollouts.engine_parity import ParityWarning
 from rollouts.engines.inprocess import InProcessEngine
-from rollouts.errors import BackendError, ConfigError, DataError, EngineError, GenerationError
+from rollouts.errors import BackendError, ConfigError, DataError, EngineError, GenerationError, GenerationTimeout
+from rollouts.filters import check_reward_nonzero_std
 from rollouts.generation import create_generate_fn
+from rollouts.kl_control import KLControl
 from rollouts.metrics import JSONLLogger, read_metrics
 from rollouts.rl_loop import restore_rl_run, run_async_rl_training, run_rl_training
 from rollouts.rollout_manager import AsyncRolloutManager
@@ -110,7 +113,9 @@ def without_timings(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 # -- with a model
 
 
-def make_model_run(asynchronous: AsyncConfig | None, *, vocab_size: int = 64, minibatches: int = 2, algorithm=None):
+def make_model_run(
+    asynchronous: AsyncConfig | None, *, vocab_size: int = 64, minibatches: int = 2, algorithm=None, with_critic: bool = False
+):
     """The parts of a run with a tiny model and the embedded engine; asynchronous = None: of the synchronous loop."""
     import copy
 
@@ -127,6 +132,7 @@ def make_model_run(asynchronous: AsyncConfig | None, *, vocab_size: int = 64, mi
         segment_log_probs=asynchronous is not None and asynchronous.segment_wise,
     )
     training = replace(IN_MEMORY, num_minibatches=minibatches, algorithm=algorithm, eval_every=2)
+    options: dict[str, Any] = {"critic": create_critic_backend(model, lr=1e-3)} if with_critic else {}
 
     async def evaluate() -> dict[str, float]:
         answers = [await engine.generate([5 + i, 7], SamplingParams(max_tokens=4, seed=i), request_id=f"eval-{i}") for i in range(3)]
@@ -135,9 +141,9 @@ def make_model_run(asynchronous: AsyncConfig | None, *, vocab_size: int = 64, mi
     async def run() -> list[dict[str, float]]:
         if asynchronous is None:
             async with AsyncRolloutManager(buffer, rollout, engines=[engine]) as manager:
-                return await run_rl_training(backend, buffer, manager, [engine], training, evaluate=evaluate)
+                return await run_rl_training(backend, buffer, manager, [engine], training, evaluate=evaluate, **options)
         async with create_workflow_executor(buffer, rollout, asynchronous, engines=[engine]) as executor:
-            return await run_async_rl_training(backend, buffer, executor, [engine], training, evaluate=evaluate)
+            return await run_async_rl_training(backend, buffer, executor, [engine], training, evaluate=evaluate, **options)
 
     return run
 
@@ -154,6 +160,31 @@ async def test_without_staleness_the_numbers_are_those_of_the_synchronous_loop()
         assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
     assert {"loss", "grad_norm", "reward_mean", "rollout_kl", "importance_weight"} <= set(expected[0])
     assert "eval_score" in expected[1]
+
+
+async def test_without_staleness_a_filter_leaves_the_same_groups(autojump_clock):
+    parts, again = (Parts(replace(ON, max_staleness=0)) for _ in range(2))
+    async with create_workflow_executor(
+        parts.buffer, replace(parts.rollout, filter_fn=check_reward_nonzero_std), replace(ON, max_staleness=0), engines=[parts.engine]
+    ) as executor:
+        found = await run_async_rl_training(parts.backend, parts.buffer, executor, [parts.engine], IN_MEMORY)
+    async with AsyncRolloutManager(
+        again.buffer, replace(again.rollout, filter_fn=check_reward_nonzero_std), engines=[again.engine]
+    ) as manager:
+        expected = await run_rl_training(again.backend, again.buffer, manager, [again.engine], IN_MEMORY)
+    assert sum(line["num_groups_filtered"] for line in found) > 0
+    for ours, theirs in zip(without_timings(found), without_timings(expected), strict=True):
+        assert {"loss", "reward_mean", "num_groups_filtered", "epoch", "staleness_max"} <= set(ours) & set(theirs)
+        shared = set(ours) & set(theirs)
+        assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+
+
+async def test_a_critic_is_trained_beside_and_its_numbers_are_those_of_the_synchronous_loop():
+    algorithm = ppo()
+    expected = without_timings(await make_model_run(None, algorithm=algorithm, with_critic=True)())
+    found = without_timings(await make_model_run(AsyncConfig(max_staleness=0), algorithm=algorithm, with_critic=True)())
+    names = ("loss", "critic_loss", "explained_variance", "grad_norm")
+    assert [[line[name] for name in names] for line in found] == [[line[name] for name in names] for line in expected]
 
 
 async def test_rollouts_run_beside_training_on_a_model_and_every_number_is_there():
@@ -342,7 +373,190 @@ async def test_no_token_misses_its_window_in_a_segment_wise_run_that_is_resumed(
     assert sorted(trained + resident_prompts(second.executor)) == list(range(second.buffer.state.sample_offset))
 
 
+@pytest.mark.parametrize("checkpoint_in_flight", ["restart", "interrupt"])
+async def test_a_checkpoint_interrupts_only_where_it_is_told_to(autojump_clock, tmp_path: Path, checkpoint_in_flight):
+    parts = Parts(replace(ON, checkpoint_in_flight=checkpoint_in_flight), seconds_per_job=2.0)
+    aborts: list[int] = []
+
+    def watch(step: int, batch: RolloutBatch) -> None:
+        aborts.append(sum(call.method == "abort" for call in parts.engine.calls))
+
+    async with parts.executor:
+        await run_async_rl_training(
+            parts.backend, parts.buffer, parts.executor, [parts.engine], replace(IN_MEMORY, checkpoint_every=1),
+            checkpoint_dir=tmp_path / "c", on_rollouts=watch, clock=trio.current_time,
+        )  # fmt: skip
+    assert aborts == [0] * 5 if checkpoint_in_flight == "restart" else aborts[-1] >= 4
+
+
+async def test_after_the_last_step_nothing_is_scored_for_nobody(autojump_clock):
+    config = replace(IN_MEMORY, algorithm=decoupled(grpo(), segment_wise=True))
+    parts = Parts(replace(ON, enable_segment_wise_ppo=True), seconds_per_job=1.0, segment_wise=True)
+    history = await parts.run(config)
+    assert [line["num_segment_tokens"] > 0 for line in history] == [True] * 4 + [False]
+    last = max(v for sample in parts.executor.resident_samples for v in sample.weight_versions or (-1,))
+    assert last == 4, "there would have been something to score"
+
+
+async def test_the_epoch_of_a_line_is_that_of_its_prompts_and_not_of_those_that_were_taken_ahead(autojump_clock):
+    parts = Parts(num_prompts=12)
+    history = await parts.run(IN_MEMORY)
+    newest = [max(sample.group_index for sample in batch.samples) for batch in parts.batches]
+    assert [line["epoch"] for line in history] == [index // 12 for index in newest]
+    assert parts.buffer.state.epoch_id > history[-1]["epoch"], "the buffer is ahead, else the test shows nothing"
+
+
+async def test_steps_without_a_row_to_compare_with_the_trainer_are_counted_and_named_once(autojump_clock):
+    parts = Parts(replace(ON, order="submitted"), seconds_per_job=10.0)
+    with pytest.warns(ParityWarning, match="no row that weight version") as caught:
+        history = await parts.run(replace(IN_MEMORY, parity=ParityConfig(threshold=100.0)))
+    rows = [line["num_parity_rows"] for line in history]
+    assert rows[0] == 8
+    assert rows.count(0) > 1
+    assert len([warning for warning in caught if warning.category is ParityWarning]) == 1
+    assert ["engine_kl" in line for line in history] == [number > 0 for number in rows]
+
+
+async def test_the_controller_of_the_kl_goes_on_where_a_run_is_resumed(autojump_clock, tmp_path: Path):
+    control = KLControl(kl_coef=0.1, target=10.0, horizon=100.0)  # the KL stays below, so the coefficient falls with each row
+    config = replace(IN_MEMORY, num_steps=6, kl_control=control, algorithm=grpo(kl_coef=0.1))
+    log, asked = tmp_path / "metrics.jsonl", iter([False, False, True])
+    first, second = Parts(), Parts()
+    await first.run(
+        config, JSONLLogger(log), checkpoint_dir=tmp_path / "c", should_stop=lambda: next(asked), reference=FakeBackend(name="reference")
+    )
+    await second.resume(tmp_path / "c", config, log, reference=FakeBackend(name="reference"))
+    coefficients = [line["kl_coef"] for line in read_metrics(log)]
+    assert coefficients == pytest.approx([0.1 * (1 - 0.2 * 8 / 100) ** step for step in range(6)])
+
+
+async def test_weights_from_the_disk_between_whose_syncs_a_run_is_resumed(autojump_clock, tmp_path: Path):
+    config = RLTrainingConfig(num_steps=7, sync_every=2, weight_sync="checkpoint", checkpoint_every=1)
+    log, asked = tmp_path / "metrics.jsonl", iter([False, False, True])
+    first, second = (Parts(sync_every=2, seconds_per_job=2.0) for _ in range(2))
+    await first.run(config, JSONLLogger(log), checkpoint_dir=tmp_path / "c", should_stop=lambda: next(asked))
+    await second.resume(tmp_path / "c", config, log)
+    assert [line["weight_version"] for line in read_metrics(log)] == [0, 0, 1, 1, 2, 2, 3]
+    assert (await second.engine.get_weight_version(), second.executor.version) == (3, 2), "the last sync opens nothing any more"
+    trained = prompts_of([*first.batches, *second.batches])
+    assert sorted(trained + resident_prompts(second.executor)) == list(range(second.buffer.state.sample_offset))
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_rollouts_are_shown_before_training_to_a_function_of_either_kind(autojump_clock, is_async: bool):
+    parts, seen = Parts(), []
+
+    def note(step: int, batch: RolloutBatch) -> None:
+        seen.append((step, parts.backend.num_updates))
+
+    async def note_later(step: int, batch: RolloutBatch) -> None:
+        await trio.sleep(1)
+        note(step, batch)
+
+    async with parts.executor:
+        options: dict[str, Any] = {"on_rollouts": note_later if is_async else note}
+        await run_async_rl_training(parts.backend, parts.buffer, parts.executor, [parts.engine], IN_MEMORY, **options)
+    assert seen == [(step, step - 1) for step in range(1, 6)]
+
+
 # -- failures
+
+
+async def test_an_evaluation_that_never_ends_ends_the_run_after_its_patience(autojump_clock, tmp_path: Path):
+    parts, log = Parts(replace(ON, patience_s=100.0)), tmp_path / "metrics.jsonl"
+    with pytest.raises(GenerationTimeout, match=r"the evaluation of step 1 did not end within patience_s \(100 s\)") as caught:
+        await parts.run(replace(IN_MEMORY, eval_every=1), JSONLLogger(log), evaluate=trio.sleep_forever, checkpoint_dir=tmp_path / "c")
+    assert 100 <= trio.current_time() < 300
+    assert any("step 2 and all rollouts" in note for note in caught.value.__notes__)
+    assert [line["step"] for line in read_metrics(log)] == [1]
+
+
+async def test_the_wait_for_an_evaluation_has_a_number_of_its_own(autojump_clock):
+    async def evaluate() -> dict[str, float]:
+        await trio.sleep(500)
+        return {}
+
+    history = await Parts().run(replace(IN_MEMORY, num_steps=3, eval_every=1), evaluate=evaluate)
+    assert history[0]["evaluate_wait_s"] == 0
+    assert all(300 < line["evaluate_wait_s"] < 500 for line in history[1:])
+    for line in history:
+        parts = ("trainer_wait_s", "train_s", "evaluate_wait_s", "checkpoint_s", "sync_s")
+        assert sum(line[name] for name in parts) == pytest.approx(line["step_s"])
+
+
+async def test_engines_that_cannot_be_stopped_do_not_hide_the_error_nor_keep_the_step_from_being_saved(autojump_clock, tmp_path: Path):
+    parts = Parts(error_for=None)
+    parts.backend = FakeBackend(seconds_per_job=1.0)
+    abort, failures = parts.engine.abort, iter([OSError("no route to host")])
+
+    async def abort_once_more(request_ids=None) -> None:
+        problem = next(failures, None)
+        if problem is not None:
+            raise problem
+        await abort(request_ids)
+
+    def lose(step: int, batch: RolloutBatch) -> None:
+        if step == 3:
+            parts.engine.abort = abort_once_more
+            raise DataError("the disk is full")
+
+    with pytest.raises(DataError, match="the disk is full") as caught:
+        async with parts.executor:
+            await run_async_rl_training(
+                parts.backend, parts.buffer, parts.executor, [parts.engine], replace(IN_MEMORY, checkpoint_every=5),
+                checkpoint_dir=tmp_path / "c", on_rollouts=lose, clock=trio.current_time,
+            )  # fmt: skip
+    notes = "; ".join(caught.value.__notes__)
+    assert "rollouts could not be stopped" in notes or "no route to host" in notes
+
+
+async def test_the_error_of_an_evaluation_is_not_lost_where_the_training_beside_it_fails_too(autojump_clock):
+    async def evaluate() -> dict[str, float]:
+        await trio.sleep(1)
+        raise DataError("the held-out file is gone")
+
+    parts = Parts()
+    parts.backend = FakeBackend(
+        seconds_per_job=5.0, error_for=lambda method, count: BackendError("loss is NaN") if (method, count) == ("optim_step", 1) else None
+    )
+    parts.engine.calls.clear()
+    with pytest.raises(BackendError, match="NaN") as caught:
+        await parts.run(replace(IN_MEMORY, eval_every=1), evaluate=evaluate)
+    assert any("the evaluation of step 1 failed: DataError('the held-out file is gone')" in note for note in caught.value.__notes__)
+
+
+async def test_a_step_is_finished_when_all_of_it_is_known_and_not_before(autojump_clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = iter([None, ValueError("no such metric")])
+
+    def summarize(metrics: dict[str, float]) -> dict[str, float]:
+        error = next(calls)
+        if error is not None:
+            raise error
+        return {}
+
+    monkeypatch.setattr("rollouts.rl_loop.summarize_behavior", summarize)
+    with pytest.raises(ValueError, match="no such metric") as caught:
+        await Parts().run(replace(IN_MEMORY, checkpoint_every=1), checkpoint_dir=tmp_path / "c")
+    assert not getattr(caught.value, "__notes__", []), "weights of step 2 are not those of step 1"
+    checkpoint = latest_checkpoint(tmp_path / "c")
+    assert checkpoint is not None
+    assert checkpoint.name == "step_0001"
+
+
+async def test_an_error_while_a_run_finds_out_where_it_goes_on_leaves_the_checkpoints_alone(
+    autojump_clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    log, asked = tmp_path / "metrics.jsonl", iter([False, True])
+    await Parts().run(IN_MEMORY, JSONLLogger(log), checkpoint_dir=tmp_path / "c", should_stop=lambda: next(asked))
+    before = sorted(path.name for path in (tmp_path / "c").iterdir())
+
+    async def begin(*arguments: object) -> int:
+        raise DataError("no weights")
+
+    monkeypatch.setattr("rollouts.rl_run.RLRun.begin", begin)
+    with pytest.raises(DataError, match="no weights"):
+        await Parts().resume(tmp_path / "c", IN_MEMORY, log)
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == before
 
 
 async def test_weights_of_a_step_that_failed_half_way_are_not_saved(autojump_clock, tmp_path: Path):
@@ -423,7 +637,11 @@ async def test_dead_engines_end_the_run_after_its_patience_with_the_state_saved(
         await trio.lowlevel.checkpoint()
         raise EngineError("connection refused")
 
+    async def refuse() -> int:
+        raise EngineError("connection refused")
+
     parts = Parts(replace(ON, patience_s=60.0), error_for=lambda prompt, seed: EngineError("connection refused"))
+    parts.engine.get_weight_version = refuse  # type: ignore[method-assign]
     parts.engine.get_weight_version = refuse
     with pytest.raises(GenerationError, match="connection refused") as caught:
         await parts.run(IN_MEMORY, checkpoint_dir=tmp_path / "c")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,8 +19,19 @@ from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.inprocess import InProcessEngine
-from rollouts.errors import CheckpointError, ConfigError, EngineError, EngineStatusError, GenerationError, GenerationTimeout, RewardError
+from rollouts.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    EngineRequestError,
+    EngineStatusError,
+    EngineTimeout,
+    GenerationError,
+    GenerationTimeout,
+    RewardError,
+)
 from rollouts.filters import check_reward_nonzero_std
+from rollouts.generate_fns import note_request
 from rollouts.generation import create_generate_fn
 from rollouts.rollout_manager import AsyncRolloutManager
 from rollouts.rollout_queue import FinishedRollout, LocalRolloutCache, LocalRolloutQueue, RolloutCache, RolloutQueue
@@ -368,7 +381,7 @@ async def test_samples_without_versions_are_as_old_as_their_beginning(autojump_c
 
 async def test_a_group_that_is_too_old_in_every_attempt_is_given_up(autojump_clock: Clock) -> None:
     script = Script(seconds=lambda index: 10.0 if index == 0 else 1.0)
-    async with make_executor(script, AsyncConfig(max_staleness=1, max_attempts=2)) as executor:
+    async with make_executor(script, AsyncConfig(max_staleness=1, max_stale_attempts=2)) as executor:
         for version in range(1, 20):
             await executor.wait(2)
             await trio.sleep(2)
@@ -639,7 +652,7 @@ async def test_segment_wise_needs_versions(autojump_clock: Clock) -> None:
     async def generate_fn(prompt: Prompt, n: int) -> Group:
         return (Sample(tokens=(1,), loss_mask=(1.0,), status=Status.COMPLETED),) * n
 
-    async with make_executor(generate_fn, AsyncConfig(enable_segment_wise_ppo=True)) as executor:
+    async with make_executor(generate_fn, AsyncConfig(enable_segment_wise_ppo=True), engines=[FakeEngine()]) as executor:
         with pytest.raises(ConfigError, match=r"enable_segment_wise_ppo is on, but sample \d \(group \d\) has no weight_versions"):
             await executor.wait(1)
 
@@ -978,3 +991,408 @@ def test_the_parts_can_be_replaced():
     executor = make_executor(Script(), cache=cache, queue=LocalRolloutQueue(5), strategy=StandardPPOStrategy())
     assert (executor.batch_size, executor.version, executor.config.batch_size) == (2, 0, 2)
     assert executor.asynchronous == AsyncConfig()
+
+
+# engines that are dead, and requests that they refuse
+
+
+class Dying(FakeEngine):
+    """While `error` is set, requests raise it before their first checkpoint, and so does the question for its version if it is dead."""
+
+    def __init__(self, name: str = "engine") -> None:
+        super().__init__(lambda tokens, seed: [5] * 3 + [1], seconds_per_token=1.0, name=name)
+        self.error: EngineError | None = None
+        self.error_of_one: EngineError | None = None  # raised for prompt 0 alone
+        self.dead = False
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Any:
+        if self.error is not None:
+            raise copy.copy(self.error)
+        if self.error_of_one is not None and int((request_id or "1").split("-")[0]) == 0:
+            raise copy.copy(self.error_of_one)
+        return await super().generate(prompt_tokens, params, request_id=request_id)
+
+    async def get_weight_version(self) -> int:
+        if self.dead:
+            raise EngineError("connection refused")
+        return await super().get_weight_version()
+
+
+OUTAGES: list[dict[str, Any]] = [{"order": "finished"}, {"order": "submitted"}, {"max_staleness": 0}]
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("more", OUTAGES)
+@pytest.mark.parametrize(
+    "error", [EngineRequestError("too long: shorten the prompt"), EngineStatusError(500, "http://x", "boom"), EngineTimeout("too slow")]
+)
+async def test_a_prompt_that_engines_cannot_answer_ends_the_run_with_its_error(
+    tokenizer: Any, autojump_clock: Clock, n: int, more: dict[str, Any], error: EngineError
+) -> None:
+    engine = Dying()
+    engine.error_of_one = error
+    async with make_engine_executor(tokenizer, engine, AsyncConfig(**more), n_samples_per_prompt=n) as executor:
+        with pytest.raises(GenerationError, match=f"prompt 0 failed in 3 attempts, the last time with {type(error).__name__}: ") as caught:
+            while True:
+                await executor.wait(2, timeout_s=500)
+                executor.set_version(executor.version + 1)
+                engine.weight_version += 1
+        assert str(error) in str(caught.value)
+        assert trio.current_time() < 60
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("more", OUTAGES)
+async def test_a_prompt_that_engines_cannot_answer_can_be_dropped(
+    tokenizer: Any, autojump_clock: Clock, n: int, more: dict[str, Any]
+) -> None:
+    engine = Dying()
+    engine.error_of_one = EngineRequestError("too long")
+    asynchronous = AsyncConfig(on_failure="drop", **more)
+    async with make_engine_executor(tokenizer, engine, asynchronous, n_samples_per_prompt=n) as executor:
+        assert indices(await executor.wait(2, timeout_s=100)) == [1, 2]
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("more", OUTAGES)
+@pytest.mark.parametrize("policy", ["retry", "drop"])
+async def test_dead_engines_cost_no_prompt(tokenizer: Any, autojump_clock: Clock, n: int, more: dict[str, Any], policy: Any) -> None:
+    engine = Dying()
+    asynchronous = AsyncConfig(on_failure=policy, patience_s=300.0, **more)
+    async with make_engine_executor(tokenizer, engine, asynchronous, n_samples_per_prompt=n) as executor:
+        assert indices(await executor.wait(2)) == [0, 1]
+        engine.error, engine.dead = EngineError("connection refused"), True
+        executor.set_version(1)
+        for _ in range(2):
+            with pytest.raises(
+                GenerationTimeout, match=r"300 s in which no rollout ended \(patience_s.*with EngineError: connection refused"
+            ):
+                await executor.wait(4)
+        engine.error, engine.dead = None, False
+        engine.weight_version = 1
+        assert indices(await executor.wait(2)) == [2, 3]
+        check_conserved(executor, 4)
+
+
+async def test_one_dead_engine_of_two_is_named(tokenizer: Any, autojump_clock: Clock) -> None:
+    engines = [Dying("left"), Dying("right")]
+    engines[1].error, engines[1].dead = EngineError("connection refused"), True
+    generate_fn = create_generate_fn(engines, tokenizer, SamplingParams(max_tokens=12))
+    with pytest.raises(GenerationError, match=r"Engines that do not answer: right \(number 1\): connection refused"):
+        async with make_executor(generate_fn, AsyncConfig(max_staleness=4, retry_delay_s=10.0), engines=engines) as executor:
+            await executor.wait(10)
+
+
+async def test_an_engine_that_says_nothing_at_all_is_dead(tokenizer: Any, autojump_clock: Clock) -> None:
+    class Mute(Dying):
+        async def get_weight_version(self) -> int:
+            await trio.sleep_forever()
+            raise AssertionError
+
+    engine = Mute()
+    engine.error = EngineError("no answer")
+    async with make_engine_executor(tokenizer, engine, AsyncConfig(patience_s=100.0), n_samples_per_prompt=1) as executor:
+        with pytest.raises(GenerationTimeout, match="no answer"):
+            await executor.wait(1)
+        await executor.interrupt()
+        check_conserved(executor, 0)
+
+
+async def test_errors_of_one_class_at_one_moment_are_one_error(autojump_clock: Clock) -> None:
+    async def fail(number: int) -> None:
+        raise KeyError(number)
+
+    async def generate_fn(prompt: Prompt, n: int) -> Group:
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(fail, number)
+        raise AssertionError
+
+    async with make_executor(generate_fn, AsyncConfig(on_failure="raise")) as executor:
+        with pytest.raises(KeyError) as caught:
+            await executor.wait(1)
+        assert "and 2 more KeyError at the same moment" in caught.value.__notes__
+        assert any("while working on prompt" in note for note in caught.value.__notes__)
+
+
+# prompts that become too old
+
+
+async def test_a_crash_and_two_stale_attempts_are_counted_apart(autojump_clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    script = Script(
+        seconds=lambda index: 10.0 if index == 0 and script.calls.count(0) <= 3 else 1.0,
+        error=lambda index, attempt: ValueError("boom") if index == 0 and attempt == 3 else None,
+    )
+    got: list[int] = []
+    counts: dict[str, int] = {}
+    async with make_executor(script, AsyncConfig(max_staleness=1, max_attempts=2)) as executor:
+        for version in range(1, 16):
+            batch = await executor.generate_batch()
+            got += [sample.group_index for sample in batch.samples]
+            counts = {name: counts.get(name, 0) + n for name, n in batch.metadata.items() if name.startswith("num_groups_")}
+            await trio.sleep(2)
+            script.version = version
+            executor.set_version(version)
+    assert 0 in got, "no prompt is lost for its age"
+    assert (counts["num_groups_given_up"], counts["num_groups_purged"], counts["num_groups_retried"]) == (0, 3, 4)
+    caplog.clear()
+    script = Script(seconds=lambda index: 10.0 if index == 0 else 1.0)
+    num_given_up = 0
+    async with make_executor(script, AsyncConfig(max_staleness=1, max_stale_attempts=2)) as executor:
+        for version in range(1, 12):
+            num_given_up += (await executor.generate_batch()).metadata["num_groups_given_up"]
+            await trio.sleep(2)
+            script.version = version
+            executor.set_version(version)
+    assert num_given_up == 1
+    assert "prompt 0 is given up" in caplog.text
+
+
+async def test_rollouts_that_are_too_old_already_do_not_run_to_their_end(tokenizer: Any, autojump_clock: Clock) -> None:
+    engine = FakeEngine(lambda tokens, seed: [5] * 99 + [1], seconds_per_token=1.0)
+    changes: dict[str, Any] = {"max_tokens": 100, "batch_size": 1, "n_samples_per_prompt": 1}
+    async with make_engine_executor(tokenizer, engine, AsyncConfig(max_staleness=1), **changes) as executor:
+        await trio.sleep(4.5)
+        for version in (1, 2):
+            engine.weight_version = version
+            executor.set_version(version)
+            await trio.testing.wait_all_tasks_blocked()
+        started = trio.current_time()
+        batch = await executor.generate_batch()
+        assert trio.current_time() == started + 100
+        assert batch.metadata["num_groups_purged"] == batch.metadata["num_groups_retried"] == 2
+        check_conserved(executor, 1)
+
+
+async def test_what_waited_in_its_engine_is_as_old_as_its_first_token(tokenizer: Any, autojump_clock: Clock) -> None:
+    engine = FakeEngine(lambda tokens, seed: [5] * 9 + [1], seconds_per_token=lambda tokens, seed: 2.0)
+    changes: dict[str, Any] = {"batch_size": 1, "n_samples_per_prompt": 1}
+    async with make_engine_executor(tokenizer, engine, AsyncConfig(max_staleness=1), **changes) as executor:
+        await trio.sleep(1)
+        engine.weight_version = 1
+        executor.set_version(1)
+        await trio.sleep(10)
+        engine.weight_version = 2
+        executor.set_version(2)
+        batch = await executor.generate_batch()
+        assert batch.metadata["num_groups_purged"] == 0, "it was stopped, and went on"
+        assert set((batch.samples[0].weight_versions or ())[-10:]) == {1, 2}
+
+
+async def test_a_reward_of_what_is_too_old_is_not_waited_for(autojump_clock: Clock) -> None:
+    async def reward(sample: Sample) -> float:
+        await trio.sleep(1.0 if (sample.weight_versions or ())[1] else 1000.0)
+        return 1.0
+
+    script = Script()
+    async with make_executor(script, AsyncConfig(max_staleness=0), reward_fn=reward) as executor:
+        await trio.sleep(2)
+        script.version = 1
+        executor.set_version(1)
+        assert indices(await executor.wait(2)) == [0, 1]
+        assert trio.current_time() == 4.0
+
+
+async def test_engines_may_be_ahead_of_what_the_executor_knows(autojump_clock: Clock) -> None:
+    script = Script()
+    async with make_executor(script, AsyncConfig(max_staleness=1, on_stale="drop", max_concurrent_rollouts=2)) as executor:
+        await trio.sleep(0.5)
+        script.version = 1  # the weights are there
+        await executor.wait(2)
+        await trio.sleep(2)  # what ends now was begun before set_version, with tokens of version 1
+        executor.set_version(1)
+        executor.set_version(2)
+        batch = await executor.generate_batch()
+        assert (batch.metadata["num_groups_purged"], batch.metadata["staleness_max"]) == (0, 1.0)
+
+
+async def test_in_strict_order_a_group_that_is_begun_anew_comes_before_those_behind_it(autojump_clock: Clock) -> None:
+    class DropOnce(StandardPPOStrategy):
+        dropped = False
+
+        def filter_stale_from_cache(self, cache: RolloutCache, current_version: int) -> tuple[FinishedRollout, ...]:
+            if self.dropped or not cache.size():
+                return ()
+            self.dropped = True
+            return take_out(cache, lambda rollout: rollout.prompt.index == 0)
+
+    async with make_executor(Script(), AsyncConfig(order="submitted"), strategy=DropOnce()) as executor:
+        await trio.sleep(5)
+        assert indices(await executor.wait(4)) == [0, 1, 2, 3]
+
+
+# a queue that is smaller than what is waited for
+
+
+@pytest.mark.parametrize("when_full", ["wait", "raise"])
+@pytest.mark.parametrize("order", ["finished", "submitted"])
+async def test_a_full_queue_is_emptied_while_somebody_waits(autojump_clock: Clock, when_full: Any, order: Any) -> None:
+    asynchronous = AsyncConfig(max_staleness=5, queue_size=2, when_queue_full=when_full, order=order, patience_s=100.0)
+    async with make_executor(Script(), asynchronous) as executor:
+        assert indices(await executor.wait(12)) == list(range(12))
+        assert trio.current_time() == 1.0
+
+
+def test_a_queue_that_is_sure_to_overflow_is_warned_of(caplog: pytest.LogCaptureFixture):
+    make_executor(Script(), AsyncConfig(max_staleness=3, queue_size=6))
+    make_executor(Script(), AsyncConfig(max_staleness=3, queue_size=2, when_queue_full="wait"))
+    assert not caplog.records
+    make_executor(Script(), AsyncConfig(max_staleness=3, queue_size=5))
+    assert "holds 5 groups, but up to 6 may finish while the trainer works" in caplog.text
+
+
+# patience
+
+
+async def test_patience_counts_from_the_last_rollout_that_ended(autojump_clock: Clock) -> None:
+    script = Script(seconds=lambda index: 8.0 * (index + 1) if index < 3 else 1000.0)
+    async with make_executor(script, AsyncConfig(patience_s=10.0), batch_size=3) as executor:
+        assert indices(await executor.wait(3)) == [0, 1, 2]
+        assert trio.current_time() == 24.0
+        with pytest.raises(GenerationTimeout, match=r"after 10 s in which no rollout ended \(patience_s; rl.asynchronous.patience_s\)"):
+            await executor.wait(1)
+        assert trio.current_time() == 34.0
+
+
+async def test_what_is_there_is_handed_out_without_any_time(autojump_clock: Clock) -> None:
+    async with make_executor(Script()) as executor:
+        await trio.sleep(2)
+        assert indices(await executor.wait(4, timeout_s=0)) == [0, 1, 2, 3]
+        with pytest.raises(GenerationTimeout, match="0 of the 1 groups"):
+            await executor.wait(1, timeout_s=0)
+
+
+async def test_without_staleness_never_more_than_a_batch_is_under_way(autojump_clock: Clock) -> None:
+    script = Script()
+    async with make_executor(script, AsyncConfig(max_staleness=0), batches_per_version=3) as executor:
+        for number in range(1, 4):
+            await trio.sleep(50)
+            assert len(script.calls) == 2 * (number - 1), "what is not waited for is not begun beside an evaluation"
+            await executor.wait(2)
+
+
+# interruption while rewards are asked for, and of what does not obey
+
+
+async def test_an_interruption_leaves_alone_what_is_being_scored(autojump_clock: Clock) -> None:
+    calls: list[int] = []
+
+    async def judge(sample: Sample) -> float:
+        calls.append(sample.group_index)
+        await trio.sleep(20)
+        return 5.0
+
+    async def mark(samples: tuple[Sample, ...]) -> list[Sample]:
+        await trio.sleep(during)
+        return [replace(s, metadata={**s.metadata, "marked": True}, segment_log_probs=(0.0, -1.0), recompute_version=0) for s in samples]
+
+    for during in (1.0, 50.0):  # the judge is through behind the edit, or in it
+        calls.clear()
+        script = Script()
+        async with make_executor(script, reward_fn=judge, grace_s=5.0, engines=[FakeEngine()]) as executor:
+            await trio.sleep(2)
+            started = trio.current_time()
+            await executor.interrupt()
+            assert trio.current_time() == started
+            state = copy_state(executor.state_dict())
+            assert [sample["tokens"] for group in state["pending"] for sample in group["samples"]] == [[1, 2]] * 4
+            assert [sample.group_index for sample in executor.resident_samples] == [0, 1, 2, 3]
+            await executor.edit_residents(mark)
+            executor.resume()
+            groups = await executor.wait(4)
+            assert indices(groups) == [0, 1, 2, 3]
+            for (sample,) in groups:
+                assert (sample.reward, sample.metadata.get("marked"), sample.segment_log_probs) == (5.0, True, (0.0, -1.0))
+            assert trio.current_time() == started + max(19.0, during)
+        assert sorted(calls) == [0, 1, 2, 3], "no reward is asked for twice"
+        assert sorted(script.calls) == [0, 1, 2, 3]
+
+
+async def test_what_is_cancelled_is_counted_and_warned_of(autojump_clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    async with make_executor(Script(seconds=lambda index: 10.0)) as executor:
+        await trio.sleep(1)
+        await executor.interrupt()
+        executor.resume()
+        assert (await executor.generate_batch()).metadata["num_groups_cut"] == 4
+        await executor.interrupt()
+    assert [record.message for record in caplog.records if "pass the executor the engines=" in record.message].__len__() == 1
+
+
+@pytest.mark.parametrize("more", [{"in_flight": "interrupt"}, {"enable_segment_wise_ppo": True}])
+def test_interruptions_need_engines_that_can_be_told(more: dict[str, Any]):
+    with pytest.raises(ConfigError, match="was given no engines that it could tell: pass engines="):
+        make_executor(Script(), AsyncConfig(**more))
+
+
+async def test_a_thread_that_does_not_stop_holds_nothing_up() -> None:
+    release = threading.Event()
+
+    def generate_fn(prompt: Prompt, n: int) -> Group:
+        release.wait(30)
+        return (Sample(tokens=(1,), loss_mask=(1.0,), status=Status.COMPLETED),) * n
+
+    try:
+        with trio.fail_after(20):
+            async with make_executor(generate_fn, grace_s=0.05) as executor:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                await executor.interrupt()
+                executor.resume()
+                with pytest.raises(GenerationTimeout):
+                    await executor.wait(1, timeout_s=0.05)
+        check_conserved(executor, 0)
+        assert not release.is_set()
+    finally:
+        release.set()
+
+
+async def test_a_late_turn_of_an_episode_is_told_to_stop(autojump_clock: Clock) -> None:
+    engine = FakeEngine(lambda tokens, seed: [5] * 99, seconds_per_token=1.0)
+
+    async def generate_fn(prompt: Prompt, n: int) -> Group:
+        note_request(f"{prompt.index}-turn-5")
+        await engine.generate([7], SamplingParams(max_tokens=99), request_id=f"{prompt.index}-turn-5")
+        return (Sample(tokens=(1,), loss_mask=(1.0,), status=Status.COMPLETED),) * n
+
+    asynchronous = AsyncConfig(rollout_timeout_s=5.0, max_concurrent_rollouts=2)
+    async with make_executor(generate_fn, asynchronous, engines=[engine], grace_s=50.0) as executor:
+        assert indices(await executor.wait(2)) == [0, 1]
+        assert trio.current_time() == 5.0
+
+
+# edits
+
+
+async def test_an_edit_does_not_reach_what_was_generated_anew_meanwhile(autojump_clock: Clock) -> None:
+    script = Script()
+    async with make_executor(script, AsyncConfig(max_staleness=1)) as executor:
+        await trio.sleep(2)
+        before = executor.resident_samples
+        assert {sample.weight_versions for sample in before} == {(-1, 0)}
+
+        async def slow(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+            await trio.sleep(10)
+            return samples
+
+        async with trio.open_nursery() as nursery:
+            script.version = 2
+            executor.set_version(2)
+            executor._book.collect()  # pyright: ignore[reportPrivateUsage]  as a wait() that was settling when the edit began
+            executor._finished.take(0)  # pyright: ignore[reportPrivateUsage]
+            nursery.start_soon(executor.edit_residents, slow)
+        assert {group[0].weight_versions for group in await executor.wait(2)} == {(-1, 2)}
+
+
+async def test_an_edit_does_not_shorten_the_delay_of_a_retry(tokenizer: Any, autojump_clock: Clock) -> None:
+    engine = FakeEngine(lambda tokens, seed: [5] * 9 + [1], seconds_per_token=1.0)
+    asynchronous = AsyncConfig(max_staleness=0, rollout_timeout_s=6.5, retry_delay_s=100.0)
+    async with make_engine_executor(tokenizer, engine, asynchronous, batch_size=1, n_samples_per_prompt=1) as executor:
+        await trio.sleep(10)
+
+        async def same(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+            assert len(samples) == 1
+            await trio.sleep(1)
+            return samples
+
+        await executor.edit_residents(same)
+        await executor.wait(1)
+        assert trio.current_time() == 6.5 + 100.0 + 6.0

@@ -132,7 +132,9 @@ def test_filtering_keeps_the_order_and_counts(indices: list[int], refused: set[i
         ([make_sample((5,), (1.0,)), make_sample((2,), (1.0,), trainable=False)], 5),
         ([make_sample(None, (0.0, 1.0))], 1),  # when it began
         ([make_sample(None, (0.0, 0.0))], 6),
-        ([make_sample((-1, -1), (0.0, 1.0))], 6),
+        ([make_sample((-1, -1), (0.0, 1.0))], 1),  # an engine that does not tell: when it began
+        ([make_sample((-1, -1), (0.0, 0.0))], 6),
+        ([make_sample((-1, 7), (0.0, 1.0))], 7),  # engines have newer weights before set_version tells of them
         ([], 6),
     ],
 )
