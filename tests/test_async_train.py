@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,11 @@ def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def run_with_kills(directory: Path, *, num_steps: int, num_kills: int, seed: int) -> Path:
+def run_with_kills(directory: Path, *, num_steps: int, num_kills: int, seed: int, more: Sequence[str] = ()) -> Path:
     """Start a run, kill -9 it that often at random moments, and resume it until it ends. Returns its directory."""
     output, chance = directory / "run", random.Random(seed)
     ledger = output / "rl" / "ledger.jsonl"
-    arguments = [*small_run(directory, num_steps=num_steps), "--output-dir", output]
+    arguments = [*small_run(directory, num_steps=num_steps), "--output-dir", output, *more]
     for _ in range(num_kills):
         process = start(*arguments)
         lines = count_lines(ledger) + 1 + chance.randrange(2)  # that the run writes before it is killed
@@ -93,14 +94,19 @@ def check_every_prompt_once(output: Path, num_steps: int) -> None:
     assert max(line["staleness_max"] for line in lines if line["step"] > 0) <= 2
 
 
-def test_a_run_that_is_killed_and_resumed_trains_on_every_prompt_once(tmp_path: Path):
-    check_every_prompt_once(run_with_kills(tmp_path, num_steps=6, num_kills=1, seed=1), 6)
+@pytest.mark.parametrize("switch", [[], ["--enable-segment-wise-ppo"]])
+def test_a_run_that_is_killed_and_resumed_trains_on_every_prompt_once(tmp_path: Path, switch: list[str]):
+    output = run_with_kills(tmp_path, num_steps=6, num_kills=1, seed=1, more=switch)
+    check_every_prompt_once(output, 6)
+    if switch:
+        assert all(line["num_missed_tokens"] == 0 for line in read_metrics(output / "metrics.jsonl") if line["step"] > 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_killed_at_twenty_random_moments_trains_on_every_prompt_once(tmp_path: Path):
-    check_every_prompt_once(run_with_kills(tmp_path, num_steps=60, num_kills=20, seed=2), 60)
+@pytest.mark.parametrize("switch", [[], ["--enable-segment-wise-ppo"]])
+def test_a_run_killed_at_twenty_random_moments_trains_on_every_prompt_once(tmp_path: Path, switch: list[str]):
+    check_every_prompt_once(run_with_kills(tmp_path, num_steps=60, num_kills=20, seed=2, more=switch), 60)
 
 
 def in_process(capsys, *arguments: object) -> tuple[int, str]:
@@ -219,6 +225,18 @@ def test_a_ledger_is_cut_back_to_the_finished_steps(tmp_path: Path):
         {"step": 2, "prompts": [2, 12]},
         {"step": 3, "prompts": [5]},
     ]
+
+
+def test_bytes_that_a_power_loss_left_behind_the_finished_steps_are_cut_off(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    lines = b'{"step": 1, "prompts": [1]}\n{"step": 2, "prompts": [2]}\n'
+    for rest in (b"\0" * 40 + b"\n", b"\xff\xfe\n" + b'{"step": 4, "prompts": [4]}\n'):
+        path.write_bytes(lines + rest)
+        Ledger(path, finished_steps=2)
+        assert path.read_bytes() == lines
+    path.write_bytes(lines + b"\0" * 40 + b"\n")
+    with pytest.raises(DataError, match=r"ledger\.jsonl:3 is no line of a ledger"):  # the third step's line is among what is lost
+        Ledger(path, finished_steps=3)
 
 
 def test_a_damaged_ledger_names_file_and_line(tmp_path: Path):

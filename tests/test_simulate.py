@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,13 @@ def test_the_same_settings_give_the_same_figures(more: dict[str, Any]):
     simulation = create_simulation(length={"distribution": "lognormal"}, asynchronous={"max_staleness": 2, **more}, hours=0.1)
     first, second = simulate(simulation).to_dict(), simulate(simulation).to_dict()
     assert first == second
+
+
+def test_figures_that_a_run_without_a_step_does_not_have_are_null_in_json():
+    report = replace(simulate(create_simulation(hours=0.01)), staleness_mean=math.nan, length_mean=math.nan, length_bias=math.nan)
+    figures = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert [figures[name] for name in ("staleness_mean", "length_mean", "length_bias")] == [None] * 3
+    assert figures["num_steps"] == report.num_steps
 
 
 def test_settings_that_cannot_be_simulated_are_refused():

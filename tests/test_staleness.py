@@ -19,6 +19,7 @@ from rollouts.staleness import (
     count_token_ages,
     drop_stale_groups,
     is_too_stale,
+    summarize_staleness,
     with_accepted,
     with_consumed,
     with_dropped,
@@ -184,3 +185,9 @@ def test_tokens_that_are_not_trained_do_not_count():
 def test_versions_are_needed():
     with pytest.raises(AssertionError, match=r"sample 4 .* has no weight_versions"):
         compute_staleness(replace(make_sample((1,), index=4), weight_versions=None), 2)
+
+
+def test_samples_that_are_not_trained_on_are_no_part_of_the_staleness_of_a_batch():
+    trained, greedy = make_sample((3, 4)), replace(make_sample((0, 0)), metadata={"trainable": False})
+    assert summarize_staleness((trained, greedy), 4) == summarize_staleness((trained,), 4)
+    assert summarize_staleness((trained, greedy), 4)["staleness_max"] == 1.0
