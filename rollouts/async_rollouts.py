@@ -217,7 +217,10 @@ class WorkflowExecutor:
                         yield
                         await self.interrupt()
                     except Exception as error:
-                        await self.interrupt()
+                        try:
+                            await self.interrupt()
+                        except Exception as problem:  # of an engine's abort: it must not hide why the block ended
+                            error.add_note(f"rollouts could not be stopped: {problem!r}")
                         for failure in self._book.failures[:1]:
                             error.add_note(f"beside it, {len(self._book.failures)} rollouts failed; the first: {failure!r}")
                         self._book.failures.clear()

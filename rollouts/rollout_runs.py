@@ -19,6 +19,7 @@ from rollouts.errors import (
     EngineRequestError,
     EngineStatusError,
     flatten_errors,
+    raise_single_errors,
     reduce_alike,
 )
 from rollouts.generate_fns import GenerateFn, PendingGroup, bind_generate_fn, collect_requests, is_finished, note_prompt
@@ -284,7 +285,11 @@ class RolloutRuns:
         sample_ids = [make_request_id(run.index, k) for k in range(self._config.group_size)]
         with trio.move_on_after(self._config.grace_s):
             while self._runs.get(run.index) is run:
-                await self._abort_engines([*sample_ids, *sorted(run.request_ids.difference(sample_ids))])
+                try:
+                    await self._abort_engines([*sample_ids, *sorted(run.request_ids.difference(sample_ids))])
+                except Exception as error:  # of a user's engine: one rollout that cannot be stopped must not end the run, it is cancelled
+                    error.add_note(f"as the rollout of prompt {run.index} was to be aborted")
+                    logging.getLogger(__name__).warning("an engine could not be told to abort", exc_info=error)
                 with trio.move_on_after(_ABORT_AGAIN_S):
                     while self._runs.get(run.index) is run:
                         await self._ended.park()
@@ -335,9 +340,10 @@ class RolloutRuns:
             except EngineError as error:  # a dead engine cannot be told; what runs on it is cancelled
                 logging.getLogger(__name__).warning("an engine could not be told to abort: %s", error)
 
-        async with trio.open_nursery() as nursery:
-            for engine in self._engines:
-                nursery.start_soon(abort, engine)
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                for engine in self._engines:
+                    nursery.start_soon(abort, engine)
 
     async def _find_silent_engines(self, run: RolloutRun) -> None:
         """Ask all engines for their weight version, to tell dead engines from a request that they cannot answer."""

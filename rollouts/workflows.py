@@ -27,7 +27,7 @@ from rollouts.config import GenerationConfig, RewardConfig
 from rollouts.data_buffer import parse_prompt
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import ConfigError, EpisodeInterrupted
-from rollouts.generate_fns import is_async_function, is_finished
+from rollouts.generate_fns import is_async_function, is_finished, note_request
 from rollouts.generation import generate_group, make_request_id
 from rollouts.rewards.evaluate import score_group
 from rollouts.samples import create_pending_group, derive_seed
@@ -126,6 +126,7 @@ class EpisodeEngine:
         if params.seed is None:
             params = params.new(seed=derive_seed(self._seed, self._prompt_index, number))
         name = make_request_id(self._prompt_index, number) if request_id is None else request_id
+        note_request(name)
         return await self._engine.generate(prompt_tokens, params, request_id=name)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:

@@ -31,7 +31,6 @@ from rollouts.errors import (
     RewardError,
 )
 from rollouts.filters import check_reward_nonzero_std
-from rollouts.generate_fns import note_request
 from rollouts.generation import create_generate_fn
 from rollouts.rollout_manager import AsyncRolloutManager
 from rollouts.rollout_queue import FinishedRollout, LocalRolloutCache, LocalRolloutQueue, RolloutCache, RolloutQueue
@@ -39,6 +38,7 @@ from rollouts.samples import create_pending_group, derive_seed
 from rollouts.staleness_control import StandardPPOStrategy, take_out
 from rollouts.testing import FakeEngine, create_tiny_model
 from rollouts.types import Group, Prompt, Sample, SamplingParams, Status
+from rollouts.workflows import EpisodeEngine, create_workflow_generate_fn
 
 Clock = trio.testing.MockClock
 
@@ -804,6 +804,24 @@ async def test_an_engine_that_is_dead_does_not_keep_an_interruption_from_ending(
         check_conserved(executor, 0)
 
 
+async def test_an_engine_that_cannot_abort_one_rollout_does_not_end_the_run(
+    tokenizer: Any, autojump_clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Deaf(FakeEngine):
+        async def abort(self, request_ids: Any = None) -> None:
+            raise OSError("no route to host")
+
+    engine = Deaf(lambda tokens, seed: [5] * (99 if len(engine.calls) < 3 else 1), seconds_per_token=1.0)
+    asynchronous = AsyncConfig(rollout_timeout_s=5.0, max_concurrent_rollouts=2)
+    with pytest.raises(KeyError, match="own") as caught:
+        async with make_engine_executor(tokenizer, engine, asynchronous, n_samples_per_prompt=1, max_tokens=99) as executor:
+            assert indices(await executor.wait(2)) == [0, 1]
+            await trio.sleep(0.5)
+            raise KeyError("own")
+    assert "an engine could not be told to abort" in caplog.text
+    assert "rollouts could not be stopped: OSError('no route to host')" in caught.value.__notes__
+
+
 async def test_a_clean_stop_keeps_what_was_generated(tokenizer: Any, autojump_clock: Clock) -> None:
     for error in (None, KeyError("own")):
         engine = FakeEngine(lambda tokens, seed: [5] * 9 + [1], seconds_per_token=1.0)
@@ -1346,13 +1364,14 @@ async def test_a_thread_that_does_not_stop_holds_nothing_up() -> None:
 
 
 async def test_a_late_turn_of_an_episode_is_told_to_stop(autojump_clock: Clock) -> None:
-    engine = FakeEngine(lambda tokens, seed: [5] * 99, seconds_per_token=1.0)
+    engine = FakeEngine(lambda tokens, seed: [5] * (99 if tokens[-1] == 8 else 1), seconds_per_token=1.0)
 
-    async def generate_fn(prompt: Prompt, n: int) -> Group:
-        note_request(f"{prompt.index}-turn-5")
-        await engine.generate([7], SamplingParams(max_tokens=99), request_id=f"{prompt.index}-turn-5")
-        return (Sample(tokens=(1,), loss_mask=(1.0,), status=Status.COMPLETED),) * n
+    async def episode(one: EpisodeEngine, data: Any) -> Sample:
+        for token in (7, 7, 8):
+            await one.generate([token], SamplingParams(max_tokens=99))
+        return Sample(tokens=(1,), loss_mask=(1.0,), status=Status.COMPLETED)
 
+    generate_fn = create_workflow_generate_fn(episode, [engine])
     asynchronous = AsyncConfig(rollout_timeout_s=5.0, max_concurrent_rollouts=2)
     async with make_executor(generate_fn, asynchronous, engines=[engine], grace_s=50.0) as executor:
         assert indices(await executor.wait(2)) == [0, 1]
