@@ -22,6 +22,7 @@ from typing import Protocol, TypeAlias
 import trio
 
 from rollouts.async_config import AsyncConfig
+from rollouts.async_rollouts import EditSamples
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.batching import collate_samples
 from rollouts.engines.protocol import InferenceEngine, ScoresTokens
@@ -35,9 +36,6 @@ from rollouts.types import Sample
 Score: TypeAlias = Callable[[Sequence[Sample], int], Awaitable[Sequence[Sequence[float]]]]
 """(samples, version) -> of each sample the log-probs of its tokens under the weights of that version, aligned with tokens. What stands in
 front of the first trained token is not read. The samples carry no response beyond the last token that is asked for."""
-
-EditSamples: TypeAlias = Callable[[tuple[Sample, ...]], Awaitable[tuple[Sample, ...]]]
-"""Samples -> the same samples in the same order, edited."""
 
 _PADDED_TOKENS = 1 << 22  # of one batch for the trainer: rows times the longest of them, which bounds the memory of its columns
 

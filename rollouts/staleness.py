@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from rollouts.samples import describe_sample, select_trainable
+from rollouts.samples import describe_sample
 from rollouts.types import Group, Sample
 
 # -- capacity
@@ -190,7 +190,7 @@ def summarize_staleness(samples: Iterable[Sample], version: int) -> dict[str, fl
     Samples without weight_versions, and those that are not trained on (metadata["trainable"] False), do not count; nothing is returned
     where no token counts.
     """
-    ages = count_token_ages((sample for sample in select_trainable(tuple(samples)) if sample.weight_versions is not None), version)
+    ages = count_token_ages((sample for sample in samples if sample.weight_versions is not None), version)
     total = sum(ages.values())
     if not total:
         return {}
@@ -200,4 +200,6 @@ def summarize_staleness(samples: Iterable[Sample], version: int) -> dict[str, fl
 
 def _trained_versions(sample: Sample) -> list[int]:
     assert sample.weight_versions is not None, f"{describe_sample(sample)} has no weight_versions"
+    if not sample.metadata.get("trainable", True):  # a baseline sample may be of any age: only its reward is used
+        return []
     return [version for version, mask in zip(sample.weight_versions, sample.loss_mask, strict=True) if mask > 0 and version >= 0]

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from integration.train import main
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "asynchronous.md"
@@ -21,6 +26,14 @@ def test_the_code_of_the_page_runs(tmp_path: Path):
     expected = sum(len(re.findall(r"^(?:async )?def test_", block, re.MULTILINE)) for block in blocks)
     assert expected > 0
     assert f"{expected} passed" in result.stdout, result.stdout[-500:]
+
+
+def test_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]):
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("python -m integration.train ") and "--resume" not in line]
+    assert len(lines) >= 3
+    for line in lines:
+        assert main([*shlex.split(line)[3:], "--dry-run"]) == 0, line
+        assert "weight versions behind" in capsys.readouterr().out, line
 
 
 def test_links_and_files_exist():

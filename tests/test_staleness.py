@@ -191,3 +191,4 @@ def test_samples_that_are_not_trained_on_are_no_part_of_the_staleness_of_a_batch
     trained, greedy = make_sample((3, 4)), replace(make_sample((0, 0)), metadata={"trainable": False})
     assert summarize_staleness((trained, greedy), 4) == summarize_staleness((trained,), 4)
     assert summarize_staleness((trained, greedy), 4)["staleness_max"] == 1.0
+    assert drop_stale_groups([(trained, greedy)], 4) == (((trained, greedy),), ()), "nor a reason to drop its group"
