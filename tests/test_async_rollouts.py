@@ -614,10 +614,11 @@ async def test_while_every_engine_is_dead_prompts_are_neither_dropped_nor_given_
         assert indices(await executor.wait(4)) == [0, 1, 2, 3]
 
 
-async def test_a_request_that_engines_refuse_is_no_outage(autojump_clock: Clock) -> None:
-    script = Script(error=lambda index, attempt: EngineStatusError(400, "http://x", "too long") if index == 0 else None)
+@pytest.mark.parametrize("error", [EngineStatusError(400, "http://x", "too long"), EngineRequestError("too long")])
+async def test_a_request_that_engines_refuse_is_no_outage(autojump_clock: Clock, error: EngineError) -> None:
+    script = Script(error=lambda index, attempt: copy.copy(error) if index == 0 else None)
     async with make_executor(script, AsyncConfig(on_failure="drop", max_concurrent_rollouts=1)) as executor:
-        assert indices(await executor.wait(2)) == [1, 2]
+        assert indices(await executor.wait(2, timeout_s=100)) == [1, 2]
 
 
 async def test_an_endless_series_of_unfinished_answers_is_a_failure(autojump_clock: Clock) -> None:
@@ -1049,7 +1050,8 @@ async def test_a_prompt_that_engines_cannot_answer_ends_the_run_with_its_error(
 ) -> None:
     engine = Dying()
     engine.error_of_one = error
-    async with make_engine_executor(tokenizer, engine, AsyncConfig(**more), n_samples_per_prompt=n) as executor:
+    changes = {"n_samples_per_prompt": n, "batch_size": 1 if "max_staleness" in more else 2}  # 1: nothing else ends
+    async with make_engine_executor(tokenizer, engine, AsyncConfig(**more), **changes) as executor:
         with pytest.raises(GenerationError, match=f"prompt 0 failed in 3 attempts, the last time with {type(error).__name__}: ") as caught:
             while True:
                 await executor.wait(2, timeout_s=500)
@@ -1089,6 +1091,23 @@ async def test_dead_engines_cost_no_prompt(tokenizer: Any, autojump_clock: Clock
         engine.error, engine.dead = None, False
         engine.weight_version = 1
         assert indices(await executor.wait(2)) == [2, 3]
+        check_conserved(executor, 4)
+
+
+async def test_engines_that_die_while_rewards_are_asked_for_cost_no_prompt(tokenizer: Any, autojump_clock: Clock) -> None:
+    async def judge(sample: Sample) -> float:
+        await trio.sleep(5.0 * (1 + sample.group_index))
+        return 1.0
+
+    engine = Dying()
+    asynchronous = AsyncConfig(patience_s=100.0, max_attempts=2)
+    async with make_engine_executor(tokenizer, engine, asynchronous, n_samples_per_prompt=1, reward_fn=judge) as executor:
+        await trio.sleep(5)
+        engine.error, engine.dead = EngineError("connection refused"), True
+        executor.set_version(1)
+        assert indices(await executor.wait(4)) == [0, 1, 2, 3], "others come to their end"
+        with pytest.raises(GenerationTimeout, match="connection refused"):
+            await executor.wait(1)
         check_conserved(executor, 4)
 
 
@@ -1383,7 +1402,7 @@ async def test_a_late_turn_of_an_episode_is_told_to_stop(autojump_clock: Clock) 
 
 async def test_an_edit_does_not_reach_what_was_generated_anew_meanwhile(autojump_clock: Clock) -> None:
     script = Script()
-    async with make_executor(script, AsyncConfig(max_staleness=1)) as executor:
+    async with make_executor(script, AsyncConfig(max_staleness=1, queue_size=20)) as executor:
         await trio.sleep(2)
         before = executor.resident_samples
         assert {sample.weight_versions for sample in before} == {(-1, 0)}
@@ -1393,11 +1412,11 @@ async def test_an_edit_does_not_reach_what_was_generated_anew_meanwhile(autojump
             return samples
 
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(executor.edit_residents, slow)
+            await trio.sleep(0.1)
             script.version = 2
             executor.set_version(2)
-            executor._book.collect()  # pyright: ignore[reportPrivateUsage]  as a wait() that was settling when the edit began
-            executor._finished.take(0)  # pyright: ignore[reportPrivateUsage]
-            nursery.start_soon(executor.edit_residents, slow)
+            executor._collect()  # pyright: ignore[reportPrivateUsage]  # as a wait() does that was settling when the edit began
         assert {group[0].weight_versions for group in await executor.wait(2)} == {(-1, 2)}
 
 
