@@ -60,7 +60,6 @@ class World:
     p_failure: float = 0.0
     p_deaf: float = 0.0  # ignores aborts
     p_filtered: float = 0.0
-    p_reward_failure: float = 0.0
     version: int = 0
     attempts: dict[int, int] = field(default_factory=dict)
     requests: dict[int, trio.Event] = field(default_factory=dict)
