@@ -11,6 +11,7 @@ import httpx
 import pytest
 import trio
 import trio.testing
+from cancellation import cancel_at_step
 from loopback import Exchange, count_open_files, serve, settle
 
 from rollouts.engines import connection
@@ -205,19 +206,6 @@ async def test_closing_the_transport_ends_a_request_that_was_lost(monkeypatch: p
         assert (transport.num_in_flight, server.num_connections) == (0, 1)
 
 
-class CancelAtStep(trio.abc.Instrument):
-    """Cancels a scope just before the task that opened it runs for the n-th time."""
-
-    def __init__(self, scope: trio.CancelScope, num_steps: int) -> None:
-        self.scope, self.num_steps, self.task = scope, num_steps, trio.lowlevel.current_task()
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        if task is self.task:
-            self.num_steps -= 1
-            if self.num_steps == 0:
-                self.scope.cancel()
-
-
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
 async def test_a_request_may_be_cancelled_at_every_step_it_takes(is_kept: bool, name: str):
@@ -232,13 +220,8 @@ async def test_a_request_may_be_cancelled_at_every_step_it_takes(is_kept: bool, 
         for num_steps in range(1, 60):
             if is_kept:
                 await client.get(url)
-            with trio.CancelScope() as scope:
-                instrument = CancelAtStep(scope, num_steps)
-                trio.lowlevel.add_instrument(instrument)
-                try:
-                    await client.get(url, extensions={"fresh_connection": not is_kept})
-                finally:
-                    trio.lowlevel.remove_instrument(instrument)
+            with cancel_at_step(num_steps) as scope:
+                await client.get(url, extensions={"fresh_connection": not is_kept})
             endings.append(scope.cancelled_caught)
             assert transport.num_in_flight == 0, f"cancelled at step {num_steps}"
             await settle(lambda: server.num_open == transport.num_idle)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from cancellation import cancel_at_step
 
 from rollouts.engines.checkpoint_check import read_fingerprint
 from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest
@@ -379,19 +380,6 @@ async def test_a_pause_that_is_cancelled_after_it_reached_the_server_is_undone(s
     await setup.generate()
 
 
-class CancelAtStep(trio.abc.Instrument):
-    """Cancels a scope before the so-manieth step of the task that created this."""
-
-    def __init__(self, number: int, scope: trio.CancelScope) -> None:
-        self.number, self.scope, self.task = number, scope, trio.lowlevel.current_task()
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        if task is self.task:
-            self.number -= 1
-            if self.number == 0:
-                self.scope.cancel()
-
-
 @pytest.mark.parametrize("fails", ["nothing", "load new", "read", "resume"])
 async def test_cancelled_at_any_moment_an_update_is_complete_or_undone(tmp_path: Path, fails: str):
     outcomes = []
@@ -407,14 +395,8 @@ async def test_cancelled_at_any_moment_an_update_is_complete_or_undone(tmp_path:
             return False
 
         setup.server.fail = fail_once
-        with trio.CancelScope() as scope:
-            instrument = CancelAtStep(number, scope)
-            trio.lowlevel.add_instrument(instrument)
-            try:
-                with suppress(EngineError):
-                    await setup.update()
-            finally:
-                trio.lowlevel.remove_instrument(instrument)
+        with cancel_at_step(number) as scope, suppress(EngineError):
+            await setup.update()
         state = (setup.server.weights, setup.server.label, setup.transaction.version)
         assert state in (("start", "default", 0), ("new", "1", 1))
         try:

@@ -18,7 +18,7 @@ if ! "$python" -c 'import pytest, rollouts' 2> /dev/null; then
 fi
 
 # the environment is kept, and made anew when what it is made of changes
-recipe=$(find "tools/install_${kind}_cpu.sh" "tools/${kind}_cpu" -type f -not -name '*.pyc' | sort | xargs cat | sha256sum)
+recipe=$(find tools/create_server_environment.sh "tools/install_${kind}_cpu.sh" "tools/${kind}_cpu" -type f -not -name '*.pyc' | sort | xargs cat | sha256sum)
 if [ "$(cat "$venv/recipe" 2> /dev/null)" != "$recipe" ]; then
   if [ -n "$(ls -A "$venv" 2> /dev/null)" ] && [ ! -e "$venv/recipe" ]; then
     echo "$0: $venv was not made by this script and is not replaced: name another place, or remove it" >&2
