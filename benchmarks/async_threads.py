@@ -36,6 +36,7 @@ from integration.algorithm_expression import create_algorithm, parse_algorithm
 from integration.config import Config, ModelSection
 from integration.models import create_model
 from integration.tasks import Task, create_sort_task
+from integration.train import keep_objects
 from rollouts.async_config import AsyncConfig
 from rollouts.async_rollouts import create_workflow_executor
 from rollouts.backends.factory import create_pytorch_backend
@@ -94,8 +95,9 @@ async def run_loop(arguments: argparse.Namespace, hidden: int, staleness: int | 
     config = Config(model=ModelSection(path=arguments.model, hidden_size=hidden, intermediate_size=3 * hidden))
     model, tokenizer = create_model(config)
     task = create_sort_task(tokenizer)
-    async with open_engine(model, tokenizer, config.engine.max_slots, in_child) as engine:
-        return await run_with_engine(arguments, model, tokenizer, task, engine, staleness)
+    with keep_objects():
+        async with open_engine(model, tokenizer, config.engine.max_slots, in_child) as engine:
+            return await run_with_engine(arguments, model, tokenizer, task, engine, staleness)
 
 
 async def run_with_engine(

@@ -326,10 +326,11 @@ class WorkflowExecutor:
                     self._book.raise_failure()
                 if self._may_collect():
                     self._collect()
-                    if self._finished.num_ready >= count:
+                    if self._finished.num_ready >= count and self._runs:
                         await self._let_arrivals_settle()
                         self._collect()
                 if self._finished.num_ready >= count and not self._editing:
+                    await trio.lowlevel.checkpoint_if_cancelled()  # no more than that: who trains on it need not wait for what starts now
                     return self._book.hand_out(count)
                 if self._book.is_starving and self._finished.size < count:
                     raise self._book.create_starvation_error()

@@ -26,7 +26,6 @@ from typing import Any, TypeAlias
 import trio
 
 from rollouts.errors import GenerationError
-from rollouts.samples import create_pending_group
 from rollouts.types import Group, Prompt, Sample, Status
 
 GenerateFn: TypeAlias = Callable[..., Any]
@@ -141,17 +140,19 @@ def check_generated_group(
                 f"{function_name} returned a sample of prompt {prompt.index} with {len(sample.tokens)} tokens and status pending: "
                 "set status to COMPLETED, TRUNCATED, or ABORTED if it is to be continued"
             )
-    frame = create_pending_group(prompt, num_samples, num_baseline=num_baseline)
     return tuple(
-        replace(sample, group_index=place.group_index, index=place.index, metadata={**sample.metadata, **_role(place)})
-        for sample, place in zip(samples, frame, strict=True)
-        if isinstance(sample, Sample)
+        _put_in_place(sample, prompt.index, size, k, k < num_samples) for k, sample in enumerate(samples) if isinstance(sample, Sample)
     )
 
 
-def _role(place: Sample) -> dict[str, bool]:
-    """What a sample's place in its group says about its metadata."""
-    return {} if place.metadata.get("trainable", True) else {"trainable": False}
+def _put_in_place(sample: Sample, group_index: int, size: int, k: int, trainable: bool) -> Sample:
+    """Sample k of a group of this size, with what its place says of it: see create_pending_group."""
+    index = group_index * size + k
+    fits = sample.index == index and sample.group_index == group_index
+    if fits and (trainable or sample.metadata.get("trainable") is False):
+        return sample
+    metadata = sample.metadata if trainable else {**sample.metadata, "trainable": False}
+    return replace(sample, index=index, group_index=group_index, metadata=metadata)
 
 
 _REQUEST_IDS: ContextVar[set[str] | None] = ContextVar("request ids of a rollout", default=None)

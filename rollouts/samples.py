@@ -41,7 +41,7 @@ def with_reward(sample: Sample, reward: Any) -> Sample:
 
     Raises: RewardError if the reward is no number, NaN or infinite.
     """
-    if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
+    if not isinstance(reward, (float, SupportsFloat)) or not math.isfinite(reward):
         raise RewardError(
             f"{describe_sample(sample)}: the reward is {reward!r}, expected a finite number. "
             "Return a float from the reward function, or drop the sample."

@@ -42,7 +42,7 @@ def compute_reward(sample: Sample) -> float:
 def parse_reward(value: Any, sample: Sample, name: str) -> float:
     """What a reward function returned, as a float. Raises RewardError if it is not a finite number."""
     try:
-        reward = float(value) if isinstance(value, SupportsFloat) else None
+        reward = float(value) if isinstance(value, (float, SupportsFloat)) else None
     except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays and tensors of several elements; integers beyond a float
         reward = None
     if reward is None:
