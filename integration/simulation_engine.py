@@ -51,7 +51,7 @@ class SimulatedFleet:
         self.num_begun_anew = 0  # groups whose earlier tokens were lost
         self._lengths, self._seed, self._refused_fraction = lengths, seed, refused_fraction
         self._engines = [EngineSlots(section) for _ in range(section.engines)]
-        self._arrivals: list[GroupRequest] = []
+        self._arrivals: dict[int, GroupRequest] = {}
         self._running: dict[int, GroupRequest] = {}
         self._finishes: list[tuple[float, int, int, GroupRequest]] = []  # heap; entries of requests that were moved since are skipped
         self._serial = count()
@@ -93,9 +93,9 @@ class SimulatedFleet:
         self._alarm.deadline = -math.inf
 
     def _plan_arrivals(self) -> None:
-        arrivals, self._arrivals = sorted(self._arrivals, key=lambda request: request.index), []
+        arrivals, self._arrivals = self._arrivals, {}
         now = self.now
-        for request in arrivals:
+        for _, request in sorted(arrivals.items()):
             if request.stopped_at is None:
                 self._engine_of(request).plan(request, now)
                 self._engine_of(request).requests[request.index] = request
@@ -143,7 +143,7 @@ class SimulatedFleet:
     async def generate_group(self, prompt: Prompt, partial: Group = ()) -> Group:
         """Generate all responses to a prompt, or go on with those of an interrupted group. Raises EngineError for one that fails."""
         request = self._create_request(prompt, partial)
-        self._arrivals.append(request)
+        self._arrivals[prompt.index] = request
         self._wake()
         try:
             await request.over.wait()
@@ -179,6 +179,8 @@ class SimulatedFleet:
             done = [0] * len(targets)
             reward = float(self._refused_fraction == 0 or self._draw(index, attempt, 1) >= self._refused_fraction)
             sample = Sample(
+                index=index,  # one Sample a group, and so the same number
+                group_index=index,
                 tokens=(0,),
                 loss_mask=(0.0,),
                 rollout_log_probs=(0.0,),
@@ -261,14 +263,14 @@ class SimulatedFleet:
         """Make generate_group return with the tokens so far, for the groups of these requests (ids by make_request_id) or for all."""
         now = self.now
         if request_ids is None:
-            stopped = [*self._running.values(), *self._arrivals]
-            self._arrivals, self._finishes = [], []
+            stopped = [*self._running.values(), *self._arrivals.values()]
+            self._arrivals, self._finishes = {}, []
             self._running.clear()
             for engine in self._engines:
                 engine.clear(now)
         else:
             wanted = {int(request_id.split("-")[0]) for request_id in request_ids}
-            stopped = [request for request in self._arrivals if request.index in wanted]
+            stopped = [self._arrivals[index] for index in sorted(wanted & self._arrivals.keys())]
             for request in [self._running[index] for index in sorted(wanted & self._running.keys())]:
                 self._remove(request, now)
                 stopped.append(request)
@@ -306,9 +308,9 @@ class SimulatedFleet:
         if self.section.kv_cache == "keep" or not self._running:
             return 0.0
         requests, now = self._running.values(), self.now
-        starts = np.array(list(chain.from_iterable([request.starts for request in requests])))
-        ends = np.array(list(chain.from_iterable([request.ends for request in requests])))
-        before = np.array(list(chain.from_iterable([request.done for request in requests])))
+        starts = np.fromiter(chain.from_iterable(request.starts for request in requests), float)
+        ends = np.fromiter(chain.from_iterable(request.ends for request in requests), float)
+        before = np.fromiter(chain.from_iterable(request.done for request in requests), float)
         running = (starts < now) & (ends > now)
         tokens = np.sum((now - starts) * self.section.token_rate + before + self.section.prompt_tokens, where=running)
         return float(tokens) / (self.section.prefill_rate * self.section.engines)
@@ -343,7 +345,7 @@ class SimulatedFleet:
 
     def count_busy_slots(self) -> int:
         """Slots with a response in them."""
-        return int((np.array([engine.free_from for engine in self._engines]) > self.now).sum())
+        return int((np.fromiter(chain.from_iterable(engine.free_from for engine in self._engines), float) > self.now).sum())
 
     def active_seconds(self) -> float:
         """Seconds that slots were generating, added up over the slots."""
