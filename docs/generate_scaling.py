@@ -24,6 +24,7 @@ from rollouts.errors import RolloutsError
 DOCS = Path(__file__).parent
 Figures = Mapping[str, Any]
 
+COMMON = "--mean-tokens 2000"  # unless a run says otherwise
 ENGINES = (2, 4, 6, 8, 12, 16)
 LOOPS = {"synchronous": "--synchronous", "max_staleness 1": "--max-staleness 1", "max_staleness 4": "--max-staleness 4"}
 STALENESS = (0, 1, 2, 4, 8)
@@ -44,7 +45,7 @@ IN_FLIGHT = {
 def run(flags: str) -> Figures | str:
     """The figures of a run, or why it ended."""
     try:
-        return simulate(tyro.cli(Simulation, args=flags.split())).to_dict()
+        return simulate(tyro.cli(Simulation, args=f"{COMMON} {flags}".split())).to_dict()
     except RolloutsError as error:
         return str(error)
 

@@ -1,6 +1,6 @@
 """Hours of a training run in seconds: the real executor and the real loops over engines and a trainer that only cost virtual time.
 
-    python -m integration.simulate [--engines 8] [--slots 64] [--hours 1] [--train-s 30] [--mean-tokens 2000] [--max-staleness 2] ...
+    python -m integration.simulate [--engines 8] [--slots 64] [--hours 1] [--train-s 30] [--mean-tokens 8000] [--max-staleness 2] ...
                                    [--synchronous] [--json] [--picture FILE.png]
 
 It prints throughput, how busy engines and trainer are, how old trained tokens are, what was generated for nothing, and what limits the run.

@@ -345,7 +345,7 @@ class SimulatedFleet:
 
     def count_busy_slots(self) -> int:
         """Slots with a response in them."""
-        return int((np.fromiter(chain.from_iterable(engine.free_from for engine in self._engines), float) > self.now).sum())
+        return sum(map(self.now.__lt__, chain.from_iterable(engine.free_from for engine in self._engines)))
 
     def active_seconds(self) -> float:
         """Seconds that slots were generating, added up over the slots."""

@@ -27,7 +27,7 @@ class LengthSection:
     """The distribution of response lengths."""
 
     distribution: Literal["lognormal", "pareto", "constant"] = "lognormal"
-    mean_tokens: float = 2000.0  # before max_tokens cuts
+    mean_tokens: float = 8000.0  # before max_tokens cuts
     sigma: float = 0.8  # lognormal: of the logarithm; 0.8 = the longest of 8 is about 2.3 times the mean
     tail: float = 2.0  # Pareto: exponent above 1; the smaller, the heavier the tail
     max_tokens: int = 32768  # longer responses are cut

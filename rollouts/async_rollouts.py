@@ -238,7 +238,11 @@ class WorkflowExecutor:
             now = trio.current_time()
             self._start_rollouts()
             # what was due before and did not start must wait for whoever lets it, not for a moment that has passed
-            with trio.move_on_at(self._schedule.next_time if self._schedule.next_time > now else math.inf):
+            due = self._schedule.next_time if self._schedule.next_time > now else math.inf
+            if due == math.inf:  # a cancel scope costs more than the rest of this
+                await self._work.park()
+                continue
+            with trio.move_on_at(due):
                 await self._work.park()
 
     def _start_rollouts(self) -> None:
