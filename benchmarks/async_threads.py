@@ -36,7 +36,7 @@ from integration.algorithm_expression import create_algorithm, parse_algorithm
 from integration.config import Config, ModelSection
 from integration.models import create_model
 from integration.tasks import Task, create_sort_task
-from integration.train import keep_objects
+from integration.train import favor_computation
 from rollouts.async_config import AsyncConfig
 from rollouts.async_rollouts import create_workflow_executor
 from rollouts.backends.factory import create_pytorch_backend
@@ -95,7 +95,7 @@ async def run_loop(arguments: argparse.Namespace, hidden: int, staleness: int | 
     config = Config(model=ModelSection(path=arguments.model, hidden_size=hidden, intermediate_size=3 * hidden))
     model, tokenizer = create_model(config)
     task = create_sort_task(tokenizer)
-    with keep_objects():
+    with favor_computation():
         async with open_engine(model, tokenizer, config.engine.max_slots, in_child) as engine:
             return await run_with_engine(arguments, model, tokenizer, task, engine, staleness)
 
