@@ -116,13 +116,15 @@ async def generate_group(
 
     # a group that has begun must not get the same seed again: its new samples could repeat finished ones
     together = one_request and all(sample.status in UNFINISHED and sample.tokens in ((), prompt_tokens) for sample in samples[:n])
+    requests: list[Callable[[], Awaitable[None]]] = [generate_together] if together else []
+    requests += [bind(generate_sample, k) for k, s in enumerate(samples) if s.status in UNFINISHED and not (together and k < n)]
+    if len(requests) == 1:  # as in evaluations; a task of its own costs as much as the rest of it
+        await requests[0]()
+        return tuple(samples)
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
-            if together:
-                nursery.start_soon(generate_together)
-            for k, sample in enumerate(samples):
-                if sample.status in UNFINISHED and not (together and k < n):
-                    nursery.start_soon(generate_sample, k)
+            for request in requests:
+                nursery.start_soon(request)
     return tuple(samples)
 
 

@@ -371,7 +371,8 @@ class InProcessEngine:
         assert name not in self._pending, f"request id {name!r} is already pending"
         check_params(self.name, name, params, vocab_size=self._vocab_size, has_tokenizer=self._tokenizer is not None)
         self._check_tokens(prompt, self._max_length - 1, name)
-        params = params.new(max_tokens=min(params.max_tokens, self._max_length - len(prompt)))
+        most = self._max_length - len(prompt)
+        params = params if params.max_tokens <= most else params.new(max_tokens=most)
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         stop_ids = self._eos | frozenset(params.stop_token_ids)
         return _Request(request_id=name, prompt=prompt, params=params, stop_ids=stop_ids, uniforms=UniformStream(seed))
