@@ -89,7 +89,7 @@ class Run:
         buffer = DataBuffer([f"{i} {i + 1} >" for i in range(NUM_PROMPTS)])
         rollout = create_rollout_config(engine, segment_wise=segment_wise)
         asynchronous = AsyncConfig(
-            enabled=True, max_staleness=MAX_STALENESS, enable_segment_wise_ppo=segment_wise, on_failure="raise", patience_s=60.0
+            enabled=True, max_staleness=MAX_STALENESS, enable_segment_wise_ppo=segment_wise, on_failure="raise", patience_s=300.0
         )
         training = RLTrainingConfig(
             num_steps=NUM_STEPS,
