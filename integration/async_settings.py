@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from integration.algorithm_expression import PRESETS, PresetCall
@@ -15,7 +15,7 @@ SWITCH = "enable_segment_wise_ppo"
 def resolve_async_config(asynchronous: AsyncConfig, *, segment_wise: bool) -> AsyncConfig:
     """The settings of asynchronous rollouts under the switch.
 
-    Raises: ConfigError if they contradict it, or if the switch is on and rollouts are not asynchronous.
+    Raises: ConfigError if they contradict it, or if something is set although rollouts are not asynchronous.
     """
     if asynchronous.enable_segment_wise_ppo is not None and asynchronous.enable_segment_wise_ppo != segment_wise:
         raise ConfigError(
@@ -27,12 +27,23 @@ def resolve_async_config(asynchronous: AsyncConfig, *, segment_wise: bool) -> As
             f"{SWITCH} is True, but rollouts are not asynchronous, so that every token is of one version: add --rl.asynchronous.enabled, "
             f"or leave --{SWITCH} out"
         )
+    if not asynchronous.enabled and (changed := _find_changes(asynchronous)):
+        raise ConfigError(
+            f"rl.asynchronous has {', '.join(changed)}, but rl.asynchronous.enabled is False, so that nothing reads them: add "
+            "--rl.asynchronous.enabled, or leave them out"
+        )
     if segment_wise and asynchronous.in_flight == "continue":
         raise ConfigError(
             f"rl.asynchronous.in_flight is 'continue', but {SWITCH} must see the tokens of unfinished rollouts at each weight sync: "
             "leave rl.asynchronous.in_flight out"
         )
     return replace(asynchronous, enable_segment_wise_ppo=segment_wise)
+
+
+def _find_changes(asynchronous: AsyncConfig) -> list[str]:
+    """Settings that are not the default, as name = value."""
+    values, defaults = asdict(asynchronous), asdict(AsyncConfig())
+    return [f"{name} = {value!r}" for name, value in values.items() if value != defaults[name] and name not in ("enabled", SWITCH)]
 
 
 def derive_algorithm_call(call: PresetCall, asynchronous: AsyncConfig) -> PresetCall:

@@ -325,8 +325,7 @@ class Config:
     seed: int = 0  # of the built-in model's weights, the order of data and every sampled token
     output_dir: str | None = None  # None = runs/<time>-<task>, new for every run
     num_threads: int | None = None  # CPU threads of torch; None = as torch chooses
-    enable_segment_wise_ppo: bool = False  # a proximal policy for each token of asynchronous rollouts, one version after its own: sets
-    # rl.asynchronous and wraps the algorithm as that needs
+    enable_segment_wise_ppo: bool = False  # each token of asynchronous rollouts gets a proximal policy of its own; wraps the algorithm
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     sft: SFTSection = field(default_factory=SFTSection)

@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 _NAMES_OF_MODULES: Final = (
     ("types", "Algorithm Completion Group LossOutput Message Prompt RolloutBatch Sample SamplingParams Status TokenOutputs TrainBatch "
               "Turns"),
-    ("errors", "BackendError CheckpointError ConfigError DataError EngineError EngineProtocolError EngineStatusError EngineTimeout "
-               "GenerationError RewardError RolloutsError"),
+    ("errors", "BackendError CheckpointError ConfigError DataError EngineError EngineProtocolError EngineRequestError EngineStatusError "
+               "EngineTimeout EpisodeInterrupted GenerationError GenerationTimeout RewardError RolloutsError"),
     ("chat", "compute_loss_mask prepare_sft_sample tokenize_conversation tokenize_prompt"),
     ("samples", "apply_sample_transforms convert_to_batch derive_seed mask_truncated with_reward"),
     ("filters", "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length check_response_diversity "
@@ -41,7 +41,12 @@ _NAMES_OF_MODULES: Final = (
                    "reinforce_plus_plus_baseline remax rloo sapo truncated"),
     ("proximal", "approximate_proximal interpolate_log_probs interpolate_probs with_segment_log_probs"),
     ("kl_control", "KLControl measure_kl update_kl_control"),
-    ("staleness", "compute_capacity"),
+    ("staleness", "compute_capacity summarize_staleness"),
+    ("staleness_control", "CapacityModifier FilteredSamplesCapacityModifier SegmentWisePPOStrategy StalenessControlStrategy "
+                          "StalenessManager StandardPPOStrategy"),
+    ("executor_parts", "create_cache create_filtered_capacity_modifier create_queue create_staleness_manager create_staleness_strategy "
+                       "register_capacity_modifiers"),
+    ("rollout_queue", "FinishedRollout LocalRolloutCache LocalRolloutQueue RolloutCache RolloutQueue TimedResult"),
     ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig"),
     ("config_json", "from_dict to_dict"),
     ("async_config", "AsyncConfig"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rollouts.config import RLTrainingConfig, RolloutConfig, check_choice, check_count, check_not_negative, check_positive
+from rollouts.config_json import is_number
 from rollouts.errors import ConfigError
 
 WhenQueueFull = Literal["raise", "wait"]
@@ -22,7 +23,7 @@ MissedSegment = Literal["rollout", "proximal"]
 class AsyncConfig:
     """How rollouts are produced while training goes on. Everything is counted in groups: all samples of one prompt."""
 
-    enabled: bool = False  # for programs that choose between the loops; the executor itself does not read it
+    enabled: bool = False  # generate while training goes on; for programs that choose between the loops
     max_staleness: int = 1  # weight versions that a trained token may be behind; 0 = the numbers of the synchronous loop
     max_concurrent_rollouts: int | None = None  # groups being generated at once; None = (max_staleness + 1) * groups per version
     queue_size: int | None = None  # finished groups that may wait to be collected; None = (max_staleness + 1) * groups per version
@@ -44,12 +45,16 @@ class AsyncConfig:
     # rollouts that run during a checkpoint: saved as they were when last stopped, so that a resumed run generates their newest tokens
     # again, or aborted like those of a weight sync, with all tokens
     checkpoint_in_flight: CheckpointInFlight = "restart"
-    # a proximal policy for each token, one version after the one that sampled it; None = no, unless a switch above says so
+    # a proximal policy for each token, one version after the one that sampled it; None = no; leave it out where a program has the switch
     enable_segment_wise_ppo: bool | None = None
     # what a token's weight falls back to where that log-prob was never computed: none (its rollout log-prob), or the ordinary proximal one
     missed_segment: MissedSegment = "rollout"
 
     def __post_init__(self) -> None:
+        for name in ("enabled", "enable_segment_wise_ppo"):
+            value = getattr(self, name)
+            if not isinstance(value, bool | None if name == "enable_segment_wise_ppo" else bool):
+                raise ConfigError(f"AsyncConfig.{name} is {value!r}, expected True or False")
         check_count(self, "max_staleness")
         check_positive(self, "max_attempts")
         check_not_negative(self, "retry_delay_s")
@@ -60,7 +65,7 @@ class AsyncConfig:
                 check_positive(self, name)
         for name in ("rollout_timeout_s", "patience_s"):
             value = getattr(self, name)
-            if value is not None and not (not isinstance(value, bool) and 0 < value < math.inf):
+            if value is not None and not (is_number(value) and 0 < value < math.inf):
                 raise ConfigError(f"AsyncConfig.{name} is {value!r}, expected a finite number of seconds above 0, or None for no limit")
         choices = {
             "when_queue_full": get_args(WhenQueueFull),

@@ -24,6 +24,7 @@ from rollouts.errors import (
 )
 from rollouts.generate_fns import GenerateFn, PendingGroup, bind_generate_fn, collect_requests, is_finished, note_prompt
 from rollouts.generation import make_request_id, score_generated_group
+from rollouts.proximal import start_segments
 from rollouts.rollout_queue import find_oldest_version
 from rollouts.samples import describe_sample, passes_filter
 from rollouts.types import Group, Sample, Status
@@ -196,8 +197,12 @@ class RolloutRuns:
     async def _score(self, run: RolloutRun, group: Group) -> None:
         run.scoring = True
         self._num_generating -= 1
+        self._watched.pop(run.index, None)  # a reward has its own limit
         self._ended.unpark_all()
         self._check_versions(group)
+        if self._config.segment_log_probs:
+            group = tuple(start_segments(sample) for sample in group)
+            run.pending = PendingGroup(run.pending.prompt, group)
         scored = await score_generated_group(group, self._config.reward_fn, self._config.reward)
         run.passes = scored is not None and passes_filter(scored, self._config.filter_fn)
         while run.edited is not None:
@@ -284,17 +289,20 @@ class RolloutRuns:
     async def _stop(self, run: RolloutRun) -> None:
         sample_ids = [make_request_id(run.index, k) for k in range(self._config.group_size)]
         with trio.move_on_after(self._config.grace_s):
-            while self._runs.get(run.index) is run:
+            while self._is_generating(run):
                 try:
                     await self._abort_engines([*sample_ids, *sorted(run.request_ids.difference(sample_ids))])
                 except Exception as error:  # of a user's engine: one rollout that cannot be stopped must not end the run, it is cancelled
                     error.add_note(f"as the rollout of prompt {run.index} was to be aborted")
                     logging.getLogger(__name__).warning("an engine could not be told to abort", exc_info=error)
                 with trio.move_on_after(_ABORT_AGAIN_S):
-                    while self._runs.get(run.index) is run:
+                    while self._is_generating(run):
                         await self._ended.park()
-        if self._runs.get(run.index) is run:
+        if self._is_generating(run):
             self._cut(run)
+
+    def _is_generating(self, run: RolloutRun) -> bool:
+        return self._runs.get(run.index) is run and not run.scoring
 
     async def stop_all(self) -> None:
         """Tell all engines to abort; return when no rollout is generated. What has not returned after grace_s is cancelled.

@@ -33,9 +33,9 @@ from rollouts.errors import (
 from rollouts.filters import check_reward_nonzero_std
 from rollouts.generation import create_generate_fn
 from rollouts.rollout_manager import AsyncRolloutManager
-from rollouts.rollout_queue import FinishedRollout, LocalRolloutCache, LocalRolloutQueue, RolloutCache, RolloutQueue
+from rollouts.rollout_queue import FinishedRollout, LocalRolloutCache, LocalRolloutQueue, RolloutCache, RolloutQueue, TimedResult
 from rollouts.samples import create_pending_group, derive_seed
-from rollouts.staleness_control import StandardPPOStrategy, take_out
+from rollouts.staleness_control import StalenessManager, StandardPPOStrategy, take_out
 from rollouts.testing import FakeEngine, create_tiny_model
 from rollouts.types import Group, Prompt, Sample, SamplingParams, Status
 from rollouts.workflows import EpisodeEngine, create_workflow_generate_fn
@@ -696,6 +696,33 @@ async def test_a_rollout_that_never_ends_is_an_error_and_its_tokens_are_kept(tok
         assert kept.status is Status.ABORTED
 
 
+async def test_a_judge_that_thinks_for_longer_than_a_rollout_may_take_is_asked_once(tokenizer: Any, autojump_clock: Clock) -> None:
+    judged: list[int] = []
+
+    async def judge(sample: Sample) -> float:
+        judged.append(sample.index)
+        await trio.sleep(40.0)
+        return 1.0
+
+    engine = FakeEngine(lambda tokens, seed: [5, 1], seconds_per_token=1.0)
+    asynchronous = AsyncConfig(max_staleness=0, rollout_timeout_s=20.0)
+    rewards: dict[str, Any] = {"reward_fn": judge, "reward": RewardConfig(timeout_s=60.0)}
+    async with make_engine_executor(tokenizer, engine, asynchronous, batch_size=2, n_samples_per_prompt=1, **rewards) as executor:
+        batch = await executor.generate_batch()
+    assert sorted(judged) == [0, 1]
+    assert batch.metadata["num_groups_retried"] == batch.metadata["num_groups_cut"] == 0
+
+
+async def test_fresh_samples_have_their_place_for_proximal_log_probs_where_the_switch_is_on(tokenizer: Any, autojump_clock: Clock) -> None:
+    for switch in (True, False):
+        asynchronous = AsyncConfig(max_staleness=1, enable_segment_wise_ppo=switch)
+        engine = FakeEngine(lambda tokens, seed: [5, 1], seconds_per_token=1.0)
+        async with make_engine_executor(tokenizer, engine, asynchronous, batch_size=2, segment_log_probs=switch) as executor:
+            samples = (await executor.generate_batch()).samples
+        assert [sample.segment_log_probs == sample.rollout_log_probs for sample in samples] == [switch] * len(samples)
+        assert [sample.segment_versions for sample in samples] == [(-1,) * len(s.tokens) if switch else None for s in samples]
+
+
 async def test_a_rollout_that_cannot_be_told_to_stop_is_cancelled(autojump_clock: Clock) -> None:
     script = Script(seconds=lambda index: 1000.0 if len(script.calls) == 1 else 1.0)
     async with make_executor(script, AsyncConfig(rollout_timeout_s=5.0, retry_delay_s=0.0, max_concurrent_rollouts=1)) as executor:
@@ -1005,11 +1032,58 @@ async def test_the_block_can_be_opened_again(autojump_clock: Clock) -> None:
         await executor.wait(1)
 
 
-def test_the_parts_can_be_replaced():
-    cache = LocalRolloutCache()
-    executor = make_executor(Script(), cache=cache, queue=LocalRolloutQueue(5), strategy=StandardPPOStrategy())
-    assert (executor.batch_size, executor.version, executor.config.batch_size) == (2, 0, 2)
-    assert executor.asynchronous == AsyncConfig()
+class CountedQueue(LocalRolloutQueue):
+    """Counts what goes in."""
+
+    num_put = 0
+
+    def put_nowait(self, result: TimedResult) -> None:
+        super().put_nowait(result)
+        self.num_put += 1
+
+
+class NewestFirst(LocalRolloutCache):
+    """A cache of another order: by falling index."""
+
+    def take_first_n(self, n: int) -> tuple[TimedResult, ...]:
+        results = sorted(super().take_first_n(self.size()), key=lambda result: -result.data.prompt.index)
+        for result in results[n:]:
+            self.add(result)
+        return tuple(results[:n])
+
+
+class OnlyEven(StandardPPOStrategy):
+    """Refuses every other prompt when its rollout finishes."""
+
+    def should_filter_before_enqueue(self) -> bool:
+        return True
+
+    def should_enqueue_sample(self, rollout: FinishedRollout, current_version: int) -> bool:
+        return rollout.prompt.index % 2 == 0
+
+
+async def test_the_parts_can_be_replaced(autojump_clock: Clock) -> None:
+    queue, cache, strategy = CountedQueue(5), NewestFirst(), OnlyEven()
+    asynchronous = AsyncConfig(on_stale="drop")
+    async with make_executor(Script(), asynchronous, queue=queue, cache=cache, strategy=strategy) as executor:
+        assert (executor.batch_size, executor.version, executor.config.batch_size) == (2, 0, 2)
+        assert executor.asynchronous == asynchronous
+        await trio.sleep(100)
+        assert (queue.num_put, queue.qsize(), cache.size()) == (4, 4, 0)
+        assert indices(await executor.wait(1)) == [6], "of the prompts 0, 2, 4 and 6 the cache's own first"
+        assert (queue.qsize(), cache.size()) == (0, 3)
+        assert indices(await executor.wait(3)) == [4, 2, 0]
+
+
+async def test_a_manager_of_ones_own_says_how_many_may_start(autojump_clock: Clock) -> None:
+    script = Script()
+    config = RolloutConfig(batch_size=2, generate_fn=script)
+    async with WorkflowExecutor(make_buffer(), config, AsyncConfig(), manager=StalenessManager(1, 3, 0)) as executor:
+        await trio.sleep(1.5)
+        assert script.calls == [0, 1], "one after another"
+        await trio.sleep(100)
+        assert script.calls == [0, 1, 2], "three under one version"
+        assert executor.get_stats().accepted == 3
 
 
 # engines that are dead, and requests that they refuse

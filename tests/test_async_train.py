@@ -177,6 +177,7 @@ def test_segment_wise_is_one_switch_of_the_main_job(capsys, tmp_path: Path):
             "says missed_as_proximal=True, but",
         ),
         ({"rl": RLSection(asynchronous=AsyncConfig(enabled=True, queue_size=63))}, "increase queue_size"),
+        ({"rl": RLSection(asynchronous=AsyncConfig(max_staleness=2))}, "has max_staleness = 2, but rl.asynchronous.enabled is False"),
         ({"rl": RLSection(asynchronous=AsyncConfig(enabled=True), over_sampling_factor=1.5)}, "over_sampling_factor is 1.5"),
     ],
 )
