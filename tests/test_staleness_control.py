@@ -22,7 +22,7 @@ from rollouts.executor_parts import (
     register_capacity_modifiers,
 )
 from rollouts.rollout_queue import FinishedRollout, LocalRolloutCache, LocalRolloutQueue, TimedResult, find_oldest_version
-from rollouts.staleness import RolloutCounts, StalenessLimits, clamp_capacity, divide_limits
+from rollouts.staleness import RolloutCounts, StalenessLimits, clamp_capacity, compute_allowed_staleness, divide_limits
 from rollouts.staleness_control import (
     FilteredSamplesCapacityModifier,
     SegmentWisePPOStrategy,
@@ -94,19 +94,31 @@ def test_the_manager_gives_the_recorded_table(kwargs: dict[str, Any], outputs: d
 
 @pytest.mark.parametrize(("kwargs", "outputs"), cases("areal_fork_segment_staleness_check"))
 def test_the_segment_wise_strategy_gives_the_recorded_decisions(kwargs: dict[str, Any], outputs: dict[str, Any]):
-    if kwargs["recompute_version"] == 0:
-        pytest.skip("the peer takes a recomputation at version 0 for none at all; here it counts")
+    versions, now, allowed = kwargs["versions"], kwargs["current_version"], kwargs["max_head_offpolicyness"]
+    expected = outputs["staleness"], outputs["allowed"], bool(outputs["too_stale"])
+    trained = [version for version, mask in zip(versions, kwargs["loss_mask"], strict=True) if version >= 0 and mask > 0]
+    if kwargs["recompute_version"] == 0 and trained:
+        # the peer asks `recompute_version or -1`, so that a recomputation at version 0 is none to it: it measures from the newest token,
+        # and allows 1. Here it is one like any other, and the row is as old as its oldest token
+        assert expected == (now - max(trained), 1, now - max(trained) > 1)
+        expected = now - min(trained), max(1, allowed or 0), now - min(trained) > max(1, allowed or 0)
+        assert expected[0] > outputs["staleness"], "a row of several versions shows the difference"
     sample = Sample(
-        tokens=(0,) * len(kwargs["versions"]),
+        tokens=(0,) * len(versions),
         loss_mask=tuple(map(float, kwargs["loss_mask"])),
-        weight_versions=tuple(kwargs["versions"]),
+        weight_versions=tuple(versions),
         recompute_version=kwargs["recompute_version"],
     )
-    strategy = SegmentWisePPOStrategy(kwargs["max_head_offpolicyness"])
-    assert strategy.calculate_staleness(sample, kwargs["current_version"]) == outputs["staleness"]
-    assert strategy.is_sample_too_stale(sample, kwargs["current_version"]) == bool(outputs["too_stale"])
-    rollout = FinishedRollout(Prompt(content="?"), (sample,), find_oldest_version((sample,), begun=0, newest=kwargs["current_version"]))
-    assert strategy.should_enqueue_sample(rollout, kwargs["current_version"]) != bool(outputs["too_stale"])
+    strategy = SegmentWisePPOStrategy(allowed)
+    found = strategy.calculate_staleness(sample, now), compute_allowed_staleness(sample, allowed), strategy.is_sample_too_stale(sample, now)
+    assert found == expected
+    rollout = FinishedRollout(Prompt(content="?"), (sample,), find_oldest_version((sample,), begun=0, newest=now))
+    assert strategy.should_enqueue_sample(rollout, now) is not expected[2]
+
+
+def test_some_recorded_decisions_are_those_of_a_recomputation_at_version_0():
+    recorded = [case.values[0] for case in cases("areal_fork_segment_staleness_check")]
+    assert sum(kwargs["recompute_version"] == 0 and max(kwargs["versions"]) >= 0 for kwargs in recorded) >= 2
 
 
 # the manager
