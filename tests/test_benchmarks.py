@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import algorithms, async_executor
+from benchmarks.measure import memory_mb
+from rollouts.types import Sample
 
 
 def test_times_are_relative_to_the_default_jobs_algorithm_on_the_same_seeds_and_seeds_are_counted():
@@ -50,4 +53,22 @@ def test_every_contender_of_the_executor_benchmark_gives_the_groups_that_were_as
     for order in ("finished", "submitted"):
         asynchronous = async_executor.AsyncConfig(max_staleness=1, order=order)
         assert async_executor.run_executor(num_groups, scored=True, asynchronous=asynchronous) == num_groups
-    assert async_executor.measure_queue(num_groups)["bytes_per_sample"] >= 0
+
+
+def test_the_memory_of_a_full_queue_is_measured_while_all_its_samples_wait(monkeypatch: pytest.MonkeyPatch):
+    """In place of memory, whose changes are not of the samples alone, the samples that are alive are counted."""
+    gc.collect()
+    num_samples = 2 * async_executor.BATCH_SIZE
+    monkeypatch.setattr(async_executor, "memory_mb", lambda name: float(sum(type(value) is Sample for value in gc.get_objects())))
+    found = async_executor.measure_queue(num_samples)
+    assert num_samples <= found["MB"] <= 1.1 * num_samples
+    assert found["bytes_per_sample"] == pytest.approx(found["MB"] * 2**20 / num_samples)
+    assert found["units_per_cpu_s"] > 0
+
+
+def test_the_memory_of_this_process_grows_with_what_it_holds():
+    before = memory_mb("VmRSS")
+    held = b"x" * 2**26
+    assert len(held) / 2**20 == 64
+    assert 48 < memory_mb("VmRSS") - before < 80
+    assert memory_mb("VmHWM") >= memory_mb("VmRSS") > 0
