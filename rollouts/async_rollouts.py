@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import trio
 
@@ -14,34 +14,22 @@ from rollouts.async_config import AsyncConfig, check_async_config
 from rollouts.config import RolloutConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import (
-    ConfigError,
-    GenerationError,
-    raise_single_errors,
-)
+from rollouts.errors import ConfigError
 from rollouts.executor_parts import (
-    check_parts,
-    create_cache,
     create_filtered_capacity_modifier,
-    create_queue,
+    create_rollout_book,
     create_staleness_manager,
-    create_staleness_strategy,
     register_capacity_modifiers,
     share_batch_size,
 )
-from rollouts.finished_rollouts import FinishedRollouts
-from rollouts.generate_fns import PendingGroup
-from rollouts.prompt_schedule import PromptSchedule
-from rollouts.rollout_book import RolloutBook
+from rollouts.resident_samples import EditSamples, ResidentSamples
+from rollouts.rollout_producer import RolloutProducer
 from rollouts.rollout_queue import RolloutCache, RolloutQueue
 from rollouts.rollout_runs import RolloutRun, RolloutRuns
 from rollouts.samples import convert_to_batch
 from rollouts.staleness import RolloutCounts, summarize_staleness
 from rollouts.staleness_control import StalenessControlStrategy, StalenessManager
 from rollouts.types import Group, RolloutBatch, Sample
-
-EditSamples: TypeAlias = Callable[[tuple[Sample, ...]], Awaitable[Sequence[Sample]]]
-"""Samples -> the same samples in the same order, some of them with other values."""
 
 _SETTLING_PASSES = 5
 _MOST_SETTLING_PASSES = 50
@@ -102,53 +90,38 @@ class WorkflowExecutor:
         if config.generate_fn is None:
             raise ConfigError("RolloutConfig.generate_fn is None: set it, for example to create_generate_fn(engines, tokenizer, params)")
         check_async_config(asynchronous, config)
-        batch_size = share_batch_size(config, data_parallel_size)
-        if manager is None:
-            manager = create_staleness_manager(config, asynchronous, batches_per_version, data_parallel_size)
-        if version > 0 and manager.get_stats() == RolloutCounts():
-            manager.on_version_recovered(version)
-        if queue is None:
-            queue = create_queue(asynchronous, manager.limits.batch_size, data_parallel_size)
-        check_parts(asynchronous, engines, queue, batch_size=batch_size, groups_per_version=manager.limits.batch_size)
         self._config = config
         self._asynchronous = asynchronous
-        self._batch_size = batch_size
+        self._batch_size = share_batch_size(config, data_parallel_size)
         self._batches_per_version = batches_per_version
-        self._schedule = PromptSchedule(data_buffer)
-        self._finished = FinishedRollouts(
-            queue,
-            create_cache() if cache is None else cache,
-            create_staleness_strategy(asynchronous) if strategy is None else strategy,
-            max_staleness=asynchronous.max_staleness,
-            in_order=asynchronous.order == "submitted" or asynchronous.max_staleness == 0,
-            waits=asynchronous.when_queue_full == "wait",
-        )
-        self._book = RolloutBook(
+        self._book = create_rollout_book(
+            data_buffer,
             config,
             asynchronous,
-            self._schedule,
-            self._finished,
-            manager,
+            engines,
+            queue=queue,
+            cache=cache,
+            manager=manager,
+            strategy=strategy,
             version=version,
-            max_refused=config.max_filter_attempts * batch_size,
-            starts_what_is_wanted=asynchronous.max_staleness == 0 and batches_per_version > 1,
+            batches_per_version=batches_per_version,
+            data_parallel_size=data_parallel_size,
         )
+        self._finished = self._book.finished
         self._runs = RolloutRuns(
             config,
             config.generate_fn,
             engines,
             self._settle,
-            max_concurrent=manager.limits.max_concurrent,
+            max_concurrent=self._book.manager.limits.max_concurrent,
             timeout_s=asynchronous.rollout_timeout_s,
             needs_versions=asynchronous.segment_wise,
         )
+        self._residents = ResidentSamples(self._book.schedule, self._finished, self._runs)
+        self._producer = RolloutProducer(self._book, self._runs, self._wake_waiter)
         self._num_batches = 0
         self._collected_version = -1
-        self._interrupted = False
-        self._editing = False
-        self._nursery: trio.Nursery | None = None
         self._block: AbstractAsyncContextManager[None] | None = None
-        self._work = trio.lowlevel.ParkingLot()  # the producer
         self._arrival = trio.lowlevel.ParkingLot()  # wait()
 
     @property
@@ -180,9 +153,7 @@ class WorkflowExecutor:
     def resident_samples(self) -> tuple[Sample, ...]:
         """All samples that are here and not being generated: finished groups by age, then those that are being scored, then what stopped
         groups have, both by index."""
-        unfinished = (*self._runs.scoring, *self._schedule.waiting)
-        groups = [rollout.group for rollout in self._finished.rollouts] + [pending.samples for pending in unfinished]
-        return tuple(sample for group in groups for sample in group)
+        return self._residents.samples
 
     def get_stats(self) -> RolloutCounts:
         """Where the rollouts are."""
@@ -192,7 +163,7 @@ class WorkflowExecutor:
 
     async def __aenter__(self) -> WorkflowExecutor:
         assert self._block is None, "the executor's block is already open"
-        self._block = self._open()
+        self._block = self._producer.open()
         await self._block.__aenter__()
         return self
 
@@ -203,59 +174,6 @@ class WorkflowExecutor:
         block, self._block = self._block, None
         return await block.__aexit__(kind, error, traceback)
 
-    @asynccontextmanager
-    async def _open(self) -> AsyncGenerator[None]:
-        self._interrupted = False
-        self._runs.begin_idling()
-        try:
-            with raise_single_errors():
-                async with trio.open_nursery() as nursery:
-                    self._nursery = nursery
-                    nursery.start_soon(self._produce)
-                    nursery.start_soon(self._runs.watch_deadlines, nursery)
-                    try:
-                        yield
-                        await self.interrupt()
-                    except Exception as error:
-                        try:
-                            await self.interrupt()
-                        except Exception as problem:  # of an engine's abort: it must not hide why the block ended
-                            error.add_note(f"rollouts could not be stopped: {problem!r}")
-                        for failure in self._book.failures[:1]:
-                            error.add_note(f"beside it, {len(self._book.failures)} rollouts failed; the first: {failure!r}")
-                        self._book.failures.clear()
-                        raise
-                    finally:
-                        nursery.cancel_scope.cancel()
-        finally:
-            self._nursery = None
-            for run in self._runs.drop_cancelled():
-                self._book.give_back(run)
-        self._book.raise_failure()
-
-    async def _produce(self) -> None:
-        while True:
-            now = trio.current_time()
-            self._start_rollouts()
-            # what was due before and did not start must wait for whoever lets it, not for a moment that has passed
-            due = self._schedule.next_time if self._schedule.next_time > now else math.inf
-            if due == math.inf:  # a cancel scope costs more than the rest of this
-                await self._work.park()
-                continue
-            with trio.move_on_at(due):
-                await self._work.park()
-
-    def _start_rollouts(self) -> None:
-        """Start as many rollouts as may start now."""
-        if self._nursery is not None and not self._interrupted:
-            for pending, begun_version in self._book.take_rollouts():
-                self._runs.start(self._nursery, pending, begun_version)
-            self._wake_waiter()  # where a prompt was given up, those after it need not wait for it any more
-
-    def _settle(self, run: RolloutRun) -> None:
-        self._book.settle(run)
-        self._wake()
-
     # -- from outside
 
     async def interrupt(self) -> None:
@@ -265,13 +183,12 @@ class WorkflowExecutor:
         that they began with where they were cancelled (num_groups_cut). What is being scored goes on: it needs no engine. Until resume()
         wait() returns only what is there, or was being scored. All requests of the engines are aborted, also those of others.
         """
-        self._interrupted = True
-        await self._runs.stop_all()
+        await self._producer.interrupt()
 
     def resume(self) -> None:
         """Start rollouts again after interrupt()."""
-        self._interrupted = False
-        self._wake()
+        self._producer.resume()
+        self._wake_waiter()
 
     def set_version(self, version: int) -> None:
         """The engines generate with the weights of this version from now on; more rollouts may start.
@@ -286,13 +203,18 @@ class WorkflowExecutor:
                 "the version that the run was resumed at, or load the state of that version first"
             )
         self._book.version = version
-        if self._nursery is not None:
-            self._runs.stop_outdated(self._nursery, version, self._asynchronous.max_staleness)
+        self._producer.stop_outdated(self._asynchronous.max_staleness)
+        self._wake()
+
+    # -- who looks when
+
+    def _settle(self, run: RolloutRun) -> None:
+        self._book.settle(run)
         self._wake()
 
     def _wake(self) -> None:
         """Let those look who may have something to do now."""
-        self._work.unpark_all()
+        self._producer.wake()
         self._wake_waiter()
 
     def _wake_waiter(self) -> None:
@@ -303,7 +225,7 @@ class WorkflowExecutor:
 
     def _may_collect(self) -> bool:
         is_enough = self._finished.num_ready >= self._book.num_wanted
-        return not self._editing and (is_enough or self._collected_version != self._book.version)
+        return not self._residents.is_being_edited and (is_enough or self._collected_version != self._book.version)
 
     async def wait(self, count: int, timeout_s: float | None = None) -> tuple[Group, ...]:
         """The `count` oldest finished groups: in the order in which they finished, at the same moment in that of their prompts.
@@ -316,24 +238,24 @@ class WorkflowExecutor:
         Raises: GenerationTimeout that says how many are there; GenerationError if filter_fn refuses too many; what ended a rollout, as
             AsyncConfig.on_failure has it. Nothing is lost by any of them, and the next wait() goes on.
         """
-        assert self._nursery is not None, "the executor's block is not open: async with executor: ..."
+        assert self._producer.is_open, "the executor's block is not open: async with executor: ..."
         assert not self._book.num_wanted, "wait() is already running; await it before the next call"
         if count < 1:
             raise ConfigError(f"{count} groups were asked for, expected at least 1")
         begun = trio.current_time()
         self._book.num_wanted, self._collected_version = count, -1
-        self._work.unpark_all()  # what is wanted may start, or a queue that is full may be emptied
+        self._producer.wake()  # what is wanted may start, or a queue that is full may be emptied
         try:
             while True:
                 if self._book.failures:
-                    self._work.unpark_all()  # it starts rollouts again when the failure has been raised
+                    self._producer.wake()  # it starts rollouts again when the failure has been raised
                     self._book.raise_failure()
                 if self._may_collect():
                     self._collect()
                     if self._finished.num_ready >= count and self._runs:
                         await self._let_arrivals_settle()
                         self._collect()
-                if self._finished.num_ready >= count and not self._editing:
+                if self._finished.num_ready >= count and not self._residents.is_being_edited:
                     await trio.lowlevel.checkpoint_if_cancelled()  # no more than that: who trains on it need not wait for what starts now
                     return self._book.hand_out(count)
                 if self._book.is_starving and self._finished.size < count:
@@ -345,7 +267,7 @@ class WorkflowExecutor:
                     await self._arrival.park()
         finally:
             self._book.num_wanted = 0
-        raise self._book.create_wait_error(count, timeout_s, num_running=len(self._runs), interrupted=self._interrupted)
+        raise self._book.create_wait_error(count, timeout_s, num_running=len(self._runs), interrupted=self._producer.is_interrupted)
 
     def _find_deadline(self, begun: float, timeout_s: float | None) -> float:
         """When a wait that was begun at that moment is over, should nothing more happen."""
@@ -358,7 +280,7 @@ class WorkflowExecutor:
         """Bring what is finished into the cache, without what is too old."""
         self._collected_version = self._book.version
         self._book.collect()
-        self._work.unpark_all()  # the queue has room, and dropped groups have given theirs back
+        self._producer.wake()  # the queue has room, and dropped groups have given theirs back
 
     async def generate_batch(self) -> RolloutBatch:
         """The next batch: as many whole groups as config.batch_size says, rewarded, filtered, in the order of their prompts.
@@ -400,29 +322,9 @@ class WorkflowExecutor:
 
         Raises: GenerationError if other samples come back; what `edit` raises.
         """
-        assert not self._editing, "edit_residents() is already running; await it before the next call"
-        self._editing = True
-        edited_pending: list[PendingGroup] = []
-        pending, scoring = self._schedule.hold_back(), self._runs.hold_scoring()
-        edited_scoring: dict[int, Group] = {}
         try:
-            rollouts = self._finished.rollouts
-            groups = [rollout.group for rollout in rollouts]
-            groups += [group.samples for group in (*(run.pending for run in scoring), *pending)]
-            samples = tuple(sample for group in groups for sample in group)
-            edited = tuple(await edit(samples)) if samples else ()
-            _check_same_samples(samples, edited)
-            rest = iter(edited)
-            edited_groups = [tuple(next(rest) for _ in group) for group in groups]
-            num_finished, num_scoring = len(rollouts), len(scoring)
-            self._finished.replace_groups(zip(rollouts, edited_groups[:num_finished], strict=True))
-            of_scoring, of_pending = edited_groups[num_finished:][:num_scoring], edited_groups[num_finished + num_scoring :]
-            edited_scoring = {run.index: group for run, group in zip(scoring, of_scoring, strict=True)}
-            edited_pending = [PendingGroup(old.prompt, group) for old, group in zip(pending, of_pending, strict=True)]
+            await self._residents.edit(edit)
         finally:
-            self._schedule.release(edited_pending)
-            self._runs.release_scoring(scoring, edited_scoring)
-            self._editing = False
             self._wake()
 
     def state_dict(self) -> dict[str, Any]:
@@ -441,15 +343,6 @@ class WorkflowExecutor:
         self._book.load_state_dict(state)
         self._num_batches = int(state.get("num_batches", 0))
         self._wake()
-
-
-def _check_same_samples(before: Sequence[Sample], after: Sequence[Sample]) -> None:
-    found = [(sample.group_index, sample.index) for sample in after]
-    if found != [(sample.group_index, sample.index) for sample in before]:
-        raise GenerationError(
-            f"an edit of {len(before)} resident samples returned {len(after)} samples, or others, or in another order: return each of them "
-            "at its place"
-        )
 
 
 def create_workflow_executor(

@@ -1,4 +1,4 @@
-"""What a WorkflowExecutor is made of, for those who replace one part of it."""
+"""What a WorkflowExecutor is made of, for those who replace one part of it, and how the parts are put together."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Sequence
 
 from rollouts.async_config import AsyncConfig
 from rollouts.config import RolloutConfig
+from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import ConfigError
+from rollouts.finished_rollouts import FinishedRollouts
+from rollouts.prompt_schedule import PromptSchedule
+from rollouts.rollout_book import RolloutBook
 from rollouts.rollout_queue import LocalRolloutCache, LocalRolloutQueue, RolloutCache, RolloutQueue
-from rollouts.staleness import StalenessLimits, divide_limits
+from rollouts.staleness import RolloutCounts, StalenessLimits, divide_limits
 from rollouts.staleness_control import (
     CapacityModifier,
     FilteredSamplesCapacityModifier,
@@ -102,3 +106,49 @@ def register_capacity_modifiers(manager: StalenessManager, *modifiers: CapacityM
     """Let the modifiers' deltas count."""
     for modifier in modifiers:
         manager.register_capacity_modifier(modifier)
+
+
+def create_rollout_book(
+    data_buffer: DataBuffer,
+    config: RolloutConfig,
+    asynchronous: AsyncConfig,
+    engines: Sequence[InferenceEngine],
+    *,
+    queue: RolloutQueue | None,
+    cache: RolloutCache | None,
+    manager: StalenessManager | None,
+    strategy: StalenessControlStrategy | None,
+    version: int,
+    batches_per_version: int,
+    data_parallel_size: int,
+) -> RolloutBook:
+    """All that an executor holds, of parts that fit together. None: what the functions above make, a manager without modifiers.
+
+    Raises: ConfigError for a number below 1, and for parts that cannot work together.
+    """
+    batch_size = share_batch_size(config, data_parallel_size)
+    if manager is None:
+        manager = create_staleness_manager(config, asynchronous, batches_per_version, data_parallel_size)
+    if version > 0 and manager.get_stats() == RolloutCounts():
+        manager.on_version_recovered(version)
+    if queue is None:
+        queue = create_queue(asynchronous, manager.limits.batch_size, data_parallel_size)
+    check_parts(asynchronous, engines, queue, batch_size=batch_size, groups_per_version=manager.limits.batch_size)
+    finished = FinishedRollouts(
+        queue,
+        create_cache() if cache is None else cache,
+        create_staleness_strategy(asynchronous) if strategy is None else strategy,
+        max_staleness=asynchronous.max_staleness,
+        in_order=asynchronous.order == "submitted" or asynchronous.max_staleness == 0,
+        waits=asynchronous.when_queue_full == "wait",
+    )
+    return RolloutBook(
+        config,
+        asynchronous,
+        PromptSchedule(data_buffer),
+        finished,
+        manager,
+        version=version,
+        max_refused=config.max_filter_attempts * batch_size,
+        starts_what_is_wanted=asynchronous.max_staleness == 0 and batches_per_version > 1,
+    )

@@ -22,12 +22,12 @@ from typing import Protocol, TypeAlias
 import trio
 
 from rollouts.async_config import AsyncConfig
-from rollouts.async_rollouts import EditSamples
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.batching import collate_samples
 from rollouts.engines.protocol import InferenceEngine, ScoresTokens
 from rollouts.errors import ConfigError, EngineError, raise_single_errors
 from rollouts.proximal import check_versions, find_due_tokens, start_segments, with_segment_log_probs
+from rollouts.resident_samples import EditSamples
 from rollouts.samples import select_trainable
 from rollouts.train_on_rollouts import select_log_probs
 from rollouts.training_steps import submit_forward

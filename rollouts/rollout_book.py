@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +21,8 @@ from rollouts.errors import (
 )
 from rollouts.finished_rollouts import FinishedRollouts
 from rollouts.generate_fns import PendingGroup
-from rollouts.generation import create_starvation_error
 from rollouts.prompt_schedule import PromptSchedule
+from rollouts.refused_groups import RefusedGroups
 from rollouts.rollout_queue import FinishedRollout, find_oldest_version
 from rollouts.rollout_runs import RolloutRun, RolloutRuns
 from rollouts.staleness_control import StalenessManager
@@ -54,12 +54,11 @@ class RolloutBook:
         """
         self._config = config
         self._asynchronous = asynchronous
-        self._max_refused = max_refused
         self._starts_what_is_wanted = starts_what_is_wanted
         self._first_failures: dict[int, int] = {}  # index of a prompt whose rollout failed -> num_ended then
         self._has_warned_of_given_up = False
         self._last_error: Exception | None = None
-        self._refused: deque[Group] = deque(maxlen=max_refused)  # by filter_fn, since groups were last handed out
+        self._refused = RefusedGroups(config, max_staleness=asynchronous.max_staleness, most=max_refused)
         self._unchanged: dict[int, int] = {}  # index of an unfinished rollout that came back without anything new -> version then
         self.schedule = schedule
         self.finished = finished
@@ -139,10 +138,9 @@ class RolloutBook:
         """A rollout has come to its end: accept or refuse it."""
         prompt, group = run.pending.prompt, run.group
         if group is None:
-            self._refuse(run.index, "num_groups_failed")
+            self._refuse(run.index)
         elif not run.passes:
-            self._refused.append(group)
-            self._refuse(run.index, "num_groups_filtered")
+            self._refuse(run.index, group)
         else:
             oldest = find_oldest_version(group, begun=run.begun_version, newest=self.version)
             rollout = FinishedRollout(prompt, group, oldest)
@@ -164,13 +162,13 @@ class RolloutBook:
             self._begin_anew(run.pending)
             self._pass_on()
 
-    def _refuse(self, index: int, reason: str) -> None:
-        """Give up a rollout that ran."""
+    def _refuse(self, index: int, filtered: Group | None = None) -> None:
+        """Give up a rollout that ran: with the group that filter_fn refused, or without any that could be scored."""
         self._first_failures.pop(index, None)
         self.manager.on_rollout_rejected()
         self.schedule.forget_attempts(index)
-        self.counts[reason] += 1
-        self.counts["num_refused"] += 1
+        self.counts["num_groups_failed" if filtered is None else "num_groups_filtered"] += 1
+        self._refused.add(filtered)
 
     def _pass_on(self) -> None:
         try:
@@ -182,7 +180,7 @@ class RolloutBook:
         """A group was too old: let its prompt wait again, without what there was, or give it up."""
         index, most = pending.prompt.index, self._asynchronous.max_stale_attempts
         self.counts["num_groups_purged"] += 1
-        self.counts["num_stale"] += 1
+        self._refused.add_stale()
         if self._asynchronous.on_stale == "retry" and (self.schedule.count_stale_attempt(index) < (math.inf if most is None else most)):
             self.counts["num_groups_retried"] += 1
             self.schedule.add(PendingGroup(pending.prompt))
@@ -227,7 +225,7 @@ class RolloutBook:
             self._retry_later(run, max(self._asynchronous.retry_delay_s, _OUTAGE_RETRY_S))
         elif policy == "drop":
             self.schedule.end(run.index)
-            self._refuse(run.index, "num_groups_failed")
+            self._refuse(run.index)
             self._pass_on()
         elif self.schedule.count_attempt(run.index) < attempts:
             self._retry_later(run, self._asynchronous.retry_delay_s)
@@ -257,11 +255,7 @@ class RolloutBook:
     @property
     def is_starving(self) -> bool:
         """Whether too many groups were refused, dropped or too old since groups were last handed out."""
-        return self.counts["num_refused"] + self.counts["num_stale"] >= self._max_refused
-
-    def _forget_refused(self) -> None:
-        self.counts["num_refused"] = self.counts["num_stale"] = 0
-        self._refused.clear()
+        return self._refused.are_too_many
 
     def take_counts(self) -> dict[str, int]:
         """What happened to groups since the last call."""
@@ -284,7 +278,7 @@ class RolloutBook:
         taken = self.finished.take(count)
         for rollout in taken:
             self.schedule.forget_attempts(rollout.prompt.index)
-        self._forget_refused()
+        self._refused.forget()
         return tuple(rollout.group for rollout in taken)
 
     def raise_failure(self) -> None:
@@ -328,23 +322,8 @@ class RolloutBook:
 
     def create_starvation_error(self) -> GenerationError:
         """The error for a filter that refuses too much, or engines without new weights; counting begins anew."""
-        num_stale, num_refused = self.counts["num_stale"], self.counts["num_refused"]
-        if num_stale > num_refused:
-            self._forget_refused()
-            return GenerationError(
-                f"{num_stale} groups in a row were more than max_staleness ({self._asynchronous.max_staleness}) versions behind version "
-                f"{self.version}: do the engines get the weights that set_version() tells of, and stamp tokens with their version? Else "
-                "raise max_staleness, or lower max_concurrent_rollouts or max_tokens, so that rollouts end within so many steps"
-            )
-        num_dropped = num_refused - len(self._refused)
-        error = create_starvation_error(
-            self._config,
-            self.finished.size,
-            list(self._refused),
-            num_dropped=max(0, num_dropped),
-            num_rounds=self._config.max_filter_attempts,
-        )
-        self._forget_refused()
+        error = self._refused.create_error(num_finished=self.finished.size, version=self.version)
+        self._refused.forget()
         return error
 
     # -- state
@@ -379,7 +358,7 @@ class RolloutBook:
         self.version = int(state["version"])
         self.failures.clear()
         self.counts.clear()
-        self._refused.clear()
+        self._refused.forget()
         self._unchanged.clear()
         self._first_failures.clear()
         self._last_error = None

@@ -24,8 +24,8 @@ LAYERS = (
     ),
     (
         "generate_fns", "group_race", "generation", "rollout_manager", "rollout_queue", "staleness_control", "prompt_schedule",
-        "rollout_runs", "finished_rollouts", "executor_parts", "rollout_book", "async_rollouts",
-        "weight_sync", "served_weights", "training_steps",
+        "rollout_runs", "finished_rollouts", "refused_groups", "rollout_book", "rollout_producer", "resident_samples", "executor_parts",
+        "async_rollouts", "weight_sync", "served_weights", "training_steps",
         "requirements", "train_on_rollouts", "proximal_recompute", "workflows", "engine_parity", "sft_loop", "rl_run", "rl_loop", "testing",
     ),
 )  # fmt: skip
