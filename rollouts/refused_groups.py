@@ -23,6 +23,7 @@ class RefusedGroups:
         self._max_staleness = max_staleness
         self._most = most
         self._num_refused = 0  # by filter_fn, or dropped
+        self._num_dropped = 0  # of these, because they could not be generated or not be scored
         self._num_stale = 0
         self._filtered: deque[Group] = deque(maxlen=most)  # those that filter_fn refused
 
@@ -34,6 +35,7 @@ class RefusedGroups:
     def add(self, filtered: Group | None) -> None:
         """filter_fn has refused this one; None: one was dropped, because it could not be generated or not be scored."""
         self._num_refused += 1
+        self._num_dropped += filtered is None
         if filtered is not None:
             self._filtered.append(filtered)
 
@@ -43,7 +45,7 @@ class RefusedGroups:
 
     def forget(self) -> None:
         """Count anew: groups were handed out, or somebody was told."""
-        self._num_refused = self._num_stale = 0
+        self._num_refused = self._num_dropped = self._num_stale = 0
         self._filtered.clear()
 
     def create_error(self, *, num_finished: int, version: int) -> GenerationError:
@@ -63,6 +65,6 @@ class RefusedGroups:
             self._config,
             num_finished,
             list(self._filtered),
-            num_dropped=max(0, self._num_refused - len(self._filtered)),
+            num_dropped=self._num_dropped,
             num_rounds=self._config.max_filter_attempts,
         )

@@ -57,6 +57,7 @@ class RolloutBook:
         self._starts_what_is_wanted = starts_what_is_wanted
         self._first_failures: dict[int, int] = {}  # index of a prompt whose rollout failed -> num_ended then
         self._has_warned_of_given_up = False
+        self._warned_of = ""  # engines that do not answer
         self._last_error: Exception | None = None
         self._refused = RefusedGroups(config, max_staleness=asynchronous.max_staleness, most=max_refused)
         self._unchanged: dict[int, int] = {}  # index of an unfinished rollout that came back without anything new -> version then
@@ -222,6 +223,7 @@ class RolloutBook:
         if policy == "raise":
             self._fail(run, error)
         elif self._is_outage(run):
+            self._warn_of_silence(run)
             self._retry_later(run, max(self._asynchronous.retry_delay_s, _OUTAGE_RETRY_S))
         elif policy == "drop":
             self.schedule.end(run.index)
@@ -232,17 +234,24 @@ class RolloutBook:
         else:
             final = GenerationError(
                 f"the rollout of prompt {run.index} failed in {attempts} attempts, the last time with {type(error).__name__}: {error}. "
-                f"{f'Engines that do not answer: {run.silent_engines}. ' if run.silent_engines else ''}"
                 "Repair its cause, raise max_attempts, or set on_failure='drop' to go on without such prompts"
             )
             final.__cause__ = error
             self._fail(run, final)
 
     def _is_outage(self, run: RolloutRun) -> bool:
-        """Whether engines are dead, which says nothing about the prompt: none answers, or where that is not known, nothing else ended."""
+        """Whether engines are dead, which tells nothing of the prompt: one does not answer, or, if nobody can be asked, nothing else ended."""
         if not run.may_be_outage or run.engines_answer:
             return False
-        return run.engines_answer is False or self._first_failures.setdefault(run.index, self.num_ended) == self.num_ended
+        return bool(run.silent_engines) or self._first_failures.setdefault(run.index, self.num_ended) == self.num_ended
+
+    def _warn_of_silence(self, run: RolloutRun) -> None:
+        if run.silent_engines and run.silent_engines != self._warned_of:
+            self._warned_of = run.silent_engines
+            logging.getLogger(__name__).warning(
+                "engines do not answer: %s. Their prompts are tried again until they do; the run ends if no rollout does for patience_s",
+                run.silent_engines,
+            )
 
     def _retry_later(self, run: RolloutRun, delay_s: float) -> None:
         self.counts["num_groups_retried"] += 1

@@ -257,8 +257,9 @@ async def test_rollouts_are_filtered_before_they_are_queued(tokenizer: Any, auto
 
 async def test_a_filter_that_refuses_everything_is_an_error(autojump_clock: Clock) -> None:
     async with make_executor(Script(), filter_fn=lambda group: False, max_filter_attempts=4) as executor:
-        with pytest.raises(GenerationError, match=r"only 0 of the 2 groups of a batch were found in 4 rounds.*passed 0 of"):
+        with pytest.raises(GenerationError, match=r"only 0 of the 2 groups of a batch were found in 4 rounds.*passed 0 of") as caught:
             await executor.generate_batch()
+    assert "dropped because" not in str(caught.value), "nothing failed"
 
 
 async def test_a_straggler_that_keeps_groups_from_their_turn_is_not_taken_for_a_filter_that_starves(autojump_clock: Clock) -> None:
@@ -1185,13 +1186,17 @@ async def test_engines_that_die_while_rewards_are_asked_for_cost_no_prompt(token
         check_conserved(executor, 4)
 
 
-async def test_one_dead_engine_of_two_is_named(tokenizer: Any, autojump_clock: Clock) -> None:
+async def test_one_dead_engine_of_two_is_named_and_its_prompts_wait_for_it(tokenizer: Any, autojump_clock: Clock, caplog: Any) -> None:
     engines = [Dying("left"), Dying("right")]
     engines[1].error, engines[1].dead = EngineError("connection refused"), True
     generate_fn = create_generate_fn(engines, tokenizer, SamplingParams(max_tokens=12))
-    with pytest.raises(GenerationError, match=r"Engines that do not answer: right \(number 1\): connection refused"):
-        async with make_executor(generate_fn, AsyncConfig(max_staleness=4, retry_delay_s=10.0), engines=engines) as executor:
-            await executor.wait(10)
+    async with make_executor(generate_fn, AsyncConfig(max_staleness=4), engines=engines) as executor:
+        assert [index % 2 for index in indices(await executor.wait(4))] == [0] * 4
+        await trio.sleep(100)
+        (warning,) = (record.message for record in caplog.records if "do not answer" in record.message)
+        assert "right (number 1): connection refused" in warning
+        engines[1].error, engines[1].dead = None, False
+        assert 1 in indices(await executor.wait(6))
 
 
 async def test_an_engine_that_says_nothing_at_all_is_dead(tokenizer: Any, autojump_clock: Clock) -> None:
