@@ -240,7 +240,7 @@ class RolloutBook:
             self._fail(run, final)
 
     def _is_outage(self, run: RolloutRun) -> bool:
-        """Whether engines are dead, which tells nothing of the prompt: one does not answer, or, if nobody can be asked, nothing else ended."""
+        """Whether engines are dead, which tells nothing of the prompt: one does not answer, or nobody can be asked and nothing ended."""
         if not run.may_be_outage or run.engines_answer:
             return False
         return bool(run.silent_engines) or self._first_failures.setdefault(run.index, self.num_ended) == self.num_ended
