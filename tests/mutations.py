@@ -1712,7 +1712,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "refused_groups.py",
         "groups that came to nothing count although others were handed out",
-        "self._num_refused = self._num_stale = 0\n",
+        "self._num_refused = self._num_dropped = self._num_stale = 0\n",
         "pass\n",
         ("test_async_rollouts.py::test_a_run_that_drops_groups_stops_unless_they_give_their_room_back",),
     ),
@@ -1754,9 +1754,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rollout_book.py",
         "dead engines cost prompts as soon as anything else ends",
-        "run.engines_answer is False or self",
+        "bool(run.silent_engines) or self",
         "self",
         ("test_async_rollouts.py::test_engines_that_die_while_rewards_are_asked_for_cost_no_prompt",),
+    ),
+    Mutation(
+        "rollout_runs.py",
+        "the limit of a rollout goes on while its answers are judged",
+        "        self._watched.pop(run.index, None)  # a reward has its own limit\n",
+        "",
+        ("test_async_rollouts.py::test_a_judge_that_thinks_for_longer_than_a_rollout_may_take_is_asked_once",),
     ),
     Mutation(
         "rollout_runs.py",
