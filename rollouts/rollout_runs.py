@@ -197,7 +197,6 @@ class RolloutRuns:
     async def _score(self, run: RolloutRun, group: Group) -> None:
         run.scoring = True
         self._num_generating -= 1
-        self._watched.pop(run.index, None)  # a reward has its own limit
         self._ended.unpark_all()
         self._check_versions(group)
         if self._config.segment_log_probs:
@@ -302,6 +301,7 @@ class RolloutRuns:
             self._cut(run)
 
     def _is_generating(self, run: RolloutRun) -> bool:
+        """Whether there is something to stop: rewards have a limit of their own."""
         return self._runs.get(run.index) is run and not run.scoring
 
     async def stop_all(self) -> None:

@@ -1761,8 +1761,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rollout_runs.py",
         "the limit of a rollout goes on while its answers are judged",
-        "        self._watched.pop(run.index, None)  # a reward has its own limit\n",
-        "",
+        "return self._runs.get(run.index) is run and not run.scoring",
+        "return self._runs.get(run.index) is run",
         ("test_async_rollouts.py::test_a_judge_that_thinks_for_longer_than_a_rollout_may_take_is_asked_once",),
     ),
     Mutation(
