@@ -13,9 +13,11 @@ __version__ = "0.1.0"
 
 _NAMES_OF_MODULES: Final = (
     ("types", "Algorithm Completion Group LossOutput Message Prompt RolloutBatch Sample SamplingParams Status TokenOutputs TrainBatch "
-              "Turns"),
+              "Turn Turns"),
+    ("steps", "StepData Trajectory"),
     ("errors", "BackendError CheckpointError ConfigError DataError EngineError EngineProtocolError EngineRequestError EngineStatusError "
-               "EngineTimeout EpisodeInterrupted GenerationError GenerationTimeout RewardError RolloutsError"),
+               "EngineTimeout EnvironmentFault EpisodeError EpisodeInterrupted GenerationError GenerationTimeout RewardError RolloutsError "
+               "SandboxError ToolFault"),
     ("chat", "compute_loss_mask prepare_sft_sample tokenize_conversation tokenize_prompt"),
     ("samples", "apply_sample_transforms convert_to_batch derive_seed mask_truncated with_reward"),
     ("filters", "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length check_response_diversity "
@@ -57,7 +59,9 @@ _NAMES_OF_MODULES: Final = (
     ("metrics", "CompositeLogger JSONLLogger MetricsLogger StageLogger WandbLogger"),
     ("trajectories", "read_samples write_samples"),
     ("rewards.evaluate", "compute_reward create_overlong_penalty score_group"),
+    ("rewards.results", "EvaluateResult MetricResult StepOutput"),
     ("rewards.answers", "exact_match gsm8k_reward"),
+    ("environments.protocol", "Environment EnvironmentConfig EnvironmentStep"),
     ("engines.protocol", "GroupGeneration InferenceEngine InMemoryWeightUpdates"),
     ("engines.inprocess", "InProcessEngine"),
     ("engines.server_commands", "ServerConfig"),

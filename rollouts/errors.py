@@ -7,6 +7,10 @@
     ├── GenerationError(RuntimeError)      rollouts that do not come: a filter that starves, a generate function that breaks its contract
     │   ├── GenerationTimeout(TimeoutError)  not there in time; another wait may find them
     │   └── EpisodeInterrupted             a workflow's episode was told to stop, for a weight sync or a checkpoint
+    ├── EpisodeError(RuntimeError)         an episode over an environment that cannot go on
+    │   ├── EnvironmentFault               the environment raised, was too slow, or returned what no environment returns
+    │   └── ToolFault                      a tool did, and the policy was to end the episode
+    ├── SandboxError(RuntimeError)         code cannot be run as confined as was asked for, or its worker is not to be had
     ├── BackendError(RuntimeError)         training: non-finite updates, a job that cannot run
     ├── CheckpointError(RuntimeError)      a checkpoint that cannot be written, found, verified or used
     └── EngineError(RuntimeError)          an inference engine
@@ -51,6 +55,22 @@ class GenerationTimeout(GenerationError, TimeoutError):
 
 class EpisodeInterrupted(GenerationError):
     """A request of an episode was aborted, for a weight sync or a checkpoint. Let it pass: the episode is begun again afterwards."""
+
+
+class EpisodeError(RolloutsError, RuntimeError):
+    """An episode over an environment cannot go on, through no fault of the policy's."""
+
+
+class EnvironmentFault(EpisodeError):
+    """An environment raised in reset or step, did not return in time, or did not return what an environment returns."""
+
+
+class ToolFault(EpisodeError):
+    """A tool raised or did not return in time, where the policy is that this ends the episode."""
+
+
+class SandboxError(RolloutsError, RuntimeError):
+    """Code cannot be run in the confinement that was asked for, or a worker of a sandbox cannot be started."""
 
 
 class BackendError(RolloutsError, RuntimeError):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -96,10 +97,28 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One action of the policy in an episode: the tokens that it is, and what became of it."""
+
+    start: int  # position of its first token in Sample.tokens
+    end: int  # position behind its last token
+    state: str | None = (
+        None  # what the policy saw before it acted, as a key: equal keys are one anchor state; None = compared with no other
+    )
+    reward: float = 0.0  # of this environment step
+
+    def to_dict(self) -> dict[str, Any]:
+        """The turn as plain JSON values."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """One trajectory, one row of a batch: prompt tokens followed by response tokens.
 
-    All per-token fields have the length of `tokens`. An empty `tokens` is a Sample that is still PENDING (or FAILED).
+    All per-token fields have the length of `tokens`. An empty `tokens` is a Sample that is still PENDING (or FAILED). An episode whose
+    history the chat template wrote anew on the way has several contexts behind each other in `tokens`: each begins with what the model
+    was given from then on, and its tokens see no token of another context. All of them are one row: one trajectory, one reward.
     """
 
     prompt: PromptContent = ""
@@ -117,6 +136,8 @@ class Sample:
     index: int = 0  # unique and rising over a run
     group_index: int = 0  # equal for the samples of one prompt's rollout, distinct across rollouts
     temperature: float = 1.0  # that rollout_log_probs are under
+    turns: tuple[Turn, ...] | None = None  # of an episode, in order; None = not an episode
+    context_starts: tuple[int, ...] = ()  # positions in tokens, rising, where a further context begins; () = all tokens are one
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
@@ -139,6 +160,14 @@ class Sample:
             assert self.segment_log_probs is not None, f"{where} has segment_versions, but no segment_log_probs that they are about"
             assert len(self.segment_versions) == n, f"{where}: segment_versions has {len(self.segment_versions)} entries for {n} tokens"
         assert self.temperature > 0, f"{where}: temperature is {self.temperature}, expected > 0 (log-probs under 0 are undefined)"
+        starts = (0, *self.context_starts, n)
+        assert not self.context_starts or all(a < b for a, b in pairwise(starts)), (
+            f"{where}: context_starts is {self.context_starts}, expected rising positions inside the {n} tokens, without 0"
+        )
+        position = 0
+        for turn in self.turns or ():
+            assert position <= turn.start < turn.end <= n, f"{where}: {turn} does not lie behind the turn before it, inside the {n} tokens"
+            position = turn.end
 
     def to_dict(self) -> dict[str, Any]:
         """The sample as plain JSON values."""
@@ -148,6 +177,8 @@ class Sample:
         out["metadata"] = dict(self.metadata)
         for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "segment_log_probs", "segment_versions"):
             out[name] = None if out[name] is None else list(out[name])
+        out["turns"] = None if self.turns is None else [turn.to_dict() for turn in self.turns]
+        out["context_starts"] = list(self.context_starts)
         return out
 
     @classmethod
@@ -160,6 +191,9 @@ class Sample:
         for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "segment_log_probs", "segment_versions"):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
+        if values.get("turns") is not None:
+            values["turns"] = tuple(turn if isinstance(turn, Turn) else Turn(**turn) for turn in values["turns"])
+        values["context_starts"] = tuple(values.get("context_starts", ()))
         return cls(**values)
 
 
@@ -299,6 +333,8 @@ class TrainBatch:
     weight_versions: Tensor | None = None  # [B, T] int64, -1 where the policy did not sample
     policy_versions: Tensor | None = None  # [B] float32, weight version that trains, equal in all rows: that of the engines, plus the
     # part of the way to the next sync that the trainer has gone since the last one
+    context_ids: Tensor | None = None  # [B, T] int64, from 0 on and rising in each row: a token sees those of its own context only;
+    # None = each row is one context
     turns: Turns | None = None
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T]
@@ -311,8 +347,8 @@ class TrainBatch:
         assert self.tokens.dim() == 2, f"tokens has shape {tuple(self.tokens.shape)}, expected [B, T]"
         b, t = self.tokens.shape
         per_token = ("loss_mask", "rollout_log_probs", "old_log_probs", "prox_log_probs", "segment_log_probs", "segment_mask",
-                     "ref_log_probs", "values", "weight_versions", "advantages", "returns", "loss_weights", "importance_weights",
-                     "selected")  # fmt: skip
+                     "ref_log_probs", "values", "weight_versions", "context_ids", "advantages", "returns", "loss_weights",
+                     "importance_weights", "selected")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b, t)) for name in per_token})
         per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "policy_versions")
         check_shapes(**{name: (getattr(self, name), (b,)) for name in per_row})

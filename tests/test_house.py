@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    ("errors", "checks", "types"),
+    ("errors", "checks", "types", "steps"),
     (
         "chat", "samples", "filters", "batching", "logprobs", "statistics", "advantages", "gigpo", "loss_weights", "kl", "surrogates",
         "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators", "algorithms",
@@ -20,7 +20,7 @@ LAYERS = (
     ),
     (
         "char_tokenizer", "data_buffer", "datasets", "packing", "model_weights", "checkpoints", "metrics", "trajectories",
-        "rewards", "engines", "backends",
+        "rewards", "sandbox", "environments", "engines", "backends",
     ),
     (
         "generate_fns", "group_race", "generation", "rollout_manager", "rollout_queue", "staleness_control", "prompt_schedule",
@@ -29,7 +29,13 @@ LAYERS = (
         "requirements", "train_on_rollouts", "proximal_recompute", "workflows", "engine_parity", "sft_loop", "rl_run", "rl_loop", "testing",
     ),
 )  # fmt: skip
-PROTOCOLS = {"rollouts.backends.protocol", "rollouts.backends.futures", "rollouts.backends.token_spec", "rollouts.engines.protocol"}
+PROTOCOLS = {
+    "rollouts.backends.protocol",
+    "rollouts.backends.futures",
+    "rollouts.backends.token_spec",
+    "rollouts.engines.protocol",
+    "rollouts.environments.protocol",
+}
 ORCHESTRATION_MAY_USE = {"data_buffer", "metrics", "checkpoints", "trajectories", "rewards"}
 FILES = sorted((ROOT / "rollouts").rglob("*.py"))
 ALL_FILES = [*FILES, *sorted((ROOT / "integration").rglob("*.py"))]
