@@ -1,0 +1,32 @@
+"""Guides whose code is a test file: each runs as it stands, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from forked import run
+
+ROOT = Path(__file__).parent.parent
+GUIDES = ("algorithms.md",)
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_code_of_a_guide_runs(name: str, tmp_path: Path):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / name).read_text(), re.DOTALL | re.MULTILINE)
+    expected = sum(len(re.findall(r"^(?:async )?def test_", block, re.MULTILINE)) for block in blocks)
+    assert expected > 0, f"{name} tests nothing"
+    file = tmp_path / f"test_{Path(name).stem}.py"
+    file.write_text("\n\n".join(blocks))
+    code = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))"
+    status, out, error = run(code, "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider", file, folder=tmp_path / "run")
+    assert status == 0, out[-3000:] + error[-1000:]
+    assert f"{expected} passed" in out, out[-500:]
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_links_of_a_guide_lead_somewhere(name: str):
+    text = (ROOT / "docs" / name).read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (ROOT / "docs" / target).exists(), f"{name} links to {target}"
