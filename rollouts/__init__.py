@@ -62,6 +62,8 @@ _NAMES_OF_MODULES: Final = (
     ("rewards.results", "EvaluateResult MetricResult StepOutput"),
     ("rewards.answers", "exact_match gsm8k_reward"),
     ("environments.protocol", "Environment EnvironmentConfig EnvironmentStep"),
+    ("environments.observations", "observation_to_json observation_to_messages observation_to_text"),
+    ("environments.calls", "check_step open_environment reset_environment step_environment"),
     ("engines.protocol", "GroupGeneration InferenceEngine InMemoryWeightUpdates"),
     ("engines.inprocess", "InProcessEngine"),
     ("engines.server_commands", "ServerConfig"),

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors", "checks", "types", "steps"),
     (
-        "chat", "samples", "filters", "batching", "logprobs", "statistics", "advantages", "gigpo", "loss_weights", "kl", "surrogates",
-        "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators", "algorithms",
+        "chat", "samples", "filters", "episode_columns", "batching", "logprobs", "statistics", "advantages", "gigpo", "loss_weights", "kl",
+        "surrogates", "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators", "algorithms",
         "config_json", "config", "async_config",
     ),
     (
@@ -35,6 +35,8 @@ PROTOCOLS = {
     "rollouts.backends.token_spec",
     "rollouts.engines.protocol",
     "rollouts.environments.protocol",
+    "rollouts.environments.calls",
+    "rollouts.environments.observations",
 }
 ORCHESTRATION_MAY_USE = {"data_buffer", "metrics", "checkpoints", "trajectories", "rewards"}
 FILES = sorted((ROOT / "rollouts").rglob("*.py"))

@@ -1,0 +1,195 @@
+"""Calling environments: sync or async, with a deadline, checked. What goes wrong in one is an EnvironmentFault that says what it was.
+
+    async with open_environment(factory, timeout_s=10) as environment:
+        observation = await reset_environment(environment, EnvironmentConfig(seed=3), timeout_s=10)
+        observation, reward, done, info = await step_environment(environment, "left", timeout_s=10)
+
+A deadline ends an async method where it awaits. A sync one cannot be ended: it is called where the episode runs, which is best for
+quick ones, and deadlines do not touch it; with in_thread it runs in a thread of its own, which is left behind at the deadline or when
+the episode is canceled (its result is thrown away, and so is the environment: begin anew with another).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, SupportsFloat, cast
+
+import trio
+
+from rollouts.environments.observations import find_non_json, find_observation_fault
+from rollouts.environments.protocol import Environment, EnvironmentConfig, EnvironmentFactory, EnvironmentStep
+from rollouts.errors import EnvironmentFault, EpisodeError, locate_error
+
+CLOSE_TIMEOUT_S = 10.0
+"""How long an environment may take to close where nothing else is said: it must end also when the episode was canceled."""
+
+_METHODS = ("reset", "step", "get_state_description", "get_prompt_prefix")
+
+
+@asynccontextmanager
+async def open_environment(
+    factory: EnvironmentFactory, *, timeout_s: float | None = None, in_thread: bool = False
+) -> AsyncGenerator[Environment]:
+    """An environment for one episode, which is closed when the block ends, however it does.
+
+    Args:
+        factory: sync or async; of what it makes `aclose` or `close` is called at the end, if there is one.
+        timeout_s: for making it, and again for closing it; None = no deadline for making it, CLOSE_TIMEOUT_S for closing it.
+        in_thread: sync functions run in threads of their own. See the module's docstring.
+
+    Raises: EnvironmentFault if the factory raises, is late, or makes something without an environment's methods; or if closing fails
+        (where the block failed, that is a note to its error).
+    """
+    environment = await _call(factory, (), "the factory of environments", "made nothing", timeout_s, in_thread)
+    missing = [name for name in _METHODS if not callable(getattr(environment, name, None))]
+    if missing:
+        await _close(environment, timeout_s, in_thread)
+        raise EnvironmentFault(
+            f"the factory of environments made {environment!r:.200} ({type(environment).__name__}), which has no method "
+            f"{', '.join(missing)}: an environment has {', '.join(_METHODS)} (wrap Gymnasium's in GymEnvironment); "
+            "give a function that makes one, not a class of something else"
+        )
+    try:
+        yield environment
+    except BaseException as error:  # cancellation included
+        fault = await _close(environment, timeout_s, in_thread)
+        if fault is not None:
+            error.add_note(f"and then {fault}")
+        raise
+    fault = await _close(environment, timeout_s, in_thread)
+    if fault is not None:
+        raise fault
+
+
+async def reset_environment(
+    environment: Environment, config: EnvironmentConfig, *, timeout_s: float | None = None, in_thread: bool = False
+) -> Any:
+    """The first observation of an episode.
+
+    Raises: EnvironmentFault if reset raises, is late, or returns what is no observation. EpisodeErrors pass as they are.
+    """
+    name = f"{type(environment).__name__}.reset"
+    observation = await _call(environment.reset, (config,), name, f"with {config!r:.200}", timeout_s, in_thread)
+    if _looks_like_gymnasium(observation):
+        raise EnvironmentFault(
+            f"{name} returned a pair of an observation and an info mapping, as Gymnasium's environments do: wrap it in GymEnvironment, "
+            "or return the observation alone"
+        )
+    fault = find_observation_fault(observation)
+    if fault is not None:
+        raise EnvironmentFault(f"{name} returned {observation!r:.200}: {fault}, {_OBSERVATION}")
+    return observation
+
+
+async def step_environment(
+    environment: Environment, action: Any, *, timeout_s: float | None = None, in_thread: bool = False
+) -> EnvironmentStep:
+    """Carry out an action.
+
+    Returns: what step returned, checked: a finite reward, a bool, an info of JSON values.
+    Raises: EnvironmentFault if step raises, is late, or returns what is no step. EpisodeErrors pass as they are.
+    """
+    name = f"{type(environment).__name__}.step"
+    result = await _call(environment.step, (action,), name, f"for the action {action!r:.200}", timeout_s, in_thread)
+    return check_step(result, name)
+
+
+def check_step(result: Any, name: str = "step") -> EnvironmentStep:
+    """What a step returned as an EnvironmentStep.
+
+    Args:
+        name: of the method, for the message.
+
+    Raises: EnvironmentFault saying what was returned and what is expected.
+    """
+    found = f"{name} returned {result!r:.200} ({type(result).__name__})"
+    if not isinstance(result, Sequence) or isinstance(result, (str, bytes)):
+        raise EnvironmentFault(f"{found}, {_STEP}")
+    values: tuple[Any, ...] = tuple(cast("Sequence[Any]", result))
+    if len(values) == 5:
+        raise EnvironmentFault(
+            f"{found}: five values, as Gymnasium's environments return (terminated and truncated apart): "
+            f"wrap it in GymEnvironment, or {_STEP.removeprefix('expected ')}"
+        )
+    if len(values) != 4:
+        raise EnvironmentFault(f"{found}: {len(values)} values, {_STEP}")
+    observation, reward, done, info = values
+    fault = find_observation_fault(observation)
+    if fault is not None:
+        raise EnvironmentFault(f"{found}: {fault}, {_OBSERVATION}")
+    if not isinstance(info, Mapping):
+        raise EnvironmentFault(f"{found}: info is {info!r:.100} ({type(info).__name__}), expected a mapping; {{}} will do")
+    fault = find_non_json(info, "info")
+    if fault is not None:
+        raise EnvironmentFault(f"{found}: {fault}, expected JSON values, so that logs and rewards can read it")
+    return EnvironmentStep(observation, _parse_reward(reward, found), _parse_done(done, found), cast("Mapping[str, Any]", info))
+
+
+_STEP = "expected (observation, reward, done, info)"
+_OBSERVATION = "expected a text, Messages, or JSON values (of an array: array.tolist())"
+
+
+def _parse_reward(reward: Any, found: str) -> float:
+    try:
+        value = float(reward) if isinstance(reward, (float, SupportsFloat)) else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays of several elements; integers beyond a float
+        value = math.nan
+    if not math.isfinite(value):
+        raise EnvironmentFault(f"{found}: the reward is {reward!r:.100} ({type(reward).__name__}), expected a finite number")
+    return value
+
+
+def _parse_done(done: Any, found: str) -> bool:
+    value = done.item() if type(done).__name__ in ("bool", "bool_") and hasattr(done, "item") else done  # NumPy's
+    if not isinstance(value, bool):
+        raise EnvironmentFault(f"{found}: done is {done!r:.100} ({type(done).__name__}), expected True or False")
+    return value
+
+
+def _looks_like_gymnasium(observation: Any) -> bool:
+    return isinstance(observation, tuple) and len(cast("tuple[Any, ...]", observation)) == 2 and isinstance(observation[1], Mapping)
+
+
+async def _call(
+    function: Callable[..., Any], arguments: tuple[Any, ...], name: str, about: str, timeout_s: float | None, in_thread: bool
+) -> Any:
+    """What a sync or async function returns. Raises EnvironmentFault if it raises or is late."""
+    with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
+        try:
+            result = await _run_in_thread(function, arguments) if in_thread and not _is_async(function) else function(*arguments)
+            return await result if inspect.isawaitable(result) else result
+        except EpisodeError:
+            raise
+        except Exception as error:  # the environment is the user's: whatever it raises is a fault of its own, by the user's policy
+            raise EnvironmentFault(f"{name} raised {type(error).__name__} {about} ({locate_error(error)}): {error}") from error
+    raise EnvironmentFault(f"{name} did not return within {timeout_s:g} s {about}: make it faster, or raise the timeout")
+
+
+async def _run_in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """In a thread that starts at once: one that hangs takes none of trio's limited number from others."""
+    boxed = await trio.to_thread.run_sync(lambda: (function(*arguments),), abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
+    return boxed[0]  # boxed, because trio refuses a plain function that returns a coroutine
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call is sure to give a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+async def _close(environment: Any, timeout_s: float | None, in_thread: bool) -> EnvironmentFault | None:
+    """Close an environment, also in a canceled scope. Returns what went wrong."""
+    close = getattr(environment, "aclose", None) or getattr(environment, "close", None)
+    if not callable(close):
+        return None
+    name = f"{type(environment).__name__}.{getattr(close, '__name__', 'close')}"
+    with trio.CancelScope(shield=True):
+        try:
+            await _call(close, (), name, "at the end of its episode", CLOSE_TIMEOUT_S if timeout_s is None else timeout_s, in_thread)
+        except EpisodeError as error:
+            logging.getLogger(__name__).warning("%s", error)
+            return error if isinstance(error, EnvironmentFault) else EnvironmentFault(str(error))
+    return None
