@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from rollouts.checks import check_mask, check_shapes
+from rollouts.episode_columns import collate_context_ids, collate_turns, concat_turns, select_turns
 from rollouts.errors import DataError
 from rollouts.samples import check_reward, check_training_sample, describe_sample
-from rollouts.types import Sample, TrainBatch, Turns
+from rollouts.types import Sample, TrainBatch
 
 PaddingSide: TypeAlias = Literal["right", "left"]
 
@@ -24,11 +25,12 @@ PaddingSide: TypeAlias = Literal["right", "left"]
 def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewards: bool = False) -> TrainBatch:
     """Make a TrainBatch of B samples, padded on the right to the longest of them.
 
-    group_ids number the distinct group_index values from 0, in the order of their first appearance. The first token of a row has
-    loss_mask 0, since nothing predicts it. A row is trainable if one of its other tokens has loss_mask > 0 and metadata["trainable"] is
-    not False; the loss_mask of other rows becomes 0, their rewards still count in group statistics. temperatures is None if all are 1.
-    weight_versions and rollout_log_probs are columns if every sample has them; segment_log_probs and
-    segment_mask if one has them, with rollout_log_probs and False in the rows of the others.
+    group_ids number the distinct group_index values from 0, in the order of their first appearance. The first token of a row, and of each
+    further context in it, has loss_mask 0, since nothing predicts it. A row is trainable if one of its other tokens has loss_mask > 0 and
+    metadata["trainable"] is not False; the loss_mask of other rows becomes 0, their rewards still count in group statistics. temperatures
+    is None if all are 1. weight_versions and rollout_log_probs are columns if every sample has them; segment_log_probs and segment_mask if
+    one has them, with rollout_log_probs and False in the rows of the others; turns if one has them (collate_turns); context_ids if one has
+    several contexts (collate_context_ids).
 
     Args:
         samples: tokens and loss_mask of each, at least one token in each.
@@ -49,7 +51,7 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
             raise DataError(f"{where} has no tokens (status {sample.status.value}): generate or tokenize it before it becomes a batch")
         assert len(sample.loss_mask) == len(sample.tokens), f"{where}: {len(sample.loss_mask)} mask entries for {len(sample.tokens)} tokens"
         check_reward(sample, required=scored)
-    masks = [(0.0, *s.loss_mask[1:]) if s.metadata.get("trainable", True) else (0.0,) * len(s.tokens) for s in samples]
+    masks = [_mask_unpredicted(s) if s.metadata.get("trainable", True) else (0.0,) * len(s.tokens) for s in samples]
     if not any(value > 0 for mask in masks for value in mask):
         raise DataError(
             f"none of the {len(samples)} samples, from {describe_sample(samples[0])} on, has a predicted token with loss_mask > 0"
@@ -58,6 +60,7 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
     for sample in samples:
         group_ids.setdefault(sample.group_index, len(group_ids))
     temperatures = [sample.temperature for sample in samples]
+    width = max(len(sample.tokens) for sample in samples)
     return TrainBatch(
         tokens=_pad_rows([s.tokens for s in samples], pad_id, torch.int64),
         lengths=torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64),
@@ -70,7 +73,15 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
         segment_mask=_segment_mask(samples),
         weight_versions=_optional_column(samples, "weight_versions", -1, torch.int64),
         temperatures=None if all(t == 1.0 for t in temperatures) else torch.tensor(temperatures, dtype=torch.float32),
+        context_ids=collate_context_ids(samples, width),
+        turns=collate_turns(samples, width),
     )
+
+
+def _mask_unpredicted(sample: Sample) -> tuple[float, ...]:
+    """The loss mask with 0 on the first token of each context."""
+    starts = {0, *sample.context_starts}
+    return tuple(0.0 if t in starts else value for t, value in enumerate(sample.loss_mask))
 
 
 def _optional_column(samples: Sequence[Sample], name: str, pad: float, dtype: torch.dtype) -> Tensor | None:
@@ -121,10 +132,7 @@ def select_rows(batch: TrainBatch, index: Sequence[int] | Tensor) -> TrainBatch:
     def select(column: Tensor) -> Tensor:
         return column[rows] if column.dim() == 1 else column[rows, :width]
 
-    turns = batch.turns
-    if turns is not None:
-        turns = Turns(ids=turns.ids[rows, :width], states=turns.states[rows], rewards=turns.rewards[rows])
-    return replace(_map_columns(batch, select), turns=turns)
+    return replace(_map_columns(batch, select), turns=None if batch.turns is None else select_turns(batch.turns, rows, width))
 
 
 def _map_columns(batch: TrainBatch, function: Callable[[Tensor], Tensor]) -> TrainBatch:
@@ -144,13 +152,16 @@ def concat_batches(batches: Sequence[TrainBatch], pad_id: int = 0, *, distinct_g
             a split.
 
     Returns: the rows in the order of the batches.
-    Asserts: an optional column is in all batches or in none; except temperatures, which are 1 where they are missing.
+    Asserts: an optional column is in all batches or in none; except temperatures, which are 1 where they are missing, context_ids, which
+        are 0 there, and turns, of which such rows have none.
     """
     assert batches, "expected at least one batch"
     width = max(batch.tokens.shape[1] for batch in batches)
     names = [f.name for f in fields(TrainBatch) if f.name != "turns"]
     if any(batch.temperatures is not None for batch in batches):
         batches = [b if b.temperatures is not None else replace(b, temperatures=torch.ones_like(b.rewards)) for b in batches]
+    if any(batch.context_ids is not None for batch in batches):
+        batches = [b if b.context_ids is not None else replace(b, context_ids=torch.zeros_like(b.tokens)) for b in batches]
     if distinct_groups:
         batches = _separate_groups(batches)
     columns: dict[str, Any] = {}
@@ -160,7 +171,7 @@ def concat_batches(batches: Sequence[TrainBatch], pad_id: int = 0, *, distinct_g
         assert len(present) in (0, len(parts)), f"{name} is in {len(present)} of {len(parts)} batches, expected all or none"
         pad = {"tokens": pad_id, "weight_versions": -1}.get(name, 0)
         columns[name] = torch.cat([_widen(part, width, pad) for part in present]) if present else None
-    return TrainBatch(**columns, turns=_concat_turns([batch.turns for batch in batches], width))
+    return TrainBatch(**columns, turns=concat_turns([b.turns for b in batches], [b.num_rows for b in batches], width))
 
 
 def _separate_groups(batches: Sequence[TrainBatch]) -> list[TrainBatch]:
@@ -176,19 +187,6 @@ def _widen(column: Tensor, width: int, pad: float) -> Tensor:
     if column.dim() == 1 or column.shape[1] == width:
         return column
     return torch.nn.functional.pad(column, (0, width - column.shape[1]), value=pad)
-
-
-def _concat_turns(parts: Sequence[Turns | None], width: int) -> Turns | None:
-    present = [part for part in parts if part is not None]
-    assert len(present) in (0, len(parts)), f"turns is in {len(present)} of {len(parts)} batches, expected all or none"
-    if not present:
-        return None
-    num_turns = max(part.states.shape[1] for part in present)
-    return Turns(
-        ids=torch.cat([_widen(part.ids, width, -1) for part in present]),
-        states=torch.cat([_widen(part.states, num_turns, -1) for part in present]),
-        rewards=torch.cat([_widen(part.rewards, num_turns, 0) for part in present]),
-    )
 
 
 def plan_minibatches(group_ids: Sequence[int], num_minibatches: int, *, seed: int, whole_groups: bool = False) -> list[list[int]]:
@@ -349,6 +347,7 @@ def prepare_sft_batch(samples: Sequence[Sample], pad_id: int = 0, padding_side: 
     """
     for sample in samples:
         check_training_sample(sample, require_reward=False)
+        _check_one_context(sample)
     return _to_model_inputs(collate_samples(samples, pad_id), {}, padding_side)
 
 
@@ -367,6 +366,8 @@ def prepare_grpo_batch(
         [B, T] int64 (0 and -1 on tokens that the policy did not sample).
     Raises: DataError or RewardError that names the sample.
     """
+    for sample in samples:
+        _check_one_context(sample)
     batch = collate_samples(samples, pad_id, require_rewards=True)
     per_row = torch.as_tensor(advantages, dtype=torch.float32)
     check_shapes(advantages=(per_row, (batch.num_rows,)))
@@ -376,6 +377,14 @@ def prepare_grpo_batch(
     if batch.weight_versions is not None:
         columns["versions"] = batch.weight_versions
     return _to_model_inputs(batch, columns, padding_side)
+
+
+def _check_one_context(sample: Sample) -> None:
+    if sample.context_starts:
+        raise DataError(
+            f"{describe_sample(sample)} has {1 + len(sample.context_starts)} contexts, which an attention mask [B, T] cannot keep apart: "
+            "use collate_samples and a training backend, or make a sample of each context"
+        )
 
 
 def _to_model_inputs(batch: TrainBatch, extra: Mapping[str, Tensor], padding_side: PaddingSide) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 The rows of a micro-batch become one sequence [1, N] whose position ids restart at each row, and attention stays inside a row. Attention is
 the only part of a transformer that mixes positions, so everything else needs no change. Rows of the same length are attended to
-together in one batched call, without any pad: a micro-batch with few distinct lengths makes few calls.
+together in one batched call, without any pad: a micro-batch with few distinct lengths makes few calls. A row of several contexts is packed
+as if each of them were a row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollouts.batching import cumulative_lengths
+from rollouts.episode_columns import find_context_starts
 from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,14 +34,14 @@ AttendFn: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor, "float | None", flo
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """The real tokens of a batch behind each other."""
+    """The real tokens of a batch behind each other, in R sequences: the contexts of its rows."""
 
     tokens: Tensor  # [N] int64
-    position_ids: Tensor  # [N] int64, restarting at each row
-    cu_seqlens: Tensor  # [B + 1] int64
+    position_ids: Tensor  # [N] int64, restarting at each sequence
+    cu_seqlens: Tensor  # [R + 1] int64: sequence r occupies [cu_seqlens[r], cu_seqlens[r + 1])
     flat_index: Tensor  # [N] int64: where each packed token is in the flattened [B * T] batch
     shape: tuple[int, int]  # (B, T)
-    same_length: tuple[Tensor, ...]  # for each distinct length L: [R, L] packed positions of its R rows
+    same_length: tuple[Tensor, ...]  # for each distinct length L: [S, L] packed positions of the S sequences that have it
     order: Tensor  # [N] position in the concatenation of same_length's entries, for each packed token
 
     def unpack(self, values: Tensor) -> Tensor:
@@ -49,28 +50,31 @@ class PackedRows:
         return flat.index_copy(0, self.flat_index, values).view(self.shape)
 
 
-def pack_padded(tokens: Tensor, lengths: Tensor) -> PackedRows:
+def pack_padded(tokens: Tensor, lengths: Tensor, context_ids: Tensor | None = None) -> PackedRows:
     """Plan the packing of padded rows.
 
     Args:
         tokens: # [B, T] int64, padded on the right.
         lengths: # [B] int64, at least 1.
+        context_ids: # [B, T] int64, see TrainBatch; None = each row is one context.
 
-    Returns: PackedRows with N = sum of lengths.
+    Returns: PackedRows with N = sum of lengths and R = number of contexts in all rows.
     """
     rows, width = tokens.shape
     assert bool((lengths >= 1).all()), f"every row needs at least one token, found lengths {lengths.tolist()}"
-    real = torch.arange(width, device=tokens.device) < lengths[:, None]  # [B, T]
-    flat_index = real.flatten().nonzero().squeeze(-1)
-    cu_seqlens = cumulative_lengths(lengths)
+    columns = torch.arange(width, device=tokens.device)
+    flat_index = (columns < lengths[:, None]).flatten().nonzero().squeeze(-1)
+    begins = (columns == 0).expand(rows, width) if context_ids is None else find_context_starts(context_ids)
+    starts = begins.flatten()[flat_index].nonzero().squeeze(-1)  # [R]
+    cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=flat_index.numel())
+    sizes = cu_seqlens.diff()
     same_length = tuple(
-        cu_seqlens[:-1][lengths == length][:, None] + torch.arange(length, device=lengths.device)
-        for length in sorted(set(cast("list[int]", lengths.tolist())))
+        starts[sizes == size][:, None] + torch.arange(size, device=tokens.device) for size in sorted(set(cast("list[int]", sizes.tolist())))
     )
     gathered = torch.cat([positions.flatten() for positions in same_length])
     return PackedRows(
         tokens=tokens.flatten()[flat_index],
-        position_ids=flat_index % width,
+        position_ids=torch.arange(flat_index.numel(), device=tokens.device) - starts.repeat_interleave(sizes),
         cu_seqlens=cu_seqlens,
         flat_index=flat_index,
         shape=(rows, width),
@@ -104,13 +108,13 @@ def attend(
 def attend_packed(
     module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, *, packed: PackedRows
 ) -> Tensor:
-    """Causal attention inside each row. query: # [1, Hq, N, D]; key, value: # [1, Hk, N, D]. Returns # [1, N, Hq, D]."""
+    """Causal attention inside each sequence. query: # [1, Hq, N, D]; key, value: # [1, Hk, N, D]. Returns # [1, N, Hq, D]."""
     grouped = query.shape[1] != key.shape[1]
     outputs: list[Tensor] = []
-    for positions in packed.same_length:  # [R, L]
-        q, k, v = (x[0][:, positions].transpose(0, 1) for x in (query, key, value))  # [R, H, L, D]
+    for positions in packed.same_length:  # [S, L]
+        q, k, v = (x[0][:, positions].transpose(0, 1) for x in (query, key, value))  # [S, H, L, D]
         out = scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [R * L, Hq, D]
+        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [S * L, Hq, D]
     return torch.cat(outputs)[packed.order].unsqueeze(0)
 
 

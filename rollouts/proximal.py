@@ -57,7 +57,7 @@ def start_segments(sample: Sample) -> Sample:
 def find_segment_tokens(sample: Sample, current_version: int) -> tuple[int, ...]:
     """Positions of trained tokens that version current_version - 1 sampled: those whose log-prob under current_version is now due.
 
-    The first token of a row is never among them, since nothing predicts it.
+    The first token of a context is never among them, since nothing predicts it.
 
     Args:
         sample: with weight_versions.
@@ -67,7 +67,8 @@ def find_segment_tokens(sample: Sample, current_version: int) -> tuple[int, ...]
     if current_version - 1 not in sample.weight_versions:  # thousands of samples may wait, most of them without such tokens
         return ()
     pairs = enumerate(zip(sample.weight_versions, sample.loss_mask, strict=True))
-    return tuple(place for place, (version, mask) in pairs if place > 0 and mask > 0 and version == current_version - 1)
+    firsts = {0, *sample.context_starts}
+    return tuple(place for place, (version, mask) in pairs if mask > 0 and version == current_version - 1 and place not in firsts)
 
 
 def find_due_tokens(sample: Sample, current_version: int) -> tuple[int, ...]:
@@ -88,7 +89,8 @@ def find_missed_tokens(sample: Sample, current_version: int) -> tuple[int, ...]:
     assert sample.weight_versions is not None, f"{describe_sample(sample)} has no weight_versions"
     known = sample.segment_versions or (-1,) * len(sample.tokens)
     rows = enumerate(zip(sample.weight_versions, known, sample.loss_mask, strict=True))
-    return tuple(place for place, (version, own, mask) in rows if place > 0 and mask > 0 and 0 <= version < current_version and own < 0)
+    firsts = {0, *sample.context_starts}
+    return tuple(p for p, (version, own, mask) in rows if mask > 0 and 0 <= version < current_version and own < 0 and p not in firsts)
 
 
 def with_segment_log_probs(sample: Sample, log_probs: Sequence[float], current_version: int) -> Sample:

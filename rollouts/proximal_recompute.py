@@ -25,6 +25,7 @@ from rollouts.async_config import AsyncConfig
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.batching import collate_samples
 from rollouts.engines.protocol import InferenceEngine, ScoresTokens
+from rollouts.episode_columns import split_contexts
 from rollouts.errors import ConfigError, EngineError, raise_single_errors
 from rollouts.proximal import check_versions, find_due_tokens, start_segments, with_segment_log_probs
 from rollouts.resident_samples import EditSamples
@@ -184,10 +185,13 @@ async def _score_with_engines(
 
     async def ask(engine: InferenceEngine, i: int, limiter: trio.CapacityLimiter) -> None:
         assert isinstance(engine, ScoresTokens)
-        start = max(1, next(t for t, mask in enumerate(samples[i].loss_mask) if mask > 0))
-        async with limiter:
-            values = await engine.recompute_output_log_probs(samples[i].tokens, start, samples[i].temperature)
-        rows[i] = (*(0.0,) * start, *values)
+        sample, row = samples[i], [0.0] * len(samples[i].tokens)
+        for begin, end in split_contexts(sample):
+            start = next((t for t in range(begin + 1, end) if sample.loss_mask[t] > 0), end)
+            if start < end:
+                async with limiter:
+                    row[start:end] = await engine.recompute_output_log_probs(sample.tokens[begin:end], start - begin, sample.temperature)
+        rows[i] = tuple(row)
 
     for engine in engines:
         await _check_holds(engine, version)
@@ -223,6 +227,7 @@ def _cut(sample: Sample, length: int) -> Sample:
         temperature=sample.temperature,
         index=sample.index,
         group_index=sample.group_index,
+        context_starts=tuple(start for start in sample.context_starts if start < length),
     )
 
 

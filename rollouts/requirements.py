@@ -13,7 +13,7 @@ from rollouts.types import Algorithm
 POLICY_COLUMNS = ("old_log_probs", "prox_log_probs")
 """Log-probs of the policy before its first update on the batch."""
 
-SAMPLE_COLUMNS = ("rollout_log_probs", "segment_log_probs", "weight_versions")
+SAMPLE_COLUMNS = ("rollout_log_probs", "segment_log_probs", "weight_versions", "turns")
 """What comes with the samples."""
 
 FILLABLE = frozenset({*POLICY_COLUMNS, *SAMPLE_COLUMNS, "ref_log_probs", "values", "entropy", "greedy_rows", "policy_versions"})

@@ -129,6 +129,7 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
         f"{where}: completion {completion.request_id} has {completion.input_len} input tokens, "
         f"which differ from the {len(start.tokens)} that the sample has"
     )
+    assert not start.context_starts, f"{where} has {1 + len(start.context_starts)} contexts: a completion continues a single one"
     continued = any(mask > 0 for mask in start.loss_mask)
     assert not continued or start.temperature == completion.temperature, (
         f"{where}: sampled at temperature {start.temperature} before it was aborted and at {completion.temperature} after"

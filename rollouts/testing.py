@@ -33,6 +33,7 @@ from torch import Tensor
 
 from rollouts.backends.protocol import Future, OutputFn
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
+from rollouts.episode_columns import find_context_starts
 from rollouts.errors import CheckpointError, EngineError, RolloutsError
 from rollouts.samples import derive_seed
 from rollouts.types import Completion, FinishReason, LossFn, SamplingParams, TokenOutputs, TrainBatch
@@ -360,7 +361,8 @@ class FakeBackend:
 
     def _outputs(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
         columns = torch.arange(batch.tokens.shape[1])
-        real = ((columns > 0) & (columns < batch.lengths[:, None])).float()  # [B, T]; no prediction for the first token
+        first = (columns == 0).expand_as(batch.tokens) if batch.context_ids is None else find_context_starts(batch.context_ids)
+        real = (~first & (columns < batch.lengths[:, None])).float()  # [B, T]; no prediction for the first token of a context
         return TokenOutputs(log_probs=-real / (1 + self.num_updates), entropy=real / (1 + self.num_updates) if with_entropy else None)
 
     def _set_updates(self, num_updates: int) -> None:

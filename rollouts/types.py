@@ -1,7 +1,8 @@
 """The values that flow through the library. Frozen; no behaviour beyond checks on construction and (de)serialisation.
 
 Shapes: B rows, P prompts, G group size, T tokens, K turns. Every [B, T] tensor is aligned with `tokens`: position t is about
-tokens[:, t], so log_probs[:, t] = log p(tokens[:, t] | tokens[:, :t]), and 0 where t = 0 or the row has ended.
+tokens[:, t], so log_probs[:, t] = log p(tokens[:, t] | tokens[:, :t]), and 0 where t = 0 or the row has ended. In a row of several
+contexts (TrainBatch.context_ids) each of them is a text of its own: what is said of t = 0 holds for the first token of each.
 """
 
 from __future__ import annotations

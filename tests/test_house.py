@@ -15,8 +15,8 @@ LAYERS = (
     ("errors", "checks", "types", "steps"),
     (
         "chat", "samples", "filters", "episode_columns", "batching", "logprobs", "statistics", "advantages", "gigpo", "loss_weights", "kl",
-        "surrogates", "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators", "algorithms",
-        "config_json", "config", "async_config",
+        "surrogates", "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators",
+        "algorithms", "config_json", "config", "async_config", "trajectory_records",
     ),
     (
         "char_tokenizer", "data_buffer", "datasets", "packing", "model_weights", "checkpoints", "metrics", "trajectories",

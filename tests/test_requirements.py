@@ -32,7 +32,7 @@ def test_what_is_missing_is_named_before_anything_runs():
         (grpo(kl_coef=0.1), None, None, False, "pass reference="),
         (grpo(), None, critic, False, "critic= was given"),
         (grpo(), FakeBackend(), None, True, "kl_control is set"),
-        (replace(grpo(), requires=frozenset({"turns"})), None, None, False, "cannot fill"),
+        (replace(grpo(), requires=frozenset({"advantages"})), None, None, False, "cannot fill"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_requirements(algorithm, reference, given_critic, controls_kl=controls_kl)

@@ -37,7 +37,10 @@ ComputeOutputs: TypeAlias = "Callable[[PreTrainedModel, Tensor, PackedRows, Tens
 def compute_log_probs(
     model: PreTrainedModel, hidden: Tensor, packed: PackedRows, temperatures: Tensor | None, options: OutputOptions
 ) -> TokenOutputs:
-    """log p(tokens[:, t] | tokens[:, :t]), and the entropy where asked for, chunk by chunk of tokens. The head of a policy."""
+    """log p(tokens[:, t] | tokens[:, :t]), and the entropy where asked for, chunk by chunk of tokens. The head of a policy.
+
+    In a row of several contexts a token is given those of its own context; both are 0 at the first token of each.
+    """
     weight, bias = get_output_layer(model)
     shift = shift_packed(packed.tokens, packed.cu_seqlens)
     if temperatures is not None:
@@ -61,7 +64,7 @@ def compute_log_probs(
 def compute_values(
     model: PreTrainedModel, hidden: Tensor, packed: PackedRows, temperatures: Tensor | None, options: OutputOptions
 ) -> TokenOutputs:
-    """V(tokens[:, :t]), from the hidden state at t - 1, in float32; 0 at t = 0 and on pads. The head of a critic.
+    """V(tokens[:, :t]), from the hidden state at t - 1, in float32; 0 at the first token of a context and on pads. The head of a critic.
 
     The value at t does not know tokens[:, t], so it can be a baseline of that token. log_probs are zeros: a critic has none. The head's
     dropout, which token-classification models have, is left out.

@@ -20,7 +20,7 @@ from rollouts.backends.token_spec import TokenSpec, describe_tokens
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
 from rollouts.packing import pack_padded, run_packed, use_packed_attention
-from rollouts.types import LossFn, TokenOutputs, TrainBatch
+from rollouts.types import LossFn, TokenOutputs, TrainBatch, Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -234,7 +234,7 @@ class PyTorchTrainingBackend:
 
     def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
         """Packed forward pass, then what compute_outputs reads off it, at its place in [B, T]."""
-        packed = pack_padded(batch.tokens, batch.lengths)
+        packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16):
             hidden = run_packed(self.model, packed)  # [N, H]
         options = OutputOptions(compute_dtype=self._compute_dtype, chunk_size=self._chunk_size, with_entropy=with_entropy)
@@ -263,5 +263,7 @@ class PyTorchTrainingBackend:
 def _to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
     if batch.tokens.device == device:
         return batch
-    moved = {f.name: getattr(batch, f.name).to(device) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
+    moved: dict[str, Any] = {f.name: getattr(batch, f.name).to(device) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
+    if batch.turns is not None:
+        moved["turns"] = Turns(**{f.name: getattr(batch.turns, f.name).to(device) for f in fields(batch.turns)})
     return replace(batch, **moved)
