@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, SupportsFloat
+from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from rollouts.errors import DataError, GenerationError, RewardError
-from rollouts.types import Completion, Group, Prompt, RolloutBatch, Sample, Status
+from rollouts.types import Completion, Group, Message, Prompt, RolloutBatch, Sample, Status
 
 
 def derive_seed(*keys: int) -> int:
@@ -33,20 +33,48 @@ def describe_sample(sample: Sample) -> str:
     return f"sample {sample.index} (group {sample.group_index})"
 
 
+@runtime_checkable
+class Evaluation(Protocol):
+    """What a reward function may return instead of a number: it knows what becomes of its sample (rewards.results.EvaluateResult)."""
+
+    def apply_to(self, sample: Sample) -> Sample:
+        """The sample with its reward, and whatever else there is to keep. Raises RewardError if this is no judgement of it."""
+        ...
+
+
 def with_reward(sample: Sample, reward: Any) -> Sample:
     """A copy of the sample with its reward set.
 
     Args:
-        reward: anything with a finite float value: a number, a bool (1 or 0), a scalar of numpy or torch.
+        reward: anything with a finite float value: a number, a bool (1 or 0), a scalar of numpy or torch; or an Evaluation.
 
-    Raises: RewardError if the reward is no number, NaN or infinite.
+    Raises: RewardError if the reward is no number, NaN or infinite, or an Evaluation that does not fit the sample.
     """
+    if not isinstance(reward, (float, SupportsFloat)) and isinstance(reward, Evaluation):
+        return reward.apply_to(sample)
     if not isinstance(reward, (float, SupportsFloat)) or not math.isfinite(reward):
         raise RewardError(
             f"{describe_sample(sample)}: the reward is {reward!r}, expected a finite number. "
             "Return a float from the reward function, or drop the sample."
         )
     return replace(sample, reward=float(reward))
+
+
+def sample_messages(sample: Sample) -> tuple[Message, ...]:
+    """The whole conversation of a sample: of an episode metadata["messages"], of another its prompt and its response.
+
+    A prompt that is a text counts as a message of the user.
+
+    Raises: DataError if metadata["messages"] is no list of messages.
+    """
+    kept = sample.metadata.get("messages")
+    if kept is None:
+        prompt = (Message(role="user", content=sample.prompt),) if isinstance(sample.prompt, str) else sample.prompt
+        return (*prompt, Message(role="assistant", content=sample.response))
+    try:
+        return tuple(message if isinstance(message, Message) else Message.from_dict(message) for message in kept)
+    except (AssertionError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"metadata['messages'] of {describe_sample(sample)} is no list of messages: {error!r}") from error
 
 
 def check_training_sample(sample: Sample, *, require_reward: bool = True) -> None:
