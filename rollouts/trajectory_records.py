@@ -1,0 +1,175 @@
+"""What is known about a sample after a training step: the sample, what the algorithm made of it, and the steps of its episode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
+
+from torch import Tensor
+
+from rollouts.samples import describe_sample
+from rollouts.steps import StepData, Steps
+from rollouts.types import Message, Sample, TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a training step made of one sample: row of the TrainBatch that Algorithm.estimate returned, without padding."""
+
+    reward: float  # that was trained on: the sample's, unless rewards were shaped
+    advantages: tuple[float, ...] | None = None  # aligned with Sample.tokens; None = the algorithm fills none
+    returns: tuple[float, ...] | None = None  # aligned with Sample.tokens; None = the algorithm fills none
+    values: tuple[float, ...] | None = None  # of a critic, before the step
+    group_rewards: tuple[float, ...] = ()  # trained on, of all samples of its group, its own among them: a file may hold some only
+
+    def to_dict(self) -> dict[str, Any]:
+        """The estimate as plain JSON values."""
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in out.items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Estimate:
+        """The inverse of to_dict."""
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryRecord:
+    """A sample and what is known about it. One of a file of single steps has an empty sample that only says whose they are."""
+
+    sample: Sample
+    estimate: Estimate | None = None
+    steps: Steps = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        for name in ("advantages", "returns", "values"):
+            column = None if self.estimate is None else getattr(self.estimate, name)
+            n = len(self.sample.tokens)
+            assert column is None or len(column) == n, f"{describe_sample(self.sample)}: {len(column)} {name} for {n} tokens"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as plain JSON values: the sample's, and beside them what there is besides."""
+        out = self.sample.to_dict()
+        if self.estimate is not None:
+            out["estimate"] = self.estimate.to_dict()
+        if self.steps:
+            out["steps"] = [step.to_dict() for step in self.steps]
+        return out
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TrajectoryRecord:
+        """The inverse of to_dict; a sample alone is a record, too."""
+        values = dict(data)
+        estimate, steps = values.pop("estimate", None), values.pop("steps", ())
+        return cls(
+            sample=Sample.from_dict(values),
+            estimate=None if estimate is None else Estimate.from_dict(estimate),
+            steps=tuple(StepData.from_dict(step) for step in steps),
+        )
+
+
+def group_steps(steps: Iterable[StepData]) -> tuple[Steps, ...]:
+    """The steps of each episode in order; episodes in the order of (group_index, sample_index)."""
+    episodes: dict[tuple[int, int], list[StepData]] = {}
+    for step in steps:
+        episodes.setdefault((step.group_index, step.sample_index), []).append(step)
+    return tuple(tuple(sorted(episodes[key], key=lambda step: step.system_step_index)) for key in sorted(episodes))
+
+
+# -- what a training step made of samples
+
+
+def describe_estimate(batch: TrainBatch, row: int) -> Estimate:
+    """What a training step made of the sample in a row of the batch.
+
+    Args:
+        batch: as Algorithm.estimate returned it.
+    """
+    length = int(batch.lengths[row])
+    group = batch.group_ids == batch.group_ids[row]
+    return Estimate(
+        reward=_to_floats(batch.rewards[row : row + 1])[0],
+        advantages=_to_row(batch.advantages, row, length),
+        returns=_to_row(batch.returns, row, length),
+        values=_to_row(batch.values, row, length),
+        group_rewards=_to_floats(batch.rewards[group]),
+    )
+
+
+def _to_row(column: Tensor | None, row: int, length: int) -> tuple[float, ...] | None:
+    return None if column is None else _to_floats(column[row, :length])
+
+
+def _to_floats(values: Tensor) -> tuple[float, ...]:
+    """The shortest numbers that are these ones in float32: 0.3, not 0.30000001192092896."""
+    return tuple(float(str(value)) for value in values.detach().float().cpu().numpy())
+
+
+def derive_steps(record: TrajectoryRecord) -> Steps:
+    """The steps of a record: those that it has, or what its sample says of them; none for a sample that is no episode.
+
+    Of each of Sample.turns: its tokens, log-probs and reward, the mean advantage of its trained tokens, and, where metadata["messages"]
+    has the conversation, the text of the action and what came before it. The state key of a turn is step_info["state"].
+    """
+    sample, estimate = record.sample, record.estimate
+    if record.steps or not sample.turns:
+        return record.steps
+    messages = read_messages(sample) or ()
+    spoken = [i for i, message in enumerate(messages) if message.role == "assistant"][-len(sample.turns) :]
+    steps: list[StepData] = []
+    for k, turn in enumerate(sample.turns):
+        place = slice(turn.start, turn.end)
+        at = spoken[k] if len(spoken) == len(sample.turns) else None
+        before = () if at is None else messages[spoken[k - 1] + 1 if k else 0 : at]
+        text = "" if at is None else messages[at].content or ""
+        answered = None if at is None else spoken[k + 1] if k + 1 < len(spoken) else len(messages)
+        trained = [p for p in range(turn.start, turn.end) if sample.loss_mask[p] > 0]
+        advantages = None if estimate is None or estimate.advantages is None else [estimate.advantages[p] for p in trained]
+        steps.append(
+            StepData(
+                system_step_index=k,
+                observation_data=before[0].content if len(before) == 1 else [message.to_dict() for message in before] or None,
+                action_taken=text or None,
+                raw_policy_output=text,
+                resulting_messages_history=messages[:answered] if answered is not None else (),
+                policy_tokens=sample.tokens[place],
+                policy_logprobs=None if sample.rollout_log_probs is None else sample.rollout_log_probs[place],
+                is_done=k == len(sample.turns) - 1,
+                step_info={} if turn.state is None else {"state": turn.state},
+                base_reward=turn.reward,
+                advantage=math.fsum(advantages) / len(advantages) if advantages else None,
+                sample_index=sample.index,
+                group_index=sample.group_index,
+            )
+        )
+    return tuple(steps)
+
+
+def read_messages(sample: Sample) -> tuple[Message, ...] | None:
+    """metadata["messages"], the conversation of an episode; None where there is none, or what is there are no messages."""
+    found = sample.metadata.get("messages")
+    if not isinstance(found, (list, tuple)):
+        return None
+    try:
+        return tuple(m if isinstance(m, Message) else Message.from_dict(m) for m in cast("list[Any]", found))
+    except (AssertionError, KeyError, TypeError):
+        return None
+
+
+def attach_estimates(samples: Sequence[Sample], wanted: Iterable[Sample], batch: TrainBatch | None) -> tuple[TrajectoryRecord, ...]:
+    """Records of some samples of a rollout batch.
+
+    Args:
+        samples: of the rollout batch, in the order of the rows of `batch`.
+        wanted: those to make records of.
+        batch: as Algorithm.estimate returned it; None = not known.
+    """
+    rows = {id(sample): row for row, sample in enumerate(samples)}
+    records = (TrajectoryRecord(sample=sample) for sample in wanted)
+    if batch is None:
+        return tuple(records)
+    assert batch.num_rows == len(samples), f"{batch.num_rows} rows of a batch for {len(samples)} samples"
+    return tuple(replace(record, estimate=describe_estimate(batch, rows[id(record.sample)])) for record in records)
