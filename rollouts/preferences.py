@@ -23,20 +23,36 @@ Split it with split_pairs, which keeps pairs whole; with the weights of pair_mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollouts.batching import plan_microbatches, select_rows
+from rollouts.batching import collate_samples, plan_microbatches, select_rows
 from rollouts.checks import check_shapes
 from rollouts.loss_weights import trained_mask
-from rollouts.types import LossOutput, TokenOutputs, TrainBatch
+from rollouts.types import LossOutput, Sample, TokenOutputs, TrainBatch
 
 PairLoss: TypeAlias = Callable[[Tensor, float], Tensor]
 """f(h [P], beta) -> loss of each pair [P]; h = log(p / p_ref) of the chosen answer minus that of the rejected one."""
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """Two answers to one prompt, the first preferred. Tokens and loss_mask of both, as in Sample."""
+
+    chosen: Sample
+    rejected: Sample
+    margin: float = 0.0  # by how much the score of the chosen answer should exceed that of the rejected one, at least
+
+    def __post_init__(self) -> None:
+        for name, sample in (("chosen", self.chosen), ("rejected", self.rejected)):
+            assert any(mask > 0 for mask in sample.loss_mask), f"no token of the {name} answer has loss_mask > 0: nothing of it is trained on"
+        assert math.isfinite(self.margin), f"margin is {self.margin}, expected a finite number"
 
 
 # -- losses of pairs
@@ -164,6 +180,35 @@ def sequence_log_probs(log_probs: Tensor, mask: Tensor, *, average: bool = False
 # -- the same on batches: rows 2i and 2i + 1 are the chosen and the rejected answer of pair i
 
 
+def collate_pairs(pairs: Sequence[PreferencePair], pad_id: int = 0) -> TrainBatch:
+    """The answers of pairs as rows of a batch, each pair a group of its own.
+
+    Returns: 2 P rows, with rewards margin and 0, of which score_loss(..., margin_from_rewards=True) takes the difference.
+    """
+    assert pairs, "there are no pairs to collate"
+    rows = [
+        replace(sample, group_index=i, index=2 * i + k, reward=reward)
+        for i, pair in enumerate(pairs)
+        for k, (sample, reward) in enumerate(((pair.chosen, pair.margin), (pair.rejected, 0.0)))
+    ]
+    return collate_samples(rows, pad_id=pad_id)
+
+
+def last_scores(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """The score of each row: the value at its last trained token.
+
+    Args:
+        values: # [B, T] of a reward model (compute_scores).
+        loss_mask: # [B, T].
+
+    Returns: # [B]; 0 for a row without trained tokens; keeps the gradient.
+    """
+    check_shapes(values=(values, tuple(loss_mask.shape)))
+    positions = torch.arange(loss_mask.shape[1], device=loss_mask.device)
+    last = torch.where(loss_mask > 0, positions, -1).amax(1, keepdim=True)
+    return torch.where(positions == last, values, torch.zeros_like(values)).sum(1)
+
+
 def pair_mean(batch: TrainBatch, *, num_pairs: float | None = None) -> Tensor:
     """1 / (number of pairs) at every trained token, the pair's weight; 0 for a pair of which a row is not trained on.
 
@@ -235,10 +280,7 @@ def score_loss(outputs: TokenOutputs, batch: TrainBatch, *, margin_from_rewards:
     """
     weights, counts = _pair_weights(batch)
     assert outputs.values is not None, "score_loss needs outputs.values: the model has no value head"
-    check_shapes(values=(outputs.values, tuple(batch.tokens.shape)))
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    last = torch.where(batch.loss_mask > 0, positions, -1).amax(1, keepdim=True)
-    chosen, rejected = _halves(torch.where(positions == last, outputs.values, torch.zeros_like(outputs.values)).sum(1))
+    chosen, rejected = _halves(last_scores(outputs.values, batch.loss_mask))
     margin = None
     if margin_from_rewards:
         preferred, other = _halves(batch.rewards)

@@ -91,7 +91,7 @@ def load_hf_model(
     from transformers import AutoModelForCausalLM
 
     directory = check_model_directory(path)
-    with _explain_loading(directory, "causal language model"):
+    with explain_loading(directory, "causal language model"):
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=parse_dtype(dtype), local_files_only=True, trust_remote_code=trust_remote_code
         )
@@ -114,7 +114,7 @@ def load_critic_model(
     from transformers import AutoConfig, AutoModelForTokenClassification
 
     directory = check_model_directory(path)
-    with _explain_loading(directory, "critic (a token-classification model with one label)"):
+    with explain_loading(directory, "critic (a token-classification model with one label)"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
         kinds = cast("list[str]", getattr(config, "architectures", None) or [])
         if not any(kind.endswith("ForTokenClassification") for kind in kinds):
@@ -132,7 +132,7 @@ def load_critic_model(
 
 
 @contextmanager
-def _explain_loading(directory: Path, kind: str) -> Generator[None]:
+def explain_loading(directory: Path, kind: str) -> Generator[None]:
     """Raise what loading a model directory raises as a ConfigError."""
     try:
         yield
