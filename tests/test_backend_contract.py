@@ -17,6 +17,7 @@ from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import CheckpointingBackend
 from rollouts.batching import collate_samples, select_rows
 from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.episode_columns import find_context_starts
 from rollouts.errors import CheckpointError
 from rollouts.logprobs import token_entropy, token_log_probs
 from rollouts.loss_weights import token_mean
@@ -109,6 +110,41 @@ async def test_micro_batches_row_order_and_padding_do_not_change_the_gradient(op
     wide = replace(batch, **{k: widen(getattr(batch, k)) for k in ("tokens", "loss_mask", "loss_weights")})
     padded, _ = await gradients(open_backend, [wide])
     assert_close(padded, whole)
+
+
+def join_contexts(samples, counts):
+    """Samples one behind the other as contexts of one row: the first counts[0] of them are row 0, and so on."""
+    joined, rest = [], list(samples)
+    for index, count in enumerate(counts):
+        parts, rest = rest[:count], rest[count:]
+        ends = [sum(len(p.tokens) for p in parts[: i + 1]) for i in range(count)]
+        tokens, mask = (tuple(x for p in parts for x in getattr(p, name)) for name in ("tokens", "loss_mask"))
+        joined.append(Sample(tokens=tokens, loss_mask=mask, index=index, temperature=parts[0].temperature, context_starts=tuple(ends[:-1])))
+    return joined
+
+
+@pytest.mark.parametrize("counts", [(7,), (1, 3, 2, 1), (2, 2, 3)])
+async def test_contexts_of_a_row_are_what_they_are_as_rows(open_backend, counts):
+    rows = [
+        Sample(tokens=tuple((7 * i + t) % 61 + 3 for t in range(n)), loss_mask=(0.0, *(1.0,) * (n - 1)), temperature=0.7)
+        for i, n in enumerate((5, 1, 9, 5, 2, 3, 9))
+    ]
+    alone, joined = collate_samples(rows), collate_samples(join_contexts(rows, counts))
+    assert joined.context_ids is not None
+    assert alone.loss_mask.sum() == joined.loss_mask.sum()
+    alone, joined = (replace(batch, loss_weights=token_mean(batch)) for batch in (alone, joined))
+    expected, (whole,) = await gradients(open_backend, [alone])
+    found, (result,) = await gradients(open_backend, [joined])
+    assert_close(found, expected)
+    assert result["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+    split, _ = await gradients(open_backend, [select_rows(joined, [row]) for row in range(joined.num_rows)])
+    assert_close(split, expected)
+    async with open_backend(create_tiny_model()) as backend:
+        for output in (lambda o: o.log_probs, lambda o: o.entropy):
+            a, b = [await backend.forward(batch, output, with_entropy=True).result() for batch in (alone, joined)]
+            real = [torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None] for batch in (alone, joined)]
+            torch.testing.assert_close(b[real[1]], a[real[0]], atol=1e-5, rtol=1e-4)
+            assert (b[find_context_starts(joined.context_ids)] == 0).all()
 
 
 async def test_a_policy_gradient_step_runs_and_reports(open_backend):

@@ -23,6 +23,7 @@ from rollouts.engine_parity import (
     check_parity,
     compare_log_probs,
     create_weight_probe,
+    measure_difference,
     select_rows_of_version,
 )
 from rollouts.engines.inprocess import InProcessEngine
@@ -69,6 +70,24 @@ async def test_an_engine_with_other_weights_does_not():
     difference = await check_parity(InProcessEngine(create_tiny_model(seed=0)), backend, PROMPTS)
     assert difference.mean_abs > 0.01
     assert difference.kl > 0
+
+
+async def test_an_episode_of_several_contexts_agrees_context_by_context():
+    model = create_tiny_model()
+    backend, engine = create_pytorch_backend(copy.deepcopy(model), lr=1e-3), InProcessEngine(model)
+    parts = [await engine.generate(prompt, SamplingParams(max_tokens=6, seed=i)) for i, prompt in enumerate(PROMPTS)]
+    columns = [
+        ((*p.input_tokens, *p.output_tokens), (0.0,) * p.input_len + (1.0,) * p.output_len, (0.0,) * p.input_len + p.output_log_probs)
+        for p in parts
+    ]
+    tokens, mask, log_probs = (tuple(x for column in columns for x in column[i]) for i in range(3))
+    ends = [sum(len(column[0]) for column in columns[: i + 1]) for i in range(len(columns))]
+    sample = Sample(tokens=tokens, loss_mask=mask, rollout_log_probs=log_probs, context_starts=tuple(ends[:-1]))
+    difference = await measure_difference(backend, collate_samples([sample]))
+    assert difference.num_tokens == sum(p.output_len for p in parts)
+    assert difference.max_abs < 1e-5
+    as_one = await measure_difference(backend, collate_samples([replace(sample, context_starts=())]))
+    assert as_one.max_abs > 1e-3, "seen as one text they would not agree"
 
 
 async def test_samples_of_a_cut_distribution_are_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -139,15 +140,37 @@ async def test_an_engine_without_versions_is_refused(versions: tuple[int, ...] |
 
 
 def brute_force(model: torch.nn.Module, sample: Sample) -> list[float]:
-    with torch.no_grad():
-        logits = model(torch.tensor([sample.tokens])).logits[0].float() / sample.temperature
-    own = logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(sample.tokens[1:])[:, None])[:, 0]
-    return [0.0, *own.tolist()]
+    found = []
+    for start, end in pairwise((0, *sample.context_starts, len(sample.tokens))):
+        tokens = sample.tokens[start:end]
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0].float() / sample.temperature
+        own = logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(tokens[1:], dtype=torch.int64)[:, None])[:, 0]
+        found += [0.0, *own.tolist()]
+    return found
 
 
 def make_resident() -> list[Sample]:
     shapes = [(-1, -1, 3, 4), (-1, 4, 4, 4, 5), (-1, 4), (-1, 5, 5), (-1, -1, -1, 4, 4, 5, 5)]
-    return [make_sample(shape, index=i, temperature=0.5 if i == 1 else 1.0) for i, shape in enumerate(shapes)]
+    starts = {
+        5: (2, 5),
+        6: (3,),
+        7: (2,),
+    }  # contexts: the first token of one is predicted by nothing; the last sample ends before its second
+    shapes += [(-1, 4, -1, 4, 4, -1, -1, 4, 5), (-1, -1, 3, -1, -1, 4), (-1, 4, -1, 5)]
+    temperatures = {1: 0.5, 5: 0.5}
+    return [
+        make_sample(shape, index=i, temperature=temperatures.get(i, 1.0), context_starts=starts.get(i, ()))
+        for i, shape in enumerate(shapes)
+    ]
+
+
+async def test_the_first_token_of_a_context_has_no_log_prob_to_recompute():
+    sample = make_sample((-1, 4, 4, 4), context_starts=(2,))
+    (edited,) = await ProximalRecomputer(record_score([])).add_proximal_log_probs([sample], 5)
+    assert edited.segment_versions == (-1, 5, -1, 5)
+    assert find_missed_tokens(sample, 6) == (1, 3)
+    assert edited.context_starts == (2,)
 
 
 async def check_against_brute_force(recomputer: ProximalRecomputer, model: torch.nn.Module) -> None:

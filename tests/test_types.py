@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.types import Completion, Message, Prompt, RolloutBatch, Sample, SamplingParams, Status, TrainBatch, Turns
+from rollouts.types import Completion, Message, Prompt, RolloutBatch, Sample, SamplingParams, Status, TrainBatch, Turn, Turns
 
 TEXT = st.text(max_size=8)
 CALLS = st.lists(st.fixed_dictionaries({"id": TEXT, "function": st.fixed_dictionaries({"name": TEXT, "arguments": TEXT})}), max_size=2)
@@ -26,6 +26,13 @@ MESSAGES = st.builds(
 )
 METADATA = st.dictionaries(TEXT, st.none() | st.integers() | TEXT | st.lists(st.booleans()), max_size=3)
 CONTENTS = TEXT | st.lists(MESSAGES, min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def turns(draw, num_tokens: int) -> tuple[Turn, ...]:
+    cuts = sorted(draw(st.sets(st.integers(0, num_tokens), max_size=4)))
+    pairs = zip(cuts[::2], cuts[1::2], strict=False)
+    return tuple(Turn(start=a, end=b, state=draw(st.none() | TEXT), reward=draw(st.floats(-9, 9))) for a, b in pairs)
 
 
 @st.composite
@@ -47,6 +54,8 @@ def samples(draw) -> Sample:
         index=draw(st.integers(0, 99)),
         group_index=draw(st.integers(0, 99)),
         temperature=draw(st.floats(0.1, 2)),
+        turns=draw(st.none() | turns(n)),
+        context_starts=tuple(sorted(draw(st.sets(st.integers(1, n - 1), max_size=2)))) if n > 1 else (),
         metadata=draw(METADATA),
     )
 
@@ -96,6 +105,12 @@ def test_values_are_frozen():
         ({"rollout_log_probs": (0.0,)}, "rollout_log_probs has 1 entries"),
         ({"weight_versions": (0, 0, 0)}, "weight_versions has 3 entries"),
         ({"temperature": 0.0}, "temperature"),
+        ({"turns": (Turn(start=1, end=3),)}, "does not lie behind the turn before it, inside the 2 tokens"),
+        ({"turns": (Turn(start=1, end=1),)}, "does not lie behind"),
+        ({"turns": (Turn(start=0, end=2), Turn(start=1, end=2))}, "does not lie behind"),
+        ({"context_starts": (0,)}, "context_starts"),
+        ({"context_starts": (2,)}, "context_starts"),
+        ({"context_starts": (1, 1)}, "context_starts"),
     ],
 )
 def test_inconsistent_samples_are_refused_by_name(changes, message):
