@@ -205,7 +205,7 @@ class RewardSection:
 
     function: str | None = None  # "file.py:name" or "module:name"; None = the task's own
     timeout_s: float | None = 30.0
-    on_error: Literal["raise", "retry", "drop"] = "raise"
+    on_error: Literal["raise", "retry", "drop", "zero"] = "raise"  # zero: a failed reward counts as 0, is marked and counted
     max_retries: int = 2
 
 
@@ -312,6 +312,7 @@ class TrajectorySection:
     """Rollouts written to rl/trajectories/step_NNNN.jsonl, for people to read."""
 
     every: int = 64  # every n-th sample, by index; 0 = none
+    condition: str | None = None  # module:function or file.py:function, Sample -> bool: of every n-th sample those for which it is true
 
     def __post_init__(self) -> None:
         check_not_negative(self, "every")

@@ -33,6 +33,7 @@ from integration.engines import create_embedded_engine, open_engines
 from integration.ledger import Ledger
 from integration.models import check_companions, create_backend, create_companions, create_model, find_directory, open_companions
 from integration.tasks import Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
+from integration.trajectory_writer import TrajectoryWriter
 from rollouts.async_rollouts import WorkflowExecutor, create_workflow_executor
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import TrainingBackend
@@ -48,8 +49,8 @@ from rollouts.rewards.answers import load_function
 from rollouts.rl_loop import restore_rl_run, run_async_rl_training, run_rl_training
 from rollouts.rollout_manager import AsyncRolloutManager
 from rollouts.sft_loop import run_sft_training
-from rollouts.trajectories import select_samples, write_samples
-from rollouts.types import Algorithm, RolloutBatch, Sample, SamplingParams
+from rollouts.trajectories import write_samples
+from rollouts.types import Algorithm, RolloutBatch, Sample, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -196,11 +197,15 @@ async def run_rl(
         if source is not None:
             resume = await restore_rl_run(source, pipeline, rollouts, engines, training, critic=beside.critic)
             control.say(f"RL goes on after step {resume.step} of {config.rl.num_steps}")
+        trajectories = TrajectoryWriter(output_dir / "trajectories", config.trajectories)
         ledger = Ledger(output_dir / "ledger.jsonl", finished_steps=0 if resume is None else resume.step)
 
         async def keep(step: int, batch: RolloutBatch) -> None:
-            await trio.to_thread.run_sync(write_trajectories, output_dir / "trajectories", config.trajectories.every, step, batch)
+            trajectories.hold(step, batch)
             await trio.to_thread.run_sync(ledger.add, step, batch)
+
+        async def keep_estimates(step: int, rollouts: RolloutBatch, batch: TrainBatch) -> None:
+            await trio.to_thread.run_sync(trajectories.write, step, rollouts, batch)
 
         if resume is not None and resume.step >= config.rl.num_steps:  # killed between the last checkpoint and its line
             if logger is not None:
@@ -218,13 +223,15 @@ async def run_rl(
             "resume": resume,
             "should_stop": control.should_stop,
             "on_rollouts": keep,
+            "on_estimates": keep_estimates,
             "clock": control.clock,
         }
         async with rollouts:
-            if isinstance(rollouts, WorkflowExecutor):
-                await run_async_rl_training(pipeline, buffer, rollouts, engines, training, logger, **options)
-            else:
-                await run_rl_training(pipeline, buffer, rollouts, engines, training, logger, **options)
+            with trajectories:
+                if isinstance(rollouts, WorkflowExecutor):
+                    await run_async_rl_training(pipeline, buffer, rollouts, engines, training, logger, **options)
+                else:
+                    await run_rl_training(pipeline, buffer, rollouts, engines, training, logger, **options)
     return finished_checkpoint(checkpoint_dir, config.rl.num_steps)
 
 
@@ -320,12 +327,6 @@ def read_step(checkpoint: Path, stage: str) -> int:
     if state.get("stage") != stage:
         raise CheckpointError(f"{checkpoint} is a checkpoint of stage {state.get('stage')!r}, expected {stage!r}")
     return int(state["step"])
-
-
-def write_trajectories(directory: Path, every: int, step: int, rollouts: RolloutBatch) -> None:
-    """Write each `every`-th sample of a step to directory/step_NNNN.jsonl, one file a step, so that a resumed run replaces its own."""
-    if every > 0:
-        write_samples(directory / f"step_{step:04d}.jsonl", select_samples(rollouts.samples, every=every))
 
 
 def check_data_given(config: Config) -> None:

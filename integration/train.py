@@ -28,6 +28,7 @@ from integration.models import check_companions, create_model
 from integration.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
 from integration.summary import draw_curves, summarize_run, tell_story
 from integration.tasks import Task
+from integration.trajectory_writer import load_condition
 from rollouts.checkpoints import latest_checkpoint, load_run_state, lock_run_directory
 from rollouts.config import load_config, save_config, to_dict
 from rollouts.errors import ConfigError, DataError, RolloutsError, raise_single_errors
@@ -187,6 +188,7 @@ def run(command: CommandLine) -> int:
     if "rl" in command.mode:
         _ = config.algorithm  # what is wrong with it must not be found out after the SFT stage
         check_companions(config)
+        load_condition(config.trajectories)
     if command.dry_run:
         print(describe_run(config, command.mode))
         return 0

@@ -25,7 +25,7 @@ from rollouts.errors import CheckpointError, ConfigError, GenerationTimeout, Rol
 from rollouts.metrics import MetricsLogger, summarize_behavior
 from rollouts.proximal import find_missed_tokens
 from rollouts.proximal_recompute import ProximalRecomputer, create_proximal_recomputer
-from rollouts.rl_run import OnRollouts, ResumePoint, RLRun, RolloutSource
+from rollouts.rl_run import OnEstimates, OnRollouts, ResumePoint, RLRun, RolloutSource
 from rollouts.rl_run import resolve_algorithm as resolve_algorithm
 from rollouts.rl_run import restore_rl_run as restore_rl_run
 from rollouts.samples import select_trainable
@@ -53,6 +53,7 @@ async def run_rl_training(
     resume: ResumePoint | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     on_rollouts: OnRollouts | None = None,
+    on_estimates: OnEstimates | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Metrics]:
     """Train for config.num_steps rollout batches.
@@ -76,6 +77,7 @@ async def run_rl_training(
         resume: from restore_rl_run: the backend and the manager already restored.
         should_stop: asked after each step; True ends the run with a checkpoint of that step.
         on_rollouts: given each step's rollouts before training, for example to write some of them to a file; sync or async.
+        on_estimates: given the same rollouts and their batch as algorithm.estimate returned it, row by row, before the first update.
         clock: seconds, for keys that end in `_s`.
 
     Returns: one dict per step done in this call.
@@ -95,6 +97,7 @@ async def run_rl_training(
         checkpoint_dir=checkpoint_dir,
         keep_last_n=keep_last_n,
         on_rollouts=on_rollouts,
+        on_estimates=on_estimates,
         clock=clock,
     )
     first = await run.begin(resume)
@@ -140,6 +143,7 @@ async def run_async_rl_training(
     resume: ResumePoint | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     on_rollouts: OnRollouts | None = None,
+    on_estimates: OnEstimates | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Metrics]:
     """run_rl_training, with rollouts that are generated while training goes on: tokens may be executor.asynchronous.max_staleness behind.
@@ -175,6 +179,7 @@ async def run_async_rl_training(
         checkpoint_dir=checkpoint_dir,
         keep_last_n=keep_last_n,
         on_rollouts=on_rollouts,
+        on_estimates=on_estimates,
         clock=clock,
     )
     check_async_config(executor.asynchronous, executor.config, replace(config, algorithm=run.algorithm))

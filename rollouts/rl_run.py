@@ -26,6 +26,7 @@ from rollouts.estimators import estimate_group_relative
 from rollouts.kl_control import KLControl, update_kl_control
 from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
 from rollouts.requirements import ConfiguredSource, check_requirements
+from rollouts.rewards.evaluate import summarize_rewards
 from rollouts.samples import derive_seed, select_trainable, with_reward
 from rollouts.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.staleness import count_token_ages
@@ -45,6 +46,9 @@ CRITIC_DIRECTORY = "critic"
 
 OnRollouts: TypeAlias = Callable[[int, RolloutBatch], "Awaitable[None] | None"]
 """(step, its rollouts), before training; sync or async."""
+
+OnEstimates: TypeAlias = Callable[[int, RolloutBatch, TrainBatch], "Awaitable[None] | None"]
+"""(step, its rollouts, the same as rows of tensors with their advantages), before any update; sync or async."""
 
 
 class RolloutSource(Protocol):
@@ -156,6 +160,7 @@ class RLRun:
         checkpoint_dir: Path | None,
         keep_last_n: int,
         on_rollouts: OnRollouts | None,
+        on_estimates: OnEstimates | None,
         clock: Callable[[], float],
     ) -> None:
         """Args: as in rl_loop.run_rl_training. Raises: ConfigError for parts that do not fit together."""
@@ -174,6 +179,7 @@ class RLRun:
         self._backend, self._data_buffer, self._source, self._engines = backend, data_buffer, source, engines
         self._reference, self._critic = reference, critic
         self._metrics_logger, self._evaluate, self._on_rollouts = metrics_logger, evaluate, on_rollouts
+        self._on_estimates = on_estimates
         self._checkpoint_dir, self._keep_last_n = checkpoint_dir, keep_last_n
         self._pad_id, self._clock = pad_id, clock
         self._sync_dir = None if config.weight_sync == "memory" else checkpoint_dir
@@ -231,6 +237,7 @@ class RLRun:
             only_critic=only_critic,
             kl_coef=None if kl_control is None else kl_control.kl_coef,
             current_version=self.served.version + step % config.sync_every / config.sync_every,
+            on_estimate=None if self._on_estimates is None else partial(self._on_estimates, step + 1, rollouts),
         )
         if kl_control is not None and "reference_kl" in metrics and not only_critic:
             self._kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
@@ -390,4 +397,5 @@ def summarize_rollouts(rollouts: RolloutBatch, weight_version: int) -> Metrics:
     counts = {key: float(value) for key, value in rollouts.metadata.items() if isinstance(value, int | float)}
     staleness = {"staleness_max": float(max(ages))} if ages else {}
     counts.update(summarize_samples(trained or rollouts.samples))  # num_samples, which both know, without baseline samples
+    counts.update(summarize_rewards(trained or rollouts.samples))
     return counts | baseline | staleness | {"weight_version": float(weight_version)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +30,9 @@ from rollouts.training_steps import (
     submit_optimizer_step,
 )
 from rollouts.types import Algorithm, LossFn, LossOutput, TokenOutputs, TrainBatch
+
+OnEstimate: TypeAlias = Callable[[TrainBatch], "Awaitable[None] | None"]
+"""Given the batch with its advantages, before any update; sync or async."""
 
 
 def select_log_probs(outputs: TokenOutputs) -> Tensor:
@@ -162,6 +167,7 @@ async def train_on_rollouts(
     only_critic: bool = False,
     kl_coef: float | None = None,
     current_version: float | None = None,
+    on_estimate: OnEstimate | None = None,
 ) -> Metrics:
     """Train on one rollout batch: estimate once, then num_epochs x num_minibatches optimizer steps of the policy, and of the critic.
 
@@ -179,6 +185,7 @@ async def train_on_rollouts(
         kl_coef: of a KL controller; fills the column of that name, so that the algorithm's own number does not count.
         current_version: of the weights that train, for algorithms that look at the age of tokens: that of the engines, plus the part of
             the way to the next sync that the trainer has gone since the last one; see TrainBatch.policy_versions.
+        on_estimate: given what algorithm.estimate returned, checked, for example to write some of it to a file.
 
     A batch without a token to train on changes nothing; its metrics are num_tokens and num_updates, both 0.
 
@@ -212,6 +219,10 @@ async def train_on_rollouts(
     batch = algorithm.estimate(batch)
     if batch.advantages is not None:
         batch = check_advantages(batch)  # an estimator of the user's own need not have done it
+    if on_estimate is not None:
+        written = on_estimate(batch)
+        if inspect.isawaitable(written):
+            await written
     submit = partial(submit_optimizer_step, max_tokens_per_microbatch=max_tokens_per_microbatch)
     loss = anchor_to_self(algorithm.loss, skipped) if skipped else algorithm.loss
     policy_steps: list[PendingOptimizerStep] = []

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
-from rollouts.samples import describe_sample
+from rollouts.samples import describe_sample, sample_messages
 from rollouts.steps import StepData, Steps
-from rollouts.types import Message, Sample, TrainBatch
+from rollouts.types import Sample, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def derive_steps(record: TrajectoryRecord) -> Steps:
     sample, estimate = record.sample, record.estimate
     if record.steps or not sample.turns:
         return record.steps
-    messages = read_messages(sample) or ()
+    messages = () if sample.metadata.get("messages") is None else sample_messages(sample)
     spoken = [i for i, message in enumerate(messages) if message.role == "assistant"][-len(sample.turns) :]
     steps: list[StepData] = []
     for k, turn in enumerate(sample.turns):
@@ -146,17 +146,6 @@ def derive_steps(record: TrajectoryRecord) -> Steps:
             )
         )
     return tuple(steps)
-
-
-def read_messages(sample: Sample) -> tuple[Message, ...] | None:
-    """metadata["messages"], the conversation of an episode; None where there is none, or what is there are no messages."""
-    found = sample.metadata.get("messages")
-    if not isinstance(found, (list, tuple)):
-        return None
-    try:
-        return tuple(m if isinstance(m, Message) else Message.from_dict(m) for m in cast("list[Any]", found))
-    except (AssertionError, KeyError, TypeError):
-        return None
 
 
 def attach_estimates(samples: Sequence[Sample], wanted: Iterable[Sample], batch: TrainBatch | None) -> tuple[TrajectoryRecord, ...]:

@@ -35,7 +35,7 @@ from rollouts.errors import ConfigError, GenerationError
 from rollouts.metrics import JSONLLogger, read_metrics, truncate_log
 from rollouts.samples import group_samples
 from rollouts.testing import create_tiny_model
-from rollouts.trajectories import read_samples
+from rollouts.trajectories import read_records, read_samples
 from rollouts.types import Sample
 
 
@@ -208,6 +208,11 @@ async def test_remax_gets_a_greedy_sample_in_each_group_and_trains_on_the_others
     assert {line["num_samples"] for line in lines} == {8} and all("baseline_reward_mean" in line for line in lines)
     groups = group_samples(read_samples(tmp_path / "run" / "rl" / "trajectories" / "step_0001.jsonl"), group_size=3)
     assert [[sample.metadata.get("trainable", True) for sample in group] for group in groups] == [[True, True, False]] * 4
+    estimates = [r.estimate for r in read_records(tmp_path / "run" / "rl" / "trajectories" / "step_0001.jsonl") if r.estimate is not None]
+    rewards = [tuple(sample.reward for sample in group) for group in groups]
+    assert [estimate.group_rewards for estimate in estimates] == [of_group for of_group in rewards for _ in range(3)]
+    found = [max(estimate.advantages or (), key=abs) for estimate in estimates]
+    assert found == pytest.approx([r for one, two, greedy in rewards for r in (one - greedy, two - greedy, 0.0)])  # type: ignore[operator]
     plain = await run(start("rloo", rl={"samples_per_prompt": 2}), tmp_path / "plain")
     assert plain[0]["reward_mean"] == lines[0]["reward_mean"], "the samples that are trained on are the same ones"
 
