@@ -20,7 +20,7 @@ from rollouts.kl_control import KLControl
 from rollouts.types import Algorithm, Group, Sample, SamplingParams
 
 Schedule = Literal["constant", "linear", "cosine"]
-OnRewardError = Literal["raise", "retry", "drop"]
+OnRewardError = Literal["raise", "retry", "drop", "zero"]
 WeightSync = Literal["checkpoint", "memory"]
 ParityAction = Literal["warn", "correct", "stop"]
 
@@ -75,6 +75,23 @@ class SFTTrainingConfig:
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward; bounds memory, never changes a result
     seed: int = 0  # of the order of samples
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_steps", "batch_size", "log_every", "max_tokens_per_microbatch")
+        check_count(self, "checkpoint_every", "eval_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelTrainingConfig:
+    """How train_reward_model goes through its pairs."""
+
+    num_steps: int = 100  # optimizer steps
+    batch_size: int = 64  # pairs per optimizer step
+    log_every: int = 1  # steps between two lines of metrics; the last step is always logged
+    checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
+    eval_every: int = 0  # steps between two evaluations on held-out pairs; 0 = only after the last step
+    max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward, pairs whole; bounds memory, never changes a result
+    seed: int = 0  # of the order of pairs
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "batch_size", "log_every", "max_tokens_per_microbatch")
@@ -142,8 +159,8 @@ class RLTrainingConfig:
 class RewardConfig:
     """What happens when a reward function fails: raises, takes too long, or returns something that is not a finite number."""
 
-    timeout_s: float | None = 30.0  # for one sample; None = wait for ever
-    on_error: OnRewardError = "raise"  # end the run | try again | drop the group and count it
+    timeout_s: float | None = 30.0  # for one call: a sample, or a whole group in batch mode; None = wait for ever
+    on_error: OnRewardError = "raise"  # end the run | try again | drop the group and count it | reward 0, marked and counted
     max_retries: int = 2  # with "retry"; then the run ends
 
     def __post_init__(self) -> None:
@@ -180,7 +197,7 @@ class RolloutConfig:
     segment_log_probs: bool = False  # whether samples carry them, for decoupled(..., segment_wise=True); see proximal.py
     over_sampling_factor: float = 1.0  # groups in flight per group wanted; what finishes too late is used in the next batch
     generate_fn: Callable[..., Any] | None = None  # (prompt, n[, partial]) -> group; sync or async
-    reward_fn: Callable[[Sample], Any] | None = None  # sample -> float; sync or async
+    reward_fn: Callable[[Sample], Any] | None = None  # sample -> float or EvaluateResult; sync or async; or a rewards.calls.GroupReward
     filter_fn: Callable[[Group], bool] | None = None  # group -> keep it; sees rewards, and no baseline samples
     max_filter_attempts: int = 10  # rounds of generation for one batch before a filter that passes too little is an error
     grace_s: float = 5.0  # for unfinished groups to return what they have, once the batch is full

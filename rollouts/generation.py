@@ -21,9 +21,8 @@ from rollouts.errors import ConfigError, GenerationError, raise_single_errors
 from rollouts.generate_fns import UNFINISHED, check_generated_group, describe_function, is_async_function, is_finished, note_prompt
 from rollouts.group_race import CollectedGroups as CollectedGroups
 from rollouts.group_race import collect_groups as collect_groups
-from rollouts.rewards.evaluate import score_group
+from rollouts.rewards.evaluate import score_group, score_now
 from rollouts.samples import (
-    apply_sample_transforms,
     completion_to_sample,
     convert_to_batch,
     create_pending_group,
@@ -287,7 +286,7 @@ def _iterate_batches(data_buffer: DataBuffer, config: RolloutConfig, generate: C
                     if any(sample.status is Status.FAILED for sample in group):
                         num_dropped += 1
                         continue
-                    scored = apply_sample_transforms(group, config.reward_fn)
+                    scored = group if config.reward_fn is None else score_now(group, config.reward_fn)
                     passes = passes_filter(scored, config.filter_fn)
                 (kept if passes else rejected).append(scored)
         counts = {"num_groups_generated": len(kept) + len(rejected) + num_dropped, "num_groups_filtered": len(rejected)}

@@ -99,7 +99,7 @@ BAD_VALUES = [
     (RLTrainingConfig, {"baseline": math.nan}, "baseline is nan"),
     (RewardConfig, {"timeout_s": 0}, "timeout_s is 0"),
     (RewardConfig, {"timeout_s": math.nan}, "timeout_s is nan"),
-    (RewardConfig, {"on_error": "zero"}, "on_error is 'zero'"),
+    (RewardConfig, {"on_error": "ignore"}, "on_error is 'ignore'"),
     (RewardConfig, {"max_retries": -1}, "max_retries"),
     (RolloutConfig, {"batch_size": 0}, "batch_size is 0"),
     (RolloutConfig, {"batch_size": 1, "n_samples_per_prompt": 0}, "n_samples_per_prompt"),

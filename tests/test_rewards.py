@@ -20,7 +20,7 @@ import trio.testing
 
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
-from rollouts.rewards import evaluate
+from rollouts.rewards import calls
 from rollouts.rewards.evaluate import call_reward, compute_reward, create_overlong_penalty, parse_reward, score_group
 from rollouts.types import Group, Sample, Status
 
@@ -168,7 +168,7 @@ async def test_a_deadline_of_the_functions_own_is_its_own_error():
 
 def use_clock(monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
     """Makes the time that decides whether samples share a thread pass as the test says."""
-    monkeypatch.setattr(evaluate, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=clock))
 
 
 @pytest.mark.parametrize("hanging", [10, 12, 13])
@@ -225,7 +225,7 @@ async def test_slow_sync_functions_run_beside_each_other():
 
     def slow(sample: Sample) -> float:
         if sample.index == 10:
-            time.sleep(2 * evaluate.QUICK_S)  # after which each of the others has a thread
+            time.sleep(2 * calls.QUICK_S)  # after which each of the others has a thread
         else:
             all_others.wait(60)
         return 1.0

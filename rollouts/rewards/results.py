@@ -9,8 +9,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat, cast
 
 from rollouts.errors import RewardError
-from rollouts.samples import describe_sample, sample_messages, with_reward
+from rollouts.samples import describe_sample, sample_messages
 from rollouts.types import Sample
+
+METADATA_OF_REWARDS = frozenset({"reward_metrics", "reward_steps", "reward_reason", "reward_error", "num_reward_retries"})
+"""Keys of Sample.metadata that scoring writes."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class StepOutput:
     def from_dict(cls, data: Mapping[str, Any]) -> StepOutput:
         """The inverse of to_dict. Raises RewardError for another shape."""
         values = _parse_fields(cls, data, "step_index", "base_reward")
-        return cls(**values | {"metrics": _parse_metrics(values.get("metrics"))})
+        values["metrics"] = _parse_metrics(values.get("metrics"))
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -101,17 +105,15 @@ class EvaluateResult:
         """
         if not self.is_valid:
             raise RewardError(f"there is no reward for {describe_sample(sample)}: {self.error or self.reason or 'is_score_valid is False'}")
-        metadata = dict(sample.metadata)
-        for key, value in (
-            ("reward_metrics", {name: metric.to_dict() for name, metric in self.metrics.items()}),
-            ("reward_steps", [output.to_dict() for output in self.step_outputs or ()]),
-            ("reward_reason", self.reason),
-        ):
-            metadata.pop(key, None)
-            if value:
-                metadata[key] = value
-        scored = with_reward(replace(sample, metadata=metadata), self.score)
-        return replace(scored, turns=_reward_turns(sample, self.step_outputs or ()))
+        metadata = {key: value for key, value in sample.metadata.items() if key not in METADATA_OF_REWARDS}
+        if self.metrics:
+            metadata["reward_metrics"] = {name: metric.to_dict() for name, metric in self.metrics.items()}
+        if self.step_outputs:
+            metadata["reward_steps"] = [output.to_dict() for output in self.step_outputs]
+        if self.reason:
+            metadata["reward_reason"] = self.reason
+        turns = _reward_turns(sample, self.step_outputs or ())
+        return replace(sample, reward=float(self.score), turns=turns, metadata=metadata)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain JSON values; a score that is not finite is None there."""
@@ -132,8 +134,9 @@ class EvaluateResult:
         if outputs is not None:
             if not isinstance(outputs, list):
                 raise RewardError(f"step_outputs is {outputs!r:.200}, expected a list of objects, or null")
-            outputs = tuple(StepOutput.from_dict(output) for output in cast("list[Any]", outputs))
-        return cls(**values | {"metrics": _parse_metrics(values.get("metrics")), "step_outputs": outputs})
+            values["step_outputs"] = tuple(StepOutput.from_dict(output) for output in cast("list[Any]", outputs))
+        values["metrics"] = _parse_metrics(values.get("metrics"))
+        return cls(**values)
 
     @classmethod
     def from_error(cls, error: str) -> EvaluateResult:
@@ -141,27 +144,41 @@ class EvaluateResult:
         return cls(math.nan, is_score_valid=False, error=error)
 
 
-def parse_result(value: Any, where: str) -> EvaluateResult:
-    """What a reward function returned, as a valid EvaluateResult.
+def parse_result(value: Any, sample: Sample, name: str) -> EvaluateResult:
+    """What a reward function returned for a sample, as a valid EvaluateResult.
 
     Args:
         value: an EvaluateResult, or a finite number (float, int, bool, 0-d array or tensor).
-        where: the function and the sample, for messages.
+        name: of the function, for messages.
 
     Raises: RewardError saying what was returned instead.
     """
+    result = as_result(value, name, describe_sample(sample))
+    if not result.is_valid:
+        why = result.error or result.reason or "is_score_valid is False"
+        raise RewardError(f"reward function {name} gave no score for {describe_sample(sample)}: {why}")
+    return result
+
+
+def as_result(value: Any, name: str, where: str) -> EvaluateResult:
+    """An EvaluateResult as it is, valid or not; a finite number as the score of one.
+
+    Raises: RewardError saying what was returned instead, by the function called name, for what is called where.
+    """
     if isinstance(value, EvaluateResult):
-        if not value.is_valid:
-            raise RewardError(f"{where} gave no score: {value.error or value.reason or 'is_score_valid is False'}")
         return value
     try:
         number = float(value) if isinstance(value, (float, SupportsFloat)) else None
     except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays and tensors of several elements; integers beyond a float
         number = None
     if number is None:
-        raise RewardError(f"{where} returned {value!r:.200} ({type(value).__name__}), expected a number or an EvaluateResult")
+        found = f"{value!r:.200} ({type(value).__name__})"
+        raise RewardError(f"reward function {name} returned {found} for {where}, expected a number or an EvaluateResult")
     if not math.isfinite(number):
-        raise RewardError(f"{where} returned {number}, expected a finite number: return one, or raise and choose on_error='drop'")
+        raise RewardError(
+            f"reward function {name} returned {number} for {where}, expected a finite number: "
+            "return one, or raise and choose on_error='drop'"
+        )
     return EvaluateResult(number)
 
 

@@ -1,0 +1,148 @@
+"""Calls of a reward function that come one sample at a time, answered many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import trio
+
+from rollouts.errors import RewardError, RolloutsError, raise_single_errors
+from rollouts.types import Sample
+
+ScoreSamples: TypeAlias = Callable[[Sequence[Sample]], Awaitable[Sequence[Any]]]
+"""f(samples) -> for each, in their order, what a reward function may return, or the RewardError of this sample alone."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """One sample that waits for its score."""
+
+    sample: Sample
+    is_answered: trio.Event = field(default_factory=trio.Event)
+    result: Any = None
+
+    def answer(self, result: Any) -> None:
+        self.result = result
+        self.is_answered.set()
+
+
+class GatheredReward:
+    """A reward function for RolloutConfig: what is asked for at the same time is scored together. Made by gather_calls."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.__qualname__ = name  # in messages about rewards
+        self.num_batches = 0  # that have been scored or are being scored
+        self.num_samples = 0
+        self._waiting: list[_Call] = []
+        self._has_work = trio.Event()
+        self._is_open = True
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that no batch has taken yet."""
+        return len(self._waiting)
+
+    async def __call__(self, sample: Sample) -> Any:
+        """The score of one sample. Raises RewardError if there is none."""
+        if not self._is_open:
+            raise RewardError(f"{self.name} was asked for a score outside its `async with` block: open it around the whole run")
+        call = _Call(sample)
+        self._waiting.append(call)
+        self._has_work.set()
+        try:
+            await call.is_answered.wait()
+        finally:
+            if call in self._waiting:  # the caller no longer waits: nothing is to be computed for it
+                self._waiting.remove(call)
+        if isinstance(call.result, Exception):
+            raise RewardError(str(call.result)) from call.result
+        return call.result
+
+    async def take(self, max_samples: int) -> list[_Call]:
+        """The next calls, at least one, in the order of their samples, which does not depend on who came first."""
+        while not self._waiting:
+            self._has_work = trio.Event()
+            await self._has_work.wait()
+        num_seen = 0
+        while num_seen < len(self._waiting) < max_samples:  # as long as others come without waiting for anything, they come along
+            num_seen = len(self._waiting)
+            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
+        if not self._waiting:
+            return []
+        taken = sorted(self._waiting, key=lambda call: (call.sample.group_index, call.sample.index))[:max_samples]
+        self._waiting = [call for call in self._waiting if call not in taken]
+        self.num_batches += 1
+        self.num_samples += len(taken)
+        return taken
+
+    def give_up(self, calls: Sequence[_Call]) -> None:
+        """Answer calls with an error that says that there will be no score."""
+        for call in calls:
+            call.answer(RewardError(f"{self.name} was closed before it scored the sample: open it around the whole run"))
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._is_open = False
+        self.give_up(self._waiting)
+
+
+@asynccontextmanager
+async def gather_calls(
+    score_samples: ScoreSamples, *, name: str, max_samples: int = 512, max_batches: int = 1
+) -> AsyncGenerator[GatheredReward]:
+    """A reward function of one sample, made of one that scores many at once.
+
+        async with gather_calls(score, name="my reward") as reward:
+            config = RolloutConfig(batch_size=8, reward_fn=reward, ...)
+
+    While a batch is being scored, further calls wait and become the next one. A caller that is cancelled leaves the others as they are.
+
+    Args:
+        score_samples: gets at least one sample and at most max_samples; raises RolloutsError if it has a score for none of them.
+        name: in messages.
+        max_samples: in one batch.
+        max_batches: that are scored at the same time: 1 for a model, more for a server.
+
+    Raises: what score_samples raises, if that is not a RolloutsError: then the block is cancelled, so that nobody waits for ever.
+    """
+    assert max_samples >= 1, f"max_samples is {max_samples}, expected at least 1"
+    assert max_batches >= 1, f"max_batches is {max_batches}, expected at least 1"
+    reward = GatheredReward(name)
+    places = trio.Semaphore(max_batches)
+
+    async def answer(calls: Sequence[_Call]) -> None:
+        try:
+            results: Sequence[Any] = await score_samples([call.sample for call in calls])
+            if len(results) != len(calls):
+                raise RewardError(f"{name} gave {len(results)} scores for {len(calls)} samples: expected one for each, in their order")
+        except RolloutsError as error:
+            results = [error] * len(calls)
+        except BaseException:  # the block is being left, or score_samples is wrong: nobody may be left waiting
+            reward.give_up(calls)
+            raise
+        finally:
+            places.release()
+        for call, result in zip(calls, results, strict=True):
+            call.answer(result)
+
+    async def work(nursery: trio.Nursery) -> None:
+        while True:
+            await places.acquire()
+            calls: list[_Call] = []
+            while not calls:
+                calls = await reward.take(max_samples)
+            nursery.start_soon(answer, calls)
+
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(work, nursery)
+            try:
+                yield reward
+            finally:
+                reward.close()
+                nursery.cancel_scope.cancel()
