@@ -1,0 +1,187 @@
+"""Episodes with tools: the model calls, the environment answers with the results, and the first text without a call is graded."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import trio
+
+from rollouts.environments.protocol import EnvironmentConfig, EnvironmentStep
+from rollouts.environments.tool_calls import ParsedCalls, ToolCall, ToolCallError, ToolParser, parse_hermes_calls, strip_thinking
+from rollouts.environments.tools import Tool, call_tool, fit_arguments
+from rollouts.errors import ConfigError, ToolFault
+from rollouts.types import Message
+
+Grade: TypeAlias = Callable[[str, Mapping[str, Any]], Any]
+"""(answer, parameters of the episode) -> the reward of the whole, a number; may be async."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What became of one call."""
+
+    message: Message
+    is_bad: bool = False  # the model's fault
+    fault: ToolFault | None = None  # the tool's
+
+
+class ToolEnvironment:
+    """Tools for one episode. What a model does wrong is told to it and is no failure; what a tool does wrong goes by on_tool_error."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        *,
+        grade: Grade,
+        parser: ToolParser = parse_hermes_calls,
+        on_tool_error: Literal["observe", "raise"] = "observe",
+        role: str = "tool",
+        prefix: str = "",
+        max_calls: int = 16,
+        max_result_chars: int | None = None,
+        error_reward: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            tools: with different names.
+            grade: of the answer; EnvironmentConfig.parameters (the metadata of the prompt) hold the ground truth.
+            parser: of calls in the model's text.
+            on_tool_error: a tool that raises or is late: "observe" = the model is told, "raise" = the episode ends with a ToolFault.
+            role: of the messages with results; "user" for chat templates that know no tool messages.
+            prefix: what the model is told first, for example describe_tools(tools); "" where the chat template is given the tools.
+            max_calls: of one text that are carried out; the others are answered with an error.
+            max_result_chars: longer results are cut in the middle, and say so; None = whole.
+            error_reward: for each call that is malformed, of no tool, or has wrong arguments; below 0 to teach the form.
+
+        Raises: ConfigError for two tools of one name.
+        """
+        names = [tool.name for tool in tools]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"tools are named {', '.join(names)}, expected different names")
+        self.tools = {tool.name: tool for tool in tools}
+        self._grade, self._parser, self._role, self._prefix = grade, parser, role, prefix
+        self._raises = on_tool_error == "raise"
+        self._max_calls, self._max_result_chars, self._error_reward = max_calls, max_result_chars, error_reward
+        self._parameters: Mapping[str, Any] = {}
+        self._used_ids: set[str] = set()
+
+    def reset(self, config: EnvironmentConfig) -> str:
+        """Returns parameters["question"], or "" where the prompt itself says what is asked."""
+        self._parameters, self._used_ids = config.parameters, set()
+        return str(config.parameters.get("question", ""))
+
+    async def step(self, action: str) -> EnvironmentStep:
+        """Carry out the calls of a text, all at once, or grade it if there is none.
+
+        Returns: messages with the results in the order of the calls, each with the id of its call. info: tool_calls (as a message of
+            OpenAI's format carries them), num_tool_calls, num_bad_calls (the model's fault), num_tool_errors; of an answer: answer.
+        Raises: ToolFault of the first tool that failed, if on_tool_error is "raise".
+        """
+        parsed = self._parser(action)
+        if not parsed:
+            answer = strip_thinking(action).strip()
+            grade = self._grade(answer, self._parameters)
+            reward = await grade if inspect.isawaitable(grade) else grade
+            return EnvironmentStep("", reward, True, {"answer": answer})
+        calls = self._number(parsed)
+        results: dict[int, _Result] = {}
+
+        async def answer_call(k: int) -> None:
+            results[k] = await self._answer(calls[k], k)
+
+        async with trio.open_nursery() as nursery:
+            for k in range(len(calls)):
+                nursery.start_soon(answer_call, k)
+        ordered = [results[k] for k in range(len(calls))]
+        faults = [result.fault for result in ordered if result.fault is not None]
+        if faults and self._raises:
+            raise faults[0]
+        num_bad = sum(result.is_bad for result in ordered)
+        info = {
+            "tool_calls": [call.to_dict() for call in calls if isinstance(call, ToolCall)],
+            "num_tool_calls": len(calls),
+            "num_bad_calls": num_bad,
+            "num_tool_errors": len(faults),
+        }
+        return EnvironmentStep(tuple(result.message for result in ordered), self._error_reward * num_bad, False, info)
+
+    def get_state_description(self) -> str:
+        """Nothing: results are messages."""
+        return ""
+
+    def get_prompt_prefix(self) -> str:
+        """The prefix, if there is one."""
+        return self._prefix
+
+    def _number(self, parsed: ParsedCalls) -> ParsedCalls:
+        """The calls with ids that no other call of the episode has: the model's own where it can be."""
+        calls: list[ToolCall | ToolCallError] = []
+        for call in parsed:
+            call_id = call.id
+            if call_id is None or call_id in self._used_ids:
+                call_id = next(name for k in itertools.count(len(self._used_ids)) if (name := f"call_{k}") not in self._used_ids)
+            self._used_ids.add(call_id)
+            calls.append(replace(call, id=call_id))
+        return tuple(calls)
+
+    async def _answer(self, call: ToolCall | ToolCallError, k: int) -> _Result:
+        """The result of call k of a text, as a message."""
+        if isinstance(call, ToolCallError):
+            return self._refuse(call, call.message)
+        if k >= self._max_calls:
+            return self._refuse(call, f"at most {self._max_calls} calls at once")
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return self._refuse(call, f"no tool {call.name[:50]}; there are: {', '.join(self.tools)}")
+        try:
+            arguments = fit_arguments(tool, call.arguments)
+        except ValueError as error:
+            return self._refuse(call, str(error))
+        try:
+            content = await call_tool(tool, arguments)
+        except ToolFault as fault:
+            return _Result(self._create_message(call, f"error: {_explain_briefly(fault)}"), fault=fault)
+        return _Result(self._create_message(call, content))
+
+    def _refuse(self, call: ToolCall | ToolCallError, reason: str) -> _Result:
+        return _Result(self._create_message(call, f"error: {reason}"), is_bad=True)
+
+    def _create_message(self, call: ToolCall | ToolCallError, content: str) -> Message:
+        content = cut_middle(content, self._max_result_chars)
+        if self._role != "tool":
+            return Message(role=self._role, content=content)
+        return Message(role="tool", content=content, name=call.name if isinstance(call, ToolCall) else None, tool_call_id=call.id)
+
+
+def describe_tools(tools: Sequence[Tool]) -> str:
+    """What a model is told of its tools where the chat template does not tell it: their schemas, and Hermes' form of a call.
+
+    Source: the prompt format of Hermes function calling, which Qwen's chat templates use as well.
+    """
+    schemas = "\n".join(json.dumps(tool.to_dict(), ensure_ascii=False) for tool in tools)
+    return (
+        "You may call one or more functions to assist with the user query. You are provided with function signatures within "
+        f"<tools></tools> XML tags:\n<tools>\n{schemas}\n</tools>\n"
+        "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
+
+
+def cut_middle(text: str, max_chars: int | None) -> str:
+    """A text of at most so many characters, and a line between its beginning and end that says how many were left out."""
+    if max_chars is None or len(text) <= max_chars:
+        return text
+    head = max_chars - max_chars // 2
+    tail = max_chars // 2
+    return f"{text[:head]}\n... {len(text) - max_chars} characters left out ...\n{text[len(text) - tail :]}"
+
+
+def _explain_briefly(fault: ToolFault) -> str:
+    """Why a tool failed, for the model: no places in files."""
+    cause = fault.__cause__
+    return str(fault) if cause is None else (str(cause) or type(cause).__name__)
