@@ -98,7 +98,7 @@ def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, content: PromptContent |
         if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id and not content.endswith(str(tokenizer.eos_token)):
             tokens = tokens[:-1]
     else:
-        text = _render(tokenizer, parse_messages(content, "prompt"), add_generation_prompt=True, template_kwargs=template_kwargs)
+        text = render_messages(tokenizer, parse_messages(content, "prompt"), add_generation_prompt=True, template_kwargs=template_kwargs)
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
     if not tokens:
         raise DataError(f"the prompt {content!r} has no tokens: a model needs at least one token to go on from")
@@ -139,7 +139,7 @@ def tokenize_conversation(
         raise DataError(f"the conversation has no assistant message to train on; its roles are {[m.role for m in conversation]}")
     if tools is not None:
         template_kwargs = {**template_kwargs, "tools": [dict(tool) for tool in tools]}
-    text = _render(tokenizer, conversation, template_kwargs=template_kwargs)
+    text = render_messages(tokenizer, conversation, template_kwargs=template_kwargs)
     if last_assistant_only:
         assistant = assistant[-1:]
     char_spans = _find_marked_spans(tokenizer, conversation, text, template_kwargs)
@@ -148,8 +148,8 @@ def tokenize_conversation(
     elif last_assistant_only:
         begin, _ = _find_span(tokenizer, conversation, assistant[0], text, template_kwargs)
         char_spans = [span for span in char_spans if span[0] >= begin]
-    tokens, offsets = _tokenize_with_offsets(tokenizer, text)
-    special = _special_ids(tokenizer)
+    tokens, offsets = tokenize_with_offsets(tokenizer, text)
+    special = special_ids(tokenizer)
     spans = [_to_token_span(span, tokens, offsets, text, special) for span in char_spans]
     spans = [(start, end) for start, end in spans if start < end]
     if not spans:
@@ -276,13 +276,14 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
 
 
-def _render(
+def render_messages(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = False,
     template_kwargs: Mapping[str, Any],
 ) -> str:
+    """What the chat template makes of messages, as text. Raises DataError if there is no template, or it refuses them."""
     from jinja2 import TemplateError
 
     if not getattr(tokenizer, "chat_template", None) and "chat_template" not in template_kwargs:
@@ -315,7 +316,7 @@ def _find_marked_spans(
     start_mark, end_mark = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if mark not in text][:2]  # noncharacters of Unicode
     marked = re.sub(opening, rf"{{%\1 if true %}}{{{{ '{start_mark}' }}}}{{% if true \2%}}", template)
     marked = re.sub(closing, rf"{{%\1 endif %}}{{{{ '{end_mark}' }}}}{{% endif \2%}}", marked)
-    rendered = _render(tokenizer, messages, template_kwargs={**options, "chat_template": marked})
+    rendered = render_messages(tokenizer, messages, template_kwargs={**options, "chat_template": marked})
     if rendered.replace(start_mark, "").replace(end_mark, "") != text:
         raise DataError(
             "the {% generation %} blocks of the chat template cannot be located in its output: simplify the template around them"
@@ -341,8 +342,8 @@ def _find_span(
             "the conversation begins with an assistant message, and without {% generation %} in the chat template nothing tells where it "
             "begins: put a system or user message before it"
         )
-    before = _render(tokenizer, messages[:i], add_generation_prompt=True, template_kwargs=template_kwargs)
-    after = _render(tokenizer, messages[: i + 1], template_kwargs=template_kwargs)
+    before = render_messages(tokenizer, messages[:i], add_generation_prompt=True, template_kwargs=template_kwargs)
+    after = render_messages(tokenizer, messages[: i + 1], template_kwargs=template_kwargs)
     for name, prefix in (("the messages before it with the generation prompt", before), ("the messages up to and including it", after)):
         if not text.startswith(prefix):
             at = next((k for k, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), len(text))
@@ -357,14 +358,16 @@ def _find_span(
     return len(before), len(after)
 
 
-def _tokenize_with_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+def tokenize_with_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Tokens of a text, none added at its edges, and the characters [start, end) of each. Raises DataError if it is a slow tokenizer."""
     if not tokenizer.is_fast:
         raise DataError(f"{type(tokenizer).__name__} cannot tell which characters a token covers: use the fast version of this tokenizer")
     encoded: Mapping[str, Any] = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return encoded["input_ids"], encoded["offset_mapping"]
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids of the tokenizer's special tokens, such as those that end a turn."""
     added: Mapping[int, Any] = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 

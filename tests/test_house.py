@@ -16,7 +16,7 @@ LAYERS = (
     (
         "chat", "samples", "filters", "episode_columns", "batching", "logprobs", "statistics", "advantages", "gigpo", "loss_weights", "kl",
         "surrogates", "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators",
-        "algorithms", "config_json", "config", "async_config", "trajectory_records",
+        "algorithms", "config_json", "config", "async_config", "episode_config", "chat_formats", "transcripts", "trajectory_records",
     ),
     (
         "char_tokenizer", "data_buffer", "datasets", "packing", "model_weights", "checkpoints", "metrics", "trajectories",
@@ -26,7 +26,9 @@ LAYERS = (
         "generate_fns", "group_race", "generation", "rollout_manager", "rollout_queue", "staleness_control", "prompt_schedule",
         "rollout_runs", "finished_rollouts", "refused_groups", "rollout_book", "rollout_producer", "resident_samples", "executor_parts",
         "async_rollouts", "weight_sync", "served_weights", "training_steps",
-        "requirements", "train_on_rollouts", "proximal_recompute", "workflows", "engine_parity", "sft_loop", "rl_run", "rl_loop", "testing",
+        "requirements", "train_on_rollouts", "proximal_recompute", "workflows",
+        "agent_policies", "episode_openings", "episodes", "episode_groups", "multi_turn", "rollout_worker", "agent_integration",
+        "engine_parity", "sft_loop", "reward_model_loop", "rl_run", "rl_loop", "testing",
     ),
 )  # fmt: skip
 PROTOCOLS = {
@@ -35,6 +37,8 @@ PROTOCOLS = {
     "rollouts.backends.token_spec",
     "rollouts.engines.protocol",
     "rollouts.environments.protocol",
+    "rollouts.environments.calls",
+    "rollouts.environments.observations",
     "rollouts.environments.calls",
     "rollouts.environments.observations",
 }
@@ -110,6 +114,7 @@ NAMES_OF_CHOICES = {  # what a configuration or a command line names; everywhere
     "config": {"Schedule", "OnRewardError", "WeightSync", "ParityAction"},
     "async_config": {"WhenQueueFull", "RolloutOrder", "OnStale", "OnFailure", "InFlight", "CheckpointInFlight", "MissedSegment"},
     "chat": {"OnOverflow"},
+    "episode_config": {"OnRewrite", "OnEpisodeError"},
     "batching": {"PaddingSide"},
 }
 

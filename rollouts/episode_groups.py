@@ -1,0 +1,87 @@
+"""Episodes as the rollouts of the RL loops: a generate function for RolloutConfig, and a workflow for the same.
+
+    generate_fn = create_episode_generate_fn(engines, tokenizer, SamplingParams(max_tokens=32), GridWorld, EpisodeConfig(max_turns=8))
+    config = RolloutConfig(batch_size=8, n_samples_per_prompt=4, generate_fn=generate_fn)
+
+The reward of a sample is the sum of its environment's rewards, unless RolloutConfig.reward_fn gives another. An episode that a weight
+sync or checkpoint interrupts is begun anew, with the same seeds; those of its group that had ended stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollouts.agent_policies import AgentPolicy, EngineAgentPolicy, WantsStop
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.environments.protocol import EnvironmentConfig, EnvironmentFactory
+from rollouts.episode_config import EpisodeConfig
+from rollouts.episode_openings import observation_key
+from rollouts.episodes import EpisodeSetting, run_episode_group
+from rollouts.errors import ConfigError
+from rollouts.samples import create_pending_group
+from rollouts.types import Group, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def create_episode_generate_fn(
+    engines: Sequence[InferenceEngine],
+    tokenizer: PreTrainedTokenizerBase,
+    params: SamplingParams,
+    environment_factory: EnvironmentFactory,
+    config: EpisodeConfig | None = None,
+    *,
+    seed: int = 0,
+    template_kwargs: Mapping[str, Any] | None = None,
+    num_greedy: int = 0,
+    wants_stop: WantsStop | None = None,
+    state_key: Callable[[Any], str | None] = observation_key,
+    create_environment_config: Callable[[Prompt, int], EnvironmentConfig] | None = None,
+) -> Callable[..., Awaitable[Group]]:
+    """The generate function of episodes, for RolloutConfig.generate_fn.
+
+    Args:
+        engines: at least one. The prompt with index i goes to engine i % len(engines).
+        tokenizer: the engines'.
+        params: of each action; EpisodeConfig has the limits of the whole.
+        environment_factory: makes an environment for each episode.
+        seed: of environments and sampling.
+        template_kwargs: for the chat template, for example {"enable_thinking": False}.
+        num_greedy: episodes beside the n of each call in which the model acts greedily; the same as RolloutConfig.n_baseline_samples.
+        wants_stop: of the text of an action, whether the model has finished; None = environments and limits end episodes.
+        state_key, create_environment_config: see EpisodeSetting.
+
+    Returns: async generate_fn(prompt, n, partial=()) -> Group.
+    Raises: ConfigError if there is no engine.
+    """
+    policies = tuple(EngineAgentPolicy(engine, tokenizer, params, wants_stop=wants_stop) for engine in engines)
+    setting = EpisodeSetting(
+        environment_factory=environment_factory,
+        config=config or EpisodeConfig(),
+        seed=seed,
+        template_kwargs=dict(template_kwargs or {}),
+        state_key=state_key,
+        create_environment_config=create_environment_config,
+    )
+    return create_policy_generate_fn(policies, setting, num_greedy=num_greedy)
+
+
+def create_policy_generate_fn(
+    policies: Sequence[AgentPolicy], setting: EpisodeSetting, *, num_greedy: int = 0
+) -> Callable[..., Awaitable[Group]]:
+    """create_episode_generate_fn for policies of your own. The prompt with index i is played by policy i % len(policies).
+
+    Raises: ConfigError if there is no policy.
+    """
+    if not policies:
+        raise ConfigError("there are no engines or policies to act with (found 0): pass at least one")
+
+    async def generate_fn(prompt: Prompt, n: int, partial: Group = ()) -> Group:
+        policy = policies[prompt.index % len(policies)]
+        frame = partial or create_pending_group(prompt, n, num_baseline=num_greedy)
+        episodes = await run_episode_group(policy, setting, prompt, n, num_greedy=num_greedy, partial=partial)
+        return tuple(sample if episode is None else episode.sample for sample, episode in zip(frame, episodes, strict=True))
+
+    return generate_fn

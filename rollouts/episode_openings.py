@@ -1,0 +1,85 @@
+"""How an episode begins: what the model is told first, and by which key a state is known again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+from rollouts.environments.observations import observation_to_json, observation_to_messages
+from rollouts.environments.protocol import Environment
+from rollouts.episode_config import EpisodeConfig
+from rollouts.errors import DataError, EnvironmentFault, locate_error
+from rollouts.types import Message, PromptContent
+
+
+def observation_key(observation: Any) -> str:
+    """A short key that is equal for equal observations: a hash of their canonical JSON."""
+    text = json.dumps(observation_to_json(observation), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return blake2b(text.encode("ascii"), digest_size=12).hexdigest()
+
+
+def ask_environment(environment: Environment, method: str) -> str:
+    """What get_prompt_prefix or get_state_description says. Raises EnvironmentFault if it raises, or says no text."""
+    name = f"{type(environment).__name__}.{method}"
+    try:
+        text = getattr(environment, method)()
+    except Exception as error:  # the environment is the user's
+        raise EnvironmentFault(f"{name} raised {type(error).__name__} ({locate_error(error)}): {error}") from error
+    if not isinstance(text, str):
+        raise EnvironmentFault(f'{name} returned {text!r:.200} ({type(text).__name__}), expected a text; "" = nothing to say')
+    return text
+
+
+def describe_observation(environment: Environment, observation: Any) -> str:
+    """The environment's description of its state where the observation is no text of its own; else ""."""
+    is_shown = isinstance(observation, str) or _are_messages(observation)
+    return "" if is_shown else ask_environment(environment, "get_state_description")
+
+
+def open_conversation(
+    content: PromptContent, prefix: str, observation: Any, description: str, config: EpisodeConfig
+) -> tuple[Message, ...]:
+    """The messages before the first action.
+
+    Args:
+        content: of the prompt; a text is a user message; "" and () are nothing.
+        prefix: what the environment tells before its first observation; "" = nothing.
+        observation: the first one. A text or JSON value joins the last message where that is a user's; messages come as they are.
+        description: see observation_to_messages.
+
+    Returns: at least one message.
+    Raises: DataError if there is nothing to show.
+    """
+    messages = [Message(role="user", content=content)] if isinstance(content, str) else list(content)
+    messages = [message for message in messages if message.content or message.tool_calls]
+    shown = observation_to_messages(observation, role=config.observation_role, description=description)
+    if _are_messages(observation):
+        messages += shown
+        shown = ()
+    texts = [prefix, *(message.content or "" for message in shown)]
+    if any(texts):
+        at = len(messages) - 1
+        if messages and messages[at].role == "user":
+            texts.insert(1, messages[at].content or "")
+            messages[at] = replace(messages[at], content=_join(texts, config.separator))
+        else:
+            messages.append(Message(role="user", content=_join(texts, config.separator)))
+    if not messages:
+        raise DataError(
+            "there is nothing that the model could be shown: the prompt is empty, and the environment has neither a prompt prefix nor a "
+            "first observation"
+        )
+    if config.system_prompt is not None and all(message.role != "system" for message in messages):
+        messages.insert(0, Message(role="system", content=config.system_prompt))
+    return tuple(messages)
+
+
+def _join(texts: Sequence[str], separator: str) -> str:
+    return separator.join(text for text in texts if text)
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, Message) or (isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Message))
