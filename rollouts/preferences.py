@@ -51,7 +51,9 @@ class PreferencePair:
 
     def __post_init__(self) -> None:
         for name, sample in (("chosen", self.chosen), ("rejected", self.rejected)):
-            assert any(mask > 0 for mask in sample.loss_mask), f"no token of the {name} answer has loss_mask > 0: nothing of it is trained on"
+            assert any(mask > 0 for mask in sample.loss_mask), (
+                f"no token of the {name} answer has loss_mask > 0: nothing of it is trained on"
+            )
         assert math.isfinite(self.margin), f"margin is {self.margin}, expected a finite number"
 
 

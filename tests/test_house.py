@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors", "checks", "types", "steps"),
     (
-        "chat", "samples", "filters", "episode_columns", "batching", "logprobs", "statistics", "advantages", "gigpo", "loss_weights", "kl",
+        "chat", "samples", "filters", "episode_columns", "batching", "logprobs", "statistics", "advantages", "gigpo", "gigpo_steps", "loss_weights", "kl",
         "surrogates", "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators",
         "algorithms", "config_json", "config", "async_config", "episode_config", "chat_formats", "transcripts", "trajectory_records",
     ),

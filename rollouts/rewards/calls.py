@@ -116,7 +116,9 @@ def check_values(values: Any, num_samples: int, name: str) -> list[Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call is sure to give a coroutine: an `async def`, a partial of one, or an object with an async __call__."""
+    """Whether a call is sure to give a coroutine: an `async def`, an object with an async __call__, or a partial of one of them."""
+    while isinstance(function, functools.partial):
+        function = cast("functools.partial[Any]", function).func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 

@@ -37,7 +37,8 @@ class GatheredReward:
         self.__qualname__ = name  # in messages about rewards
         self.num_batches = 0  # that have been scored or are being scored
         self.num_samples = 0
-        self._waiting: list[_Call] = []
+        self._waiting: list[_Call] = []  # that no batch has taken yet
+        self._unanswered: set[_Call] = set()
         self._has_work = trio.Event()
         self._is_open = True
 
@@ -52,10 +53,12 @@ class GatheredReward:
             raise RewardError(f"{self.name} was asked for a score outside its `async with` block: open it around the whole run")
         call = _Call(sample)
         self._waiting.append(call)
+        self._unanswered.add(call)
         self._has_work.set()
         try:
             await call.is_answered.wait()
         finally:
+            self._unanswered.discard(call)
             if call in self._waiting:  # the caller no longer waits: nothing is to be computed for it
                 self._waiting.remove(call)
         if isinstance(call.result, Exception):
@@ -80,15 +83,11 @@ class GatheredReward:
         self.num_samples += len(taken)
         return taken
 
-    def give_up(self, calls: Sequence[_Call]) -> None:
-        """Answer calls with an error that says that there will be no score."""
-        for call in calls:
-            call.answer(RewardError(f"{self.name} was closed before it scored the sample: open it around the whole run"))
-
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Answer everybody who waits that there will be no score. Whoever waits inside the block has been cancelled by then."""
         self._is_open = False
-        self.give_up(self._waiting)
+        for call in self._unanswered:
+            call.answer(RewardError(f"{self.name} was closed before it scored the sample: open it around the whole run"))
 
 
 @asynccontextmanager
@@ -122,9 +121,6 @@ async def gather_calls(
                 raise RewardError(f"{name} gave {len(results)} scores for {len(calls)} samples: expected one for each, in their order")
         except RolloutsError as error:
             results = [error] * len(calls)
-        except BaseException:  # the block is being left, or score_samples is wrong: nobody may be left waiting
-            reward.give_up(calls)
-            raise
         finally:
             places.release()
         for call, result in zip(calls, results, strict=True):

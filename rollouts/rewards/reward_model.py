@@ -25,7 +25,7 @@ from rollouts.backends.outputs import get_value_head
 from rollouts.backends.reward_models import load_reward_model, reads_turn_end
 from rollouts.backends.token_spec import describe_tokenizer, explain_token_differences
 from rollouts.batching import plan_microbatches
-from rollouts.chat import prepare_sft_sample, render_conversation, tokenize_conversation
+from rollouts.chat import prepare_sft_sample, render_messages, tokenize_conversation
 from rollouts.errors import ConfigError, DataError, RewardError
 from rollouts.packing import pack_padded, run_packed, use_packed_attention
 from rollouts.rewards.gathering import GatheredReward, gather_calls
@@ -190,7 +190,7 @@ def render_tokens(sample: Sample, *, tokenizer: PreTrainedTokenizerBase, to_turn
     if to_turn_end:
         tokenized = tokenize_conversation(tokenizer, messages, last_assistant_only=True)
         return tokenized.tokens[: tokenized.spans[-1][1]]
-    text = render_conversation(tokenizer, messages)
+    text = render_messages(tokenizer, messages, template_kwargs={})
     return cast("list[int]", tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
