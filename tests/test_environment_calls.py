@@ -14,9 +14,12 @@ import trio
 from trio.testing import MockClock
 
 from rollouts import (
+    DataError,
     EnvironmentConfig,
     EnvironmentFault,
+    EpisodeInterrupted,
     Message,
+    SandboxError,
     ToolFault,
     check_step,
     observation_to_json,
@@ -96,8 +99,9 @@ async def test_what_reset_and_step_raise_is_a_fault_that_says_what_and_where():
     with pytest.raises(EnvironmentFault, match=r"Echo\.step raised ValueError for the action 'jump'") as caught:
         await step_environment(environment, "jump")
     assert isinstance(caught.value.__cause__, ValueError)
-    with pytest.raises(ToolFault, match=r"^mine$"):
-        await step_environment(Echo(error=ToolFault("mine")), "jump")
+    for error in (ToolFault("mine"), DataError("mine"), SandboxError("mine"), EpisodeInterrupted("mine")):
+        with pytest.raises(type(error), match=r"^mine$"):
+            await step_environment(Echo(error=error), "jump")
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_edges_stop_and_what_is_no_move_costs_a_step():
     assert walk("ul?", EnvironmentConfig(parameters=ENDS)) == [
         ("00>21", 0.0, False, {}),
         ("00>21", 0.0, False, {}),
-        ("00>21", 0.0, False, {"invalid_action": True}),
+        ("00>21", 0.0, False, {"policy_error": "'?' names no move"}),
     ]
     assert [move((3, 3), letter, 4) for letter in "udlr"] == [(3, 2), (3, 3), (2, 3), (3, 3)]
 

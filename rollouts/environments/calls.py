@@ -22,10 +22,13 @@ import trio
 
 from rollouts.environments.observations import find_non_json, find_observation_fault
 from rollouts.environments.protocol import Environment, EnvironmentConfig, EnvironmentFactory, EnvironmentStep
-from rollouts.errors import EnvironmentFault, EpisodeError, locate_error
+from rollouts.errors import DataError, EngineError, EnvironmentFault, EpisodeError, EpisodeInterrupted, SandboxError, locate_error
 
 CLOSE_TIMEOUT_S = 10.0
 """How long an environment may take to close where nothing else is said: it must end also when the episode was canceled."""
+
+_PASSING = (EpisodeError, EpisodeInterrupted, DataError, EngineError, SandboxError)
+"""Errors that an environment raises on purpose: they say by themselves whose fault it is."""
 
 _METHODS = ("reset", "step", "get_state_description", "get_prompt_prefix")
 
@@ -70,7 +73,8 @@ async def reset_environment(
 ) -> Any:
     """The first observation of an episode.
 
-    Raises: EnvironmentFault if reset raises, is late, or returns what is no observation. EpisodeErrors pass as they are.
+    Raises: EnvironmentFault if reset raises, is late, or returns what is no observation. EpisodeErrors, DataErrors and those of engines
+            and sandboxes pass as they are.
     """
     name = f"{type(environment).__name__}.reset"
     observation = await _call(environment.reset, (config,), name, f"with {config!r:.200}", timeout_s, in_thread)
@@ -91,7 +95,7 @@ async def step_environment(
     """Carry out an action.
 
     Returns: what step returned, checked: a finite reward, a bool, an info of JSON values.
-    Raises: EnvironmentFault if step raises, is late, or returns what is no step. EpisodeErrors pass as they are.
+    Raises: EnvironmentFault if step raises, is late, or returns what is no step; see reset_environment for errors that pass.
     """
     name = f"{type(environment).__name__}.step"
     result = await _call(environment.step, (action,), name, f"for the action {action!r:.200}", timeout_s, in_thread)
@@ -162,7 +166,7 @@ async def _call(
         try:
             result = await _run_in_thread(function, arguments) if in_thread and not _is_async(function) else function(*arguments)
             return await result if inspect.isawaitable(result) else result
-        except EpisodeError:
+        except _PASSING:
             raise
         except Exception as error:  # the environment is the user's: whatever it raises is a fault of its own, by the user's policy
             raise EnvironmentFault(f"{name} raised {type(error).__name__} {about} ({locate_error(error)}): {error}") from error
@@ -189,7 +193,7 @@ async def _close(environment: Any, timeout_s: float | None, in_thread: bool) -> 
     with trio.CancelScope(shield=True):
         try:
             await _call(close, (), name, "at the end of its episode", CLOSE_TIMEOUT_S if timeout_s is None else timeout_s, in_thread)
-        except EpisodeError as error:
+        except _PASSING as error:
             logging.getLogger(__name__).warning("%s", error)
             return error if isinstance(error, EnvironmentFault) else EnvironmentFault(str(error))
     return None

@@ -79,9 +79,9 @@ class GridWorld:
         return show_cells(self._cell, self._goal)
 
     def step(self, action: str) -> EnvironmentStep:
-        """Move. info: "invalid_action" where the text was no move, "outcome" at the end: goal, hole or max_steps."""
+        """Move. info: "policy_error" where the text was no move, "outcome" at the end: goal, hole or max_steps."""
         letter = parse_move(action)
-        info: dict[str, Any] = {} if letter else {"invalid_action": True}
+        info: dict[str, Any] = {} if letter else {"policy_error": f"{action!r:.100} names no move"}
         self._num_steps += 1
         if letter is not None:
             self._cell = move(self._cell, letter, self._config.size)

@@ -7,15 +7,17 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import trio
 
 from rollouts.environments.protocol import EnvironmentConfig, EnvironmentStep
 from rollouts.environments.tool_calls import ParsedCalls, ToolCall, ToolCallError, ToolParser, parse_hermes_calls, strip_thinking
 from rollouts.environments.tools import Tool, call_tool, fit_arguments
-from rollouts.errors import ConfigError, ToolFault
+from rollouts.errors import ConfigError, DataError, ToolFault
 from rollouts.types import Message
+
+OnToolError = Literal["observe", "raise"]
 
 Grade: TypeAlias = Callable[[str, Mapping[str, Any]], Any]
 """(answer, parameters of the episode) -> the reward of the whole, a number; may be async."""
@@ -39,9 +41,10 @@ class ToolEnvironment:
         *,
         grade: Grade,
         parser: ToolParser = parse_hermes_calls,
-        on_tool_error: Literal["observe", "raise"] = "observe",
+        on_tool_error: OnToolError = "observe",
         role: str = "tool",
         prefix: str = "",
+        question_key: str | None = None,
         max_calls: int = 16,
         max_result_chars: int | None = None,
         error_reward: float = 0.0,
@@ -54,32 +57,42 @@ class ToolEnvironment:
             on_tool_error: a tool that raises or is late: "observe" = the model is told, "raise" = the episode ends with a ToolFault.
             role: of the messages with results; "user" for chat templates that know no tool messages.
             prefix: what the model is told first, for example describe_tools(tools); "" where the chat template is given the tools.
+            question_key: of the parameter that is the first observation; None = the prompt itself says what is asked.
             max_calls: of one text that are carried out; the others are answered with an error.
             max_result_chars: longer results are cut in the middle, and say so; None = whole.
             error_reward: for each call that is malformed, of no tool, or has wrong arguments; below 0 to teach the form.
 
-        Raises: ConfigError for two tools of one name.
+        Raises: ConfigError for two tools of one name, or another on_tool_error.
         """
+        if on_tool_error not in get_args(OnToolError):
+            raise ConfigError(f"on_tool_error is {on_tool_error!r}, expected one of {', '.join(get_args(OnToolError))}")
         names = [tool.name for tool in tools]
         if len(set(names)) != len(names):
             raise ConfigError(f"tools are named {', '.join(names)}, expected different names")
         self.tools = {tool.name: tool for tool in tools}
         self._grade, self._parser, self._role, self._prefix = grade, parser, role, prefix
+        self._question_key = question_key
         self._raises = on_tool_error == "raise"
         self._max_calls, self._max_result_chars, self._error_reward = max_calls, max_result_chars, error_reward
         self._parameters: Mapping[str, Any] = {}
         self._used_ids: set[str] = set()
 
     def reset(self, config: EnvironmentConfig) -> str:
-        """Returns parameters["question"], or "" where the prompt itself says what is asked."""
+        """Returns the question, or "" without question_key. Raises DataError if there is no such parameter."""
         self._parameters, self._used_ids = config.parameters, set()
-        return str(config.parameters.get("question", ""))
+        if self._question_key is None:
+            return ""
+        if self._question_key not in config.parameters:
+            known = ", ".join(config.parameters) or "none"
+            raise DataError(f"the prompt's metadata has no {self._question_key!r}, which question_key names; there are: {known}")
+        return str(config.parameters[self._question_key])
 
     async def step(self, action: str) -> EnvironmentStep:
         """Carry out the calls of a text, all at once, or grade it if there is none.
 
         Returns: messages with the results in the order of the calls, each with the id of its call. info: tool_calls (as a message of
-            OpenAI's format carries them), num_tool_calls, num_bad_calls (the model's fault), num_tool_errors; of an answer: answer.
+            OpenAI's format carries them), num_tool_calls, num_bad_calls (the model's fault; policy_error says what was wrong with the
+            first of them), num_tool_errors; of an answer: answer.
         Raises: ToolFault of the first tool that failed, if on_tool_error is "raise".
         """
         parsed = self._parser(action)
@@ -101,14 +114,16 @@ class ToolEnvironment:
         faults = [result.fault for result in ordered if result.fault is not None]
         if faults and self._raises:
             raise faults[0]
-        num_bad = sum(result.is_bad for result in ordered)
-        info = {
+        bad = [result.message.content for result in ordered if result.is_bad]
+        info: dict[str, Any] = {
             "tool_calls": [call.to_dict() for call in calls if isinstance(call, ToolCall)],
             "num_tool_calls": len(calls),
-            "num_bad_calls": num_bad,
+            "num_bad_calls": len(bad),
             "num_tool_errors": len(faults),
         }
-        return EnvironmentStep(tuple(result.message for result in ordered), self._error_reward * num_bad, False, info)
+        if bad:
+            info["policy_error"] = bad[0]
+        return EnvironmentStep(tuple(result.message for result in ordered), self._error_reward * len(bad), False, info)
 
     def get_state_description(self) -> str:
         """Nothing: results are messages."""
