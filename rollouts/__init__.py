@@ -27,7 +27,8 @@ _NAMES_OF_MODULES: Final = (
     ("statistics", "batch_mean batch_std group_mean group_std leave_one_out_mean whiten"),
     ("advantages", "apply_kl_penalty combine_rewards compute_advantages discounted_returns gae gdpo_advantages greedy_baseline "
                    "normalize_by_group vtrace zero_truncated_rewards"),
-    ("gigpo", "gigpo_advantages turn_advantages"),
+    ("gigpo", "add_weighted gigpo_advantages hash_observation interpolate summarize_anchors turn_advantages"),
+    ("gigpo_steps", "compute_step_levels merge_similar_states system_apply_gigpo_to_batch_steps with_step_advantages"),
     ("loss_weights", "fixed_length_mean group_token_mean sample_mean sample_sum token_mean"),
     ("kl", "abs_kl bounded k1 k2 k3 straight_through"),
     ("surrogates", "clipped importance_weighted sequence_ratio token_ratio"),
@@ -64,6 +65,8 @@ _NAMES_OF_MODULES: Final = (
     ("trajectories", "read_records read_samples read_steps select_samples select_steps write_records write_samples write_steps"),
     ("rewards.evaluate", "compute_reward create_overlong_penalty score_group"),
     ("rewards.results", "EvaluateResult MetricResult StepOutput"),
+    ("rewards.reward_functions", "load_reward reward_function"),
+    ("rewards.alignment", "align_rewards_with_step_data"),
     ("rewards.answers", "exact_match gsm8k_reward"),
     ("environments.protocol", "Environment EnvironmentConfig EnvironmentStep"),
     ("environments.observations", "observation_to_json observation_to_messages observation_to_text"),

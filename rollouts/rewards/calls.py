@@ -167,9 +167,12 @@ async def _judge_sample(reward_fn: RewardFn, sample: Sample, config: RewardConfi
 def _judge_value(value: Any, sample: Sample, name: str, attempt: int) -> Judgement:
     try:
         result = parse_result(value, sample, name)
-        return Judgement(result=result, scored=result.apply_to(sample), num_retries=attempt)
     except RewardError as error:
         return Judgement(error=error, num_retries=attempt)
+    try:
+        return Judgement(result=result, scored=result.apply_to(sample), num_retries=attempt)
+    except RewardError as error:
+        return Judgement(error=RewardError(f"reward function {name}: {error}"), num_retries=attempt)
 
 
 async def _call_until(call: Callable[[], Any], name: str, where: str, config: RewardConfig, outcome: Outcome | None = None) -> Any:
