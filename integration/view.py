@@ -1,0 +1,151 @@
+"""Look at the rollouts of a run: what was asked, what the model wrote, and what each token was trained with.
+
+    python -m integration.view RUN|FILE [--step N] [--group N] [--sample N] [--min-reward X] [--max-reward X] [--limit N]
+                               [--color advantage|log-prob|mask|none] [--tokens] [--list] [--tokenizer DIR] [--svg FILE]
+
+RUN is the directory of a run, FILE one of its rl/trajectories/step_NNNN.jsonl, an examples.jsonl, or what rollouts.trajectories wrote.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from integration.view_source import Choice, choose_file, describe_steps, find_decoder, find_step_files, read_file
+from integration.view_text import prepare, show_records, summarize
+from integration.view_tokens import ColorBy, choose_palette, make_safe
+from rollouts.errors import ConfigError, DataError
+
+_SVG_COLUMNS = 110
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Look at the rollouts of a run: what was asked, what the model wrote, and what each token was trained with.
+
+    Colours show on a terminal only, and not where NO_COLOR is set; --tokens says the same in numbers.
+    """
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FILE")]
+    """directory of a run, one of its rl/trajectories/step_NNNN.jsonl, an examples.jsonl, or a file of steps"""
+    step: int | None = None
+    """of a run: the training step whose rollouts are shown; the newest by default"""
+    group: int | None = None
+    """only the samples of this group: all of them answer the same prompt"""
+    sample: int | None = None
+    """only the sample of this index"""
+    min_reward: float | None = None
+    """only samples with at least this reward"""
+    max_reward: float | None = None
+    """only samples with at most this reward"""
+    limit: int = 10
+    """show at most so many samples; 0 = all"""
+    color: ColorBy = "auto"
+    """what the colour of a token says: its advantage, its log-prob when it was sampled, or whether it is trained on"""
+    tokens: bool = False
+    """also a table of each sample's tokens: id, text, mask, weights that sampled it, log-prob, advantage, return, value"""
+    list: bool = False
+    """only a line about each step of a run"""
+    tokenizer: Path | None = None
+    """directory of a model whose tokenizer made the tokens; by default that of the run"""
+    svg: Path | None = None
+    """write what is shown as a picture to this file instead"""
+
+
+def view(arguments: Arguments, *, colors: bool) -> list[Text]:
+    """The lines to show. colors: whether they can be seen.
+
+    Raises: ConfigError or DataError for a path that is not there, holds nothing to see or is damaged.
+    """
+    if arguments.limit < 0:
+        raise ConfigError(f"--limit is {arguments.limit}, expected at least 1, or 0 for all")
+    if arguments.list:
+        return list_steps(arguments.path)
+    path = choose_file(arguments.path, arguments.step)
+    records = read_file(path)
+    choice = Choice(group=arguments.group, sample=arguments.sample, min_reward=arguments.min_reward, max_reward=arguments.max_reward)
+    chosen = [record for record in records if choice.takes(record)]
+    lines = [Text(f"{path}: ", style="bold").append(Text(summarize(records), style="not bold"))]
+    if arguments.path.is_dir():
+        lines.append(Text(f"this run has {describe_steps([*find_step_files(arguments.path)])}; --step chooses one, --list tells of all"))
+    if not chosen:
+        return [*lines, Text(f"none of them is chosen by {choice}" if records else "nothing was written to it")]
+    decode = find_decoder(path, arguments.tokenizer)
+    limit = arguments.limit or len(chosen)
+    shown = [prepare(record, decode) for record in chosen[:limit]]
+    if decode is None and any(one.tokens or any(one.of_steps) for one in shown):
+        lines.append(Text("tokens are shown by their ids: the file is in no run that has a tokenizer; --tokenizer DIR names one"))
+    tokens = [token for one in shown for part in (one.tokens, *one.of_steps) for token in part]
+    palette = choose_palette(arguments.color, tokens)
+    if palette.by == "advantage" and all(token.advantage is None for token in tokens):
+        lines.append(Text("the file has no advantages: they are known of rollouts that were trained on"))
+    elif colors and palette.by != "none" and tokens:
+        lines.append(palette.legend())
+    lines += show_records(shown, palette, with_tokens=arguments.tokens)
+    if len(chosen) > limit:
+        lines += [Text(), Text(f"{len(chosen) - limit} more; --limit 0 shows all")]
+    return lines
+
+
+def list_steps(path: Path) -> list[Text]:
+    """A line about each trajectory file of a run."""
+    choose_file(path, None)
+    files = find_step_files(path) if path.is_dir() else {}
+    if not files:
+        raise ConfigError(f"--list is about the steps of a run, but {path} is one file: leave it out")
+    return [Text(f"step {step}: {summarize(read_file(file))}") for step, file in files.items()]
+
+
+def write_lines(lines: Sequence[Text], stream: TextIO, *, colors: bool) -> None:
+    """Write lines as they are, without breaking them. colors: as far as the terminal has any."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character is no reason to stop
+    console = Console(file=stream, highlight=False, soft_wrap=True) if colors else None
+    if console is None or console.color_system is None:
+        stream.writelines(f"{line.plain.rstrip()}\n" for line in lines)
+    else:
+        for line in lines:
+            console.print(line)
+    stream.flush()
+
+
+def write_picture(lines: Sequence[Text], path: Path, title: str) -> None:
+    """Draw lines as a terminal would show them."""
+    console = Console(
+        file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", width=_SVG_COLUMNS, highlight=False, no_color=False
+    )
+    for line in lines:
+        console.print(line)
+    path.write_text(console.export_svg(title=title), encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: the exit status. 2 for what cannot be shown."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = tyro.cli(Arguments, prog="python -m integration.view", args=given)
+    try:
+        colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        lines = view(arguments, colors=colors or arguments.svg is not None)
+        if arguments.svg is not None:
+            write_picture(lines, arguments.svg, f"python -m integration.view {' '.join(given)}")
+        else:
+            write_lines(lines, sys.stdout, colors=colors)
+    except BrokenPipeError:  # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ConfigError, DataError, OSError) as error:
+        print(f"error: {make_safe(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

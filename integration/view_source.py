@@ -1,0 +1,207 @@
+"""What the viewer shows: the trajectory files of a run, one of their records, and the tokenizer that they were made with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from integration.command_line import CONFIG_FILE, RUN_FILE
+from integration.config import ModelSection
+from integration.view_tokens import Decode
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.checkpoints import list_checkpoints
+from rollouts.errors import ConfigError, DataError
+from rollouts.samples import describe_sample
+from rollouts.trajectories import read_records
+from rollouts.trajectory_records import TrajectoryRecord
+
+TRAJECTORIES = Path("rl", "trajectories")
+TOKENIZER_FILE = "tokenizer.json"
+_STEP = re.compile(r"step_(\d+)\.jsonl")
+
+
+def find_step_files(path: Path) -> dict[int, Path]:
+    """The trajectory files of a run by their steps. path: of the run, or of a directory in it that holds them."""
+    for directory in (path / TRAJECTORIES, path / TRAJECTORIES.name, path):
+        files = directory.glob("step_*.jsonl") if directory.is_dir() else ()
+        found = {int(match.group(1)): file for file in files if (match := _STEP.fullmatch(file.name))}
+        if found:
+            return dict(sorted(found.items()))
+    return {}
+
+
+def choose_file(path: Path, step: int | None) -> Path:
+    """The file to show: of a run that of a step, by default the newest.
+
+    Raises: ConfigError if there is none, saying what there is.
+    """
+    if not path.exists():
+        raise ConfigError(f"there is no {path}: give the directory of a run, a trajectory file or an examples.jsonl")
+    if not path.is_dir():
+        if step is not None:
+            raise ConfigError(f"--step {step} chooses a file of a run, but {path} is one file: leave it out, or give the run's directory")
+        return path
+    files = find_step_files(path)
+    if not files:
+        others = sorted(path.glob("*/examples.jsonl"))
+        more = f"; look at {others[-1]}" if others else ""
+        raise ConfigError(f"{path} holds no trajectory files ({TRAJECTORIES}/step_NNNN.jsonl; --trajectories.every writes them){more}")
+    if step is not None and step not in files:
+        raise ConfigError(f"{path} has no trajectories of step {step}: it has those of {describe_steps(list(files))}")
+    return files[max(files) if step is None else step]
+
+
+def describe_steps(steps: Sequence[int]) -> str:
+    """1-3, 5 for 1, 2, 3, 5."""
+    runs: list[list[int]] = []
+    for step in sorted(steps):
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which records of a file are shown; None = any."""
+
+    group: int | None = None
+    sample: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+
+    def takes(self, record: TrajectoryRecord) -> bool:
+        """Whether a record is one of them. One without a reward is not where a reward is asked for."""
+        sample = record.sample
+        if self.group not in (None, sample.group_index) or self.sample not in (None, sample.index):
+            return False
+        if self.min_reward is None and self.max_reward is None:
+            return True
+        reward = find_reward(record)
+        if reward is None:
+            return False
+        low = self.min_reward is None or reward >= self.min_reward
+        return low and (self.max_reward is None or reward <= self.max_reward)
+
+    def __str__(self) -> str:
+        """As the flags that made it."""
+        return " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in vars(self).items() if value is not None)
+
+
+def find_reward(record: TrajectoryRecord) -> float | None:
+    """Of its sample; of single steps the sum of theirs."""
+    if record.sample.reward is not None or record.sample.tokens:
+        return record.sample.reward
+    rewards = [step.base_reward for step in record.steps if step.base_reward is not None]
+    return sum(rewards) if rewards else None
+
+
+def read_file(path: Path) -> list[TrajectoryRecord]:
+    """The records of a file. Raises DataError naming it, and what it could be instead."""
+    try:
+        records = read_records(path)
+    except DataError as error:
+        raise DataError(f"{error}. Give a file of rollouts (step_NNNN.jsonl, examples.jsonl) or of steps") from error
+    for record in records:
+        wrong = find_wrong_type(record)
+        if wrong:
+            raise DataError(f"{path}: {describe_sample(record.sample)} has {wrong}")
+    return records
+
+
+def find_wrong_type(record: TrajectoryRecord) -> str:
+    """The first field whose value is not of its type: anybody may have written a file. "" = all are right."""
+    sample, known = record.sample, record.estimate
+    columns = ("loss_mask", "rollout_log_probs", "advantages", "returns", "values", "group_rewards", "policy_logprobs")
+    integers, texts = (
+        ("index", "group_index", "tokens", "weight_versions", "policy_tokens", "sample_index"),
+        ("response", "raw_policy_output"),
+    )
+    for owner in (sample, known, *record.steps):
+        for name, value in () if owner is None else vars(owner).items():
+            values = value if isinstance(value, tuple) else () if value is None else (value,)
+            if name in columns or name in ("reward", "base_reward", "return_to_go", "advantage", "policy_value_estimate"):
+                fine = all(_is_number(v) for v in values)
+            elif name in integers:
+                fine = all(isinstance(v, int) and not isinstance(v, bool) and -1 <= v < 2**63 for v in values)
+            elif name in texts:
+                fine = all(isinstance(v, str) for v in values)
+            else:
+                fine = True
+            if not fine or (name in columns + integers[2:5] and not isinstance(value, tuple | None)):
+                return f"{name} {value!r:.100}, which is not what a file of rollouts has there"
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and (isinstance(value, float) or abs(value) < 2**1023)
+
+
+# -- the tokenizer
+
+
+def find_run(path: Path) -> Path | None:
+    """The run directory that a file or directory is in; None if it is in none."""
+    for directory in (path, *path.resolve().parents):
+        if (directory / CONFIG_FILE).is_file() and (directory / RUN_FILE).is_file():
+            return directory
+    return None
+
+
+def find_decoder(path: Path, directory: Path | None) -> Decode | None:
+    """How tokens of the file become text: by the tokenizer of its run's newest checkpoint, else of the model that the run began with.
+
+    Args:
+        path: of the file.
+        directory: of a tokenizer that the user names; None = look for it.
+
+    Returns: None if there is no tokenizer.
+    Raises: ConfigError if the named directory has none.
+    """
+    if directory is not None:
+        decoder = read_tokenizer(directory)
+        if decoder is None:
+            raise ConfigError(f"{directory} has no {TOKENIZER_FILE} that can be read: --tokenizer wants the directory of a model")
+        return decoder
+    run = find_run(path)
+    if run is None:
+        return None
+    checkpoints = [c for stage in ("rl", "sft") for c in reversed(list_checkpoints(run / stage / "checkpoints"))]
+    for checkpoint in checkpoints:
+        with suppress(ConfigError):  # a damaged checkpoint: an older one has the same tokenizer
+            decoder = read_tokenizer(checkpoint)
+            if decoder is not None:
+                return decoder
+    return _create_own(run)
+
+
+def read_tokenizer(directory: Path) -> Decode | None:
+    """The decoder of a model directory's tokenizer.json; runs no code of the model. None if there is none, or none that can be read."""
+    from tokenizers import Tokenizer
+
+    path = directory / TOKENIZER_FILE
+    if not path.is_file():
+        return None
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no type of its own for a damaged file
+        raise ConfigError(f"{path} is no tokenizer: {error}") from error
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def _create_own(run: Path) -> Decode | None:
+    """Of the model that the run's configuration names."""
+    try:
+        model = cast("dict[str, Any]", json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))["model"])
+        if model.get("path") is not None:
+            return read_tokenizer(Path(model["path"]))
+        tokenizer = create_char_tokenizer(int(model.get("vocab_size", ModelSection().vocab_size)))
+    except (OSError, ValueError, KeyError, TypeError, AssertionError):  # of another version of this program: show ids
+        return None
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
