@@ -6,8 +6,10 @@ is given the tokens of the conversation, and answers in tokens: only its episode
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import trio
@@ -185,3 +187,85 @@ class TextEngine(Protocol):
     ) -> ChatText:
         """One answer."""
         ...
+
+
+class OpenAIAgentPolicy:
+    """A model behind a server with the chat API of OpenAI: text only, so its episodes cannot be trained on as they are.
+
+        async with OpenAITextEngine("http://127.0.0.1:8000", "expert") as server:
+            episode = await run_episode(OpenAIAgentPolicy(server), GridWorld, prompt)
+
+    agent_integration.trajectory_to_sample makes supervised samples of what it did.
+    """
+
+    def __init__(
+        self,
+        server: TextEngine,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = 1.0,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        wants_stop: WantsStop | None = None,
+    ) -> None:
+        """
+        Args:
+            server: an OpenAITextEngine.
+            max_tokens: of an action; cut to what the episode leaves; None = the server's limit.
+            temperature: None = the server's.
+            tools: JSON schemas that the server is given. Its calls are written into the text in Hermes' form, where the environment reads
+                them, and are sent back as calls. None = the model is told of tools by the environment alone, and results are a user's.
+            wants_stop: of the text of an action.
+        """
+        self._server, self._max_tokens, self._temperature = server, max_tokens, temperature
+        self._tools = None if tools is None else tuple(tools)
+        self._wants_stop = wants_stop
+
+    async def get_action(self, request: ActionRequest) -> AgentAction:
+        """One answer. Raises what the server's engine raises."""
+        limits = [limit for limit in (self._max_tokens, request.max_tokens) if limit is not None]
+        answer = await self._server.complete(
+            to_openai_messages(request.messages, with_calls=self._tools is not None),
+            max_tokens=min(limits, default=None),
+            temperature=0.0 if request.greedy else self._temperature,
+            seed=request.seed,
+            tools=self._tools,
+        )
+        text = "\n".join([answer.text] * bool(answer.text) + [_write_call(call) for call in answer.tool_calls])
+        return AgentAction(
+            text=text,
+            was_cut=answer.finish_reason == "length",
+            wants_stop=self._wants_stop is not None and self._wants_stop(text),
+        )
+
+
+_CALL = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
+
+
+def to_openai_messages(messages: Sequence[Message], *, with_calls: bool) -> tuple[Message, ...]:
+    """Messages of an episode as a chat server takes them.
+
+    Args:
+        with_calls: whether the server knows of tools: then calls stand in tool_calls and not in the text, and a tool message answers one of
+            them, or it becomes a user's; else calls stay in the text, and all tool messages become a user's.
+    """
+    known: set[str] = set()
+    out: list[Message] = []
+    for message in messages:
+        if message.tool_calls and with_calls:
+            known.update(str(call.get("id")) for call in message.tool_calls)
+            out.append(replace(message, content=_CALL.sub("\n", message.content or "").strip() or None))
+        elif message.tool_calls and message.content:
+            out.append(replace(message, tool_calls=None))
+        elif message.role == "tool" and message.tool_call_id not in known:
+            out.append(Message(role="user", content=message.content))
+        else:
+            out.append(message)
+    return tuple(out)
+
+
+def _write_call(call: Mapping[str, Any]) -> str:
+    """A call of the OpenAI form as text in Hermes' form. Arguments that are no JSON stay as they are, for the parser to complain of."""
+    function: Mapping[str, Any] = call.get("function") or {}
+    arguments = function.get("arguments") or "{}"
+    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return f'<tool_call>\n{{"name": {json.dumps(function.get("name"))}, "arguments": {arguments}}}\n</tool_call>'

@@ -1,24 +1,63 @@
-"""How an episode begins: what the model is told first, and by which key a state is known again."""
+"""What the episodes of a run have in common, and how one begins: what the model is told first, and by which key a state is known."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
+from rollouts.agent_policies import AgentPolicy
+from rollouts.chat_formats import ConversationFormat, create_chat_format, create_text_format
 from rollouts.environments.observations import observation_to_json, observation_to_messages
-from rollouts.environments.protocol import Environment
+from rollouts.environments.protocol import Environment, EnvironmentConfig, EnvironmentFactory
 from rollouts.episode_config import EpisodeConfig
 from rollouts.errors import DataError, EnvironmentFault, locate_error
-from rollouts.types import Message, PromptContent
+from rollouts.samples import derive_seed
+from rollouts.types import Message, Prompt, PromptContent
 
 
 def observation_key(observation: Any) -> str:
     """A short key that is equal for equal observations: a hash of their canonical JSON."""
     text = json.dumps(observation_to_json(observation), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return blake2b(text.encode("ascii"), digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeSetting:
+    """What the episodes of a run have in common."""
+
+    environment_factory: EnvironmentFactory
+    config: EpisodeConfig = field(default_factory=EpisodeConfig)
+    seed: int = 0  # of environments and of sampling, keyed by prompt, sample and turn
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # for the chat template
+    # of an observation before an action, equal for equal states: Turn.state, for algorithms that compare steps (GiGPO)
+    state_key: Callable[[Any], str | None] = observation_key
+    # of a prompt and the seed of its environments; None = EnvironmentConfig(seed=seed, parameters=prompt.metadata)
+    create_environment_config: Callable[[Prompt, int], EnvironmentConfig] | None = None
+
+    def environment_config(self, prompt: Prompt) -> EnvironmentConfig:
+        """What the environments of a prompt are reset with."""
+        seed = derive_seed(self.seed, prompt.index)
+        if self.create_environment_config is not None:
+            return self.create_environment_config(prompt, seed)
+        return EnvironmentConfig(seed=seed, parameters=prompt.metadata)
+
+
+def create_conversation_format(policy: AgentPolicy, prompt: Prompt, setting: EpisodeSetting) -> ConversationFormat | None:
+    """How the conversations of a prompt's episodes become tokens; None where the policy has no tokenizer.
+
+    Raises: DataError if the tokenizer's chat template cannot be used, see create_chat_format.
+    """
+    tokenizer: Any = getattr(policy, "tokenizer", None)
+    if tokenizer is None:
+        return None
+    config, is_text = setting.config, isinstance(prompt.content, str)
+    wants_chat = not (prompt.content and is_text) and (bool(getattr(tokenizer, "chat_template", None)) or bool(prompt.content))
+    if wants_chat if config.chat is None else config.chat:
+        return create_chat_format(tokenizer, setting.template_kwargs)
+    return create_text_format(tokenizer, config.separator)
 
 
 def ask_environment(environment: Environment, method: str) -> str:

@@ -14,12 +14,12 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors", "checks", "types", "steps"),
     (
-        "chat", "samples", "filters", "episode_columns", "batching", "logprobs", "statistics", "advantages", "gigpo", "gigpo_steps", "loss_weights", "kl",
-        "surrogates", "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators",
+        "chat", "samples", "filters", "episode_columns", "batching", "logprobs", "statistics", "advantages", "gigpo", "gigpo_steps",
+        "loss_weights", "kl", "surrogates", "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness", "estimators",
         "algorithms", "config_json", "config", "async_config", "episode_config", "chat_formats", "transcripts", "trajectory_records",
     ),
     (
-        "char_tokenizer", "data_buffer", "datasets", "packing", "model_weights", "checkpoints", "metrics", "trajectories",
+        "char_tokenizer", "data_buffer", "datasets", "preference_data", "packing", "model_weights", "checkpoints", "metrics", "trajectories",
         "rewards", "sandbox", "environments", "engines", "backends",
     ),
     (
@@ -27,7 +27,7 @@ LAYERS = (
         "rollout_runs", "finished_rollouts", "refused_groups", "rollout_book", "rollout_producer", "resident_samples", "executor_parts",
         "async_rollouts", "weight_sync", "served_weights", "training_steps",
         "requirements", "train_on_rollouts", "proximal_recompute", "workflows",
-        "agent_policies", "episode_openings", "episodes", "episode_groups", "multi_turn", "rollout_worker", "agent_integration",
+        "agent_policies", "episode_openings", "episode_course", "episodes", "episode_groups", "multi_turn", "rollout_worker", "agent_integration",
         "engine_parity", "sft_loop", "reward_model_loop", "rl_run", "rl_loop", "testing",
     ),
 )  # fmt: skip
