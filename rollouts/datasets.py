@@ -102,7 +102,7 @@ def load_sft_conversations(source: Source, *, skip_bad_rows: bool = False) -> Lo
 
     Raises: DataError that names file and line.
     """
-    return _load_mixture(source, _parse_sft_row, skip_bad_rows)
+    return load_rows(source, _parse_sft_row, skip_bad_rows)
 
 
 def load_rl_prompts(
@@ -126,7 +126,7 @@ def load_rl_prompts(
     def parse(row: Row, where: str) -> Prompt:
         return _parse_rl_row(row, where, require_ground_truth, as_messages)
 
-    return _load_mixture(source, parse, skip_bad_rows)
+    return load_rows(source, parse, skip_bad_rows)
 
 
 def prepare_sft_samples(
@@ -249,7 +249,12 @@ def _final_answer(answer: Any) -> Any:
     return answer.rsplit("####", 1)[1].strip().replace(",", "")
 
 
-def _load_mixture(source: Source, parse: Callable[[Row, str], T], skip_bad_rows: bool) -> LoadedRows[T]:
+def load_rows(source: Source, parse: Callable[[Row, str], T], skip_bad_rows: bool = False) -> LoadedRows[T]:
+    """Rows of any kind from the files that `source` names.
+
+    Args:
+        parse: (row, "file, line n") -> what it becomes; raises DataError, naming the place, for a row that it cannot use.
+    """
     items = [source] if isinstance(source, (str, Path, DatasetSpec)) else list(source)
     if not items:
         raise DataError("the list of data sets is empty: name at least one file or folder")

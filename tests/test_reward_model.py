@@ -52,7 +52,8 @@ def make_samples(n: int = 12, group_size: int = 4) -> list[Sample]:
 def test_scores_are_those_of_transformers_at_the_last_token():
     model, samples = make_model(), make_samples()
     reference = make_model().eval()
-    expected = [float(reference(input_ids=torch.tensor([s.tokens])).logits[0, 0]) for s in samples]
+    with torch.no_grad():
+        expected = [float(reference(input_ids=torch.tensor([s.tokens])).logits[0, 0]) for s in samples]
     found = RewardModel(model).score_samples(samples)
     assert found == pytest.approx(expected, abs=1e-5)
     assert len(set(found)) == len(found)
@@ -122,7 +123,7 @@ def save(directory: Path, **options: Any) -> Path:
 
 def test_models_that_are_no_reward_models_are_refused(tmp_path: Path):
     create_tiny_model().save_pretrained(tmp_path / "language")
-    with pytest.raises(ConfigError, match="Qwen3ForCausalLM, expected one that ends with ForSequenceClassification.*train_reward_model"):
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM, expected one ending with ForSequenceClassification.*train_reward_model"):
         load_reward_model(tmp_path / "language")
     labels = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
     change_config(save(tmp_path / "classes"), **labels)

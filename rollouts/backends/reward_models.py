@@ -75,7 +75,7 @@ def load_reward_model(
         kinds = cast("list[str]", getattr(config, "architectures", None) or [])
         if not is_reward_model(config):
             raise ConfigError(
-                f"{directory} is a {' or '.join(kinds) or 'model of no stated kind'}, expected one that ends with ForSequenceClassification: "
+                f"{directory} is a {' or '.join(kinds) or 'model of no stated kind'}, expected one ending with ForSequenceClassification: "
                 "it has no head that scores. Train one from it (train_reward_model), or serve a model of another kind and ask it over HTTP "
                 "(open_remote_reward)"
             )

@@ -1,0 +1,124 @@
+"""Pairs of answers that a reward model is trained on: made from the task of sorting digits, where the right answer is known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from integration.tasks import Task
+from rollouts.chat import tokenize_prompt
+from rollouts.errors import ConfigError
+from rollouts.preferences import PreferencePair
+from rollouts.types import Prompt, Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Spoil = Callable[[random.Random, str, str], str]
+"""f(generator, problem, right answer) -> an answer, wrong as a rule."""
+
+
+def create_answer_pairs(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_tokens: int, pairs_per_prompt: int = 1, seed: int = 0
+) -> tuple[PreferencePair, ...]:
+    """For each prompt the right answer, preferred to one that is wrong in one of many ways.
+
+    The wrong ones are such as a policy gives that has not learned the task, or that looks for holes in the reward: digits in the wrong
+    order, lost, doubled or exchanged, nothing at all, and right answers that do not end.
+
+    Args:
+        prompts: of the sort task, with the right answer in metadata["ground_truth"].
+        max_tokens: of a response; an answer that does not end has so many.
+        pairs_per_prompt: each with another wrong answer, or the same by chance.
+        seed: of the wrong answers.
+    """
+    generator = random.Random(seed)
+    eos = tokenizer.eos_token_id
+    assert isinstance(eos, int), f"the tokenizer's eos_token_id is {eos!r}, expected one id"
+    pairs: list[PreferencePair] = []
+
+    def make(prompt: Prompt, answer: str, ends: bool) -> Sample:
+        asked = tokenize_prompt(tokenizer, prompt.content)
+        tokens = tokenize_prompt(tokenizer, answer) if answer else ()
+        answered = (*tokens, eos) if ends else tokens[:max_tokens]
+        return Sample(
+            prompt=prompt.content,
+            tokens=(*asked, *answered),
+            loss_mask=(*(0.0,) * (len(asked) + len(answered) - 1), 1.0),
+            response=answer,
+            status=Status.COMPLETED if ends else Status.TRUNCATED,
+            metadata=dict(prompt.metadata),
+        )
+
+    for prompt in prompts:
+        right = str(prompt.metadata["ground_truth"])
+        problem = str(prompt.content).removeprefix("s").removesuffix("=")
+        chosen = make(prompt, right, True)
+        for _ in range(pairs_per_prompt):
+            wrong, ends = _spoil(generator, problem, right, max_tokens)
+            pairs.append(PreferencePair(chosen, make(prompt, wrong, ends)))
+    return tuple(pairs)
+
+
+def create_task_pairs(
+    tokenizer: PreTrainedTokenizerBase, task: Task, *, pairs_per_prompt: int = 2, heldout_per_prompt: int = 4, seed: int = 0
+) -> tuple[tuple[PreferencePair, ...], tuple[PreferencePair, ...]]:
+    """Pairs to train on, and pairs of held-out problems. Raises ConfigError for a task whose right answers are not known to this file."""
+    if task.name not in ("sort", "sort-long"):
+        raise ConfigError(f"there are no pairs of the task {task.name!r}: give --data.path FILE.jsonl with chosen and rejected answers")
+    options = {"max_tokens": task.max_tokens}
+    train = create_answer_pairs(tokenizer, task.train_prompts, pairs_per_prompt=pairs_per_prompt, seed=seed, **options)
+    heldout = create_answer_pairs(tokenizer, task.heldout_prompts, pairs_per_prompt=heldout_per_prompt, seed=seed + 1, **options)
+    return train, heldout
+
+
+def _spoil(generator: random.Random, problem: str, right: str, max_tokens: int) -> tuple[str, bool]:
+    """A wrong answer, and whether it ends."""
+    if generator.random() < 0.1:
+        return right + "".join(generator.choices("0123456789", k=max_tokens)), False
+    while True:
+        wrong = generator.choice((_reverse, _copy, _shuffle, _swap, _drop, _double, _exchange, _exchange, _invent))(
+            generator, problem, right
+        )
+        if wrong != right:
+            return wrong, True
+
+
+def _reverse(generator: random.Random, problem: str, right: str) -> str:
+    return right[::-1]
+
+
+def _copy(generator: random.Random, problem: str, right: str) -> str:
+    return problem
+
+
+def _shuffle(generator: random.Random, problem: str, right: str) -> str:
+    return "".join(generator.sample(right, len(right)))
+
+
+def _swap(generator: random.Random, problem: str, right: str) -> str:
+    i = generator.randrange(len(right) - 1)
+    return right[:i] + right[i + 1] + right[i] + right[i + 2 :]
+
+
+def _drop(generator: random.Random, problem: str, right: str) -> str:
+    i = generator.randrange(len(right))
+    return right[:i] + right[i + 1 :]
+
+
+def _double(generator: random.Random, problem: str, right: str) -> str:
+    i = generator.randrange(len(right))
+    return right[:i] + right[i] + right[i:]
+
+
+def _exchange(generator: random.Random, problem: str, right: str) -> str:
+    """One digit for another, the order kept."""
+    i = generator.randrange(len(right))
+    return "".join(sorted(right[:i] + generator.choice("0123456789") + right[i + 1 :]))
+
+
+def _invent(generator: random.Random, problem: str, right: str) -> str:
+    """Digits that have nothing to do with the problem, sorted or not; or none."""
+    digits = generator.choices("0123456789", k=generator.randrange(len(right) + 2))
+    return "".join(sorted(digits) if generator.random() < 0.7 else digits)
