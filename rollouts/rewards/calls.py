@@ -187,7 +187,7 @@ async def _call_until(call: Callable[[], Any], name: str, where: str, config: Re
         if isinstance(outcome, tuple) and inspect.isawaitable(outcome[0]):
             try:
                 outcome = (await outcome[0],)
-            except Exception as error:  # see _attempt
+            except Exception as error:  # see _call
                 raise _create_failure(name, where, error) from error
         if isinstance(outcome, RewardError):
             raise outcome
@@ -229,11 +229,16 @@ async def _run_in_thread(function: Callable[[], T]) -> T:
 
 def _attempt(call: Callable[[], Any], name: str, where: str) -> Outcome:
     try:
-        return (call(),)
+        return (_call(call, name, where),)
+    except RewardError as error:
+        return error
+
+
+def _call(call: Callable[[], Any], name: str, where: str) -> Any:
+    try:
+        return call()
     except Exception as error:  # the function is the user's: whatever it raises, the policy that the user chose decides
-        failure = _create_failure(name, where, error)
-        failure.__cause__ = error
-        return failure
+        raise _create_failure(name, where, error) from error
 
 
 def _create_failure(name: str, where: str, error: Exception) -> RewardError:

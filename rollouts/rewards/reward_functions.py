@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args, overload
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from rollouts.config import suggest
 from rollouts.errors import ConfigError, RewardError
@@ -134,14 +134,6 @@ _CLASSES = (
     (("batch", False), BatchRewardFunction),
     (("batch", True), AsyncBatchRewardFunction),
 )
-
-
-@overload
-def reward_function(function: Callable[..., Any], /) -> RewardFunction: ...
-
-
-@overload
-def reward_function(*, mode: RewardMode = "pointwise") -> Callable[[Callable[..., Any]], RewardFunction]: ...
 
 
 def reward_function(function: Callable[..., Any] | None = None, /, *, mode: RewardMode = "pointwise") -> Any:
