@@ -1,0 +1,230 @@
+"""The first process of a sandbox: trusted, and alone in reach of the descriptors that lead out.
+
+It makes the namespaces (unless bubblewrap has), starts the confined process, watches it, reports on a pipe that nothing else has, and ends.
+In a PID namespace everything else ends with it: a fork bomb and a daemon, too. It also ends when the process that wanted the sandbox does.
+
+Started by launch.spawn, on Linux, with the standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import time
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from rollouts.sandbox.kernel import (
+    CLONE_NEWCGROUP,
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWUSER,
+    CLONE_NEWUTS,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    drop_capabilities,
+    prctl,
+    unshare,
+)  # fmt: skip
+from rollouts.sandbox.landlock import restrict
+from rollouts.sandbox.messages import encode_message, read_message, write_all
+from rollouts.sandbox.processes import kill_descendants, set_limit
+
+WATCH_S = 0.02  # between looks at the processes: what a bomb has until it is seen
+WATCH_IDLE_S = 0.1  # while there is one process that has not computed since the last look
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def main(control: int) -> NoReturn:
+    """Read the configuration from `control`, run what it names, report, and end."""
+    config: dict[str, Any] = read_message(control)
+    status: int = config["status"]
+    os.set_inheritable(status, False)
+    os.set_inheritable(control, False)
+    try:
+        code = _run(config, control, status)
+    except Exception as error:
+        write_all(status, encode_message({"error": f"{type(error).__name__}: {error}"}))
+        raise SystemExit(1) from error
+    os._exit(code)
+
+
+def _run(config: dict[str, Any], control: int, status: int) -> int:
+    """Everything between the configuration and the report; returns the exit status of this process."""
+    if config["namespaces"]:
+        _enter_namespaces(config)
+    assert not config["isolated"] or os.getpid() == 1, f"process {os.getpid()} is not the first of a PID namespace"
+    if config["isolated"]:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the process outside that made the namespaces ends
+    prctl(PR_SET_DUMPABLE, 0)  # nothing of the same user reads or traces this process
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    scratch = _fill_scratch(config)
+    try:
+        child = _start(config, status, scratch)
+        write_all(status, encode_message({"started": child}))
+        report = _watch(config, child, control)
+        if not config["isolated"]:
+            kill_descendants()
+    finally:
+        if not config["isolated"]:
+            _remove(scratch)
+    with suppress(BrokenPipeError):
+        write_all(status, encode_message(report))
+    return 0
+
+
+def _enter_namespaces(config: dict[str, Any]) -> None:
+    """Go on as the first process of new namespaces; the process that called waits for its end in a fork of its own and ends with it."""
+    from rollouts.sandbox.mounts import build_root
+
+    user, group = os.geteuid(), os.getegid()
+    unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    child = os.fork()
+    if child != 0:
+        os.closerange(0, 1024)
+        os.waitpid(child, 0)  # returns when everything in the namespace has ended
+        os._exit(0)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    build_root(config)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    drop_capabilities()
+
+
+def _fill_scratch(config: dict[str, Any]) -> str:
+    """The scratch directory, with the files that were sent, as working directory."""
+    scratch: str = config["scratch"]
+    os.chdir(scratch)
+    for name, text in config["files"].items():
+        os.makedirs(os.path.dirname(os.path.join(scratch, name)), exist_ok=True)
+        with open(name, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            file.write(text)
+    return scratch
+
+
+def _remove(scratch: str) -> None:
+    """Remove a scratch directory, whatever its owner did to the permissions in it. Symbolic links are not followed."""
+    import shutil
+
+    for folder, _, _ in os.walk(scratch):
+        os.chmod(folder, 0o700)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _start(config: dict[str, Any], status: int, scratch: str) -> int:
+    """Start the confined process; its id."""
+    for number in config["keep"]:
+        os.set_inheritable(number, False)
+    child = os.fork()
+    if child != 0:
+        for number in (0, 1, 2, *config["keep"]):
+            os.close(number)  # so that their other ends see when the confined process has closed them
+        return child
+    try:
+        os.setsid()
+        limits = config["limits"]
+        worker = config["worker"]
+        set_limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
+        set_limit(resource.RLIMIT_NOFILE, 256)
+        set_limit(resource.RLIMIT_CORE, 0)
+        if config["count_by_namespace"]:
+            set_limit(resource.RLIMIT_NPROC, limits["num_processes"] + 4)  # of these two: this process's parent, and its parent outside
+        if worker is None or not worker["fork"]:
+            set_limit(resource.RLIMIT_AS, limits["memory_bytes"])
+        if worker is None:
+            set_limit(resource.RLIMIT_CPU, limits["cpu_s"], slack=1)
+        size = os.open("/proc/self/statm", os.O_RDONLY)
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        restrict([*config["readable"], "/proc"], [scratch, *config["devices"]])
+        kept = {0, 1, 2, status, *((size, *config["keep"]) if worker is not None else ())}
+        for number in range(3, 1024):
+            if number not in kept:
+                with suppress(OSError):
+                    os.close(number)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        if worker is None:
+            os.execvp(config["argv"][0], config["argv"])
+        os.close(status)
+        from rollouts.sandbox.worker import serve
+
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        serve(worker, {**limits, "size": size}, config["isolated"])
+    except OSError as error:
+        what = config["argv"][0] if config["argv"] else "the worker"
+        with suppress(OSError):
+            write_all(status, encode_message({"error": f"cannot start {what}: {error}"}))
+    finally:
+        os._exit(127)
+
+
+def _watch(config: dict[str, Any], child: int, control: int) -> dict[str, Any]:
+    """Wait for the confined process's end; the report. Ends this process at once when nobody wants the sandbox any more."""
+    limits, worker = config["limits"], config["worker"]
+    processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if config["isolated"] and os.path.exists("/proc/1") else -1
+    poll = select.poll()
+    ended = os.pidfd_open(child)
+    for descriptor in (ended, control, config["parent"]):
+        poll.register(descriptor, select.POLLIN)
+    start = time.monotonic()
+    deadline = start + limits["wall_s"] if worker is None else None
+    ticks, interval = -1.0, WATCH_S
+    while True:
+        left = interval if deadline is None else min(interval, max(deadline - time.monotonic(), 0.0))
+        ready = {number for number, _ in poll.poll(left * 1000 + 1)}
+        duration = time.monotonic() - start
+        if ended in ready:
+            _, status, used = os.wait4(child, 0)
+            return {"returncode": os.waitstatus_to_exitcode(status), "duration_s": duration, "cpu_s": used.ru_utime + used.ru_stime}
+        if ready:  # the control pipe is closed, or the process that wanted the sandbox has ended
+            if config["isolated"]:
+                os._exit(0)
+            return {"killed_by": "died", "duration_s": duration}
+        if deadline is not None and time.monotonic() >= deadline:
+            return {"killed_by": "wall", "duration_s": duration}
+        _reap(child)
+        if processes >= 0:
+            skipped = child if worker is not None and worker["fork"] else -1
+            count, memory, now = _usage(processes, skipped)
+            if count > limits["num_processes"]:
+                return {"killed_by": "processes", "duration_s": duration}
+            if memory > limits["memory_bytes"]:
+                return {"killed_by": "memory", "duration_s": duration}
+            interval, ticks = (WATCH_IDLE_S if count == 0 and now == ticks and skipped >= 0 else WATCH_S), now
+
+
+def _reap(child: int) -> None:
+    """Take leave of orphans that have ended, but not of the confined process itself."""
+    with suppress(ChildProcessError):
+        while True:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None or found.si_pid == child:
+                return
+            os.waitpid(found.si_pid, 0)
+
+
+def _usage(processes: int, skipped: int) -> tuple[int, int, float]:
+    """Threads, and bytes of resident memory, of all processes of the namespace but the first and `skipped`; processor ticks of all."""
+    count, pages, ticks = 0, 0, 0.0
+    for name in os.listdir(processes):
+        if name.isdigit() and name != "1":
+            with suppress(OSError):
+                descriptor = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=processes)
+                try:
+                    fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
+                finally:
+                    os.close(descriptor)
+                ticks += int(fields[11]) + int(fields[12])
+                if int(name) != skipped:
+                    count += int(fields[17])
+                    pages += int(fields[21])
+    return count, pages * PAGE_BYTES, ticks

@@ -1,0 +1,342 @@
+"""Warm workers in sandboxes: a call of a function costs milliseconds, and cannot harm the caller or the next call.
+
+    async with SandboxPool("my_rewards.py:score", num_workers=2, limits=SandboxLimits(wall_s=2.0)) as pool:
+        result = await pool.call({"answer": "42"})     # CallResult; never raises for what the function does
+        reward = result.value if result.ok else None   # result.failure, result.error say why not
+
+A worker imports the function once. Each call then runs in a process forked from it, which ends with the call, as does all that it started:
+no variable, file handle or process is left for the next one; files in the scratch directory are. With fresh_process=False the worker calls
+the function itself, which saves a millisecond, keeps state between calls, and is for functions that are trusted with it; there a call that
+exceeds its time costs a new worker.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import trio
+
+from rollouts.errors import SandboxError
+from rollouts.sandbox.confinement import Confinement, package_folders, plan_layout
+from rollouts.sandbox.launch import STARTUP_S, Plan, Sandbox
+from rollouts.sandbox.limits import CallResult, SandboxFailure, SandboxLimits
+from rollouts.sandbox.messages import LENGTH_BYTES, encode_message
+from rollouts.sandbox.run import find_confinement
+
+HEADER_BYTES = 1 << 20  # of a worker's message besides the answer: what the call printed is in it
+BACKUP_S = 5.0  # after a call's deadline, until a worker that does not hold it is killed
+
+
+class SandboxPool:
+    """Workers that run one function on JSON, confined. Used with `async with`, which ends all of them.
+
+    At most `num_workers` calls run at a time; further ones wait. A worker that hangs, dies or exceeds a limit is replaced.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        num_workers: int = 2,
+        limits: SandboxLimits | None = None,
+        confinement: Confinement | None = None,
+        readable: Sequence[str | Path] = (),
+        python_path: Sequence[str | Path] = (),
+        environment: Mapping[str, str] | None = None,
+        packages: bool = True,
+        fresh_process: bool = True,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            function: "package.module:name" or "path/to/file.py:name". It is called with one argument, the payload, and returns JSON.
+            num_workers: processes that are kept ready.
+            limits: of each call; SandboxLimits() by default.
+            confinement: the level; find_confinement() by default.
+            readable: files and folders that can be read inside.
+            python_path: folders from which the function's module can import, besides the installed packages.
+            environment: further variables. Give no secrets.
+            packages: this environment's installed packages can be imported.
+            fresh_process: each call in a process of its own; False: in the worker itself.
+
+        Raises:
+            SandboxError: the function cannot be found, or no confinement works here.
+        """
+        if num_workers < 1:
+            raise SandboxError(f"a pool needs at least 1 worker, found num_workers={num_workers}")
+        module, source, folders = _locate(function)
+        self.limits = limits or SandboxLimits()
+        self.num_workers = num_workers
+        self.num_started = 0  # workers so far
+        paths = [os.path.realpath(path) for path in (*python_path, *(package_folders() if packages else ()))]
+        worker = {
+            "fork": fresh_process,
+            "module": module,
+            "source": source,
+            "function": function.rpartition(":")[2],
+            "python_path": [*paths, *(str(Path(folder).parent) for folder in folders)],
+        }
+        layout = plan_layout((*readable, *paths, *folders))
+        self._plan = Plan(confinement or find_confinement(), self.limits, layout, worker=worker, environment=dict(environment or {}))
+        self._limiter = trio.CapacityLimiter(num_workers)
+        self._workers: list[_Worker] = []
+        self._idle: list[_Worker] = []
+        self._open = False
+
+    async def __aenter__(self) -> SandboxPool:
+        """Start the first worker, so that a function that cannot be loaded is an error here; the others start when they are needed.
+
+        Raises:
+            SandboxError: the worker did not start; has what the function's module raised.
+        """
+        self._open = True
+        try:
+            self._idle.append(await self._start())
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End all workers and what they run; calls in progress raise SandboxError."""
+        self._open = False
+        self._idle.clear()
+        while self._workers:
+            await self._discard(self._workers[-1])
+
+    async def call(self, payload: Any) -> CallResult:
+        """Run the function once.
+
+        Args:
+            payload: its argument, of JSON values.
+
+        Returns: its value, or the failure: an exception, a limit, no result, or one that is no JSON.
+
+        Raises:
+            SandboxError: the payload is no JSON, the pool is closed, or no worker can be started.
+        """
+        nonce = secrets.token_hex(16)
+        try:
+            request = encode_message({"nonce": nonce, "payload": payload})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SandboxError(f"the payload of a call is not JSON: {type(error).__name__}: {error}") from error
+        async with self._limiter:
+            for _ in range(2):  # a worker may have ended before the call, through no fault of the call's
+                result = await self._call_once(request, nonce)
+                if result is not None:
+                    return result
+        raise SandboxError(f"two workers of the sandbox ended before they took a call ({self._plan.confinement.name})")
+
+    async def _call_once(self, request: bytes, nonce: str) -> CallResult | None:
+        """A call on a worker; None where the worker had ended before."""
+        worker: _Worker | None = None
+        kept = False
+        try:
+            if not self._open:
+                raise SandboxError("the pool of sandboxes is closed: call it within its `async with` block")
+            worker = self._idle.pop() if self._idle else await self._start()
+            result, kept = await worker.call(request, nonce)
+            if not self._open:
+                raise SandboxError("the pool of sandboxes was closed during a call")
+            return result
+        finally:
+            if worker is not None:
+                if kept and self._open:
+                    self._idle.append(worker)
+                else:
+                    await self._discard(worker)
+
+    async def _start(self) -> _Worker:
+        """A worker that has loaded the function."""
+        self.num_started += 1
+        worker = _Worker(self._plan)
+        self._workers.append(worker)
+        try:
+            await worker.start()
+        except BaseException:
+            await self._discard(worker)
+            raise
+        return worker
+
+    async def _discard(self, worker: _Worker) -> None:
+        """End a worker. Cannot be canceled."""
+        with suppress(ValueError):
+            self._workers.remove(worker)
+        await worker.close()
+
+
+def _locate(function: str) -> tuple[str, str | None, tuple[str, ...]]:
+    """Of "module:name" or "file.py:name": the module's name, the source text of a file, and what must be readable to import it."""
+    place, _, name = function.rpartition(":")
+    if not place or not name.isidentifier():
+        raise SandboxError(f"a function for a sandbox is named 'package.module:name' or 'file.py:name', found {function!r}")
+    if place.endswith(".py"):
+        try:
+            return Path(place).stem, Path(place).read_text(), ()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SandboxError(f"cannot read {place}: {error}") from error
+    top = place.split(".")[0]
+    spec = importlib.util.find_spec(top)
+    if spec is None:
+        raise SandboxError(f"there is no module {top!r} here for the sandboxed function {function!r}")
+    folders = tuple(os.path.realpath(path) for path in spec.submodule_search_locations or () if os.path.exists(path))
+    if not folders and spec.origin is not None and os.path.exists(spec.origin):
+        folders = (os.path.realpath(spec.origin),)
+    installed = (*package_folders(), os.path.realpath(sys.base_prefix))
+    return place, None, tuple(path for path in folders if not any(Path(path).is_relative_to(place) for place in installed))
+
+
+class _Worker:
+    """One sandbox with a worker in it, and its pipes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.sandbox: Sandbox | None = None
+        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
+        request, self._requests = os.pipe()
+        self._results, result = os.pipe()
+        worker = {**(plan.worker or {}), "requests": request, "results": result}
+        self._theirs = (request, result)
+        self._run = Plan(plan.confinement, plan.limits, plan.layout, worker=worker, environment=plan.environment)
+        self.requests = trio.lowlevel.FdStream(self._requests)
+        self.results = trio.lowlevel.FdStream(self._results)
+        self.data = bytearray()
+
+    async def start(self) -> None:
+        """Start, and wait until the function is loaded.
+
+        Raises:
+            SandboxError: it is not; says why.
+        """
+        with open(os.devnull, "r+b", buffering=0) as null:
+            try:
+                self.sandbox = Sandbox(self._run, stdin=null.fileno(), stdout=null.fileno(), stderr=self.errors.fileno(), keep=self._theirs)
+            finally:
+                for number in self._theirs:
+                    os.close(number)
+        name = self.plan.confinement.name
+        with trio.move_on_after(STARTUP_S):
+            await self.sandbox.configure()
+            message = await self._receive()
+            if message is None:
+                report = await self.sandbox.report()
+                self.errors.seek(0)
+                said = self.errors.read(2000).decode(errors="replace").strip()
+                raise SandboxError(f"sandbox ({name}): the worker ended before it was ready: {report.get('killed_by') or said or report}")
+            if "ready" not in message:
+                raise SandboxError(f"sandbox ({name}): {self._run.worker['module']} cannot be loaded: {message.get('error')}")  # pyright: ignore
+            return
+        raise SandboxError(f"sandbox ({name}): the worker was not ready within {STARTUP_S} s; does its module compute when it is imported?")
+
+    async def call(self, request: bytes, nonce: str) -> tuple[CallResult | None, bool]:
+        """(the result, whether the worker can be used again); no result where the worker had ended before it took the call."""
+        assert self.sandbox is not None, "the worker was not started"
+        limits, fork = self.plan.limits, (self.plan.worker or {})["fork"]
+        started = False
+        with trio.move_on_after(limits.wall_s + (BACKUP_S if fork else 0.0)):
+            with suppress(trio.BrokenResourceError):
+                await self.requests.send_all(request)
+            message = await self._receive()
+            started = message == {"nonce": nonce, "started": True}
+            if message is not None and not started:
+                return CallResult(None, SandboxFailure.DIED, "the worker broke its protocol"), False
+            header = await self._receive() if started else None
+            if header is not None and header.get("nonce") == nonce:
+                body = await self._take(min(header["body_bytes"], limits.output_bytes + HEADER_BYTES))
+                if body is not None:
+                    return _read_answer(header, bytes(body), limits), True
+            with suppress(SandboxError):
+                return self._explain_end(await self.sandbox.report(), started), False
+            return None, False
+        return CallResult(None, SandboxFailure.WALL, f"took longer than {limits.wall_s} s", duration_s=limits.wall_s), False
+
+    def _explain_end(self, report: Mapping[str, Any], started: bool) -> CallResult | None:
+        """What to say of a call whose worker ended."""
+        if not started:
+            return None
+        failure = SandboxFailure(report.get("killed_by", SandboxFailure.DIED))
+        return CallResult(None, failure, describe_failure(failure, self.plan.limits, report.get("returncode")))
+
+    async def _receive(self) -> dict[str, Any] | None:
+        """One message; None where the worker ended."""
+        length = await self._take(LENGTH_BYTES)
+        body = await self._take(min(int.from_bytes(length, "big"), HEADER_BYTES * 8)) if length is not None else None
+        return None if body is None else json.loads(body)
+
+    async def _take(self, count: int) -> bytearray | None:
+        """So many bytes; None where there are not as many."""
+        while len(self.data) < count:
+            part = await self.results.receive_some(max(count - len(self.data), 65536))
+            if not part:
+                return None
+            self.data += part
+        taken, self.data = self.data[:count], self.data[count:]
+        return taken
+
+    async def close(self) -> None:
+        """End it with all that it runs. Cannot be canceled."""
+        with trio.CancelScope(shield=True):
+            await self.requests.aclose()
+            await self.results.aclose()
+            if self.sandbox is not None:
+                await self.sandbox.close()
+        self.errors.close()
+
+
+def describe_failure(failure: SandboxFailure, limits: SandboxLimits, returncode: int | None) -> str:
+    """A failure in words."""
+    match failure:
+        case SandboxFailure.WALL:
+            return f"took longer than {limits.wall_s} s"
+        case SandboxFailure.CPU:
+            return f"used more than {limits.cpu_s} s of processor time"
+        case SandboxFailure.MEMORY:
+            return f"its processes used more than {limits.memory_bytes} bytes of memory together"
+        case SandboxFailure.PROCESSES:
+            return f"ran more than {limits.num_processes} processes and threads"
+        case SandboxFailure.FILE:
+            return f"wrote a file of more than {limits.file_bytes} bytes"
+        case SandboxFailure.OUTPUT:
+            return f"wrote more than {limits.output_bytes} bytes of output"
+        case SandboxFailure.RESULT:
+            return "returned what is no JSON"
+        case SandboxFailure.RAISED | SandboxFailure.DIED:
+            return f"ended before the call returned, with exit status {returncode}"
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _read_answer(header: Mapping[str, Any], body: bytes, limits: SandboxLimits) -> CallResult:
+    """The result of a call. The body was written by a process that nobody trusts."""
+    printed, duration = str(header.get("output", "")), float(header.get("duration_s", 0.0))
+    if "failure" in header:
+        failure = SandboxFailure(header["failure"])
+        return CallResult(None, failure, describe_failure(failure, limits, header.get("returncode")), printed, duration)
+    try:
+        answer = json.loads(body, parse_constant=_refuse_constant)
+        if not isinstance(answer, dict):
+            raise ValueError(f"expected an object, found {type(answer).__name__}")
+        json.dumps(answer, allow_nan=False, ensure_ascii=False).encode()  # 1e999 and halves of surrogate pairs are refused
+    except (ValueError, RecursionError) as error:
+        return CallResult(None, SandboxFailure.RESULT, f"returned what is no JSON: {error}", printed, duration)
+    if "value" in answer:
+        return CallResult(answer["value"], None, "", printed, duration)
+    failure = answer.get("failure")
+    known = (SandboxFailure.RAISED, SandboxFailure.RESULT, SandboxFailure.OUTPUT)
+    kind = next((other for other in known if failure == other), SandboxFailure.RAISED)
+    return CallResult(None, kind, str(answer.get("error", ""))[:8000], printed, duration)

@@ -1,0 +1,50 @@
+"""Ending and limiting processes inside of a sandbox. Linux only; standard library only."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from contextlib import suppress
+
+
+def set_limit(kind: int, value: float, slack: int = 0) -> None:
+    """Lower a limit for this process and all that it starts; never raises it. The hard limit is higher by `slack`."""
+    _, hard = resource.getrlimit(kind)
+    soft = int(-(-value // 1))
+    hard = soft + slack if hard == resource.RLIM_INFINITY else min(soft + slack, hard)
+    resource.setrlimit(kind, (min(soft, hard), hard))
+
+
+def kill_others() -> None:
+    """Kill all processes of this PID namespace but its first and this one, which must be a child of it; returns when they are gone.
+
+    The kernel signals all of them at once, and a fork that is under way fails, so a fork bomb cannot outrun this.
+    """
+    assert os.getppid() == 1, f"process {os.getpid()} is not the worker of a PID namespace: parent {os.getppid()}"
+    while True:
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0] != 0:
+                pass
+        time.sleep(0.0002)  # the first process takes leave of orphans
+
+
+def kill_descendants() -> None:
+    """Kill all that this process started, without a PID namespace: a subreaper becomes the parent of each orphan, one by one."""
+    while True:
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with suppress(OSError):
+                    with open(f"/proc/{name}/stat", "rb") as file:
+                        parent = int(file.read().rpartition(b")")[2].split()[1])
+                    if parent == os.getpid():
+                        os.kill(int(name), signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return

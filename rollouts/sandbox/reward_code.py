@@ -1,0 +1,80 @@
+"""Reward code as source text, from a user who is not trusted: executed in a sandbox, with a typed outcome.
+
+async with open_code_pool(num_workers=2, limits=SandboxLimits(wall_s=5.0)) as pool:
+    result = await execute_user_reward_code("def reward(messages, **_): return len(messages)", messages, pool=pool)
+    result.value, result.error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollouts.sandbox.confinement import Confinement
+from rollouts.sandbox.limits import CallResult, SandboxLimits
+from rollouts.sandbox.pool import SandboxPool
+
+
+def open_code_pool(
+    *,
+    num_workers: int = 1,
+    limits: SandboxLimits | None = None,
+    confinement: Confinement | None = None,
+    readable: Sequence[str | Path] = (),
+    packages: bool = True,
+) -> SandboxPool:
+    """A pool for execute_user_reward_code and execute_code; used with `async with`. For the arguments see SandboxPool."""
+    return SandboxPool(
+        "rollouts.sandbox.source_code:call_source", num_workers=num_workers, limits=limits, confinement=confinement, readable=readable,
+        packages=packages,
+    )  # fmt: skip
+
+
+async def execute_code(code: str, function: str, arguments: Mapping[str, Any], *, pool: SandboxPool) -> CallResult:
+    """Execute source text in a process of its own and call a function that it defines.
+
+    Args:
+        code: Python source text.
+        function: name of the function.
+        arguments: keyword arguments, of JSON values.
+        pool: of open_code_pool.
+
+    Returns: what the function returned, or why it did not: SyntaxError and all that the code does wrong are failures, not exceptions.
+    """
+    return await pool.call({"code": code, "function": function, "arguments": dict(arguments)})
+
+
+async def execute_user_reward_code(
+    code: str,
+    messages: Sequence[Mapping[str, Any]],
+    ground_truth: Any = None,
+    *,
+    function: str = "reward",
+    arguments: Mapping[str, Any] | None = None,
+    pool: SandboxPool | None = None,
+    limits: SandboxLimits | None = None,
+) -> CallResult:
+    """Execute reward code that nobody trusts, on a conversation.
+
+    Args:
+        code: Python source text that defines `function(messages, ground_truth, **arguments)`.
+        messages: the conversation, of JSON values.
+        ground_truth: given to the function if it is not None, of JSON values.
+        function: name of the function.
+        arguments: further keyword arguments, of JSON values.
+        pool: of open_code_pool. Without one a sandbox is started for this call, some 100 ms.
+        limits: of that sandbox.
+
+    Returns: the function's value as JSON, or a failure with result.error: an infinite loop ends at limits.wall_s with SandboxFailure.WALL.
+
+    Raises:
+        SandboxError: no sandbox can be started, or the messages are no JSON.
+    """
+    given = {"messages": [dict(message) for message in messages], **(arguments or {})}
+    if ground_truth is not None:
+        given["ground_truth"] = ground_truth
+    if pool is not None:
+        return await execute_code(code, function, given, pool=pool)
+    async with open_code_pool(limits=limits) as own:
+        return await execute_code(code, function, given, pool=own)
