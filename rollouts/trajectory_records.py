@@ -11,7 +11,20 @@ from torch import Tensor
 
 from rollouts.samples import describe_sample, sample_messages
 from rollouts.steps import StepData, Steps
-from rollouts.types import Sample, TrainBatch
+from rollouts.types import Sample, TrainBatch, Turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnEstimate:
+    """What the advantage of one turn is made of, where the estimator compares turns (GiGPO)."""
+
+    reward: float  # of the turn, with what the estimator added to it
+    return_to_go: float  # G_k, discounted rewards from the turn on
+    anchor: int  # number of the turns that it is compared with, in this training step only: those of its group from the same state
+    num_visits: int  # how many they are, in the whole training step, itself among them
+    episode_advantage: float  # A_E
+    step_advantage: float  # A_S
+    advantage: float  # both combined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +36,20 @@ class Estimate:
     returns: tuple[float, ...] | None = None  # aligned with Sample.tokens; None = the algorithm fills none
     values: tuple[float, ...] | None = None  # of a critic, before the step
     group_rewards: tuple[float, ...] = ()  # trained on, of all samples of its group, its own among them: a file may hold some only
+    turns: tuple[TurnEstimate, ...] | None = None  # of Sample.turns; None = the algorithm compares no turns
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as plain JSON values."""
         out = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["turns"] = None if self.turns is None else [vars(turn) for turn in self.turns]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in out.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Estimate:
         """The inverse of to_dict."""
         values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        if values.get("turns") is not None:
+            values["turns"] = tuple(turn if isinstance(turn, TurnEstimate) else TurnEstimate(**turn) for turn in values["turns"])
         return cls(**values)
 
 
@@ -49,6 +66,10 @@ class TrajectoryRecord:
             column = None if self.estimate is None else getattr(self.estimate, name)
             n = len(self.sample.tokens)
             assert column is None or len(column) == n, f"{describe_sample(self.sample)}: {len(column)} {name} for {n} tokens"
+        turns, of_sample = None if self.estimate is None else self.estimate.turns, self.sample.turns or ()
+        assert turns is None or len(turns) == len(of_sample), (
+            f"{describe_sample(self.sample)}: estimates of {len(turns)} turns for {len(of_sample)}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values: the sample's, and beside them what there is besides."""
@@ -96,6 +117,32 @@ def describe_estimate(batch: TrainBatch, row: int) -> Estimate:
         returns=_to_row(batch.returns, row, length),
         values=_to_row(batch.values, row, length),
         group_rewards=_to_floats(batch.rewards[group]),
+        turns=_describe_turns(batch.turns, row),
+    )
+
+
+def _describe_turns(turns: Turns | None, row: int) -> tuple[TurnEstimate, ...] | None:
+    levels = None if turns is None else turns.levels
+    if levels is None:
+        return None
+    anchors = levels.anchors[row]
+    count = int((anchors >= 0).sum())  # turns are the first columns of a row
+    columns = {
+        "reward": levels.rewards,
+        "return_to_go": levels.returns,
+        "step_advantage": levels.step,
+        "advantage": levels.combined,
+    }
+    numbers = {name: _to_floats(column[row, :count]) for name, column in columns.items()}
+    (episode,) = _to_floats(levels.episode[row : row + 1])
+    return tuple(
+        TurnEstimate(
+            anchor=anchor,
+            num_visits=int((levels.anchors == anchor).sum()),
+            episode_advantage=episode,
+            **{name: column[k] for name, column in numbers.items()},
+        )
+        for k, anchor in enumerate(anchors[:count].tolist())
     )
 
 
@@ -112,15 +159,17 @@ def derive_steps(record: TrajectoryRecord) -> Steps:
     """The steps of a record: those that it has, or what its sample says of them; none for a sample that is no episode.
 
     Of each of Sample.turns: its tokens, log-probs and reward, the mean advantage of its trained tokens, and, where metadata["messages"]
-    has the conversation, the text of the action and what came before it. The state key of a turn is step_info["state"].
+    has the conversation, the text of the action and what came before it. step_info has the state key of the turn as "state", and what its
+    advantage is made of where the algorithm compares turns: see TurnEstimate.
     """
     sample, estimate = record.sample, record.estimate
     if record.steps or not sample.turns:
         return record.steps
     messages = () if sample.metadata.get("messages") is None else sample_messages(sample)
     spoken = [i for i, message in enumerate(messages) if message.role == "assistant"][-len(sample.turns) :]
+    of_turns = (None,) * len(sample.turns) if estimate is None or estimate.turns is None else estimate.turns
     steps: list[StepData] = []
-    for k, turn in enumerate(sample.turns):
+    for k, (turn, known) in enumerate(zip(sample.turns, of_turns, strict=True)):
         place = slice(turn.start, turn.end)
         at = spoken[k] if len(spoken) == len(sample.turns) else None
         before = () if at is None else messages[spoken[k - 1] + 1 if k else 0 : at]
@@ -138,14 +187,20 @@ def derive_steps(record: TrajectoryRecord) -> Steps:
                 policy_tokens=sample.tokens[place],
                 policy_logprobs=None if sample.rollout_log_probs is None else sample.rollout_log_probs[place],
                 is_done=k == len(sample.turns) - 1,
-                step_info={} if turn.state is None else {"state": turn.state},
+                step_info=({} if turn.state is None else {"state": turn.state}) | _step_info(known),
                 base_reward=turn.reward,
+                return_to_go=None if known is None else known.return_to_go,
                 advantage=math.fsum(advantages) / len(advantages) if advantages else None,
                 sample_index=sample.index,
                 group_index=sample.group_index,
             )
         )
     return tuple(steps)
+
+
+def _step_info(turn: TurnEstimate | None) -> dict[str, Any]:
+    names = ("anchor", "num_visits", "episode_advantage", "step_advantage")
+    return {} if turn is None else {name: getattr(turn, name) for name in names}
 
 
 def attach_estimates(samples: Sequence[Sample], wanted: Iterable[Sample], batch: TrainBatch | None) -> tuple[TrajectoryRecord, ...]:
