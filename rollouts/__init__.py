@@ -101,9 +101,11 @@ _NAMES_OF_MODULES: Final = (
     ("proximal_recompute", "ProximalRecomputer create_proximal_recomputer score_with_engines score_with_trainer"),
     ("workflows", "EpisodeData EpisodeEngine LLMRequest RLVRWorkflow ReMaxWorkflow RolloutWorkflow adapt_reward_fn "
                   "create_workflow_generate_fn"),
-    ("agent_policies", "ActionRequest AgentAction AgentPolicy EngineAgentPolicy ScriptedAgentPolicy"),
+    ("agent_policies", "ActionRequest AgentAction AgentPolicy EngineAgentPolicy OpenAIAgentPolicy ScriptedAgentPolicy"),
     ("episodes", "Episode EpisodeSetting run_episode run_episode_group"),
     ("episode_groups", "create_episode_generate_fn create_policy_generate_fn"),
+    ("agent_integration", "agent_rollout_to_sample agent_rollouts_to_samples check_loss_mask sample_to_steps split_turns "
+                          "trajectories_to_samples trajectory_to_sample"),
     ("weight_sync", "sync_weights_in_memory sync_weights_to_engines"),
     ("sft_loop", "run_sft_training"),
     ("rl_loop", "restore_rl_run run_async_rl_training run_rl_training train_on_rollouts"),

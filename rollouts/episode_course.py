@@ -63,6 +63,7 @@ class Course:
         self._error: str | None = None
         self._temperature: float | None = None
         self._policy_metadata: dict[str, Any] = {}
+        self._num_opening = 0  # messages before the first action
         self._calls: dict[int, tuple[Mapping[str, Any], ...]] = {}  # of assistant messages, by their places: the template must not see them
 
     @property
@@ -109,6 +110,7 @@ class Course:
             describe_observation(environment, observation),
             self._config,
         )
+        self._num_opening = len(messages)
         self._transcript = begin_transcript(self._conversation, messages)
         room = self._room()
         if room is not None and room < 1:
@@ -216,6 +218,7 @@ class Course:
             "messages": [message.to_dict() for message in self._messages],
             "stop_reason": self._stop_reason.value,
             "num_turns": len(steps),
+            "num_opening_messages": self._num_opening,
             "environment_reward": reward,
             "failure": None if self._failure is None else self._failure.value,
             "steps": [_summarize_step(step) for step in steps],
