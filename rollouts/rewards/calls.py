@@ -97,10 +97,15 @@ def judge_now(reward_fn: RewardFn, samples: Sequence[Sample]) -> list[Any]:
 def check_opened(reward_fn: Any) -> None:
     """Raise ConfigError for a RewardSource: what it opens is the reward function."""
     if isinstance(reward_fn, RewardSource):
-        name = type(reward_fn).__name__
-        raise ConfigError(
-            f"{name} is to be opened first: `async with {name}(...).open_reward() as reward_fn`, which is the reward function"
-        )
+        raise create_unopened_error(reward_fn)
+
+
+def create_unopened_error(source: RewardSource) -> ConfigError:
+    """The error for a RewardSource that is called like what it opens."""
+    name = type(source).__name__
+    return ConfigError(
+        f"{name} is to be opened first: `async with source.open_reward() as reward_fn`, and reward_fn is the reward function"
+    )
 
 
 def check_values(values: Any, num_samples: int, name: str) -> list[Any]:

@@ -16,15 +16,23 @@ from rollouts.config import RewardConfig, check_setting
 from rollouts.rewards.calls import Judgement, RewardFn, judge_now, judge_samples
 from rollouts.rewards.results import parse_result
 from rollouts.samples import check_reward, compute_response_lengths, with_reward
+from rollouts.steps import Trajectory
 from rollouts.types import Group, Sample, Status
 
 UNSCORED = frozenset({Status.FAILED, Status.ABORTED})
 """Samples that have no response to judge."""
 
 
-def compute_reward(sample: Sample) -> float:
-    """The default reward: 1.0 if metadata["correct"] is true, else 0.0."""
-    return 1.0 if sample.metadata.get("correct") else 0.0
+def compute_reward(subject: Sample | Trajectory, environment: Any = None) -> float:
+    """The default reward. Of a sample 1.0 if metadata["correct"] is true, else 0.0; of a trajectory the sum of its rewards.
+
+    Args:
+        environment: not read: what it pays is in the trajectory. It is here because rewards of the form compute_reward(trajectory,
+            environment) have it; see trajectory_rewards.adapt_trajectory_reward for your own.
+    """
+    if isinstance(subject, Trajectory):
+        return math.fsum(subject.rewards)
+    return 1.0 if subject.metadata.get("correct") else 0.0
 
 
 def parse_reward(value: Any, sample: Sample, name: str) -> float:
