@@ -6,14 +6,15 @@ rewards count it once; a backend computes each of its contexts as a sequence of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from rollouts.samples import describe_sample
-from rollouts.types import Sample, Turns
+from rollouts.types import Sample, TurnLevels, Turns
 
 
 def collate_turns(samples: Sequence[Sample], width: int) -> Turns | None:
@@ -58,7 +59,16 @@ def _check_turns(sample: Sample) -> None:
 
 def select_turns(turns: Turns, rows: Tensor, width: int) -> Turns:
     """The turns of some rows # [R] int64, in that order, with as many token columns as `width` says; state ids stay as they are."""
-    return Turns(ids=turns.ids[rows, :width], states=turns.states[rows], rewards=turns.rewards[rows])
+    selected = map_turns(turns, lambda column: column[rows])
+    return replace(selected, ids=selected.ids[:, :width])
+
+
+def map_turns(turns: Turns, function: Callable[[Tensor], Tensor]) -> Turns:
+    """The turns with every tensor replaced by what the function makes of it."""
+    levels = turns.levels
+    if levels is not None:
+        levels = TurnLevels(**{f.name: function(getattr(levels, f.name)) for f in fields(levels)})
+    return Turns(ids=function(turns.ids), states=function(turns.states), rewards=function(turns.rewards), levels=levels)
 
 
 def concat_turns(parts: Sequence[Turns | None], num_rows: Sequence[int], width: int) -> Turns | None:
@@ -69,7 +79,8 @@ def concat_turns(parts: Sequence[Turns | None], num_rows: Sequence[int], width: 
         num_rows: B of each batch.
         width: T of the result.
 
-    Returns: state ids as they are: those of parts that were not collated together mean nothing to each other.
+    Returns: state ids as they are: those of parts that were not collated together mean nothing to each other. No levels, which are about
+        a whole rollout batch.
     """
     present = [part for part in parts if part is not None]
     if not present:

@@ -30,7 +30,7 @@ from rollouts.advantages import (
     vtrace,
 )
 from rollouts.errors import DataError
-from rollouts.gigpo import turn_advantages
+from rollouts.gigpo import Combine, add_weighted, compute_turn_levels, fill_turn_rewards, spread_turns, turn_advantages
 from rollouts.kl import KLEstimator
 from rollouts.loss_weights import trained_mask
 from rollouts.statistics import GroupStatistic, count_tokens, group_mean, group_std
@@ -329,19 +329,59 @@ def estimate_gigpo(
     *,
     gamma: float = 0.95,
     omega: float = 1.0,
+    combine: Combine = add_weighted,
+    default_step_reward: float = 0.0,
+    add_final_reward: bool | None = None,
+    across_steps: bool = False,
     std_level: GroupStatistic | None = group_std,
     epsilon: float = 1e-6,
     keep_single: bool = False,
 ) -> TrainBatch:
     """A_t = A_E + omega * A_S: the episode in its group, plus the step among all visits to the same anchor state; see turn_advantages.
 
-    Reads batch.turns: the turn of each token, anchor state and reward of each turn.
+    Reads batch.turns: the turn of each token, anchor state and reward of each turn. Fills returns with G_k at the tokens of turn k, and
+    turns.levels with everything that the advantages are made of.
+
+    Args:
+        gamma: discount of step rewards, in [0, 1].
+        omega, combine: how the levels become one, see gigpo.add_weighted and gigpo.interpolate.
+        default_step_reward: of turns whose own reward is 0.
+        add_final_reward: whether the reward of the row is added to that of its last turn; None = in groups whose turns all have reward 0,
+            as where only whole episodes are judged.
+        across_steps, std_level, epsilon, keep_single: see gigpo.episode_advantages.
 
     Source: Feng et al. 2025 (GiGPO).
     """
     _check_rewards(batch)
-    assert batch.turns is not None, "GiGPO needs turns: the samples must carry the turns of their episodes"
-    found = turn_advantages(
-        batch.rewards, batch.group_ids, batch.turns, gamma=gamma, omega=omega, std_level=std_level, epsilon=epsilon, keep_single=keep_single
+    turns = batch.turns
+    assert turns is not None, "GiGPO needs turns: the samples must carry the turns of their episodes"
+    real = turns.states >= 0
+    bad = real & ~turns.rewards.isfinite()
+    if bool(bad.any()):
+        row, turn = (int(i) for i in bad.nonzero()[0])
+        raise DataError(f"the reward of turn {turn} of row {row} is {turns.rewards[row, turn].item()}: rewards of turns must be finite")
+    step_rewards = fill_turn_rewards(
+        turns.rewards,
+        turns.rewards != 0,
+        batch.rewards,
+        batch.group_ids,
+        real,
+        default_step_reward=default_step_reward,
+        add_final_reward=add_final_reward,
     )
-    return _fill(batch, found)
+    levels = compute_turn_levels(
+        batch.rewards,
+        batch.group_ids,
+        turns.states,
+        step_rewards,
+        gamma=gamma,
+        omega=omega,
+        combine=combine,
+        across_steps=across_steps,
+        std_level=std_level,
+        epsilon=epsilon,
+        keep_single=keep_single,
+    )
+    advantages = turn_advantages(batch.rewards, batch.group_ids, turns, omega=omega, combine=combine, levels=levels)
+    returns = spread_turns(levels.returns, turns.ids, torch.zeros_like(batch.rewards))
+    return replace(_fill(batch, advantages, returns), turns=replace(turns, levels=levels))

@@ -1,27 +1,77 @@
 """GiGPO: groups within groups. Advantages of whole episodes, plus advantages of single steps among all visits to the same state.
 
 Two layouts: one row a step, [N] with the number of its group and of its trajectory (the functions with trajectory_ids), and one row an
-episode, [B] with Turns (turn_advantages). Steps that start from equal states in episodes of the same prompt are compared with each other:
-the state is their anchor.
+episode, [B, K] with K = most turns of an episode (compute_turn_levels, turn_advantages). Steps that start from equal states in episodes of
+the same prompt are compared with each other: the state is their anchor. rollouts.gigpo_steps has the same on StepData.
 
 Source: Feng et al. 2025 (Group-in-Group Policy Optimization).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import Any, cast
+from functools import partial
+from hashlib import blake2b
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from rollouts.advantages import discounted_returns, normalize_by_group
 from rollouts.checks import check_shapes
+from rollouts.errors import DataError
 from rollouts.statistics import GroupStatistic, group_std
-from rollouts.types import Turns
+from rollouts.types import Message, TurnLevels, Turns
+
+Combine: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
+"""f(A_E, A_S, omega) -> A, element by element; any shape. add_weighted and interpolate, or your own."""
+
+# -- the two levels as one
+
+
+def add_weighted(episode: Tensor, step: Tensor, omega: float) -> Tensor:
+    """A_E + omega * A_S: the paper's, and the default everywhere. omega >= 0."""
+    return episode + omega * step
+
+
+def interpolate(episode: Tensor, step: Tensor, omega: float) -> Tensor:
+    """omega * A_E + (1 - omega) * A_S. omega in [0, 1]; 1 = the episode alone."""
+    assert 0 <= omega <= 1, f"omega is {omega}, expected in [0, 1]: interpolate weighs the levels with omega and 1 - omega"
+    return omega * episode + (1 - omega) * step
+
 
 # -- anchor states
+
+
+def hash_observation(observation: Any) -> str:
+    """A key that is equal for equal observations, whatever process computes it: 128 bits of blake2b over their canonical JSON.
+
+    Canonical: keys sorted, no spaces; arrays and tensors as lists, tuples as lists, a Message as its dict.
+
+    Args:
+        observation: JSON values, or what has tolist().
+
+    Raises: DataError for anything else: two of them cannot be compared. Pass a function of your own, which may be str or repr.
+    """
+    try:
+        text = json.dumps(observation, sort_keys=True, separators=(",", ":"), default=_to_json)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"an observation of type {type(observation).__name__} cannot be written as JSON, so it is no anchor state ({error}): give "
+            "text, numbers, lists and mappings of them, or a hash function of your own"
+        ) from error
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Message):
+        return value.to_dict()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"found a {type(value).__name__}")
 
 
 def state_key(state: Any) -> Hashable:
@@ -42,6 +92,12 @@ def similarity(a: str, b: str) -> float:
     return SequenceMatcher(None, a, b).ratio()
 
 
+def find_similar(text: str, firsts: Sequence[str], threshold: float) -> int:
+    """Position of the first text in `firsts` that is at least so similar, in (0, 1]; their number where none is."""
+    assert 0 < threshold <= 1, f"threshold is {threshold}, expected in (0, 1]"
+    return next((place for place, first in enumerate(firsts) if similarity(text, first) >= threshold), len(firsts))
+
+
 def anchor_groups(states: Sequence[Any], group_ids: Tensor, *, threshold: float | None = None) -> Tensor:
     """Number of the step group of each step: steps of one episode group that start from the same state.
 
@@ -55,20 +111,19 @@ def anchor_groups(states: Sequence[Any], group_ids: Tensor, *, threshold: float 
     """
     check_shapes(group_ids=(group_ids, (len(states),)))
     assert threshold is None or 0 < threshold <= 1, f"threshold is {threshold}, expected in (0, 1]"
-    numbers: list[int] = []
     names: dict[Hashable, int] = {}
-    firsts: dict[int, list[tuple[str, int]]] = {}  # of each episode group: (first text, number) of its step groups
+    firsts: dict[int, list[str]] = {}  # of each episode group: the first text of its step groups
+    numbers: list[int] = []
     for state, group in zip(states, group_ids.tolist(), strict=True):
         if threshold is None:
-            numbers.append(names.setdefault((group, state_key(state)), len(names)))
-            continue
-        assert isinstance(state, str), f"similarity needs states that are text, found {type(state).__name__}"
-        known = firsts.setdefault(group, [])
-        found = next((number for text, number in known if similarity(state, text) >= threshold), None)
-        if found is None:
-            found = sum(len(entries) for entries in firsts.values())
-            known.append((state, found))
-        numbers.append(found)
+            key = state_key(state)
+        else:
+            assert isinstance(state, str), f"similarity needs states that are text, found {type(state).__name__}"
+            known = firsts.setdefault(group, [])
+            key = find_similar(state, known, threshold)
+            if key == len(known):
+                known.append(state)
+        numbers.append(names.setdefault((group, key), len(names)))
     return torch.tensor(numbers, dtype=torch.int64, device=group_ids.device)
 
 
@@ -149,12 +204,13 @@ def gigpo_advantages(
     *,
     gamma: float = 0.95,
     omega: float = 1.0,
+    combine: Combine = add_weighted,
     across_steps: bool = False,
     std_level: GroupStatistic | None = group_std,
     epsilon: float = 1e-6,
     keep_single: bool = False,
 ) -> Tensor:
-    """A = A_E + omega * A_S, one row a step.
+    """A = A_E + omega * A_S, or as `combine` has it; one row a step.
 
     Args:
         rewards: # [N] of the step's episode.
@@ -162,6 +218,7 @@ def gigpo_advantages(
         group_ids, trajectory_ids, step_groups: # [N].
         gamma: discount of step rewards, in [0, 1]; the paper has 0.95.
         omega: weight of the step level; the paper has 1.
+        combine: add_weighted, or interpolate, where omega is the weight of the episode level.
         across_steps, std_level, epsilon, keep_single: see episode_advantages; std_level None is the paper's leave-one-out form up to scale.
 
     Returns: # [N].
@@ -170,10 +227,92 @@ def gigpo_advantages(
         rewards, group_ids, trajectory_ids, across_steps=across_steps, std_level=std_level, epsilon=epsilon, keep_single=keep_single
     )
     returns = step_returns(step_rewards, trajectory_ids, gamma)
-    return episode + omega * step_advantages(returns, step_groups, std_level=std_level, epsilon=epsilon)
+    return combine(episode, step_advantages(returns, step_groups, std_level=std_level, epsilon=epsilon), omega)
 
 
 # -- one row an episode
+
+
+def fill_turn_rewards(
+    step_rewards: Tensor,
+    known: Tensor,
+    rewards: Tensor,
+    group_ids: Tensor,
+    real: Tensor,
+    *,
+    default_step_reward: float = 0.0,
+    add_final_reward: bool | None = None,
+) -> Tensor:
+    """The rewards of steps where somebody may have paid for whole episodes only.
+
+    Args:
+        step_rewards: # [B, K] of each turn.
+        known: # [B, K] bool, whether somebody said what the turn earned; elsewhere step_rewards are not read.
+        rewards, group_ids: # [B] of the episodes.
+        real: # [B, K] bool, whether there is such a turn: the first ones of each row.
+        default_step_reward: of a turn for which nobody said one.
+        add_final_reward: whether the episode's reward is added to that of its last turn. None = in groups of which no turn is known: it is
+            all that their turns can be compared by.
+
+    Returns: # [B, K], 0 where there is no turn.
+    """
+    shape = tuple(real.shape)
+    check_shapes(step_rewards=(step_rewards, shape), known=(known, shape), rewards=(rewards, shape[:1]), group_ids=(group_ids, shape[:1]))
+    zeros = torch.zeros_like(step_rewards)
+    filled = torch.where(real, torch.where(known & real, step_rewards, zeros + default_step_reward), zeros)
+    if add_final_reward is None:
+        paid = torch.isin(group_ids, group_ids[(known & real).any(dim=1)])
+    else:
+        paid = torch.full_like(group_ids, not add_final_reward, dtype=torch.bool)
+    last = real & ~torch.nn.functional.pad(real[:, 1:], (0, 1)) & ~paid[:, None]
+    return filled + torch.where(last, rewards[:, None].to(filled.dtype), zeros)
+
+
+def compute_turn_levels(
+    rewards: Tensor,
+    group_ids: Tensor,
+    states: Tensor,
+    step_rewards: Tensor,
+    *,
+    gamma: float = 0.95,
+    omega: float = 1.0,
+    combine: Combine = add_weighted,
+    across_steps: bool = False,
+    std_level: GroupStatistic | None = group_std,
+    epsilon: float = 1e-6,
+    keep_single: bool = False,
+) -> TurnLevels:
+    """A_E, G_k, A_S and A = combine(A_E, A_S, omega) of the turns of B episodes.
+
+    Args:
+        rewards, group_ids: # [B] of the episodes.
+        states: # [B, K] int64, number of the state that each turn starts from, compared within a group only; -1 = no such turn.
+        step_rewards: # [B, K]; what stands where there is no turn does not matter. See fill_turn_rewards.
+        gamma, omega, combine, across_steps, std_level, epsilon, keep_single: see gigpo_advantages.
+    """
+    check_shapes(rewards=(rewards, (states.shape[0],)), group_ids=(group_ids, (states.shape[0],)))
+    check_shapes(step_rewards=(step_rewards, tuple(states.shape)))
+    real = states >= 0
+    zeros = torch.zeros_like(step_rewards)
+    normalize = partial(normalize_by_group, std_level=std_level, epsilon=epsilon, keep_single=keep_single)
+    if across_steps:
+        by_turn = normalize(rewards[:, None].expand_as(zeros), group_ids, mask=real.to(rewards.dtype))
+        episode = by_turn[:, 0] if by_turn.shape[1] else torch.zeros_like(rewards)
+    else:
+        episode = normalize(rewards, group_ids)
+    returns = discounted_returns(torch.where(real, step_rewards, zeros), real, gamma)
+    groups = group_ids[:, None].expand_as(states)
+    _, numbers = torch.unique(torch.stack((groups[real], states[real])), dim=1, return_inverse=True)
+    step = zeros.masked_scatter(real, step_advantages(returns[real], numbers, std_level=std_level, epsilon=epsilon))
+    combined = combine(episode[:, None].to(step.dtype), step, omega)
+    return TurnLevels(
+        episode=episode,
+        rewards=torch.where(real, step_rewards, zeros),
+        returns=torch.where(real, returns, zeros),
+        anchors=torch.full_like(states, -1).masked_scatter(real, numbers),
+        step=step,
+        combined=torch.where(real, combined, zeros),
+    )
 
 
 def turn_advantages(
@@ -181,29 +320,64 @@ def turn_advantages(
     group_ids: Tensor,
     turns: Turns,
     *,
-    gamma: float = 0.95,
     omega: float = 1.0,
-    std_level: GroupStatistic | None = group_std,
-    epsilon: float = 1e-6,
-    keep_single: bool = False,
+    combine: Combine = add_weighted,
+    levels: TurnLevels | None = None,
+    **options: Any,
 ) -> Tensor:
-    """A = A_E + omega * A_S at every token of a turn; A_E alone at tokens of no turn.
+    """A = combine(A_E, A_S, omega) at every token of a turn; at tokens of no turn the same with A_S = 0.
 
     Args:
         rewards, group_ids: # [B] of the episodes.
         turns: turn of each token, anchor state and reward of each turn; state ids are compared within a group only.
-        gamma, omega, std_level, epsilon, keep_single: see gigpo_advantages; every episode counts once in A_E.
+        omega, combine: see gigpo_advantages.
+        levels: of compute_turn_levels, where they are known already.
+        options: further ones of compute_turn_levels.
 
     Returns: # [B, T].
     """
     check_shapes(rewards=(rewards, (turns.ids.shape[0],)), group_ids=(group_ids, (turns.ids.shape[0],)))
-    episode = normalize_by_group(rewards, group_ids, std_level=std_level, epsilon=epsilon, keep_single=keep_single)
-    real = turns.states >= 0
-    returns = discounted_returns(turns.rewards, real, gamma)
-    groups = group_ids[:, None].expand_as(turns.states)
-    _, anchors = torch.unique(torch.stack((groups[real], turns.states[real])), dim=1, return_inverse=True)
-    found = step_advantages(returns[real], anchors, std_level=std_level, epsilon=epsilon)
-    by_turn = torch.zeros_like(returns).masked_scatter(real, found)
-    by_turn = torch.cat((by_turn, by_turn.new_zeros(len(rewards), 1)), dim=1)  # the last column is that of tokens of no turn
-    at_tokens = by_turn.gather(1, torch.where(turns.ids >= 0, turns.ids, by_turn.shape[1] - 1))
-    return episode[:, None] + omega * at_tokens
+    if levels is None:
+        levels = compute_turn_levels(rewards, group_ids, turns.states, turns.rewards, omega=omega, combine=combine, **options)
+    elsewhere = combine(levels.episode, torch.zeros_like(levels.episode), omega)
+    return spread_turns(levels.combined, turns.ids, elsewhere)
+
+
+def spread_turns(values: Tensor, turn_ids: Tensor, elsewhere: Tensor) -> Tensor:
+    """One value for each turn at all of its tokens.
+
+    Args:
+        values: # [B, K].
+        turn_ids: # [B, T] int64, -1 outside of turns.
+        elsewhere: # [B], at tokens of no turn.
+
+    Returns: # [B, T].
+    """
+    columns = torch.cat((values, elsewhere[:, None].to(values.dtype)), dim=1)  # the last one is that of tokens of no turn
+    return columns.gather(1, torch.where(turn_ids >= 0, turn_ids, values.shape[1]))
+
+
+# -- how large the groups of turns are
+
+
+def summarize_anchors(anchors: Tensor) -> dict[str, float]:
+    """How many turns share their state: what decides whether A_S says anything.
+
+    Args:
+        anchors: # [...] int64, number of the anchor of each turn (TurnLevels.anchors); -1 = no turn.
+
+    Returns: num_anchors (states of a group), anchor_size_mean, anchor_size_max, anchor_single_fraction (turns whose A_S is 0 because
+        nobody else was there); and a histogram, anchors_of_1, _2, _3_to_4, _5_to_8, _9_to_16, _17_or_more: number of anchors by their
+        turns. Only num_anchors = 0 where there is no turn.
+    """
+    sizes = list(Counter(cast("list[int]", anchors[anchors >= 0].tolist())).values())
+    if not sizes:
+        return {"num_anchors": 0.0}
+    buckets = {"1": (1, 1), "2": (2, 2), "3_to_4": (3, 4), "5_to_8": (5, 8), "9_to_16": (9, 16), "17_or_more": (17, max(sizes))}
+    return {
+        "num_anchors": float(len(sizes)),
+        "anchor_size_mean": sum(sizes) / len(sizes),
+        "anchor_size_max": float(max(sizes)),
+        "anchor_single_fraction": sizes.count(1) / sum(sizes),
+        **{f"anchors_of_{name}": float(sum(low <= size <= high for size in sizes)) for name, (low, high) in buckets.items()},
+    }

@@ -302,12 +302,25 @@ class RolloutBatch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class TurnLevels:
+    """What the advantages of turns are made of, for people and logs. Columns [B, K] are 0 where there is no such turn."""
+
+    episode: Tensor  # [B] of the episode among those of its group
+    rewards: Tensor  # [B, K] of each step, as far as they counted: defaults and a final reward included
+    returns: Tensor  # [B, K] discounted rewards from each turn on
+    anchors: Tensor  # [B, K] int64, number of the turns that each is compared with: those of its group from the same state; -1 = no turn
+    step: Tensor  # [B, K] of the turn among those of its anchor
+    combined: Tensor  # [B, K] the advantage of the turn
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Turns:
     """Environment turns of each row. K = most turns in a row; -1 pads."""
 
     ids: Tensor  # [B, T] int64, turn index of each token, -1 outside actions
     states: Tensor  # [B, K] int64, anchor-state id, -1 = no such turn
     rewards: Tensor  # [B, K] float32, step rewards
+    levels: TurnLevels | None = None  # of the estimator that filled the advantages, where it compares turns
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -357,6 +370,9 @@ class TrainBatch:
             k = self.turns.states.shape[-1]
             check_shapes(turns_ids=(self.turns.ids, (b, t)), turns_states=(self.turns.states, (b, k)))
             check_shapes(turns_rewards=(self.turns.rewards, (b, k)))
+            if self.turns.levels is not None:
+                shapes = {f.name: (b,) if f.name == "episode" else (b, k) for f in fields(TurnLevels)}
+                check_shapes(**{f"levels_{name}": (getattr(self.turns.levels, name), shape) for name, shape in shapes.items()})
 
     @property
     def num_rows(self) -> int:

@@ -209,6 +209,30 @@ def optimal_token_baselines(
 # -- GiGPO
 
 
+def gigpo_returns(
+    rewards: Row,
+    groups: Sequence[int],
+    states: Sequence[Sequence[int]],
+    step_rewards: Rows,
+    gamma: float,
+    *,
+    default: float = 0.0,
+    add_final: bool | None = None,
+) -> list[list[float]]:
+    """G_k of each turn [B][K], 0 where states[b][k] is -1. A turn that earned 0 gets `default`; the last one of an episode the episode's
+    reward besides, if add_final or, where that is None, if no turn of its group earned anything."""
+    out: list[list[float]] = []
+    for b, row in enumerate(states):
+        group = members(groups, groups[b])
+        nobody_paid = all(step_rewards[j][n] == 0 for j in group for n, state in enumerate(states[j]) if state >= 0)
+        steps = [step_rewards[b][k] or default for k, state in enumerate(row) if state >= 0]
+        if steps and (nobody_paid if add_final is None else add_final):
+            steps[-1] += rewards[b]
+        found = [sum(gamma ** (n - k) * steps[n] for n in range(k, len(steps))) for k in range(len(steps))]
+        out.append(found + [0.0] * (len(row) - len(steps)))
+    return out
+
+
 def gigpo(
     rewards: Row,
     groups: Sequence[int],
@@ -217,22 +241,26 @@ def gigpo(
     gamma: float,
     omega: float,
     epsilon: float | None,
+    *,
+    convex: bool = False,
+    default: float = 0.0,
+    add_final: bool | None = None,
 ) -> list[list[float]]:
-    """Advantage of each turn [B][K] of episodes whose turn k starts in states[b][k]; -1 = no such turn."""
+    """Advantage of each turn [B][K] of episodes whose turn k starts in states[b][k]; -1 = no such turn, and 0 there."""
 
     def normalize(value: float, pool: Sequence[float]) -> float:
         return (value - mean(pool)) / (1.0 if epsilon is None else std(pool) + epsilon)
 
-    returns = [
-        [sum(gamma ** (n - k) * row[n] for n in range(k, len(row)) if known[n] >= 0) for k in range(len(row))]
-        for row, known in zip(step_rewards, states, strict=True)
-    ]
+    returns = gigpo_returns(rewards, groups, states, step_rewards, gamma, default=default, add_final=add_final)
     out: list[list[float]] = []
     for b, row in enumerate(states):
-        episode = normalize(rewards[b], [rewards[j] for j in members(groups, groups[b])])
+        group = members(groups, groups[b])
+        episode = normalize(rewards[b], [rewards[j] for j in group])
         steps: list[float] = []
         for k, state in enumerate(row):
-            pool = [returns[j][n] for j in members(groups, groups[b]) for n, other in enumerate(states[j]) if other == state]
-            steps.append(episode + omega * normalize(returns[b][k], pool) if state >= 0 else 0.0)
+            pool = [returns[j][n] for j in group for n, other in enumerate(states[j]) if other == state]
+            step = normalize(returns[b][k], pool)
+            both = omega * episode + (1 - omega) * step if convex else episode + omega * step
+            steps.append(both if state >= 0 else 0.0)
         out.append(steps)
     return out

@@ -206,9 +206,11 @@ def token_baseline(batch: TrainBatch, keep_tail: bool) -> Any:
 def gigpo(batch: TrainBatch, gamma: float, omega: float, epsilon: float) -> Any:
     x, turns = lists(batch), batch.turns
     assert turns is not None
-    by_turn = naive.gigpo(x["rewards"], x["group_ids"], turns.states.tolist(), turns.rewards.tolist(), gamma, omega, epsilon)
-    ids = turns.ids.tolist()
-    return [[by_turn[b][ids[b][t]] if m > 0 else 0.0 for t, m in enumerate(row)] for b, row in enumerate(x["loss_mask"])]
+    steps = (x["rewards"], x["group_ids"], turns.states.tolist(), turns.rewards.tolist())
+    by_turn, ids = (naive.gigpo(*steps, gamma, omega, epsilon), naive.gigpo_returns(*steps, gamma)), turns.ids.tolist()
+    return tuple(
+        [[values[b][ids[b][t]] if m > 0 else 0.0 for t, m in enumerate(row)] for b, row in enumerate(x["loss_mask"])] for values in by_turn
+    )
 
 
 WITH_KL: dict[str, Any] = {"kl": kl.k3, "kl_coef": 0.2}

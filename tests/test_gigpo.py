@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import oracles
 import oracles_advantages as naive
 import pytest
@@ -10,13 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.gigpo import (
+    add_weighted,
     anchor_groups,
+    compute_turn_levels,
     episode_advantages,
+    fill_turn_rewards,
     gigpo_advantages,
+    interpolate,
     similarity,
     state_key,
     step_advantages,
     step_returns,
+    summarize_anchors,
     turn_advantages,
 )
 from rollouts.types import Turns
@@ -144,37 +151,40 @@ def episodes(draw):
     return rewards, torch.tensor(groups), torch.tensor(states), torch.where(torch.tensor(states) >= 0, step_rewards, torch.nan)
 
 
+@pytest.mark.parametrize("convex", [False, True])
 @pytest.mark.parametrize("omega", [0.0, 1.0, 0.3])
 @settings(max_examples=50)
 @given(case=episodes())
-def test_advantages_of_turns_against_loops(omega, case):
+def test_advantages_of_turns_against_loops(omega, convex, case):
     rewards, groups, states, step_rewards = case
     rows, num_turns = states.shape
     ids = torch.arange(num_turns).repeat_interleave(2).expand(rows, -1)
     ids = torch.where(states.repeat_interleave(2, dim=1) >= 0, ids, -1)
     turns = Turns(ids=ids, states=states, rewards=step_rewards)
-    found = turn_advantages(rewards, groups, turns, gamma=0.9, omega=omega, epsilon=0.1)
-    expected = naive.gigpo(rewards.tolist(), groups.tolist(), states.tolist(), step_rewards.tolist(), 0.9, omega, 0.1)
+    found = turn_advantages(rewards, groups, turns, gamma=0.9, omega=omega, epsilon=0.1, combine=interpolate if convex else add_weighted)
+    steps = (rewards.tolist(), groups.tolist(), states.tolist(), step_rewards.tolist())
+    expected = naive.gigpo(*steps, 0.9, omega, 0.1, convex=convex, add_final=False)
     episode = oracles.grpo_advantages(rewards.tolist(), groups.tolist(), 0.1)
     for b in range(rows):
         for t, k in enumerate(ids[b].tolist()):
-            close(found[b, t], expected[b][k] if k >= 0 else episode[b], 1e-9)
+            close(found[b, t], expected[b][k] if k >= 0 else (omega if convex else 1.0) * episode[b], 1e-9)
 
 
-@pytest.mark.parametrize("omega", [1.0, 0.4])
+@pytest.mark.parametrize(("omega", "convex", "across_steps"), [(1.0, False, False), (0.4, False, True), (0.4, True, False)])
 @given(case=episodes())
-def test_steps_as_rows_and_turns_of_episodes_agree(omega, case):
+def test_steps_as_rows_and_turns_of_episodes_agree(omega, convex, across_steps, case):
     rewards, groups, states, step_rewards = case
     rows, num_turns = states.shape
     turns = Turns(ids=torch.where(states >= 0, torch.arange(num_turns), -1), states=states, rewards=step_rewards)
-    by_turn = turn_advantages(rewards, groups, turns, gamma=0.9, omega=omega, epsilon=0.1)
+    options = {"gamma": 0.9, "omega": omega, "epsilon": 0.1, "combine": interpolate if convex else add_weighted}
+    by_turn = turn_advantages(rewards, groups, turns, across_steps=across_steps, **options)
     steps = [(b, k) for b in range(rows) for k in range(num_turns) if states[b, k] >= 0]
     row = torch.tensor([b for b, _ in steps], dtype=torch.int64)
     if set(row.tolist()) != set(range(rows)):
         return  # an episode without a step has no row of its own, but counts in the mean of its group
     anchors = anchor_groups([states[b, k].item() for b, k in steps], groups[row])
     step_values = torch.stack([step_rewards[b, k] for b, k in steps])
-    by_step = gigpo_advantages(rewards[row], step_values, groups[row], row, anchors, gamma=0.9, omega=omega, epsilon=0.1)
+    by_step = gigpo_advantages(rewards[row], step_values, groups[row], row, anchors, across_steps=across_steps, **options)
     close(by_step, torch.stack([by_turn[b, k] for b, k in steps]), 1e-9)
 
 
@@ -190,3 +200,64 @@ def test_episodes_without_a_turn_have_their_episode_advantage_everywhere():
     turns = Turns(ids=torch.full((2, 3), -1), states=none.long(), rewards=none)
     found = turn_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), turns, std_level=None)
     assert found.tolist() == [[0.5] * 3, [-0.5] * 3]
+
+
+# -- conventions, rewards that are sparse, what is told
+
+
+def test_the_two_conventions_by_hand():
+    episode, step = torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5])
+    assert add_weighted(episode, step, 2.0).tolist() == [2.0, 0.0]
+    assert interpolate(episode, step, 0.75).tolist() == [0.875, -0.625]
+    assert interpolate(episode, step, 1.0).tolist() == episode.tolist()
+    with pytest.raises(AssertionError, match="omega is 2"):
+        interpolate(episode, step, 2.0)
+
+
+def test_rewards_for_whole_episodes_go_to_their_last_turns():
+    own = torch.tensor([[0.0, 0.0, 9.0], [5.0, 0.0, 9.0], [0.0, 9.0, 9.0]])
+    real = torch.tensor([[True, True, False], [True, True, False], [True, False, False]])
+    known, rewards = own != 0, torch.tensor([1.0, 2.0, 3.0])
+    fill = partial(fill_turn_rewards, own, known, rewards, real=real, default_step_reward=-1.0)
+    one_group, two = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1])
+    paid = [[-1.0, -1.0, 0.0], [5.0, -1.0, 0.0], [-1.0, 0.0, 0.0]]
+    assert fill(one_group).tolist() == paid, "somebody of the group was paid"
+    assert fill(two).tolist() == [*paid[:2], [2.0, 0.0, 0.0]]
+    assert fill(two, add_final_reward=True).tolist() == [[-1.0, 0.0, 0.0], [5.0, 1.0, 0.0], [2.0, 0.0, 0.0]]
+    assert fill(two, add_final_reward=False).tolist() == paid
+    nothing = torch.zeros(2, 0)
+    assert fill_turn_rewards(nothing, nothing.bool(), rewards[:2], two[:2], nothing.bool()).shape == (2, 0)
+
+
+def test_levels_say_nothing_about_turns_that_are_not_there():
+    states = torch.tensor([[0, 1, 0], [0, -1, -1]])
+    rewards = torch.tensor([[1.0, 0.0, 0.0], [3.0, torch.nan, torch.nan]], dtype=torch.float64)
+    levels = compute_turn_levels(torch.tensor([1.0, 3.0]).double(), torch.tensor([4, 4]), states, rewards, gamma=1.0, std_level=None)
+    assert levels.episode.tolist() == [-1.0, 1.0]
+    assert levels.returns.tolist() == [[1.0, 0.0, 0.0], [3.0, 0.0, 0.0]]
+    close(levels.step, [[1 - 4 / 3, 0.0, -4 / 3], [3 - 4 / 3, 0.0, 0.0]])
+    close(levels.combined, [[-4 / 3, -1.0, -7 / 3], [8 / 3, 0.0, 0.0]])
+    assert (levels.anchors >= 0).tolist() == (states >= 0).tolist()
+    assert levels.anchors[0, 0] == levels.anchors[0, 2] == levels.anchors[1, 0] != levels.anchors[0, 1]
+
+
+def test_sizes_of_anchors_are_counted():
+    anchors = torch.tensor([[0, 0, 1, -1], [2, 2, 2, 0], [3, -1, -1, -1]])
+    assert summarize_anchors(anchors) == {
+        "num_anchors": 4.0,
+        "anchor_size_mean": 2.0,
+        "anchor_size_max": 3.0,
+        "anchor_single_fraction": 0.25,
+        "anchors_of_1": 2.0,
+        "anchors_of_2": 0.0,
+        "anchors_of_3_to_4": 2.0,
+        "anchors_of_5_to_8": 0.0,
+        "anchors_of_9_to_16": 0.0,
+        "anchors_of_17_or_more": 0.0,
+    }
+    many = summarize_anchors(torch.zeros(40, dtype=torch.int64))
+    assert many["anchors_of_17_or_more"] == 1.0 and many["anchor_single_fraction"] == 0.0
+    assert summarize_anchors(torch.tensor([[-1]])) == {"num_anchors": 0.0}
+    sizes = [1, 2, 4, 5, 8, 9, 16, 17]
+    counted = summarize_anchors(torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)))
+    assert [counted[name] for name in counted if name.startswith("anchors_of_")] == [1.0, 1.0, 1.0, 2.0, 2.0, 1.0]

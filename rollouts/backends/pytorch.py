@@ -17,10 +17,11 @@ from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.backends.protocol import OutputFn
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
+from rollouts.episode_columns import map_turns
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
 from rollouts.packing import pack_padded, run_packed, use_packed_attention
-from rollouts.types import LossFn, TokenOutputs, TrainBatch, Turns
+from rollouts.types import LossFn, TokenOutputs, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -265,5 +266,5 @@ def _to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
         return batch
     moved: dict[str, Any] = {f.name: getattr(batch, f.name).to(device) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
     if batch.turns is not None:
-        moved["turns"] = Turns(**{f.name: getattr(batch.turns, f.name).to(device) for f in fields(batch.turns)})
+        moved["turns"] = map_turns(batch.turns, lambda column: column.to(device))
     return replace(batch, **moved)

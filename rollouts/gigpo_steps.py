@@ -1,0 +1,279 @@
+"""GiGPO on StepData: from scored episodes to steps that carry their advantage, and from there to the tokens of a batch.
+
+episodes = (*steps of each episode,)                                     StepData with base_reward, or without
+steps = system_apply_gigpo_to_batch_steps(episodes, final_scores)        the same with advantage and return_to_go
+batch = with_step_advantages(collate_samples(samples), steps)            advantages [B, T], for any PPO-style loss
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollouts.errors import DataError, RewardError
+from rollouts.gigpo import Combine, add_weighted, compute_turn_levels, fill_turn_rewards, find_similar, hash_observation, spread_turns
+from rollouts.statistics import GroupStatistic, group_std
+from rollouts.steps import StepData
+from rollouts.types import Group, TrainBatch, TurnLevels
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepLevels(TurnLevels):
+    """TurnLevels of steps whose observations are known: row b is episode b, column k its step k. float64."""
+
+    keys: tuple[tuple[Hashable, ...], ...]  # of what each step saw: a hash of the observation, or the number of its text among unlike ones
+
+
+def system_apply_gigpo_to_batch_steps(
+    batch: Sequence[Sequence[StepData]],
+    final_scores: Sequence[float],
+    *,
+    omega: float = 1.0,
+    gamma: float = 0.95,
+    state_hashing_function: Callable[[Any], Hashable] = hash_observation,
+    default_step_reward: float = 0.0,
+    combine: Combine = add_weighted,
+    **options: Any,
+) -> list[list[StepData]]:
+    """Copies of the steps of a batch with their advantage and return_to_go: A_k = combine(A_E, A_S, omega).
+
+    A_E compares the final score of the episode with those of its group, A_S the discounted step rewards G_k from this step on with those of
+    all steps of the group that saw the same.
+
+    Args:
+        batch: the steps of each episode, in order. Episodes of one group have equal StepData.group_index: all, where nobody set it.
+        final_scores: of each episode, for A_E.
+        omega: weight of A_S, at least 0; with combine=interpolate the share of A_E, in [0, 1].
+        gamma: discount of step rewards, in [0, 1].
+        state_hashing_function: observation_data -> key; equal keys are one anchor state. str or repr for observations that are no JSON.
+        default_step_reward: of steps whose base_reward is None.
+        combine: add_weighted, which is the paper's, interpolate, or your own.
+        options: further ones of compute_step_levels.
+
+    Returns: new lists of new steps; step_info["gigpo"] says what the advantage is made of, see describe_turn.
+    Raises: as compute_step_levels.
+    Source: Feng et al. 2025 (GiGPO), section 3.
+    """
+    levels = compute_step_levels(
+        batch,
+        final_scores,
+        omega=omega,
+        gamma=gamma,
+        state_hashing_function=state_hashing_function,
+        default_step_reward=default_step_reward,
+        combine=combine,
+        **options,
+    )
+    return [
+        [
+            replace(
+                step,
+                advantage=levels.combined[b, k].item(),
+                return_to_go=levels.returns[b, k].item(),
+                step_info={**step.step_info, "gigpo": describe_turn(levels, b, k)},
+            )
+            for k, step in enumerate(steps)
+        ]
+        for b, steps in enumerate(batch)
+    ]
+
+
+def compute_step_levels(
+    batch: Sequence[Sequence[StepData]],
+    final_scores: Sequence[float],
+    *,
+    omega: float = 1.0,
+    gamma: float = 0.95,
+    state_hashing_function: Callable[[Any], Hashable] = hash_observation,
+    similarity_threshold: float | None = None,
+    default_step_reward: float = 0.0,
+    add_final_score: bool | None = None,
+    combine: Combine = add_weighted,
+    across_steps: bool = False,
+    std_level: GroupStatistic | None = group_std,
+    epsilon: float = 1e-6,
+    keep_single: bool = False,
+    group_ids: Sequence[int] | None = None,
+) -> StepLevels:
+    """What system_apply_gigpo_to_batch_steps makes advantages of.
+
+    Args:
+        batch, final_scores, omega, gamma, state_hashing_function, default_step_reward, combine: see there.
+        similarity_threshold: in (0, 1]: observations, which are then texts, join the first one of their group that is at least so similar
+            (gigpo.similarity); state_hashing_function is not called. None = equal keys.
+        add_final_score: whether the final score is added to the reward of the last step; None = in groups of which no step has a
+            base_reward, as where only whole episodes are judged.
+        across_steps: whether an episode counts once for each of its steps in mean and std of A_E (the authors' code), or once (the paper).
+        std_level, epsilon, keep_single: see advantages.normalize_by_group.
+        group_ids: of each episode; None = the group_index of its steps.
+
+    Raises: DataError for an episode whose steps are not of one group or not in order, one without a step where group_ids is None, or an
+        observation that has no key; RewardError for a score or reward that is not finite. The message names the episode.
+    """
+    if len(final_scores) != len(batch):
+        raise DataError(f"there are {len(final_scores)} final scores for {len(batch)} episodes: give one for each")
+    groups = _find_groups(batch) if group_ids is None else list(group_ids)
+    assert len(groups) == len(batch), f"{len(groups)} group_ids for {len(batch)} episodes"
+    for b, (steps, score) in enumerate(zip(batch, final_scores, strict=True)):
+        _check_episode(b, steps, score)
+    num_turns = max((len(steps) for steps in batch), default=0)
+    keys = _find_keys(batch, groups, state_hashing_function, similarity_threshold)
+    states = torch.full((len(batch), num_turns), -1, dtype=torch.int64)
+    numbers: dict[Hashable, int] = {}
+    rewards = torch.tensor(list(final_scores), dtype=torch.float64)
+    own = torch.zeros(len(batch), num_turns, dtype=torch.float64)
+    known = torch.zeros(len(batch), num_turns, dtype=torch.bool)
+    for b, steps in enumerate(batch):
+        for k, (step, key) in enumerate(zip(steps, keys[b], strict=True)):
+            states[b, k] = numbers.setdefault(key, len(numbers))
+            if step.base_reward is not None:
+                own[b, k], known[b, k] = step.base_reward, True
+    group_column = torch.tensor(groups, dtype=torch.int64)
+    step_rewards = fill_turn_rewards(
+        own, known, rewards, group_column, states >= 0, default_step_reward=default_step_reward, add_final_reward=add_final_score
+    )
+    levels = compute_turn_levels(
+        rewards,
+        group_column,
+        states,
+        step_rewards,
+        gamma=gamma,
+        omega=omega,
+        combine=combine,
+        across_steps=across_steps,
+        std_level=std_level,
+        epsilon=epsilon,
+        keep_single=keep_single,
+    )
+    return StepLevels(**{f.name: getattr(levels, f.name) for f in fields(TurnLevels)}, keys=keys)
+
+
+def _find_groups(batch: Sequence[Sequence[StepData]]) -> list[int]:
+    groups: list[int] = []
+    for b, steps in enumerate(batch):
+        found = {step.group_index for step in steps}
+        if len(found) != 1:
+            what = "has no steps, so nothing says its group" if not found else f"has steps of groups {sorted(found)}"
+            raise DataError(f"episode {b} {what}: leave it out, or pass group_ids=")
+        groups.append(found.pop())
+    return groups
+
+
+def _check_episode(b: int, steps: Sequence[StepData], score: float) -> None:
+    if not math.isfinite(score):
+        raise RewardError(f"the final score of episode {b} is {score}: drop the episode, or repair what scores it")
+    places = [step.system_step_index for step in steps]
+    if any(left >= right for left, right in pairwise(places)):
+        raise DataError(f"the steps of episode {b} have system_step_index {places}, expected rising ones: sort them")
+    for step in steps:
+        if step.base_reward is not None and not math.isfinite(step.base_reward):
+            raise RewardError(f"step {step.system_step_index} of episode {b} has base_reward {step.base_reward}: rewards must be finite")
+
+
+def _find_keys(
+    batch: Sequence[Sequence[StepData]], groups: Sequence[int], hashing: Callable[[Any], Hashable], threshold: float | None
+) -> tuple[tuple[Hashable, ...], ...]:
+    """A key of what each step saw; equal keys in a group are one anchor."""
+    if threshold is None:
+        return tuple(tuple(hashing(step.observation_data) for step in steps) for steps in batch)
+    firsts: dict[int, list[str]] = {}
+    keys: list[tuple[Hashable, ...]] = []
+    for b, steps in enumerate(batch):
+        for k, step in enumerate(steps):
+            if not isinstance(step.observation_data, str):
+                found = type(step.observation_data).__name__
+                raise DataError(f"similarity needs observations that are text, found {found} at step {k} of episode {b}")
+        known = firsts.setdefault(groups[b], [])
+        keys.append(tuple(_place_similar(step.observation_data, known, threshold) for step in steps))
+    return tuple(keys)
+
+
+def _place_similar(text: str, firsts: list[str], threshold: float) -> int:
+    """find_similar that appends a text that is like none of the others."""
+    place = find_similar(text, firsts, threshold)
+    if place == len(firsts):
+        firsts.append(text)
+    return place
+
+
+def describe_turn(levels: TurnLevels, row: int, turn: int) -> dict[str, Any]:
+    """What the advantage of one turn is made of, as plain JSON values: for step_info, logs and trajectory files.
+
+    Returns: episode_advantage (A_E), step_reward, return_to_go (G_k), anchor (its number), anchor_size (turns that share it, this one
+        among them), step_advantage (A_S), advantage; and of StepLevels state, the key as text.
+    """
+    anchor = levels.anchors[row, turn]
+    described: dict[str, Any] = {
+        "episode_advantage": levels.episode[row].item(),
+        "step_reward": levels.rewards[row, turn].item(),
+        "return_to_go": levels.returns[row, turn].item(),
+        "anchor": int(anchor),
+        "anchor_size": int((levels.anchors == anchor).sum()),
+        "step_advantage": levels.step[row, turn].item(),
+        "advantage": levels.combined[row, turn].item(),
+    }
+    return described | ({"state": str(levels.keys[row][turn])} if isinstance(levels, StepLevels) else {})
+
+
+def with_step_advantages(batch: TrainBatch, steps: Sequence[Sequence[StepData]]) -> TrainBatch:
+    """The batch with advantages # [B, T] from the steps of its rows: each at the trained tokens of its turn, 0 elsewhere.
+
+    Use it where advantages come from steps and not from an estimator: replace(dapo(), estimate=partial(with_step_advantages, steps=steps))
+    trains on them with DAPO's loss.
+
+    Args:
+        batch: with turns; row b is the sample whose steps are steps[b].
+        steps: of each row, one for each of its turns, advantage filled.
+
+    Returns: returns are filled, too, if every step has a return_to_go.
+    Raises: DataError, naming row and step, if the steps are not those of the turns, or have no finite advantage.
+    """
+    turns = batch.turns
+    assert turns is not None, "with_step_advantages needs batch.turns: the samples must carry the turns of their episodes"
+    if len(steps) != batch.num_rows:
+        raise DataError(f"there are the steps of {len(steps)} episodes for {batch.num_rows} rows: give them in the order of the rows")
+    counts = (turns.states >= 0).sum(dim=1).tolist()
+    advantages, returns = (torch.zeros(turns.states.shape, dtype=batch.loss_mask.dtype) for _ in range(2))
+    has_returns = True
+    for b, (row, count) in enumerate(zip(steps, counts, strict=True)):
+        if len(row) != count:
+            raise DataError(
+                f"row {b} has {count} turns, but {len(row)} steps: each step is one turn, in the order of the rows of the batch"
+            )
+        for k, step in enumerate(row):
+            if step.advantage is None or not math.isfinite(step.advantage):
+                raise DataError(f"step {k} of row {b} has advantage {step.advantage}: call system_apply_gigpo_to_batch_steps first")
+            advantages[b, k] = step.advantage
+            returns[b, k] = math.nan if step.return_to_go is None else step.return_to_go
+            has_returns = has_returns and step.return_to_go is not None
+    on, nothing = batch.loss_mask > 0, torch.zeros_like(batch.rewards)
+
+    def spread(values: Tensor) -> Tensor:
+        return spread_turns(values.to(turns.ids.device), turns.ids, nothing) * on
+
+    return replace(batch, advantages=spread(advantages), returns=spread(returns) if has_returns else batch.returns)
+
+
+def merge_similar_states(group: Group, *, threshold: float) -> Group:
+    """The samples of a group with similar states made equal: each text becomes the first one of the group that is similar enough.
+
+    For Sample.turns whose states are texts, before the samples become a batch: an environment that words one state in several ways.
+
+    Args:
+        group: samples of one group; states that are None stay so.
+        threshold: in (0, 1], of gigpo.similarity; the order of samples and turns matters.
+    """
+    firsts: list[str] = []
+    merged: list[Any] = []
+    for sample in group:
+        turns = sample.turns
+        if turns is not None:
+            turns = tuple(t if t.state is None else replace(t, state=firsts[_place_similar(t.state, firsts, threshold)]) for t in turns)
+        merged.append(replace(sample, turns=turns))
+    return tuple(merged)
