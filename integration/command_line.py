@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -25,6 +25,8 @@ from rollouts.config import from_dict, load_config, suggest
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_module
 
+T = TypeVar("T")
+C = TypeVar("C")
 Mode = Literal["sft", "rl", "sft+rl"]
 MODES: tuple[Mode, ...] = ("sft", "rl", "sft+rl")
 CONFIG_FILE = "config.json"
@@ -67,25 +69,28 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     Raises: ConfigError with one message; SystemExit(2) by tyro for flags it does not know (it suggests the right one) and values of the
         wrong type, 0 for --help.
     """
-    base = _read_base(argv)
-    arguments = _parse_flags(argv, _Arguments(config=base))
+    base = read_base(argv, Config())
+    arguments = parse_flags(argv, _Arguments(config=base), "python -m integration.train")
     mode = arguments.mode or (read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl")
     if mode not in MODES:
         raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)}")
     config = arguments.config
-    if config.data.path is not None and config.task in SELF_MADE_TASKS and _value_of(argv, "--task") is None:
+    if config.data.path is not None and config.task in SELF_MADE_TASKS and value_of(argv, "--task") is None:
         config = replace(config, task="jsonl")  # a user who brings data means them to be used
     if arguments.skip_bad_rows:
         config = replace(config, data=replace(config.data, skip_bad_rows=True))
     return CommandLine(mode=mode, config=config, resume=arguments.resume, dry_run=arguments.dry_run, quiet=arguments.quiet)
 
 
-def _parse_flags(argv: Sequence[str], default: _Arguments) -> _Arguments:
-    """tyro.cli, except that what our own checks refuse is raised as it is: tyro would print it wrapped, in a frame."""
+def parse_flags(argv: Sequence[str], default: T, program: str) -> T:
+    """The dataclass `default` with what flags change in it.
+
+    As tyro.cli, except that what our own checks refuse is raised as it is: tyro would print it wrapped, in a frame.
+    """
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(_Arguments, prog="python -m integration.train", args=list(argv), default=default)
+            return tyro.cli(type(default), prog=program, args=list(argv), default=default)
     except SystemExit as stop:
         cause: BaseException | None = stop
         while cause is not None and not isinstance(cause, ConfigError):
@@ -98,23 +103,24 @@ def _parse_flags(argv: Sequence[str], default: _Arguments) -> _Arguments:
         sys.stderr.write(printed.getvalue())
 
 
-def read_config_file(path: Path) -> Config:
-    """A configuration from a .py, .toml or .json file. Raises ConfigError naming the file."""
+def read_config_file(path: Path, kind: type[C]) -> C:
+    """A configuration of a kind from a .py, .toml or .json file. Raises ConfigError naming the file."""
     if not path.is_file():
         raise ConfigError(f"there is no configuration file {path}")
     if path.suffix == ".py":
         config = getattr(load_module(path), "config", None)
-        if not isinstance(config, Config):
-            raise ConfigError(f"{path} must define `config = Config(...)` (integration.config.Config), found {type(config).__name__}")
+        if not isinstance(config, kind):
+            place = f"{kind.__module__}.{kind.__name__}"
+            raise ConfigError(f"{path} must define `config = {kind.__name__}(...)` ({place}), found {type(config).__name__}")
         return config
     if path.suffix == ".json":
-        return load_config(Config, path)
+        return load_config(kind, path)
     if path.suffix == ".toml":
         try:
             data: dict[str, Any] = tomllib.loads(path.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
-        return from_dict(Config, data)
+        return from_dict(kind, data)
     raise ConfigError(f"{path} is not a configuration file: use .py, .toml or .json")
 
 
@@ -127,21 +133,21 @@ def read_saved_mode(output_dir: Path) -> str:
         raise ConfigError(f"{path} does not say how the run was started ({error!r}): add --mode, one of {', '.join(MODES)}") from error
 
 
-def _read_base(argv: Sequence[str]) -> Config:
-    """The configuration below the flags."""
-    path = _value_of(argv, "--config")
+def read_base(argv: Sequence[str], default: C) -> C:
+    """The configuration below the flags: with --resume that of the run, with --config that of a file, else `default`."""
+    path, kind = value_of(argv, "--config"), type(default)
     if "--resume" in argv:
-        directory = _value_of(argv, "--output-dir")
+        directory = value_of(argv, "--output-dir")
         if directory is None:
             raise ConfigError("--resume needs --output-dir DIR, the directory of the interrupted run")
         saved = Path(directory) / CONFIG_FILE
         if not saved.is_file():
             raise ConfigError(f"{directory} has no {CONFIG_FILE}: it is not the directory of a run, so there is nothing to resume")
-        return load_config(Config, saved) if path is None else read_config_file(Path(path))
-    return Config() if path is None else read_config_file(Path(path))
+        return load_config(kind, saved) if path is None else read_config_file(Path(path), kind)
+    return default if path is None else read_config_file(Path(path), kind)
 
 
-def _value_of(argv: Sequence[str], flag: str) -> str | None:
+def value_of(argv: Sequence[str], flag: str) -> str | None:
     """The value of the last such flag: --name VALUE or --name=VALUE, underscores for hyphens allowed, as tyro takes them."""
     found: str | None = None
     for i, argument in enumerate(argv):

@@ -123,7 +123,7 @@ def save(directory: Path, **options: Any) -> Path:
 
 def test_models_that_are_no_reward_models_are_refused(tmp_path: Path):
     create_tiny_model().save_pretrained(tmp_path / "language")
-    with pytest.raises(ConfigError, match="Qwen3ForCausalLM, expected one ending with ForSequenceClassification.*train_reward_model"):
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM, expected one ending with ForSequenceClassification.*train_reward_model"):
         load_reward_model(tmp_path / "language")
     labels = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
     change_config(save(tmp_path / "classes"), **labels)
@@ -133,7 +133,7 @@ def test_models_that_are_no_reward_models_are_refused(tmp_path: Path):
         load_reward_model(tmp_path / "nowhere")
     weights = save(tmp_path / "damaged") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-64])
-    with pytest.raises(ConfigError, match="cannot be loaded|damaged"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded|damaged"):
         load_reward_model(tmp_path / "damaged")
 
 
@@ -217,7 +217,7 @@ async def test_a_bad_sample_follows_the_policy_for_failed_rewards():
     group = (*make_samples(2), Sample(tokens=(99,), loss_mask=(1.0,), index=9, status=Status.COMPLETED))
     async with open_reward_model(make_model()) as reward:
         assert await score_group(group, reward, RewardConfig(on_error="drop")) is None
-        with pytest.raises(RewardError, match="reward model cannot read sample 9.*token 99"):
+        with pytest.raises(RewardError, match=r"reward model cannot read sample 9.*token 99"):
             await score_group(group, reward)
 
 
