@@ -18,7 +18,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/etc/ld.so.cache", "/etc/alternatives")
 SYSTEM_LINKS = ("/bin", "/lib", "/lib32", "/lib64")  # into /usr; folders on some systems
 PACKAGE = Path(__file__).resolve().parent.parent  # this library
-WrapCommand = Callable[["Layout", SandboxLimits], tuple[str, ...]]
+WrapCommand = Callable[[str, "Layout", SandboxLimits], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Confinement:
     name: str
     isolated: bool  # it has PID, mount, network, IPC and user namespaces of its own: the promises of docs/sandbox.md hold
     makes_namespaces: bool  # the sandbox's first process does, by itself
-    wrap: WrapCommand  # what stands in front of the command of that process
+    wrap: WrapCommand  # (program, layout, limits): what stands in front of the command of that process
+    program: str = ""  # that confines
 
 
 def bubblewrap(program: str = "bwrap") -> Confinement:
@@ -45,7 +46,7 @@ def bubblewrap(program: str = "bwrap") -> Confinement:
     Args:
         program: name or path of the program; version 0.6 or later.
     """
-    return Confinement("bubblewrap", isolated=True, makes_namespaces=False, wrap=functools.partial(_wrap_in_bubblewrap, program))
+    return Confinement("bubblewrap", isolated=True, makes_namespaces=False, wrap=_wrap_in_bubblewrap, program=program)
 
 
 def namespaces() -> Confinement:
@@ -62,7 +63,7 @@ def plain() -> Confinement:
     return Confinement("plain", isolated=False, makes_namespaces=False, wrap=_wrap_in_nothing)
 
 
-def _wrap_in_nothing(layout: Layout, limits: SandboxLimits) -> tuple[str, ...]:
+def _wrap_in_nothing(program: str, layout: Layout, limits: SandboxLimits) -> tuple[str, ...]:
     return ()
 
 

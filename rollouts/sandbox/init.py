@@ -34,7 +34,8 @@ from rollouts.sandbox.kernel import (
 )  # fmt: skip
 from rollouts.sandbox.landlock import restrict
 from rollouts.sandbox.messages import encode_message, read_message, write_all
-from rollouts.sandbox.processes import kill_descendants, set_limit
+from rollouts.sandbox.processes import clear_folder, close_all_but, kill_descendants, set_limit
+from rollouts.sandbox.seccomp import filter_system_calls
 
 WATCH_S = 0.02  # between looks at the processes: what a bomb has until it is seen
 WATCH_IDLE_S = 0.1  # while there is one process that has not computed since the last look
@@ -73,7 +74,8 @@ def _run(config: dict[str, Any], control: int, status: int) -> int:
             kill_descendants()
     finally:
         if not config["isolated"]:
-            _remove(scratch)
+            clear_folder(scratch)
+            os.rmdir(scratch)
     with suppress(BrokenPipeError):
         write_all(status, encode_message(report))
     return 0
@@ -90,7 +92,7 @@ def _enter_namespaces(config: dict[str, Any]) -> None:
             file.write(text)
     child = os.fork()
     if child != 0:
-        os.closerange(0, 1024)
+        close_all_but(set())
         os.waitpid(child, 0)  # returns when everything in the namespace has ended
         os._exit(0)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -109,15 +111,6 @@ def _fill_scratch(config: dict[str, Any]) -> str:
         with open(name, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             file.write(text)
     return scratch
-
-
-def _remove(scratch: str) -> None:
-    """Remove a scratch directory, whatever its owner did to the permissions in it. Symbolic links are not followed."""
-    import shutil
-
-    for folder, _, _ in os.walk(scratch):
-        os.chmod(folder, 0o700)
-    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _start(config: dict[str, Any], status: int, scratch: str) -> int:
@@ -145,11 +138,9 @@ def _start(config: dict[str, Any], status: int, scratch: str) -> int:
         size = os.open("/proc/self/statm", os.O_RDONLY)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         restrict([*config["readable"], "/proc"], [scratch, *config["devices"]])
+        filter_system_calls()
         kept = {0, 1, 2, status, *((size, *config["keep"]) if worker is not None else ())}
-        for number in range(3, 1024):
-            if number not in kept:
-                with suppress(OSError):
-                    os.close(number)
+        close_all_but(kept)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         if worker is None:
@@ -159,10 +150,10 @@ def _start(config: dict[str, Any], status: int, scratch: str) -> int:
 
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         serve(worker, {**limits, "size": size}, config["isolated"])
-    except OSError as error:
+    except Exception as error:
         what = config["argv"][0] if config["argv"] else "the worker"
-        with suppress(OSError):
-            write_all(status, encode_message({"error": f"cannot start {what}: {error}"}))
+        write_all(status, encode_message({"error": f"cannot start {what}: {error}"}))
+        raise
     finally:
         os._exit(127)
 

@@ -25,7 +25,7 @@ from rollouts.sandbox.messages import LENGTH_BYTES, encode_message, write_all
 BOOT = "import sys; sys.path.append(sys.argv[1]); from rollouts.sandbox.init import main; main(int(sys.argv[2]))"
 STARTUP_S = 60.0  # for the start of a sandbox on a machine that has other things to do
 KILL_S = 10.0  # for its first process to end everything, before it is killed itself
-ENVIRONMENT = (("PATH", "/usr/bin:/bin"), ("LANG", "C.UTF-8"), ("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"))
+ENVIRONMENT = (("PATH", "/usr/bin:/bin"), ("LANG", "C.UTF-8"), ("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"), ("USER", "sandbox"))
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def spawn(plan: Plan, *, stdin: int, stdout: int, stderr: int, keep: tuple[int, 
     status_out, status = os.pipe()
     parent = os.pidfd_open(os.getpid())
     command = [
-        *plan.confinement.wrap(plan.layout, plan.limits),
+        *plan.confinement.wrap(plan.confinement.program, plan.layout, plan.limits),
         interpreter(),
         "-I",
         "-S",
@@ -140,6 +140,8 @@ def read_report(name: str, data: bytes) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     while data:
         end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "big")
+        if len(data) < end:
+            break  # it was killed while it wrote
         messages.append(json.loads(data[LENGTH_BYTES:end]))
         data = data[end:]
     for message in messages:

@@ -189,7 +189,10 @@ def _locate(function: str) -> tuple[str, str | None, tuple[str, ...]]:
         except (OSError, UnicodeDecodeError) as error:
             raise SandboxError(f"cannot read {place}: {error}") from error
     top = place.split(".")[0]
-    spec = importlib.util.find_spec(top)
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:
+        spec = None  # such as __main__
     if spec is None:
         raise SandboxError(f"there is no module {top!r} here for the sandboxed function {function!r}")
     folders = tuple(os.path.realpath(path) for path in spec.submodule_search_locations or () if os.path.exists(path))
@@ -252,10 +255,13 @@ class _Worker:
             message = await self._receive()
             started = message == {"nonce": nonce, "started": True}
             if message is not None and not started:
-                return CallResult(None, SandboxFailure.DIED, "the worker broke its protocol"), False
+                return _broken(), False
             header = await self._receive() if started else None
-            if header is not None and header.get("nonce") == nonce:
-                body = await self._take(min(header["body_bytes"], limits.output_bytes + HEADER_BYTES))
+            if header is not None:
+                count = header.get("body_bytes")
+                if header.get("nonce") != nonce or not isinstance(count, int) or not 0 <= count <= limits.output_bytes + HEADER_BYTES:
+                    return _broken(), False
+                body = await self._take(count)
                 if body is not None:
                     return _read_answer(header, bytes(body), limits), True
             with suppress(SandboxError):
@@ -271,10 +277,17 @@ class _Worker:
         return CallResult(None, failure, describe_failure(failure, self.plan.limits, report.get("returncode")))
 
     async def _receive(self) -> dict[str, Any] | None:
-        """One message; None where the worker ended."""
+        """One message; None where the worker ended; empty where it is none of ours."""
         length = await self._take(LENGTH_BYTES)
-        body = await self._take(min(int.from_bytes(length, "big"), HEADER_BYTES * 8)) if length is not None else None
-        return None if body is None else json.loads(body)
+        if length is None:
+            return None
+        count = int.from_bytes(length, "big")
+        body = await self._take(count) if count <= HEADER_BYTES + 6 * self.plan.limits.output_bytes else bytearray(b"{}")
+        try:
+            message = None if body is None else json.loads(body)
+        except (ValueError, RecursionError):
+            message = {}
+        return message if message is None or isinstance(message, dict) else {}
 
     async def _take(self, count: int) -> bytearray | None:
         """So many bytes; None where there are not as many."""
@@ -315,6 +328,10 @@ def describe_failure(failure: SandboxFailure, limits: SandboxLimits, returncode:
             return "returned what is no JSON"
         case SandboxFailure.RAISED | SandboxFailure.DIED:
             return f"ended before the call returned, with exit status {returncode}"
+
+
+def _broken() -> CallResult:
+    return CallResult(None, SandboxFailure.DIED, "the worker sent what is no answer to this call")
 
 
 def _refuse_constant(name: str) -> float:

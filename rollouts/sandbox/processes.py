@@ -1,4 +1,4 @@
-"""Ending and limiting processes inside of a sandbox. Linux only; standard library only."""
+"""Limits of processes, and what they leave behind, inside of a sandbox. Linux only; standard library only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 
@@ -48,3 +49,39 @@ def kill_descendants() -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
+
+
+def close_all_but(kept: Iterable[int]) -> None:
+    """Close all descriptors of this process but some."""
+    first = 0
+    for number in sorted(kept):
+        if first < number:  # else closerange would close all
+            os.closerange(first, number)
+        first = number + 1
+    os.closerange(first, 1 << 30)
+
+
+def clear_folder(folder: str) -> None:
+    """Remove everything in a folder, whatever its owner did to permissions, and however deep it is. Symbolic links are not followed.
+
+    Folders in folders are moved up before they are emptied, so no path gets long.
+    """
+    os.chmod(folder, 0o700)
+    left, moved = [entry.name for entry in os.scandir(folder)], 0
+    while left:
+        path = os.path.join(folder, left.pop())
+        if os.path.islink(path) or not os.path.isdir(path):
+            os.unlink(path)
+            continue
+        os.chmod(path, 0o700)
+        for name in os.listdir(path):
+            inner = os.path.join(path, name)
+            if os.path.isdir(inner) and not os.path.islink(inner):
+                while os.path.lexists(os.path.join(folder, f"moved-{moved}")):
+                    moved += 1
+                left.append(f"moved-{moved}")
+                os.chmod(inner, 0o700)
+                os.rename(inner, os.path.join(folder, left[-1]))
+            else:
+                os.unlink(inner)
+        os.rmdir(path)

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from rollouts.sandbox.landlock import scope_signals
 from rollouts.sandbox.messages import LENGTH_BYTES, encode_message, read_message, write_all
-from rollouts.sandbox.processes import kill_descendants, kill_others, set_limit
+from rollouts.sandbox.processes import clear_folder, kill_descendants, kill_others, set_limit
 
 Function = Callable[[Any], Any]
 FOLDER = os.path.dirname(__file__)
@@ -134,6 +134,7 @@ class Call:
             kill_others()
         else:
             kill_descendants()
+        clear_folder(".")
         self._drain()
         os.close(self.result)
         os.close(self.output)
