@@ -15,6 +15,10 @@ from rollouts.samples import derive_seed
 from rollouts.types import Prompt
 
 
+NUM_SEEDS = 1 << 31
+"""Prompts of an epoch where there is no data set."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BufferState:
     """A position in the stream: the next prompt is number sample_offset of epoch epoch_id."""
@@ -54,22 +58,25 @@ def stream_positions(length: int, *, start: int, count: int, seed: int) -> tuple
     return tuple(positions)
 
 
-def take_prompts(state: BufferState, prompts: Sequence[Prompt], n: int, seed: int) -> tuple[tuple[Prompt, ...], BufferState]:
+def take_prompts(state: BufferState, prompts: Sequence[Prompt] | None, n: int, seed: int) -> tuple[tuple[Prompt, ...], BufferState]:
     """The next n prompts of the stream, and the state after them. Pure.
 
     Args:
         state: position of the first prompt.
-        prompts: the data set; read only.
+        prompts: the data set; read only. None = there is none: each prompt is empty, and all that it has is its index.
         n: at least 0; may exceed the data set.
         seed: of the order.
 
     Returns: prompts whose index is their place in the stream (epoch_id * len(prompts) + offset), and the next state.
     """
-    length = len(prompts)
+    length = NUM_SEEDS if prompts is None else len(prompts)
     assert 0 <= state.sample_offset < length, f"sample_offset is {state.sample_offset}, expected in [0, {length})"
     start = state.epoch_id * length + state.sample_offset
-    positions = stream_positions(length, start=start, count=n, seed=seed)
     epoch_id, sample_offset = divmod(start + n, length)
+    if prompts is None:
+        taken = tuple(Prompt(content="", index=start + i) for i in range(n))
+        return taken, BufferState(epoch_id=epoch_id, sample_offset=sample_offset)
+    positions = stream_positions(length, start=start, count=n, seed=seed)
     taken = tuple(replace(prompts[position], index=start + i) for i, position in enumerate(positions))
     return taken, BufferState(epoch_id=epoch_id, sample_offset=sample_offset)
 
@@ -101,21 +108,21 @@ def parse_prompt(item: str | Messages | Mapping[str, Any] | Prompt, where: str =
 class DataBuffer:
     """The cursor in a stream of prompts. The caller's list is copied and never reordered."""
 
-    def __init__(self, prompts: Sequence[str | Messages | Mapping[str, Any] | Prompt], seed: int = 0) -> None:
+    def __init__(self, prompts: Sequence[str | Messages | Mapping[str, Any] | Prompt] | None, seed: int = 0) -> None:
         """Args:
-            prompts: see parse_prompt; at least one.
+            prompts: see parse_prompt; at least one. None = an environment says what is to be done, by a seed for each index.
             seed: of the order of each epoch.
 
         Raises: DataError for an empty data set or an item that is no prompt.
         """
-        if not prompts:
+        if prompts is not None and not prompts:
             raise DataError("there are no prompts (found 0): check the data path and its filters")
-        self._prompts = tuple(parse_prompt(item, f"prompt {i}") for i, item in enumerate(prompts))
+        self._prompts = None if prompts is None else tuple(parse_prompt(item, f"prompt {i}") for i, item in enumerate(prompts))
         self._seed = seed
         self._state = BufferState()
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return NUM_SEEDS if self._prompts is None else len(self._prompts)
 
     @property
     def state(self) -> BufferState:
@@ -130,7 +137,7 @@ class DataBuffer:
     def save_state(self) -> dict[str, int]:
         """The position as plain JSON values, with the seed and size that give it its meaning."""
         state = self._state
-        return {"epoch_id": state.epoch_id, "sample_offset": state.sample_offset, "seed": self._seed, "num_prompts": len(self._prompts)}
+        return {"epoch_id": state.epoch_id, "sample_offset": state.sample_offset, "seed": self._seed, "num_prompts": len(self)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where save_state was called: the rest of the stream is the same, value for value.
@@ -140,13 +147,13 @@ class DataBuffer:
         missing = sorted({"epoch_id", "sample_offset", "seed", "num_prompts"} - set(state))
         if missing:
             raise DataError(f"the saved position in the data lacks {missing}; it has {sorted(map(str, state))}")
-        for name, own in (("seed", self._seed), ("num_prompts", len(self._prompts))):
+        for name, own in (("seed", self._seed), ("num_prompts", len(self))):
             if state[name] != own:
                 raise DataError(
                     f"the saved position in the data has {name} {state[name]}, but this buffer has {own}: the order would not go on as it "
                     "began. Use the data and seed of the saved run, or start anew."
                 )
         epoch_id, sample_offset = int(state["epoch_id"]), int(state["sample_offset"])
-        if epoch_id < 0 or not 0 <= sample_offset < len(self._prompts):
-            raise DataError(f"the saved position in the data is epoch {epoch_id}, offset {sample_offset}, of {len(self._prompts)} prompts")
+        if epoch_id < 0 or not 0 <= sample_offset < len(self):
+            raise DataError(f"the saved position in the data is epoch {epoch_id}, offset {sample_offset}, of {len(self)} prompts")
         self._state = BufferState(epoch_id=epoch_id, sample_offset=sample_offset)

@@ -54,7 +54,8 @@ def create_conversation_format(policy: AgentPolicy, prompt: Prompt, setting: Epi
     if tokenizer is None:
         return None
     config, is_text = setting.config, isinstance(prompt.content, str)
-    wants_chat = not (prompt.content and is_text) and (bool(getattr(tokenizer, "chat_template", None)) or bool(prompt.content))
+    has_template = bool(getattr(tokenizer, "chat_template", None)) or "chat_template" in setting.template_kwargs
+    wants_chat = not (prompt.content and is_text) and (has_template or bool(prompt.content))
     if wants_chat if config.chat is None else config.chat:
         return create_chat_format(tokenizer, setting.template_kwargs)
     return create_text_format(tokenizer, config.separator)

@@ -1,4 +1,4 @@
-"""Three chat templates and small tokenizers that they work with, for tests of episodes: special tokens are single tokens, as in real ones."""
+"""Chat templates and small tokenizers that they work with, for tests of episodes: special tokens are single tokens, as in real ones."""
 
 from __future__ import annotations
 
