@@ -1,7 +1,7 @@
 """From arguments to a mode, a configuration and a few switches.
 
     python -m integration.train [--mode sft|rl|sft+rl] [--config FILE.py|.toml|.json] [--output-dir DIR] [--resume] [--dry-run] [--quiet]
-                                [--task NAME] [--seed N] [--skip-bad-rows] [--section.field VALUE ...]
+                                [--log-level LEVEL] [--task NAME] [--seed N] [--skip-bad-rows] [--section.field VALUE ...]
 
 Values come from the defaults, then from --config (or, with --resume, from the run's own config.json), then from flags.
 """
@@ -13,7 +13,7 @@ import io
 import json
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from integration.config import SELF_MADE_TASKS, Config
+from integration.log_levels import DEFAULT_LEVEL, parse_log_level
 from rollouts.config import from_dict, load_config, suggest
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_module
@@ -42,6 +43,7 @@ class CommandLine:
     resume: bool
     dry_run: bool
     quiet: bool
+    log_levels: Mapping[str, int]  # of loggers by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ class _Arguments:
     """print the resolved configuration and what follows from it, and end"""
     quiet: bool = False
     """print the summary only"""
+    log_level: str = DEFAULT_LEVEL
+    """what is told on stderr: debug, info, warning or error, also of single modules, as in warning,rollouts.gigpo=debug"""
     skip_bad_rows: bool = False
     """short for --data.skip-bad-rows"""
     config_file: Annotated[str | None, tyro.conf.arg(name="config")] = None
@@ -79,7 +83,14 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         config = replace(config, task="jsonl")  # a user who brings data means them to be used
     if arguments.skip_bad_rows:
         config = replace(config, data=replace(config.data, skip_bad_rows=True))
-    return CommandLine(mode=mode, config=config, resume=arguments.resume, dry_run=arguments.dry_run, quiet=arguments.quiet)
+    return CommandLine(
+        mode=mode,
+        config=config,
+        resume=arguments.resume,
+        dry_run=arguments.dry_run,
+        quiet=arguments.quiet,
+        log_levels=parse_log_level(arguments.log_level),
+    )
 
 
 def parse_flags(argv: Sequence[str], default: T, program: str) -> T:

@@ -21,6 +21,7 @@ from integration.config import Config, create_output_dir
 from integration.display import Progress
 from integration.dry_run import describe_run
 from integration.engines import check_engine
+from integration.log_levels import log_to_stderr
 from integration.models import check_companions, create_model
 from integration.run_directory import (
     EXIT_STOPPED,
@@ -139,7 +140,7 @@ def run(command: CommandLine) -> int:
         torch.set_num_threads(config.num_threads)
     output_dir = create_output_dir(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
     say = (lambda text: None) if command.quiet else partial(print, flush=True)
-    with lock_run_directory(output_dir):
+    with lock_run_directory(output_dir), log_to_stderr(command.log_levels):
         prepare_run(command, output_dir)
         say(f"run directory: {output_dir}")
         progress = Progress(
