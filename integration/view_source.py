@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,29 +118,27 @@ def read_file(path: Path) -> list[TrajectoryRecord]:
 def find_wrong_type(record: TrajectoryRecord) -> str:
     """The first field whose value is not of its type: anybody may have written a file. "" = all are right."""
     sample, known = record.sample, record.estimate
-    columns = ("loss_mask", "rollout_log_probs", "advantages", "returns", "values", "group_rewards", "policy_logprobs")
-    integers, texts = (
-        ("index", "group_index", "tokens", "weight_versions", "policy_tokens", "sample_index"),
-        ("response", "raw_policy_output"),
-    )
-    for owner in (sample, known, *record.steps):
-        for name, value in () if owner is None else vars(owner).items():
-            values = value if isinstance(value, tuple) else () if value is None else (value,)
-            if name in columns or name in ("reward", "base_reward", "return_to_go", "advantage", "policy_value_estimate"):
-                fine = all(_is_number(v) for v in values)
-            elif name in integers:
-                fine = all(isinstance(v, int) and not isinstance(v, bool) and -1 <= v < 2**63 for v in values)
-            elif name in texts:
-                fine = all(isinstance(v, str) for v in values)
-            else:
-                fine = True
-            if not fine or (name in columns + integers[2:5] and not isinstance(value, tuple | None)):
-                return f"{name} {value!r:.100}, which is not what a file of rollouts has there"
+    parts: list[Any] = [sample, *(sample.turns or ()), *record.steps]
+    parts += [] if known is None else [known, *(known.turns or ())]
+    for part in parts:
+        for f in fields(part):
+            value = getattr(part, f.name)
+            if not has_type(value, str(f.type)):
+                return f"{f.name} {value!r:.100}, which is not what a file of rollouts has there"
     return ""
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and (isinstance(value, float) or abs(value) < 2**1023)
+def has_type(value: object, annotation: str) -> bool:
+    """Whether a value is of an annotated type, as far as that is made of int, float, str, bool, tuple and None; true for other types."""
+    if value is None:
+        return annotation.endswith(" | None") or annotation == "Any"
+    annotation = annotation.removesuffix(" | None")
+    if annotation.startswith("tuple["):
+        return isinstance(value, tuple) and all(has_type(v, annotation[6:].removesuffix(", ...]")) for v in cast("tuple[Any]", value))
+    if annotation in ("int", "float"):
+        number = not isinstance(value, bool) and (isinstance(value, int) or (annotation == "float" and isinstance(value, float)))
+        return number and (isinstance(value, float) or -(2**63) <= cast("int", value) < 2**63)
+    return isinstance(value, {"str": str, "bool": bool, "Mapping[str, Any]": Mapping}.get(annotation, object))
 
 
 # -- the tokenizer

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from statistics import fmean, pstdev
 from typing import Any, cast
 
+import numpy as np
 from rich.text import Text
 
 from integration.view_source import find_reward
@@ -68,8 +68,9 @@ def describe_rewards(rewards: Sequence[float]) -> str:
         return ""
     if min(rewards) == max(rewards):
         return f", reward {format_number(rewards[0])}{' in all' if len(rewards) > 1 else ''}"
-    spread = f"std {format_number(pstdev(rewards))}, from {format_number(min(rewards))} to {format_number(max(rewards))}"
-    return f", reward mean {format_number(fmean(rewards))}, {spread}"
+    with np.errstate(invalid="ignore"):  # a file may hold anything
+        mean, std = format_number(float(np.mean(rewards))), format_number(float(np.std(rewards)))
+    return f", reward mean {mean}, std {std}, from {format_number(min(rewards))} to {format_number(max(rewards))}"
 
 
 def show_records(shown: Sequence[Shown], palette: Palette, *, with_tokens: bool) -> list[Text]:

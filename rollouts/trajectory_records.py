@@ -41,7 +41,7 @@ class Estimate:
     def to_dict(self) -> dict[str, Any]:
         """The estimate as plain JSON values."""
         out = {f.name: getattr(self, f.name) for f in fields(self)}
-        out["turns"] = None if self.turns is None else [vars(turn) for turn in self.turns]
+        out["turns"] = None if self.turns is None else [dict(vars(turn)) for turn in self.turns]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in out.items()}
 
     @classmethod
@@ -173,7 +173,7 @@ def derive_steps(record: TrajectoryRecord) -> Steps:
         place = slice(turn.start, turn.end)
         at = spoken[k] if len(spoken) == len(sample.turns) else None
         before = () if at is None else messages[spoken[k - 1] + 1 if k else 0 : at]
-        text = "" if at is None else messages[at].content or ""
+        text = "" if at is None else str(messages[at].content or "")
         answered = None if at is None else spoken[k + 1] if k + 1 < len(spoken) else len(messages)
         trained = [p for p in range(turn.start, turn.end) if sample.loss_mask[p] > 0]
         advantages = None if estimate is None or estimate.advantages is None else [estimate.advantages[p] for p in trained]

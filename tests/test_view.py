@@ -432,13 +432,12 @@ def test_text_that_would_steer_the_terminal_is_shown_instead(capsys, tmp_path: P
 @given(st.data())
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_stands_in_a_file_is_shown_or_refused(capsys, tmp_path: Path, data: st.DataObject):
-    row = data.draw(st.sampled_from([record.to_dict() for record in RECORDS]))
+    row = json.loads(data.draw(st.sampled_from(ROWS)))
     path: list[Any] = []
     here: Any = row
     while isinstance(here, (dict, list)) and here and (not path or data.draw(st.booleans())):
-        path.append(data.draw(st.sampled_from(sorted(here) if isinstance(here, dict) else list(range(len(here))))))
+        path.append(data.draw(st.sampled_from(sorted(here) if isinstance(here, dict) else range(len(here)))))
         here = here[path[-1]]
-    row = json.loads(json.dumps(row))
     owner = row
     for key in path[:-1]:
         owner = owner[key]
@@ -449,8 +448,11 @@ def test_whatever_stands_in_a_file_is_shown_or_refused(capsys, tmp_path: Path, d
     assert "\x1b" not in out + error
 
 
-RECORDS = [
-    *episode_records(),
-    *(replace(record, steps=derive_steps(record)) for record in episode_records()),
-    TrajectoryRecord(sample=make_sample(0, 0, 1.0, prompt=(Message(role="user", content="3"),))),
+ROWS = [
+    json.dumps(record.to_dict())
+    for record in (
+        *episode_records(),
+        *(replace(record, steps=derive_steps(record)) for record in episode_records()),
+        TrajectoryRecord(sample=make_sample(0, 0, 1.0, prompt=(Message(role="user", content="3"),))),
+    )
 ]
