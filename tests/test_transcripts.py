@@ -72,7 +72,10 @@ def test_an_answer_that_ended_otherwise_than_the_template_has_it_keeps_what_was_
 
 def test_an_ending_of_plain_text_that_the_model_wrote_is_not_written_twice():
     tokenizer = create_char_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n.\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n.\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     conversation = create_chat_format(tokenizer)
     for written in ("ok\n.\n", "ok\n.", "ok\n", "ok"):
         transcript = play(conversation, conversation.tokenize(written))
@@ -106,12 +109,12 @@ def test_llama_2_has_no_generation_prompt_and_a_space_before_its_end(answer):
     )
 
 
-@pytest.mark.parametrize("template", [chat_templates.CHATML, chat_templates.LLAMA3, chat_templates.ZEPHYR, chat_templates.LLAMA2])
+@pytest.mark.parametrize("template", [chat_templates.CHATML, chat_templates.LLAMA3, chat_templates.ZEPHYR])
 def test_templates_for_tokenizers_without_one_can_be_used(template):
     tokenizer = create_tokenizer(None, "<|endoftext|>")
     conversation = create_chat_format(tokenizer, {"chat_template": template})
     transcript = play(conversation, encode(tokenizer, "ok"))
-    assert tokenizer.decode(transcript.context) == transcript.rendered.replace("hi [/INST]ok", "hi [/INST] ok")
+    assert tokenizer.decode(transcript.context) == transcript.rendered
 
 
 def test_a_thinking_block_that_the_template_puts_before_answers_alone_is_history_rewritten():
