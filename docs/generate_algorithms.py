@@ -24,7 +24,7 @@ import torch
 
 from integration.algorithm_expression import find_presets
 from rollouts import algorithms
-from rollouts.types import Algorithm, TokenOutputs, TrainBatch
+from rollouts.types import Algorithm, TokenOutputs, TrainBatch, Turns
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -32,6 +32,7 @@ PAGES = DOCS / "algorithms"
 BY_HAND = ("write-your-own.md",)
 ORACLES = "tests/oracles_algorithms.py"  # the same losses as naive loops: one function for each preset, of the same name
 ARGUMENTS: dict[str, dict[str, Any]] = {"dr_grpo": {"max_tokens": 512}}  # where a hyper-parameter has no default
+TASKS = {"gigpo": "--task grid_world"}  # where the default task, whose answers are single ones, does not do
 COLUMNS = {
     "rollout_log_probs": "log-probs that the engine reported; the samples carry them",
     "old_log_probs": "log-probs of the policy before the update, by the trainer: a forward pass, or the first one of the update itself",
@@ -43,6 +44,7 @@ COLUMNS = {
     "values": "of a critic, which is trained beside the policy: pass `critic`",
     "greedy_rows": "a row with the greedy answer in each group, which is not trained on: make rollouts with"
     " RolloutConfig(n_baseline_samples=1) and create_generate_fn(num_greedy=1)",
+    "turns": "where each action of an episode is, the state that it began in and its reward; the samples carry them (`Sample.turns`)",
     "entropy": "of the distribution of each token, computed with the log-probs",
 }
 METRICS = {
@@ -198,8 +200,11 @@ def find_metrics(algorithm: Algorithm) -> list[str]:
     def draw() -> torch.Tensor:
         return -torch.rand(4, 5, generator=generator)
 
-    per_token = {field.name for field in fields(TrainBatch)}
-    columns = {name: draw() for name in ("rollout_log_probs", *algorithm.requires) if name in per_token}
+    per_token = {field.name for field in fields(TrainBatch)} - {"turns"}
+    columns: dict[str, Any] = {name: draw() for name in ("rollout_log_probs", *algorithm.requires) if name in per_token}
+    if "turns" in algorithm.requires:
+        ids = torch.tensor([[-1, 0, 0, 1, 1]] * 4)
+        columns["turns"] = Turns(ids=ids, states=torch.tensor([[0, 1]] * 4), rewards=torch.rand(4, 2, generator=generator))
     batch = TrainBatch(
         tokens=torch.zeros(4, 5, dtype=torch.int64),
         lengths=torch.full((4,), 5),
@@ -298,7 +303,7 @@ def write_page(name: str) -> str:
         f"**When.** {capitalize(escape(description.when))}",
         *([f"**Source.** {escape(description.source)}"] if description.source else []),
         "## Use",
-        f"```text\npython -m integration.train --mode sft+rl --rl.algorithm '{expression_of(name)}'\n```",
+        f"```text\npython -m integration.train {TASKS.get(name, '--mode sft+rl')} --rl.algorithm '{expression_of(name)}'\n```",
         f"In Python: `algorithm={expression_of(name)}` in `RLTrainingConfig`, or each of its three functions called by hand.",
         "## Hyper-parameters",
         format_table(("name", "default", "meaning"), parameters) if parameters else "None.",

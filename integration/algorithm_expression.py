@@ -7,7 +7,8 @@
     truncated(my_module:my_algorithm(beta=0.1))
 
 The text is parsed, never evaluated: only names of presets, references to functions, calls of them, literals and, where a preset takes one,
-the name of a KL estimator (kl=k2) or of an interpolation (approximate=interpolate_log_probs) mean something. A reference imports its
+the name of a KL estimator (kl=k2), of an interpolation (approximate=interpolate_log_probs) or of a combination (combine=interpolate) mean
+something. A reference imports its
 module, as `import` does, so name only modules you trust. Of what the module holds, only functions that are there to make algorithms are
 called: written in Python, and either with the return annotation `-> Algorithm`, or defined in the .py file that the reference names.
 os:system, builtins:eval and the like are refused.
@@ -30,6 +31,7 @@ from typing import Any, Literal, Union
 from rollouts import algorithms
 from rollouts.config import suggest
 from rollouts.errors import ConfigError, locate_error
+from rollouts.gigpo import Combine, add_weighted, interpolate
 from rollouts.kl import KLEstimator, abs_kl, k1, k2, k3
 from rollouts.proximal import Interpolation, interpolate_log_probs, interpolate_probs
 from rollouts.rewards.answers import load_function
@@ -64,7 +66,12 @@ def _returns_algorithm(function: types.FunctionType) -> bool:
 PRESETS: Mapping[str, Preset] = find_presets() | {"gae": algorithms.ppo}  # the latter by its estimator, as verl calls it
 KL_ESTIMATORS: Mapping[str, KLEstimator] = {estimator.__name__: estimator for estimator in (k1, abs_kl, k2, k3)}  # as kl=k2
 INTERPOLATIONS: Mapping[str, Interpolation] = {f.__name__: f for f in (interpolate_log_probs, interpolate_probs)}  # as approximate=...
-FUNCTIONS: tuple[tuple[Any, Mapping[str, Any]], ...] = ((KLEstimator, KL_ESTIMATORS), (Interpolation, INTERPOLATIONS))  # by their type
+COMBINATIONS: Mapping[str, Combine] = {f.__name__: f for f in (add_weighted, interpolate)}  # as combine=...
+FUNCTIONS: tuple[tuple[Any, Mapping[str, Any]], ...] = (  # by their type
+    (KLEstimator, KL_ESTIMATORS),
+    (Interpolation, INTERPOLATIONS),
+    (Combine, COMBINATIONS),
+)
 MAX_LENGTH = 2000  # characters
 MAX_DEPTH = 8  # presets inside of presets
 # a drive, a path or a dotted module, a colon and a name; strings come first, so that what stands in quotes is no reference

@@ -40,7 +40,7 @@ _NAMES_OF_MODULES: Final = (
                    "estimate_max_rl estimate_opo estimate_optimal_token_baseline estimate_pass_at_k estimate_reinforce_plus_plus "
                    "estimate_reinforce_plus_plus_baseline estimate_vtrace"),
     ("preferences", "bradley_terry_loss dpo_loss pair_mean preference_loss score_loss split_pairs"),
-    ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gmpo gpg grpo gspo opo ppo recomputed reinforce reinforce_plus_plus "
+    ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gigpo gmpo gpg grpo gspo opo ppo recomputed reinforce reinforce_plus_plus "
                    "reinforce_plus_plus_baseline remax rloo sapo truncated"),
     ("proximal", "approximate_proximal interpolate_log_probs interpolate_probs with_segment_log_probs"),
     ("kl_control", "KLControl measure_kl update_kl_control"),
@@ -55,6 +55,7 @@ _NAMES_OF_MODULES: Final = (
     ("async_config", "AsyncConfig"),
     ("episode_config", "EpisodeConfig Failure StopReason"),
     ("chat_formats", "create_chat_format create_text_format"),
+    ("episode_summaries", "summarize_episodes"),
     ("transcripts", "Transcript add_action add_messages begin_transcript"),
     ("char_tokenizer", "create_char_tokenizer"),
     ("data_buffer", "DataBuffer"),
@@ -106,7 +107,9 @@ _NAMES_OF_MODULES: Final = (
                   "create_workflow_generate_fn"),
     ("agent_policies", "ActionRequest AgentAction AgentPolicy EngineAgentPolicy OpenAIAgentPolicy ScriptedAgentPolicy"),
     ("episodes", "Episode EpisodeSetting run_episode run_episode_group"),
-    ("episode_groups", "create_episode_generate_fn create_policy_generate_fn"),
+    ("episode_groups", "EpisodeWorkflow create_episode_generate_fn create_policy_generate_fn"),
+    ("multi_turn", "Conversation MultiTurnInferenceEngine"),
+    ("rollout_worker", "RLRolloutWorker TaskDefinitionModel"),
     ("agent_integration", "agent_rollout_to_sample agent_rollouts_to_samples check_loss_mask sample_to_steps split_turns "
                           "trajectories_to_samples trajectory_to_sample"),
     ("weight_sync", "sync_weights_in_memory sync_weights_to_engines"),

@@ -26,6 +26,7 @@ from rollouts.corrections import anchor_to_proximal, truncate_weights
 from rollouts.errors import ConfigError
 from rollouts.estimators import (
     estimate_gae,
+    estimate_gigpo,
     estimate_gpg,
     estimate_greedy_baseline,
     estimate_group_relative,
@@ -33,6 +34,7 @@ from rollouts.estimators import (
     estimate_reinforce_plus_plus,
     estimate_reinforce_plus_plus_baseline,
 )
+from rollouts.gigpo import Combine, add_weighted, interpolate
 from rollouts.kl import KLEstimator, bounded, k1, k2, k3
 from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
 from rollouts.losses import clipped_policy_loss, corrected_loss, gmpo_policy_loss, policy_loss
@@ -73,6 +75,7 @@ _ESTIMATES_FROM_REWARDS: tuple[Transform, ...] = (
     estimate_reinforce_plus_plus,
     estimate_reinforce_plus_plus_baseline,
     estimate_gae,
+    estimate_gigpo,
 )
 """Estimators that read no log-probs unless a KL penalty is on, and then old_log_probs where they are filled."""
 
@@ -489,6 +492,75 @@ def ppo(
         weigh=token_mean,
         loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **_extra_terms(0.0, entropy_coef)),
         requires=_requires(kl_coef, entropy_coef) | {"values"},
+    )
+
+
+# -- episodes of several turns
+
+
+def gigpo(
+    gamma: float = 0.95,
+    omega: float = 1.0,
+    combine: Combine = add_weighted,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float = 0.0,
+    default_step_reward: float = 0.0,
+    add_final_reward: bool | None = None,
+    divide_by_std: bool = True,
+    epsilon: float = 1e-6,
+    dual: float | None = None,
+    entropy_coef: float = 0.0,
+) -> Algorithm:
+    """GRPO on whole episodes, plus the same on single actions: each is also compared with all others from the same state.
+
+    A = A_E + omega A_S;  A_E = (R - mean(group)) / std(group);  A_S = (G_k - mean(anchor)) / std(anchor);  G_k = r_k + gamma G_{k+1}
+
+    The anchor of an action are all actions in the episodes of its group that began in an equal state (Turn.state). One that nobody else
+    began in has A_S = 0. The loss is GRPO's: clipped ratio, mean over the tokens of an episode, then over episodes.
+
+    When: episodes of several actions that begin in one state and meet states again: games, tools, web pages. Rewards of single actions
+    help, but one at the end is enough: it reaches earlier actions through gamma.
+
+    Args:
+        gamma: discount of step rewards, in [0, 1].
+        omega: weight of A_S, at least 0. With combine=interpolate the share of A_E, in [0, 1]: at 1 steps do not count, so choose one.
+        combine: add_weighted (A_E + omega A_S, the paper's), interpolate (omega A_E + (1 - omega) A_S), or a function of your own.
+        clip_low, clip_high, dual, entropy_coef: as in grpo.
+        kl_coef: of the KL term in the loss; > 0 needs a reference model. The paper uses 0.01.
+        default_step_reward: of actions whose own reward is 0, for example -0.01: a cost of each step.
+        add_final_reward: whether the reward of the episode is added to that of its last action. None = in groups whose actions all have
+            reward 0, as where a reward function judges whole episodes.
+        divide_by_std: False leaves both levels in the units of the rewards (verl-agent's mean_norm).
+        epsilon: added to the standard deviations.
+
+    Source: Feng et al. 2025 (GiGPO), equations 3 to 9. verl-agent takes mean and std of A_E over the steps of all episodes, so that long
+    ones count more (estimators.estimate_gigpo(across_steps=True)), and its loss is a mean over tokens.
+    """
+    _check_clip(clip_low, clip_high, dual)
+    _check_epsilon(epsilon)
+    _check("gamma", gamma, lambda x: 0 <= x <= 1, "in [0, 1]")
+    if combine is interpolate:
+        _check("omega", omega, lambda x: 0 <= x <= 1, "in [0, 1], where combine is interpolate")
+    _check("omega", omega, lambda x: x >= 0, "at least 0")
+    _check("default_step_reward", default_step_reward, lambda x: True, "")
+    options = {"default_step_reward": default_step_reward} if default_step_reward else {}
+    options |= {} if add_final_reward is None else {"add_final_reward": add_final_reward}
+    return Algorithm(
+        estimate=partial(
+            estimate_gigpo,
+            gamma=gamma,
+            omega=omega,
+            combine=combine,
+            std_level=group_std if divide_by_std else None,
+            epsilon=epsilon,
+            **options,
+        ),
+        weigh=sample_mean,
+        loss=partial(
+            clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **_extra_terms(kl_coef, entropy_coef)
+        ),
+        requires=_requires(kl_coef, entropy_coef) | {"turns"},
     )
 
 

@@ -33,6 +33,9 @@ class Step:
     versions: Sequence[Sequence[int]]  # of the weights that sampled each token
     computed: Sequence[Sequence[bool]]  # whether `segment` was computed
     current: float  # version of the weights that train; with a fraction: on the way to the next one
+    turn_of: Sequence[Sequence[int]]  # number of the turn that each token is of, -1 = none
+    states: Sequence[Sequence[int]]  # [B][K], number of the state that each turn began in, -1 = no such turn
+    step_rewards: Sequence[Sequence[float]]  # [B][K]
 
     def places(self, b: int) -> list[int]:
         """Positions of row b that are trained on."""
@@ -351,6 +354,57 @@ def ppo(
         return total - entropy_coef * step.entropy[b][t] if entropy_coef else total
 
     return per_token(step, loss)
+
+
+# -- episodes of several turns
+
+
+def gigpo(
+    step: Step,
+    gamma: float = 0.95,
+    omega: float = 1.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float = 0.0,
+    default_step_reward: float = 0.0,
+    add_final_reward: bool | None = None,
+    divide_by_std: bool = True,
+    epsilon: float = 1e-6,
+    dual: float | None = None,
+    entropy_coef: float = 0.0,
+    convex: bool = False,
+) -> Number:
+    """Feng et al. 2025, equations 3 to 9. `convex`: omega A_E + (1 - omega) A_S in place of A_E + omega A_S."""
+
+    def normalized(value: float, pool: Sequence[float]) -> float:
+        return (value - mean(pool)) / (std(pool) + epsilon if divide_by_std else 1.0)
+
+    def turns(b: int) -> list[int]:
+        return [k for k, state in enumerate(step.states[b]) if state >= 0]
+
+    def step_return(b: int, k: int) -> float:
+        unpaid = all(step.step_rewards[i][n] == 0 for i in step.group(b) for n in turns(i))
+        rewards = [step.step_rewards[b][n] or default_step_reward for n in turns(b)]
+        if unpaid if add_final_reward is None else add_final_reward:
+            rewards[-1] += step.rewards[b]
+        return sum(gamma ** (n - k) * rewards[n] for n in range(k, len(rewards)))
+
+    def advantage(b: int, t: int) -> float:
+        episode = normalized(step.rewards[b], [step.rewards[i] for i in step.group(b)])
+        k, other = step.turn_of[b][t], 0.0
+        if k >= 0:
+            same = [(i, n) for i in step.group(b) for n in turns(i) if step.states[i][n] == step.states[b][k]]
+            other = normalized(step_return(b, k), [step_return(i, n) for i, n in same])
+        return omega * episode + (1 - omega) * other if convex else episode + omega * other
+
+    def loss(b: int, t: int) -> Number:
+        total = clip_loss(bounded_ratio(step, b, t, step.rollout), advantage(b, t), clip_low, clip_high, dual)
+        if kl_coef:
+            d = bounded(step.ref[b][t] - step.log_probs[b][t])
+            total = total + kl_coef * (d.exp() - d - 1)
+        return total - entropy_coef * step.entropy[b][t] if entropy_coef else total
+
+    return per_row(step, loss)
 
 
 # -- wrappers, round DAPO

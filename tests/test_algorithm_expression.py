@@ -14,6 +14,7 @@ from integration.algorithm_expression import MAX_DEPTH, MAX_LENGTH, PRESETS, des
 from integration.train import main
 from rollouts import algorithms
 from rollouts.errors import ConfigError
+from rollouts.gigpo import interpolate
 from rollouts.kl import k3
 from rollouts.proximal import interpolate_probs
 from rollouts.types import Algorithm
@@ -123,6 +124,8 @@ def test_each_preset_alone_or_around_grpo_is_an_algorithm(name: str):
             algorithms.decoupled(algorithms.recomputed(algorithms.dr_grpo(8)), None, floor=0.0),
         ),
         ("reinforce_plus_plus(kl=k3)", algorithms.reinforce_plus_plus(kl=k3)),
+        ("gigpo(omega=0.5, combine=interpolate)", algorithms.gigpo(omega=0.5, combine=interpolate)),
+        ("gigpo(add_final_reward=True)", algorithms.gigpo(add_final_reward=True)),
         ("rollouts.algorithms:rloo", algorithms.rloo()),
         ("rollouts.algorithms:dapo(clip_high=0.3)", algorithms.dapo(clip_high=0.3)),
     ],
@@ -211,6 +214,7 @@ KNOWN = "nown are .*grpo, .*reinforce, .*rloo.*, or module:function"
         ("dapo(clip_high=-1e999)", "found '-1e999' .*, expected a finite number"),
         ("dapo(clip_high=" + "9" * 400 + ")", "found '999.*, expected a finite number"),
         ("decoupled(grpo, approximate=k2)", "found the name 'k2' .*, expected one of interpolate_log_probs, interpolate_probs or None"),
+        ("gigpo(combine=k2)", "found the name 'k2' .*, expected one of add_weighted, interpolate"),
         ("reinforce_plus_plus(kl=k4)", "found the name 'k4' .*, expected one of k1, abs_kl, k2, k3"),
         ("reinforce_plus_plus(kl='k3')", "found 'k3' .*, expected one of k1, abs_kl, k2, k3"),
         ("own.py:takes_function(loss=3)", "found 3 .*, expected what cannot be written here"),

@@ -28,6 +28,7 @@ from rollouts.algorithms import (
     dppo,
     dppo_kl,
     dr_grpo,
+    gigpo,
     gmpo,
     gpg,
     grpo,
@@ -46,10 +47,11 @@ from rollouts.algorithms import (
 from rollouts.batching import select_rows
 from rollouts.errors import ConfigError, DataError
 from rollouts.estimators import estimate_gpg, estimate_group_relative, estimate_opo, estimate_optimal_token_baseline, estimate_vtrace
+from rollouts.gigpo import interpolate
 from rollouts.loss_weights import trained_mask
 from rollouts.proximal import interpolate_log_probs, interpolate_probs
 from rollouts.statistics import AllReduce, batch_mean, masked_mean, whiten
-from rollouts.types import Algorithm, TokenOutputs, TrainBatch, Transform
+from rollouts.types import Algorithm, TokenOutputs, TrainBatch, Transform, Turns
 
 CASES: dict[str, tuple[Algorithm, Callable[[Step], Any]]] = {
     "grpo": (grpo(), oracles_algorithms.grpo),
@@ -82,6 +84,25 @@ CASES: dict[str, tuple[Algorithm, Callable[[Step], Any]]] = {
     "ppo, all terms": (
         ppo(kl_coef=0.1, dual=2.0, entropy_coef=0.02),
         partial(oracles_algorithms.ppo, kl_coef=0.1, dual=2.0, entropy_coef=0.02),
+    ),
+    "gigpo": (gigpo(), oracles_algorithms.gigpo),
+    "gigpo, all terms": (
+        gigpo(0.8, 0.5, kl_coef=0.1, default_step_reward=-0.1, add_final_reward=True, epsilon=0.1, dual=2.0, entropy_coef=0.02),
+        partial(
+            oracles_algorithms.gigpo,
+            gamma=0.8,
+            omega=0.5,
+            kl_coef=0.1,
+            default_step_reward=-0.1,
+            add_final_reward=True,
+            epsilon=0.1,
+            dual=2.0,
+            entropy_coef=0.02,
+        ),
+    ),
+    "gigpo, interpolated": (
+        gigpo(omega=0.3, combine=interpolate, divide_by_std=False),
+        partial(oracles_algorithms.gigpo, omega=0.3, divide_by_std=False, convex=True),
     ),
     "decoupled": (decoupled(dapo(), cap=1.5, floor=0.6), partial(oracles_algorithms.decoupled, cap=1.5, floor=0.6)),
     "decoupled, clamped": (decoupled(dapo(), 1.2, 0.9, drop=False), partial(oracles_algorithms.decoupled, cap=1.2, floor=0.9, drop=False)),
@@ -152,8 +173,20 @@ def make_rollouts(seed: int, rows: int, width: int, *, with_greedy: bool = False
         segment_mask=torch.rand(rows, width, generator=ages) < 0.6,
         weight_versions=torch.randint(0, 6, (rows, width), generator=ages),
         policy_versions=torch.full((rows,), 4.5 if seed % 2 else 4.0),
+        turns=make_turns(seed, lengths, width, group_ids),
     )
     return rollout + draw(0.3).clamp(max=0.0) + 0.04, batch
+
+
+def make_turns(seed: int, lengths: torch.Tensor, width: int, group_ids: torch.Tensor) -> Turns:
+    """Turns of two tokens behind the first; few states, so that some meet; nobody pays steps in every second group."""
+    g, rows = torch.Generator().manual_seed(seed), len(lengths)
+    positions = torch.arange(width).expand(rows, -1)
+    ids = torch.where((positions > 0) & (positions < lengths[:, None]), (positions - 1) // 2, -1)
+    there = torch.arange(width // 2 + 1) < lengths[:, None] // 2
+    paid = torch.rand(there.shape, generator=g, dtype=torch.float64) * (torch.rand(there.shape, generator=g) < 0.6)
+    states = torch.where(there, torch.randint(0, 3, there.shape, generator=g), -1)
+    return Turns(ids=ids, states=states, rewards=paid * there * (group_ids % 2 == 0)[:, None])
 
 
 def with_columns(algorithm: Algorithm, batch: TrainBatch, seed: int) -> TrainBatch:
@@ -202,6 +235,9 @@ def run_oracle(oracle: Callable[[Step], Any], log_probs: torch.Tensor, batch: Tr
         versions=batch.weight_versions.tolist(),
         computed=batch.segment_mask.tolist(),
         current=float(batch.policy_versions[0]),
+        turn_of=batch.turns.ids.tolist(),
+        states=batch.turns.states.tolist(),
+        step_rewards=batch.turns.rewards.tolist(),
     )
     loss = oracle(step) + 0.0 * leaf.sum()  # clipped everywhere, it is a plain number
     loss.backward()
@@ -249,7 +285,8 @@ def test_micro_batches_row_order_padding_and_garbage_change_nothing(name: str, s
             return x
         return torch.cat([x, torch.zeros(6, 3, dtype=x.dtype)], dim=1)
 
-    wide = replace(batch, **{name: widen(value) for name, value in vars(batch).items() if name != "turns"})
+    turns = replace(batch.turns, ids=torch.cat([batch.turns.ids, torch.full((6, 3), -1)], dim=1))
+    wide = replace(batch, **{name: widen(value) for name, value in vars(batch).items() if name != "turns"}, turns=turns)
     padded = run(algorithm, widen(log_probs), wide)
     close(padded[0], loss)
     close(padded[1][:, :5], gradient)
@@ -366,7 +403,9 @@ def test_algorithms_are_values_and_their_parts_print(name: str):
     assert "lambda" not in repr(algorithm)
 
 
-ADVANTAGES_OF_MORE_THAN_REWARDS = {"reinforce_plus_plus", "ppo", "ppo, all terms"}  # a KL penalty on tokens, a critic's values
+ADVANTAGES_OF_MORE_THAN_REWARDS = {  # a KL penalty on tokens, a critic's values, rewards of turns
+    "reinforce_plus_plus", "ppo", "ppo, all terms", "gigpo", "gigpo, all terms", "gigpo, interpolated",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -424,8 +463,11 @@ def test_groups_of_one_have_advantage_zero_where_the_group_is_the_baseline(name:
     loss, gradient = run(algorithm, log_probs, batch)
     assert bool(torch.isfinite(loss))
     assert bool(torch.isfinite(gradient).all())
-    advantages = algorithm.estimate(batch).advantages
-    if name.split(",")[0] in BASELINES_BEYOND_THE_GROUP:
+    estimated = algorithm.estimate(batch)
+    advantages = estimated.advantages
+    if estimated.turns.levels is not None:  # an episode that meets a state again is compared with itself
+        assert float(estimated.turns.levels.episode.abs().sum()) == 0.0
+    elif name.split(",")[0] in BASELINES_BEYOND_THE_GROUP:
         together = algorithm.estimate(replace(batch, group_ids=torch.zeros(5, dtype=torch.int64)))
         assert torch.equal(advantages, together.advantages)
         assert float(advantages.abs().sum()) > 0.0
@@ -528,6 +570,12 @@ BAD = [
     (reinforce_plus_plus, {"kl_coef": -0.1}, "kl_coef"),
     (ppo, {"lam": -0.1}, "lam"),
     (ppo, {"gamma": 2.0}, "gamma"),
+    (gigpo, {"gamma": 1.1}, "gamma"),
+    (gigpo, {"omega": -0.5}, "omega"),
+    (gigpo, {"omega": 1.5, "combine": interpolate}, "omega"),
+    (gigpo, {"clip_low": 1.0}, "clip_low"),
+    (gigpo, {"epsilon": -1.0}, "epsilon"),
+    (gigpo, {"default_step_reward": float("nan")}, "default_step_reward"),
     (partial(decoupled, grpo()), {"cap": 0.0}, "cap"),
     (partial(decoupled, grpo()), {"floor": -1.0}, "floor"),
     (partial(decoupled, grpo()), {"floor": 6.0}, "floor"),
