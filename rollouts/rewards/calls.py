@@ -49,6 +49,14 @@ class RewardSource(Protocol):
         ...
 
 
+class UnopenedReward:
+    """For RewardSources to inherit: calling one says that it is to be opened first."""
+
+    def __call__(self, sample: Sample) -> Any:
+        """Raises ConfigError."""
+        raise create_unopened_error(self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
     """What became of the reward of one sample: either result and scored, or error."""
@@ -100,7 +108,7 @@ def check_opened(reward_fn: Any) -> None:
         raise create_unopened_error(reward_fn)
 
 
-def create_unopened_error(source: RewardSource) -> ConfigError:
+def create_unopened_error(source: object) -> ConfigError:
     """The error for a RewardSource that is called like what it opens."""
     name = type(source).__name__
     return ConfigError(

@@ -17,7 +17,7 @@ from rollouts.rewards.calls import (
     Judgement,
     RewardFn,
     RewardSource,
-    create_unopened_error,
+    UnopenedReward,
     describe_reward,
     is_async,
     judge_samples,
@@ -175,7 +175,7 @@ class CompositeGroupReward:
 
 
 @dataclass(frozen=True)
-class CompositeSource:
+class CompositeSource(UnopenedReward):
     """A composite with components that are still to be opened: a calls.RewardSource."""
 
     functions: Mapping[str, Any]
@@ -190,10 +190,6 @@ class CompositeSource:
                 for name, function in self.functions.items()
             }
             yield create_composite_reward({name: (opened[name], self.weights[name]) for name in opened}, total=None)
-
-    def __call__(self, sample: Sample) -> EvaluateResult:
-        """Raises ConfigError: a source is no reward function yet."""
-        raise create_unopened_error(self)
 
 
 def _as_result(judgement: Judgement) -> EvaluateResult:

@@ -1,0 +1,88 @@
+r"""Mathematical answers compared as mathematics: 1/2 is \frac{1}{2} is 0.5, and {1,2} is {2,1}.
+
+    async with MathReward().open_reward() as reward_fn:
+        config = RolloutConfig(reward_fn=reward_fn, ...)
+
+or on the command line --reward.function rollouts.rewards.math_answers:math_reward. Needs `pip install 'rollouts[math]'`. The comparison
+is computer algebra on a text that a model wrote: "$9^{9^{9^{9}}}$" would keep it busy for ever, so it runs in the processes of a sandbox.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from rollouts.errors import ConfigError, RewardError
+from rollouts.rewards.answers import ground_truth
+from rollouts.rewards.calls import RewardFn, UnopenedReward
+from rollouts.rewards.results import EvaluateResult, MetricResult
+from rollouts.samples import describe_sample
+from rollouts.sandbox.confinement import Confinement
+from rollouts.sandbox.limits import SandboxLimits
+from rollouts.sandbox.pool import SandboxPool
+from rollouts.types import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathReward(UnopenedReward):
+    """1 if the last answer in a response equals metadata["ground_truth"] as mathematics, else 0 (a calls.RewardSource).
+
+    An answer is what stands in \\boxed{...}, $...$ and the like, else the last number or expression. The metric answer_found is 1 where
+    there is one, and answer_compared is 1 where the comparison came to an end within the limits. One that did not is a wrong answer: that
+    is the model's doing, and no reason to end a run or to drop a group. The same trouble with a ground truth is a RewardError.
+    """
+
+    num_workers: int = 2  # comparisons at the same time; each takes some 10 ms
+    limits: SandboxLimits = field(default_factory=lambda: SandboxLimits(wall_s=3.0, cpu_s=3.0))  # of one comparison
+    confinement: Confinement | None = None  # None = the strongest that works here
+
+    @asynccontextmanager
+    async def open_reward(self) -> AsyncGenerator[RewardFn]:
+        """The reward function, while its workers run.
+
+        Raises: ConfigError if math-verify is not installed; SandboxError if no sandbox works here.
+        """
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError("mathematical answers need the package math-verify: pip install 'rollouts[math]'")
+        pool = SandboxPool(
+            "rollouts.rewards.math_worker:compare", num_workers=self.num_workers, limits=self.limits, confinement=self.confinement
+        )
+        async with pool:
+            yield _MathComparison(pool)
+
+
+math_reward = MathReward()
+
+
+@dataclass(frozen=True)
+class _MathComparison:
+    """What MathReward opens."""
+
+    pool: SandboxPool
+
+    async def __call__(self, sample: Sample) -> EvaluateResult:
+        truth = str(ground_truth(sample))
+        result = await self.pool.call({"truth": truth, "response": sample.response})
+        if not result.ok:
+            await self._check_truth(sample, truth)
+            return EvaluateResult(
+                0.0,
+                reason=f"the answer could not be compared: {result.error}",
+                metrics={"answer_found": MetricResult(1.0), "answer_compared": MetricResult(0.0, result.error)},
+            )
+        if result.value["truth"] is None:
+            raise RewardError(f"no answer can be read in the ground truth of {describe_sample(sample)}: {truth!r:.200}")
+        found = result.value["found"]
+        return EvaluateResult(
+            float(result.value["right"]),
+            reason=f"found {found}, expected {result.value['truth']}" if found is not None else "no answer was found",
+            metrics={"answer_found": MetricResult(float(found is not None)), "answer_compared": MetricResult(1.0)},
+        )
+
+    async def _check_truth(self, sample: Sample, truth: str) -> None:
+        """Raise RewardError if it was not the response that could not be compared."""
+        result = await self.pool.call({"truth": truth, "response": "$1$"})
+        if not result.ok:
+            raise RewardError(f"the ground truth {truth!r:.200} of {describe_sample(sample)} cannot be compared with 1: {result.error}")
