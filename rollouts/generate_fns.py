@@ -25,7 +25,8 @@ from typing import Any, TypeAlias
 
 import trio
 
-from rollouts.errors import GenerationError
+from rollouts.config import RolloutConfig
+from rollouts.errors import CheckpointError, GenerationError
 from rollouts.types import Group, Prompt, Sample, Status
 
 GenerateFn: TypeAlias = Callable[..., Any]
@@ -51,6 +52,17 @@ class PendingGroup:
         return cls(Prompt.from_dict(data["prompt"]), tuple(Sample.from_dict(sample) for sample in data["samples"]))
 
 
+def check_saved_groups(state: Mapping[str, Any], config: RolloutConfig) -> None:
+    """Raise CheckpointError if the groups of a saved state are of another size than the config's: those that wait would not fit."""
+    for name in ("n_samples_per_prompt", "n_baseline_samples"):
+        saved, own = state.get(name, 0), getattr(config, name)
+        if saved != own:
+            raise CheckpointError(
+                f"the saved rollouts have {name} {saved}, but the config has {own}: groups that wait would not fit. Resume with the saved "
+                "value."
+            )
+
+
 def is_finished(group: Group) -> bool:
     """Whether every sample of the group has come to its end."""
     return all(sample.status not in UNFINISHED for sample in group)
@@ -73,6 +85,19 @@ def describe_function(function: Callable[..., Any]) -> str:
 def accepts_partial(generate_fn: GenerateFn) -> bool:
     """Whether the function continues unfinished groups, that is, has a parameter named `partial`."""
     return "partial" in inspect.signature(generate_fn).parameters
+
+
+def take_counts(generate_fn: GenerateFn | None) -> dict[str, int]:
+    """What a generate function has counted since the last call, for the metrics of a batch; {} if it has no take_counts()."""
+    take: Callable[[], dict[str, int]] | None = getattr(generate_fn, "take_counts", None)
+    return {} if take is None else dict(take())
+
+
+def gives_turns(generate_fn: GenerateFn | None) -> bool | None:
+    """Whether the samples of a generate function carry the turns of episodes (Sample.turns); None = it has no `gives_turns` that says so."""
+    while isinstance(generate_fn, functools.partial):
+        generate_fn = generate_fn.func
+    return getattr(generate_fn, "gives_turns", None)
 
 
 def bind_generate_fn(

@@ -20,7 +20,7 @@ from rollouts.errors import (
     RewardError,
 )
 from rollouts.finished_rollouts import FinishedRollouts
-from rollouts.generate_fns import PendingGroup
+from rollouts.generate_fns import PendingGroup, check_saved_groups
 from rollouts.prompt_schedule import PromptSchedule
 from rollouts.refused_groups import RefusedGroups
 from rollouts.rollout_queue import FinishedRollout, find_oldest_version
@@ -354,13 +354,7 @@ class RolloutBook:
         missing = sorted(needed - set(state))
         if missing:
             raise CheckpointError(f"the saved state of asynchronous rollouts lacks {missing}; it has {sorted(map(str, state))}")
-        for name in ("n_samples_per_prompt", "n_baseline_samples"):
-            saved, own = state.get(name, 0), getattr(self._config, name)
-            if saved != own:
-                raise CheckpointError(
-                    f"the saved rollouts have {name} {saved}, but the config has {own}: groups that wait would not fit. Resume with the "
-                    "saved value."
-                )
+        check_saved_groups(state, self._config)
         self.manager.load_state_dict(state["manager"])
         self.schedule.load_state_dict(state)
         self.finished.load_state_dict(state["finished"])

@@ -15,7 +15,7 @@ from rollouts.config import RolloutConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError, GenerationError
-from rollouts.generate_fns import PendingGroup, bind_generate_fn, is_finished
+from rollouts.generate_fns import PendingGroup, bind_generate_fn, check_saved_groups, is_finished, take_counts
 from rollouts.generation import create_starvation_error, score_generated_group
 from rollouts.group_race import CollectedGroups, collect_groups
 from rollouts.samples import convert_to_batch, group_samples, passes_filter
@@ -151,6 +151,7 @@ class AsyncRolloutManager:
             "num_groups_carried_over": len(self._complete),
             "num_groups_partial": len(self._pending),
             "filter_pass_rate": counts["num_groups_passed"] / num_finished if num_finished else 1.0,
+            **take_counts(self._config.generate_fn),
         }
         return convert_to_batch((sample for group in groups for sample in group), metadata)
 
@@ -214,13 +215,7 @@ class AsyncRolloutManager:
         missing = sorted({"buffer", "num_batches", "n_samples_per_prompt", "complete", "pending"} - set(state))
         if missing:
             raise CheckpointError(f"the saved state of the rollout manager lacks {missing}; it has {sorted(map(str, state))}")
-        for name in ("n_samples_per_prompt", "n_baseline_samples"):
-            saved, own = state.get(name, 0), getattr(self._config, name)
-            if saved != own:
-                raise CheckpointError(
-                    f"the saved rollouts have {name} {saved}, but the config has {own}: "
-                    "groups that were carried over would not fit. Resume with the saved value."
-                )
+        check_saved_groups(state, self._config)
         self._data_buffer.load_state(state["buffer"])
         self._num_batches = int(state["num_batches"])
         self._complete = [tuple(Sample.from_dict(sample) for sample in group) for group in state["complete"]]
