@@ -83,8 +83,15 @@ def _wrap_in_bubblewrap(program: str, layout: Layout, limits: SandboxLimits) -> 
 
 @functools.cache
 def _can_disable_userns(program: str) -> bool:
-    """Whether this bubblewrap can forbid further user namespaces inside (0.8)."""
-    result = subprocess.run([program, "--help"], capture_output=True, text=True, env={}, check=False)
+    """Whether this bubblewrap can forbid further user namespaces inside (0.8).
+
+    Raises:
+        SandboxError: there is none.
+    """
+    try:
+        result = subprocess.run([program, "--help"], capture_output=True, text=True, env={}, check=False)
+    except OSError as error:
+        raise SandboxError(f"cannot start {program}: {error.strerror}") from error
     return "--disable-userns" in result.stdout + result.stderr
 
 

@@ -139,11 +139,12 @@ def _start(config: dict[str, Any], status: int, scratch: str) -> int:
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         restrict([*config["readable"], "/proc"], [scratch, *config["devices"]])
         filter_system_calls()
+        drop_capabilities()  # with no_new_privs they do not come back
         kept = {0, 1, 2, status, *((size, *config["keep"]) if worker is not None else ())}
         close_all_but(kept)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
         if worker is None:
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+                signal.signal(number, signal.SIG_DFL)
             os.execvp(config["argv"][0], config["argv"])
         os.close(status)
         from rollouts.sandbox.worker import serve

@@ -92,21 +92,12 @@ def spawn(plan: Plan, *, stdin: int, stdout: int, stderr: int, keep: tuple[int, 
     Raises:
         SandboxError: the program that confines cannot be started.
     """
+    confines = plan.confinement.wrap(plan.confinement.program, plan.layout, plan.limits)
     scratch = SCRATCH if plan.confinement.isolated else tempfile.mkdtemp(prefix="rollouts-sandbox-")
     control, control_in = os.pipe()
     status_out, status = os.pipe()
     parent = os.pidfd_open(os.getpid())
-    command = [
-        *plan.confinement.wrap(plan.confinement.program, plan.layout, plan.limits),
-        interpreter(),
-        "-I",
-        "-S",
-        "-B",
-        "-c",
-        BOOT,
-        str(PACKAGE.parent),
-        str(control),
-    ]
+    command = [*confines, interpreter(), "-I", "-S", "-B", "-c", BOOT, str(PACKAGE.parent), str(control)]
     environment = {**dict(ENVIRONMENT), **plan.environment, "HOME": scratch, "TMPDIR": scratch}
     try:
         process = subprocess.Popen(
@@ -159,6 +150,11 @@ class Sandbox:
         self._spawned = spawn(plan, stdin=stdin, stdout=stdout, stderr=stderr, keep=keep)
         self._control = trio.lowlevel.FdStream(self._spawned.control)
         self._status = trio.lowlevel.FdStream(self._spawned.status)
+
+    @property
+    def pid(self) -> int:
+        """Id of the process that was started here."""
+        return self._spawned.process.pid
 
     async def configure(self) -> None:
         """Send the configuration; returns when it is read, or when nobody will."""

@@ -110,6 +110,10 @@ class SandboxPool:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.aclose()
 
+    def process_ids(self) -> tuple[int, ...]:
+        """The process of each worker that was started here; what runs in the worker ends with it."""
+        return tuple(worker.sandbox.pid for worker in self._workers if worker.sandbox is not None)
+
     async def aclose(self) -> None:
         """End all workers and what they run; calls in progress raise SandboxError."""
         self._open = False
@@ -148,7 +152,10 @@ class SandboxPool:
             if not self._open:
                 raise SandboxError("the pool of sandboxes is closed: call it within its `async with` block")
             worker = self._idle.pop() if self._idle else await self._start()
-            result, kept = await worker.call(request, nonce)
+            try:
+                result, kept = await worker.call(request, nonce)
+            except trio.ClosedResourceError:
+                result = None
             if not self._open:
                 raise SandboxError("the pool of sandboxes was closed during a call")
             return result

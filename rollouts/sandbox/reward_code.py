@@ -22,12 +22,13 @@ def open_code_pool(
     limits: SandboxLimits | None = None,
     confinement: Confinement | None = None,
     readable: Sequence[str | Path] = (),
+    environment: Mapping[str, str] | None = None,
     packages: bool = True,
 ) -> SandboxPool:
     """A pool for execute_user_reward_code and execute_code; used with `async with`. For the arguments see SandboxPool."""
     return SandboxPool(
         "rollouts.sandbox.source_code:call_source", num_workers=num_workers, limits=limits, confinement=confinement, readable=readable,
-        packages=packages,
+        environment=environment, packages=packages,
     )  # fmt: skip
 
 

@@ -1,0 +1,61 @@
+"""Levels of the sandbox for tests, and a look for processes that are left."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from rollouts.errors import SandboxError
+from rollouts.sandbox.confinement import Confinement, bubblewrap, namespaces, plain
+from rollouts.sandbox.run import try_confinement
+
+MARKER = "SANDBOX_TEST"
+PATIENCE_S = 60.0
+
+
+def _level(confinement: Confinement) -> object:
+    """A parameter, skipped with the reason where the level does not work."""
+    try:
+        try_confinement(confinement)
+    except SandboxError as error:
+        return pytest.param(confinement, id=confinement.name, marks=pytest.mark.skip(reason=str(error)[:200]))
+    return pytest.param(confinement, id=confinement.name)
+
+
+ISOLATED = [_level(bubblewrap()), _level(namespaces())]
+ALL_LEVELS = [*ISOLATED, _level(plain())]
+
+
+def marked(marker: str) -> list[int]:
+    """Processes with a marker in their command or environment."""
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            for part in ("cmdline", "environ"):
+                with suppress(OSError):
+                    if marker.encode() in Path("/proc", name, part).read_bytes():
+                        found.append(int(name))
+                        break
+    return found
+
+
+@contextmanager
+def no_survivors() -> Iterator[dict[str, str]]:
+    """Environment for sandboxes in the block; afterwards no process may have it."""
+    marker = uuid.uuid4().hex
+    yield {MARKER: marker}
+    assert marked(marker) == []
+
+
+def wait_until_gone(marker: str) -> None:
+    """Until no process has the marker."""
+    deadline = time.monotonic() + PATIENCE_S
+    while left := marked(marker):
+        assert time.monotonic() < deadline, [Path("/proc", str(pid), "cmdline").read_bytes() for pid in left]
+        time.sleep(0.05)
