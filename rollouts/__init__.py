@@ -40,8 +40,8 @@ _NAMES_OF_MODULES: Final = (
                    "estimate_max_rl estimate_opo estimate_optimal_token_baseline estimate_pass_at_k estimate_reinforce_plus_plus "
                    "estimate_reinforce_plus_plus_baseline estimate_vtrace"),
     ("preferences", "bradley_terry_loss dpo_loss pair_mean preference_loss score_loss split_pairs"),
-    ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gigpo gmpo gpg grpo gspo opo ppo recomputed reinforce reinforce_plus_plus "
-                   "reinforce_plus_plus_baseline remax rloo sapo truncated"),
+    ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gigpo gmpo gpg grpo gspo opo ppo recomputed reinforce "
+                   "reinforce_plus_plus reinforce_plus_plus_baseline remax rloo sapo truncated"),
     ("proximal", "approximate_proximal interpolate_log_probs interpolate_probs with_segment_log_probs"),
     ("kl_control", "KLControl measure_kl update_kl_control"),
     ("staleness", "compute_capacity summarize_staleness"),
@@ -70,6 +70,9 @@ _NAMES_OF_MODULES: Final = (
     ("rewards.alignment", "align_rewards_with_step_data"),
     ("rewards.composite", "create_composite_reward weigh_metrics"),
     ("rewards.rules", "create_format_reward create_length_penalty create_numeric_reward"),
+    ("rewards.math_answers", "MathReward"),
+    ("rewards.code_tests", "CodeReward"),
+    ("rewards.sandboxed", "SandboxedReward"),
     ("rewards.trajectory_rewards", "adapt_trajectory_reward environment_reward"),
     ("rewards.answers", "exact_match gsm8k_reward"),
     ("sandbox.limits", "CallResult SandboxFailure SandboxLimits SandboxResult"),

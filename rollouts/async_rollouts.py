@@ -22,6 +22,7 @@ from rollouts.executor_parts import (
     register_capacity_modifiers,
     share_batch_size,
 )
+from rollouts.generate_fns import take_counts
 from rollouts.resident_samples import EditSamples, ResidentSamples
 from rollouts.rollout_producer import RolloutProducer
 from rollouts.rollout_queue import RolloutCache, RolloutQueue
@@ -294,6 +295,7 @@ class WorkflowExecutor:
         groups = await self.wait(self._batch_size)
         samples = [sample for group in groups for sample in group]
         metadata = self._book.take_counts() | {"num_groups_running": len(self._runs), "engine_idle_s": self._runs.take_idle_s()}
+        metadata |= take_counts(self._config.generate_fn)
         batch = convert_to_batch(samples, metadata | summarize_staleness(samples, self._book.version))
         self._num_batches += 1
         return batch

@@ -9,18 +9,19 @@ sync or checkpoint interrupts is begun anew, with the same seeds; those of its g
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollouts.agent_policies import AgentPolicy, EngineAgentPolicy, WantsStop
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.environments.protocol import EnvironmentConfig, EnvironmentFactory
-from rollouts.episode_config import EpisodeConfig
+from rollouts.episode_config import EpisodeConfig, Failure
 from rollouts.episode_openings import observation_key
-from rollouts.episodes import EpisodeSetting, run_episode_group
+from rollouts.episodes import EpisodeSetting, create_setting, run_episode_group
 from rollouts.errors import ConfigError
 from rollouts.samples import create_pending_group
-from rollouts.types import Group, Prompt, SamplingParams
+from rollouts.types import Group, Prompt, SamplingParams, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +40,7 @@ def create_episode_generate_fn(
     wants_stop: WantsStop | None = None,
     state_key: Callable[[Any], str | None] = observation_key,
     create_environment_config: Callable[[Prompt, int], EnvironmentConfig] | None = None,
-) -> Callable[..., Awaitable[Group]]:
+) -> EpisodeGenerateFn:
     """The generate function of episodes, for RolloutConfig.generate_fn.
 
     Args:
@@ -68,20 +69,63 @@ def create_episode_generate_fn(
     return create_policy_generate_fn(policies, setting, num_greedy=num_greedy)
 
 
-def create_policy_generate_fn(
-    policies: Sequence[AgentPolicy], setting: EpisodeSetting, *, num_greedy: int = 0
-) -> Callable[..., Awaitable[Group]]:
+def create_policy_generate_fn(policies: Sequence[AgentPolicy], setting: EpisodeSetting, *, num_greedy: int = 0) -> EpisodeGenerateFn:
     """create_episode_generate_fn for policies of your own. The prompt with index i is played by policy i % len(policies).
 
     Raises: ConfigError if there is no policy.
     """
-    if not policies:
-        raise ConfigError("there are no engines or policies to act with (found 0): pass at least one")
+    return EpisodeGenerateFn(policies, setting, num_greedy=num_greedy)
 
-    async def generate_fn(prompt: Prompt, n: int, partial: Group = ()) -> Group:
-        policy = policies[prompt.index % len(policies)]
-        frame = partial or create_pending_group(prompt, n, num_baseline=num_greedy)
-        episodes = await run_episode_group(policy, setting, prompt, n, num_greedy=num_greedy, partial=partial)
+
+class EpisodeGenerateFn:
+    """A generate function of episodes, which counts what failed in them."""
+
+    def __init__(self, policies: Sequence[AgentPolicy], setting: EpisodeSetting, *, num_greedy: int = 0) -> None:
+        """Args and Raises: see create_policy_generate_fn."""
+        if not policies:
+            raise ConfigError("there are no engines or policies to act with (found 0): pass at least one")
+        self._policies, self._setting, self._num_greedy = tuple(policies), setting, num_greedy
+        self._counts: Counter[str] = Counter()
+
+    async def __call__(self, prompt: Prompt, n: int, partial: Group = ()) -> Group:
+        """The group of a prompt; see generate_fns."""
+        policy = self._policies[prompt.index % len(self._policies)]
+        frame = partial or create_pending_group(prompt, n, num_baseline=self._num_greedy)
+        episodes = await run_episode_group(policy, self._setting, prompt, n, num_greedy=self._num_greedy, partial=partial)
+        failed = [episode.failure for episode in episodes if episode is not None and episode.sample.status is Status.FAILED]
+        self._counts.update(f"num_episodes_failed_{failure.value}" for failure in failed if failure is not None)
         return tuple(sample if episode is None else episode.sample for sample, episode in zip(frame, episodes, strict=True))
 
-    return generate_fn
+    def take_counts(self) -> dict[str, int]:
+        """Episodes since the last call that failed through infrastructure and through data, and so dropped their groups."""
+        counts, self._counts = self._counts, Counter()
+        return {f"num_episodes_failed_{f.value}": counts[f"num_episodes_failed_{f.value}"] for f in (Failure.INFRASTRUCTURE, Failure.DATA)}
+
+
+class EpisodeWorkflow:
+    """Episodes as a workflow: an object with arun_episode(engine, data), for create_workflow_generate_fn and what else takes workflows."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        params: SamplingParams,
+        environment_factory: EnvironmentFactory | EpisodeSetting,
+        config: EpisodeConfig | None = None,
+        *,
+        seed: int = 0,
+        num_greedy: int = 0,
+        wants_stop: WantsStop | None = None,
+    ) -> None:
+        """
+        Args:
+            environment_factory: or an EpisodeSetting, which then has config and seed as well.
+            tokenizer, params, config, seed, num_greedy, wants_stop: see create_episode_generate_fn, whose samples are the same.
+        """
+        self._tokenizer, self._params, self._wants_stop, self._num_greedy = tokenizer, params, wants_stop, num_greedy
+        self._setting = create_setting(environment_factory, config, seed)
+
+    async def arun_episode(self, engine: InferenceEngine, data: Any) -> Group:
+        """The group of a prompt. data: an EpisodeData."""
+        policy = EngineAgentPolicy(engine, self._tokenizer, self._params, wants_stop=self._wants_stop)
+        generate = create_policy_generate_fn((policy,), self._setting, num_greedy=self._num_greedy)
+        return await generate(data.prompt, data.n_samples, data.partial)

@@ -70,7 +70,7 @@ async def run_episode(
     Raises: EpisodeInterrupted if the policy was told to stop; EnvironmentFault, ToolFault, SandboxError, DataError and EngineRequestError
         unless EpisodeConfig.on_error is "drop"; what else the policy raises.
     """
-    setting = _create_setting(environment_factory, config, seed)
+    setting = create_setting(environment_factory, config, seed)
     if pending is None:
         pending = create_pending_group(prompt, sample_number + 1)[sample_number]
     for attempt in count():
@@ -114,7 +114,7 @@ async def run_episode_group(
     Returns: in the order of their numbers, whichever ended first; None for an episode that was interrupted, and for those left out.
     Raises: as run_episode, the first failure alone.
     """
-    setting = _create_setting(environment_factory, config, seed)
+    setting = create_setting(environment_factory, config, seed)
     frame = create_pending_group(prompt, n, num_baseline=num_greedy)
     episodes: list[Episode | None] = [None] * len(frame)
     conversation = None if _drops(setting) else create_conversation_format(policy, prompt, setting)
@@ -138,7 +138,8 @@ def _drops(setting: EpisodeSetting) -> bool:
     return setting.config.on_error == "drop"
 
 
-def _create_setting(environment_factory: EnvironmentFactory | EpisodeSetting, config: EpisodeConfig | None, seed: int) -> EpisodeSetting:
+def create_setting(environment_factory: EnvironmentFactory | EpisodeSetting, config: EpisodeConfig | None, seed: int) -> EpisodeSetting:
+    """The setting itself, or one of a factory, a config (None = EpisodeConfig()) and a seed."""
     if isinstance(environment_factory, EpisodeSetting):
         assert config is None, "an EpisodeSetting has a config of its own"
         return environment_factory

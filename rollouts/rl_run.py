@@ -21,6 +21,7 @@ from rollouts.config import RLTrainingConfig, check_rl_batch_sizes
 from rollouts.data_buffer import DataBuffer
 from rollouts.engine_parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
 from rollouts.engines.protocol import InferenceEngine
+from rollouts.episode_summaries import summarize_episodes
 from rollouts.errors import CheckpointError, ConfigError, DataError
 from rollouts.estimators import estimate_group_relative
 from rollouts.kl_control import KLControl, update_kl_control
@@ -398,4 +399,5 @@ def summarize_rollouts(rollouts: RolloutBatch, weight_version: int) -> Metrics:
     staleness = {"staleness_max": float(max(ages))} if ages else {}
     counts.update(summarize_samples(trained or rollouts.samples))  # num_samples, which both know, without baseline samples
     counts.update(summarize_rewards(trained or rollouts.samples))
+    counts.update(summarize_episodes(trained or rollouts.samples))
     return counts | baseline | staleness | {"weight_version": float(weight_version)}

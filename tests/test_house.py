@@ -16,7 +16,7 @@ LAYERS = (
     (
         "chat", "samples", "filters", "episode_columns", "batching", "logprobs", "statistics", "advantages", "gigpo", "gigpo_steps",
         "loss_weights", "kl", "surrogates", "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness",
-        "estimators", "algorithms", "config_json", "config", "async_config", "chat_templates", "episode_config", "chat_formats", "transcripts", "trajectory_records",
+        "estimators", "algorithms", "config_json", "config", "async_config", "chat_templates", "episode_config", "episode_summaries", "chat_formats", "transcripts", "trajectory_records",
     ),
     (
         "char_tokenizer", "data_buffer", "datasets", "preference_data", "packing", "model_weights", "checkpoints", "metrics", "trajectories",

@@ -1,0 +1,167 @@
+"""MultiTurnInferenceEngine: conversations with a model, one answer at a time, or a whole episode. Token in, token out.
+
+    chat = MultiTurnInferenceEngine(engine, tokenizer, max_turns=4, system_prompt="Be brief.")
+    conversation = chat.start_conversation("What is 2 + 3?")
+    conversation = await chat.step(conversation)                     # the model answers
+    conversation.reply, conversation.transcript.tokens
+    conversation = await chat.step(conversation, "And 4 + 5?")       # a message, and the model's answer to it
+    print(chat.format_conversation(conversation))
+
+    episode = await chat.run_episode(GridWorld, prompt)              # an environment speaks in place of you
+
+A conversation is a value: a step gives a new one, and the old one can be gone on from again, with another message or seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rollouts.agent_policies import ActionRequest, AgentAction, EngineAgentPolicy
+from rollouts.chat import Messages, parse_messages
+from rollouts.chat_formats import ConversationFormat
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.environments.protocol import EnvironmentFactory
+from rollouts.episode_config import EpisodeConfig
+from rollouts.episode_openings import EpisodeSetting, create_conversation_format, open_conversation
+from rollouts.episodes import Episode, run_episode
+from rollouts.errors import GenerationError
+from rollouts.samples import derive_seed
+from rollouts.transcripts import Transcript, add_action, add_messages, begin_transcript
+from rollouts.types import Message, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """A conversation so far."""
+
+    transcript: Transcript
+    conversation_format: ConversationFormat
+    seed: int = 0  # answers are a function of it, of the turn, of what was said and of the weights
+    last: AgentAction | None = None  # how the last answer came about
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What was said."""
+        return self.transcript.messages
+
+    @property
+    def num_turns(self) -> int:
+        """Answers of the model."""
+        return len(self.transcript.turns)
+
+    @property
+    def reply(self) -> str:
+        """The last answer; "" = there is none yet."""
+        return next((message.content or "" for message in reversed(self.messages) if message.role == "assistant"), "")
+
+    @property
+    def awaits_reply(self) -> bool:
+        """Whether the model is the next to speak."""
+        return self.messages[-1].role != "assistant"
+
+
+class MultiTurnInferenceEngine:
+    """An engine and a tokenizer as a partner in conversation."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        max_turns: int = 8,
+        system_prompt: str | None = None,
+        *,
+        params: SamplingParams | None = None,
+        config: EpisodeConfig | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            tokenizer: the engine's.
+            max_turns: answers of the model in a conversation or an episode; wins over config's.
+            system_prompt: of each conversation; None = config's.
+            params: of each answer.
+            config: further limits.
+            template_kwargs: for the chat template.
+        """
+        config = config or EpisodeConfig()
+        prompt = config.system_prompt if system_prompt is None else system_prompt
+        self._config = replace(config, max_turns=max_turns, system_prompt=prompt)
+        self._policy = EngineAgentPolicy(engine, tokenizer, params)
+        self._template_kwargs = dict(template_kwargs or {})
+
+    def start_conversation(self, messages: str | Messages, *, seed: int = 0) -> Conversation:
+        """A conversation before the model's first answer.
+
+        Args:
+            messages: a text is what the user says first.
+            seed: of sampling.
+
+        Raises: DataError if the tokenizer's chat template cannot be used.
+        """
+        opening = open_conversation(self._parse(messages), "", "", "", self._config)
+        setting = EpisodeSetting(environment_factory=_no_environment, config=self._config, template_kwargs=self._template_kwargs)
+        conversation_format = create_conversation_format(self._policy, Prompt(content=opening), setting)
+        assert conversation_format is not None, "the policy has a tokenizer"
+        transcript = begin_transcript(conversation_format, opening)
+        return Conversation(transcript=transcript, conversation_format=conversation_format, seed=seed)
+
+    async def step(self, conversation: Conversation, messages: str | Messages | None = None) -> Conversation:
+        """The conversation with the model's next answer.
+
+        Args:
+            messages: that come before it: a text is the user's; None = none.
+
+        Raises: GenerationError if the conversation has max_turns answers already, or it is not the model's turn to speak; DataError if the
+            template rewrites history (see EpisodeConfig.on_rewrite); what the engine raises.
+        """
+        config, transcript = self._config, conversation.transcript
+        if conversation.num_turns >= config.max_turns:
+            raise GenerationError(f"the conversation has {conversation.num_turns} answers, and max_turns is {config.max_turns}: raise it")
+        if messages is not None and conversation.awaits_reply:
+            raise GenerationError("a message was given, but the model has yet to answer the one before it: call step without a message")
+        if messages is None and not conversation.awaits_reply:
+            raise GenerationError("the model spoke last: give step the message that it is to answer")
+        if messages is not None:
+            may_branch = config.on_rewrite == "branch"
+            added = self._parse(messages)
+            transcript = add_messages(transcript, conversation.conversation_format, added, may_branch=may_branch)
+        budget = None if config.max_tokens is None else max(1, config.max_tokens - transcript.num_sampled)
+        limits = [limit for limit in (config.max_turn_tokens, budget) if limit is not None]
+        request = ActionRequest(
+            messages=transcript.messages,
+            tokens=transcript.context,
+            max_tokens=min(limits, default=None),
+            seed=derive_seed(conversation.seed, conversation.num_turns),
+            turn=conversation.num_turns,
+        )
+        action = await self._policy.get_action(request)
+        transcript = add_action(
+            transcript, conversation.conversation_format, action.tokens or (), action.log_probs, action.versions, text=action.text
+        )
+        return replace(conversation, transcript=transcript, last=action)
+
+    async def run_episode(
+        self, environment_factory: EnvironmentFactory, prompt: Prompt | None = None, *, seed: int = 0, sample_number: int = 0
+    ) -> Episode:
+        """An episode over an environment. prompt: None = the environment says everything. See episodes.run_episode."""
+        setting = EpisodeSetting(
+            environment_factory=environment_factory, config=self._config, seed=seed, template_kwargs=self._template_kwargs
+        )
+        return await run_episode(self._policy, setting, prompt or Prompt(content=""), sample_number=sample_number)
+
+    def format_conversation(self, conversation: Conversation | Sequence[Message]) -> str:
+        """A conversation for people: each message on a line (or more) that begins with who spoke."""
+        messages = conversation.messages if isinstance(conversation, Conversation) else conversation
+        return "\n".join(f"{message.role}: {message.content or ''}" for message in messages)
+
+    def _parse(self, messages: str | Messages) -> tuple[Message, ...]:
+        return (Message(role="user", content=messages),) if isinstance(messages, str) else parse_messages(messages)
+
+
+def _no_environment() -> Any:
+    raise AssertionError("a conversation has no environment")
