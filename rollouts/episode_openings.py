@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 from rollouts.agent_policies import AgentPolicy
@@ -14,14 +12,14 @@ from rollouts.environments.observations import observation_to_json, observation_
 from rollouts.environments.protocol import Environment, EnvironmentConfig, EnvironmentFactory
 from rollouts.episode_config import EpisodeConfig
 from rollouts.errors import DataError, EnvironmentFault, locate_error
+from rollouts.gigpo import hash_observation
 from rollouts.samples import derive_seed
 from rollouts.types import Message, Prompt, PromptContent
 
 
 def observation_key(observation: Any) -> str:
-    """A short key that is equal for equal observations: a hash of their canonical JSON."""
-    text = json.dumps(observation_to_json(observation), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return blake2b(text.encode("ascii"), digest_size=12).hexdigest()
+    """A short key that is equal for equal observations: a hash of their canonical JSON, see gigpo.hash_observation."""
+    return hash_observation(observation_to_json(observation))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def take_counts(generate_fn: GenerateFn | None) -> dict[str, int]:
 
 
 def gives_turns(generate_fn: GenerateFn | None) -> bool | None:
-    """Whether the samples of a generate function carry the turns of episodes (Sample.turns); None = it has no `gives_turns` that says so."""
+    """Whether the samples of a generate function carry the turns of episodes (Sample.turns): its `gives_turns`; None = it does not say."""
     while isinstance(generate_fn, functools.partial):
         generate_fn = generate_fn.func
     return getattr(generate_fn, "gives_turns", None)

@@ -7,7 +7,7 @@ order of the prompts: neither depends on what else runs nor on which answer arri
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial as bind
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +144,7 @@ def create_generate_fn(
     template_kwargs: Mapping[str, Any] | None = None,
     num_greedy: int = 0,
     one_request_per_group: bool = False,
-) -> Callable[..., Awaitable[Group]]:
+) -> SingleTurnGenerateFn:
     """The generate function of single-turn rollouts, for RolloutConfig.generate_fn.
 
     Args:
@@ -163,21 +163,28 @@ def create_generate_fn(
         for engine in serving:
             _check_generates_groups(engine)
 
-    async def generate_fn(prompt: Prompt, n: int, partial: Group = ()) -> Group:
-        return await generate_group(
-            serving[prompt.index % len(serving)],
-            tokenizer,
-            prompt,
-            n,
-            params,
-            seed=seed,
-            partial=partial,
-            template_kwargs=template_kwargs,
-            num_greedy=num_greedy,
-            one_request=one_request_per_group,
-        )
+    settings = {"seed": seed, "template_kwargs": template_kwargs, "num_greedy": num_greedy, "one_request": one_request_per_group}
+    return SingleTurnGenerateFn(serving, tokenizer, params, settings)
 
-    return generate_fn
+
+@dataclass(frozen=True)
+class SingleTurnGenerateFn:
+    """What create_generate_fn returns."""
+
+    engines: tuple[InferenceEngine, ...]
+    tokenizer: PreTrainedTokenizerBase
+    params: SamplingParams
+    settings: Mapping[str, Any]  # further arguments of generate_group
+
+    @property
+    def gives_turns(self) -> bool:
+        """False: its samples are single answers, not episodes."""
+        return False
+
+    async def __call__(self, prompt: Prompt, n: int, partial: Group = ()) -> Group:
+        """The group of a prompt; see generate_fns."""
+        engine = self.engines[prompt.index % len(self.engines)]
+        return await generate_group(engine, self.tokenizer, prompt, n, self.params, partial=partial, **self.settings)
 
 
 async def score_generated_group(group: Group, reward_fn: Callable[[Sample], Any] | None, reward: RewardConfig) -> Group | None:
@@ -229,15 +236,23 @@ async def evaluate_prompts(
         async with trio.open_nursery() as nursery:
             for i, prompt in enumerate(prompts):
                 nursery.start_soon(evaluate_one, replace(parse_prompt(prompt), index=i))
-    scored = [group for group in (groups[i] for i in range(len(prompts))) if group is not None]
+    return summarize_evaluation([groups[i] for i in range(len(prompts))], n)
+
+
+def summarize_evaluation(groups: Sequence[Group | None], n: int) -> tuple[dict[str, float], tuple[Sample, ...]]:
+    """What evaluate_prompts returns, of n scored samples for each prompt; None for a group that was dropped.
+
+    Raises: GenerationError if all were.
+    """
+    scored = [group for group in groups if group is not None]
     samples = tuple(sample for group in scored for sample in group)
     if not samples:
-        raise GenerationError(f"all {len(prompts)} evaluation groups were dropped because their rewards failed: repair the reward function")
+        raise GenerationError(f"all {len(groups)} evaluation groups were dropped because they or their rewards failed: see the warnings")
     lengths = [sum(mask > 0 for mask in sample.loss_mask) for sample in samples]
     metrics = {
         "accuracy": sum(sample.reward or 0.0 for sample in samples) / len(samples),
         "num_samples": float(len(samples)),
-        "num_dropped": float(n * (len(prompts) - len(scored))),
+        "num_dropped": float(n * (len(groups) - len(scored))),
         "response_length_mean": sum(lengths) / len(samples),
         "response_length_max": float(max(lengths)),
         "truncated_fraction": sum(sample.status is Status.TRUNCATED for sample in samples) / len(samples),

@@ -8,6 +8,7 @@ from rollouts.backends.protocol import DescribesOutputs, TrainingBackend
 from rollouts.backends.token_spec import DescribesTokens, explain_token_differences
 from rollouts.config import RolloutConfig
 from rollouts.errors import ConfigError
+from rollouts.generate_fns import gives_turns
 from rollouts.types import Algorithm
 
 POLICY_COLUMNS = ("old_log_probs", "prox_log_probs")
@@ -96,6 +97,11 @@ def _check_tokens(name: str, backend: TrainingBackend | None, other: TrainingBac
 
 def _check_source(algorithm: Algorithm, source: object) -> None:
     config = source.config if isinstance(source, ConfiguredSource) else None
+    if "turns" in algorithm.requires and config is not None and gives_turns(config.generate_fn) is False:
+        raise ConfigError(
+            "the algorithm requires turns: it compares the actions of episodes, but generate_fn samples single answers, which have none. "
+            "Make it with create_episode_generate_fn(...), or choose an algorithm for single answers, as grpo()"
+        )
     declared = "" if config is not None else f"; {type(source).__name__} has no property `config` that says so"
     if "greedy_rows" in algorithm.requires and (config is None or config.n_baseline_samples == 0):
         raise ConfigError(

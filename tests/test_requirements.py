@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from rollouts.algorithms import decoupled, grpo, ppo, remax
+from rollouts.algorithms import decoupled, gigpo, grpo, ppo, remax
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend, create_reference_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.outputs import compute_scores
@@ -17,10 +18,12 @@ from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import RolloutConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.errors import ConfigError
+from rollouts.generate_fns import gives_turns
+from rollouts.generation import create_generate_fn
 from rollouts.requirements import FILLABLE, check_requirements
 from rollouts.rollout_manager import AsyncRolloutManager
-from rollouts.testing import FakeBackend, create_tiny_model
-from rollouts.types import Algorithm
+from rollouts.testing import FakeBackend, FakeEngine, create_tiny_model
+from rollouts.types import Algorithm, SamplingParams
 
 
 def test_what_is_missing_is_named_before_anything_runs():
@@ -110,7 +113,7 @@ class Described(Source):
 
 
 def make_manager(**settings: Any) -> AsyncRolloutManager:
-    return AsyncRolloutManager(DataBuffer(["a"]), RolloutConfig(batch_size=2, generate_fn=lambda prompt, n: [], **settings))
+    return AsyncRolloutManager(DataBuffer(["a"]), RolloutConfig(**{"batch_size": 2, "generate_fn": lambda prompt, n: [], **settings}))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +136,17 @@ def test_the_source_is_asked_for_what_samples_must_bring_along(algorithm: Algori
     with pytest.raises(ConfigError, match=message + ".*; Source has no property `config` that says so"):
         check_requirements(algorithm, None, source=Source())
     check_requirements(grpo(), None, source=Source())
+
+
+def test_single_answers_have_no_turns_to_compare():
+    single = create_generate_fn([FakeEngine()], create_char_tokenizer(), SamplingParams())
+    assert gives_turns(single) is False and gives_turns(partial(single)) is False
+    for source in (Described(generate_fn=single), make_manager(generate_fn=single)):
+        with pytest.raises(ConfigError, match=r"requires turns: .*create_episode_generate_fn"):
+            check_requirements(gigpo(), None, source=source)
+        check_requirements(grpo(), None, source=source)
+    for unknown in (Source(), Described(), make_manager()):  # what it samples is known when there is a batch
+        check_requirements(gigpo(), None, source=unknown)
 
 
 def test_every_column_that_may_be_required_is_one_that_somebody_fills():
