@@ -69,7 +69,7 @@ class CodeReward(UnopenedReward):
 
     fraction: bool = False  # reward = the fraction of tests that pass; False: 1 if all pass, else 0
     num_workers: int = 2  # programs at the same time
-    limits: SandboxLimits = field(default_factory=lambda: SandboxLimits(wall_s=5.0, cpu_s=5.0))  # of one program, or one call of it
+    limits: SandboxLimits = field(default_factory=lambda: SandboxLimits(wall_s=10.0, cpu_s=5.0))  # of one program, or one call of it
     confinement: Confinement | None = None  # None = the strongest that works here
 
     @asynccontextmanager

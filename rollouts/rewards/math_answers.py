@@ -35,7 +35,7 @@ class MathReward(UnopenedReward):
     """
 
     num_workers: int = 2  # comparisons at the same time; each takes some 10 ms
-    limits: SandboxLimits = field(default_factory=lambda: SandboxLimits(wall_s=3.0, cpu_s=3.0))  # of one comparison
+    limits: SandboxLimits = field(default_factory=lambda: SandboxLimits(wall_s=10.0, cpu_s=3.0))  # of one comparison
     confinement: Confinement | None = None  # None = the strongest that works here
 
     @asynccontextmanager
