@@ -203,7 +203,8 @@ class GenerationSection:
 class RewardSection:
     """The reward function and what happens when it fails."""
 
-    function: str | None = None  # "file.py:name" or "module:name"; None = the task's own
+    function: str | None = None  # "file.py:name" or "module:name", of a sample or decorated, or a RewardSource; None = the task's own
+    sandboxed: bool = False  # the function is of a file that nobody trusts: call it in a sandbox
     timeout_s: float | None = 30.0
     on_error: Literal["raise", "retry", "drop", "zero"] = "raise"  # zero: a failed reward counts as 0, is marked and counted
     max_retries: int = 2

@@ -32,6 +32,7 @@ from integration.config import (
 from integration.engines import create_embedded_engine, open_engines
 from integration.ledger import Ledger
 from integration.models import check_companions, create_backend, create_companions, create_model, find_directory, open_companions
+from integration.task_rewards import open_task, use_own_reward
 from integration.tasks import Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
 from integration.trajectory_writer import TrajectoryWriter
 from rollouts.async_rollouts import WorkflowExecutor, create_workflow_executor
@@ -45,7 +46,6 @@ from rollouts.engines.protocol import InferenceEngine, InMemoryWeightUpdates
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.generation import create_generate_fn, evaluate_prompts
 from rollouts.metrics import MetricsLogger, StageLogger
-from rollouts.rewards.answers import load_function
 from rollouts.rl_loop import restore_rl_run, run_async_rl_training, run_rl_training
 from rollouts.rollout_manager import AsyncRolloutManager
 from rollouts.sft_loop import run_sft_training
@@ -117,11 +117,11 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     task = create_task(config, tokenizer, "sft") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "sft")
     backend = create_backend(config, model, tokenizer, config.sft.optimizer, config.sft.num_steps)
-    evaluation = Evaluation(create_embedded_engine(config, model, tokenizer), tokenizer, task, config, output_dir / "examples.jsonl")
     checkpoint_dir = output_dir / CHECKPOINTS
     source = find_checkpoint(checkpoint_dir, control)
     start_step = 0
-    async with open_pipeline(backend) as pipeline:
+    async with open_task(task) as task, open_pipeline(backend) as pipeline:
+        evaluation = Evaluation(create_embedded_engine(config, model, tokenizer), tokenizer, task, config, output_dir / "examples.jsonl")
         if source is not None:
             start_step = read_step(source, "sft")
             await pipeline.load_checkpoint(source).result()
@@ -189,6 +189,7 @@ async def run_rl(
             environment=control.environment,
             say=control.say,
         ) as engines,
+        open_task(task) as task,
     ):
         evaluation = Evaluation(engines[0], tokenizer, task, config, output_dir / "examples.jsonl")
         rollout = create_rollout_config(config, task, algorithm, engines, tokenizer)
@@ -260,9 +261,7 @@ def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = 
             task = create_gsm8k_task(tokenizer, path, eval_path, **own_data)
         else:
             task = create_jsonl_task(tokenizer, path, eval_path, with_sft="sft" in mode, with_rl="rl" in mode, **own_data)
-    if config.reward.function is None:
-        return task
-    return Task(**{**vars(task), "reward_fn": load_function(config.reward.function)})
+    return use_own_reward(config.reward, task)
 
 
 def create_rollout_config(
