@@ -234,20 +234,14 @@ def summarize_samples(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def summarize_behavior(metrics: Mapping[str, float]) -> dict[str, float]:
+def summarize_mismatch(metrics: Mapping[str, float]) -> dict[str, float]:
     """How far the policy that sampled is from the one that trains, of the metrics of a step (losses.policy_loss).
 
     Returns: mismatch_kl, of KL(rollout || trainer): rollout_kl or, where the ratio's anchor is the rollout itself, approx_kl (with several
-        updates on a batch, their mean); and with behavior weights (decoupled, truncated) behavior_weight_mean, behavior_weight_max, both
-        after their bounds, and behavior_masked_fraction, of tokens that were dropped. Only what there is.
+        updates on a batch, their mean); nothing where there is neither.
     """
-    names = {
-        "behavior_weight_mean": "importance_weight",
-        "behavior_weight_max": "max_importance_weight",
-        "behavior_masked_fraction": "dropped_fraction",
-        "mismatch_kl": "rollout_kl" if "rollout_kl" in metrics else "approx_kl",
-    }
-    return {name: metrics[source] for name, source in names.items() if source in metrics}
+    found = metrics.get("rollout_kl", metrics.get("approx_kl"))
+    return {} if found is None else {"mismatch_kl": found}
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -22,7 +22,7 @@ from rollouts.config import RLTrainingConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError, GenerationTimeout, RolloutsError, raise_single_errors
-from rollouts.metrics import MetricsLogger, summarize_behavior
+from rollouts.metrics import MetricsLogger, summarize_mismatch
 from rollouts.proximal import find_missed_tokens
 from rollouts.proximal_recompute import ProximalRecomputer, create_proximal_recomputer
 from rollouts.rl_run import OnEstimates, OnRollouts, ResumePoint, RLRun, RolloutSource
@@ -271,7 +271,7 @@ class _AsyncLoop:
         self._updating = True
         metrics = await run.train(step, rollouts)
         trained = clock()
-        metrics |= summarize_behavior(metrics)
+        metrics |= summarize_mismatch(metrics)
         if self._recomputer is not None:
             missed = (len(find_missed_tokens(sample, run.served.version)) for sample in select_trainable(rollouts.samples))
             metrics["num_missed_tokens"] = float(sum(missed))

@@ -538,7 +538,7 @@ async def test_a_step_is_finished_when_all_of_it_is_known_and_not_before(autojum
             raise error
         return {}
 
-    monkeypatch.setattr("rollouts.rl_loop.summarize_behavior", summarize)
+    monkeypatch.setattr("rollouts.rl_loop.summarize_mismatch", summarize)
     with pytest.raises(ValueError, match="no such metric") as caught:
         await Parts().run(replace(IN_MEMORY, checkpoint_every=1), checkpoint_dir=tmp_path / "c")
     assert not getattr(caught.value, "__notes__", []), "weights of step 2 are not those of step 1"

@@ -27,7 +27,7 @@ from rollouts.metrics import (
     log_offset,
     measure,
     read_metrics,
-    summarize_behavior,
+    summarize_mismatch,
     summarize_samples,
     truncate_log,
 )
@@ -258,13 +258,8 @@ def test_a_missing_reward_is_not_a_number(rewards):
     assert summary["zero_std_fraction"] == 0.0
 
 
-def test_behavior_metrics_are_those_of_the_loss():
+def test_the_mismatch_of_engine_and_trainer_is_that_of_the_loss():
     loss = {"importance_weight": 0.9, "max_importance_weight": 2.0, "dropped_fraction": 0.25, "rollout_kl": 0.01, "approx_kl": 0.5}
-    assert summarize_behavior(loss) == {
-        "behavior_weight_mean": 0.9,
-        "behavior_weight_max": 2.0,
-        "behavior_masked_fraction": 0.25,
-        "mismatch_kl": 0.01,
-    }
-    assert summarize_behavior({"approx_kl": 0.5, "loss": 1.0}) == {"mismatch_kl": 0.5}
-    assert summarize_behavior({"loss": 1.0}) == {}
+    assert summarize_mismatch(loss) == {"mismatch_kl": 0.01}
+    assert summarize_mismatch({"approx_kl": 0.5, "loss": 1.0}) == {"mismatch_kl": 0.5}
+    assert summarize_mismatch({"loss": 1.0}) == {}
