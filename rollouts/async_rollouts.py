@@ -18,7 +18,6 @@ from rollouts.errors import ConfigError
 from rollouts.executor_parts import (
     create_filtered_capacity_modifier,
     create_rollout_book,
-    create_staleness_manager,
     register_capacity_modifiers,
     share_batch_size,
 )
@@ -149,6 +148,11 @@ class WorkflowExecutor:
     def batch_size(self) -> int:
         """Groups in a batch."""
         return self._batch_size
+
+    @property
+    def manager(self) -> StalenessManager:
+        """Counts rollouts and says how many more may start."""
+        return self._book.manager
 
     @property
     def resident_samples(self) -> tuple[Sample, ...]:
@@ -361,18 +365,17 @@ def create_workflow_executor(
     strategy: StalenessControlStrategy | None = None,
 ) -> WorkflowExecutor:
     """A WorkflowExecutor of the usual parts, in which dropped groups give their room back. Arguments as there."""
-    manager = create_staleness_manager(config, asynchronous, batches_per_version, data_parallel_size)
-    register_capacity_modifiers(manager, create_filtered_capacity_modifier())
-    return WorkflowExecutor(
+    executor = WorkflowExecutor(
         data_buffer,
         config,
         asynchronous,
         engines=engines,
         queue=queue,
         cache=cache,
-        manager=manager,
         strategy=strategy,
         version=version,
         batches_per_version=batches_per_version,
         data_parallel_size=data_parallel_size,
     )
+    register_capacity_modifiers(executor.manager, create_filtered_capacity_modifier())
+    return executor

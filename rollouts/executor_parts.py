@@ -53,7 +53,12 @@ def check_parts(
 
 
 def share_batch_size(config: RolloutConfig, data_parallel_size: int) -> int:
-    """Groups in a batch of one of data_parallel_size trainers: max(1, batch_size // data_parallel_size)."""
+    """Groups in a batch of one of data_parallel_size trainers: max(1, batch_size // data_parallel_size).
+
+    Raises: ConfigError for a number of trainers below 1.
+    """
+    if data_parallel_size < 1:
+        raise ConfigError(f"data_parallel_size is {data_parallel_size}, expected at least 1")
     return max(1, config.batch_size // data_parallel_size)
 
 
@@ -64,9 +69,8 @@ def create_staleness_manager(
 
     Raises: ConfigError for a number below 1.
     """
-    for name, value in (("batches_per_version", batches_per_version), ("data_parallel_size", data_parallel_size)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}, expected at least 1")
+    if batches_per_version < 1:
+        raise ConfigError(f"batches_per_version is {batches_per_version}, expected at least 1")
     batch_size = share_batch_size(config, data_parallel_size) * batches_per_version
     limits = StalenessLimits(
         max_concurrent=asynchronous.concurrent_groups(config.batch_size * batches_per_version),
