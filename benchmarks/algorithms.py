@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,24 @@ def read_rl_lines(directory: Path) -> list[dict[str, Any]]:
     """The RL lines of a run's metrics, step by step."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["stage"] == "rl"]
+
+
+def train_contenders(
+    contenders: Mapping[str, Callable[[], Mapping[str, Any]]], seed: int, num_jobs: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The runs of contenders by name, so many at a time, in their order. One that fails is told of and left out: it must not cost the
+    results of the others."""
+    with ThreadPoolExecutor(num_jobs) as pool:
+        jobs = {name: pool.submit(train) for name, train in contenders.items()}
+        for name, job in jobs.items():
+            try:
+                run = dict(job.result())
+            except RuntimeError as error:
+                print(f"seed {seed}  {name:34s} FAILED: {error}", flush=True)
+                continue
+            accuracy = run["accuracy"]
+            print(f"seed {seed}  {name:34s} {accuracy[0]:.3f} -> {accuracy[-1]:.3f}, {run['seconds']:.0f} s", flush=True)
+            yield name, run
 
 
 def train_algorithm(algorithm: str, seed: int, model: Path, directory: Path, more: Sequence[str]) -> dict[str, Any]:
@@ -124,29 +143,20 @@ def main() -> int:
     arguments = parser.parse_args()
     more = [part for setting in arguments.set for part in (f"--{setting.split('=', 1)[0]}", setting.split("=", 1)[1])]
     runs: dict[str, list[dict[str, Any]]] = {algorithm: [] for algorithm in dict.fromkeys((DEFAULT, *arguments.algorithms))}
-    num_failed = 0
     seconds_sft: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         for seed in arguments.seeds:
             base = Path(scratch) / f"seed-{seed}"
             seconds_sft.append(run_training(["--mode", "sft", "--seed", str(seed)], base / "sft-run"))
             model = max((base / "sft-run" / "sft" / "checkpoints").glob("step_*"))
-            with ThreadPoolExecutor(arguments.jobs) as pool:
-                jobs = {
-                    algorithm: pool.submit(train_algorithm, algorithm, seed, model, base / f"run-{number}", more)
-                    for number, algorithm in enumerate(runs)
-                }
-                for algorithm, job in jobs.items():
-                    try:
-                        last = job.result()
-                    except RuntimeError as error:  # one algorithm that fails must not cost the results of the others
-                        print(f"seed {seed}  {algorithm:34s} FAILED: {error}", flush=True)
-                        num_failed += 1
-                        continue
-                    runs[algorithm].append(last)
-                    line = f"{last['accuracy'][0]:.3f} -> {last['accuracy'][-1]:.3f}, {last['seconds']:.0f} s"
-                    print(f"seed {seed}  {algorithm:34s} {line}", flush=True)
-                write_json(arguments.output, {"machine": describe_machine(), "seconds_sft": seconds_sft, "runs": runs})
+            contenders = {
+                algorithm: partial(train_algorithm, algorithm, seed, model, base / f"run-{number}", more)
+                for number, algorithm in enumerate(runs)
+            }
+            for algorithm, run in train_contenders(contenders, seed, arguments.jobs):
+                runs[algorithm].append(run)
+            write_json(arguments.output, {"machine": describe_machine(), "seconds_sft": seconds_sft, "runs": runs})
+    num_failed = len(runs) * len(arguments.seeds) - sum(map(len, runs.values()))
     print(f"{num_failed} of {len(runs) * len(arguments.seeds)} runs failed")
     runs = {algorithm: of_seeds for algorithm, of_seeds in runs.items() if of_seeds}
     if not runs:

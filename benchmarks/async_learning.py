@@ -20,11 +20,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.algorithms import read_rl_lines, run_training
+from benchmarks.algorithms import read_rl_lines, run_training, train_contenders
 from benchmarks.measure import print_table, write_json
 
 CORRECTIONS = ("none", "decoupled", "segment-wise")
@@ -119,31 +119,20 @@ def main() -> int:
     arguments = parser.parse_args()
     contenders = [(correction, staleness) for staleness in arguments.staleness for correction in arguments.corrections]
     runs: dict[str, list[dict[str, Any]]] = {name_contender(*contender): [] for contender in contenders}
-    num_failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         for seed in arguments.seeds:
             base = Path(scratch) / f"seed-{seed}"
             sft = [part for setting in arguments.set_sft for part in (f"--{setting.split('=', 1)[0]}", setting.split("=", 1)[1])]
             run_training(["--mode", "sft", "--seed", str(seed), *sft], base / "sft-run")
             model = max((base / "sft-run" / "sft" / "checkpoints").glob("step_*"))
-            with ThreadPoolExecutor(arguments.jobs) as pool:
-                jobs = {
-                    contender: pool.submit(train, arguments, *contender, seed, model, base / f"run-{number}")
-                    for number, contender in enumerate(contenders)
-                }
-                for contender, job in jobs.items():
-                    name = name_contender(*contender)
-                    try:
-                        run = job.result()
-                    except RuntimeError as error:  # one run that fails must not cost the results of the others
-                        print(f"seed {seed}  {name:32s} FAILED: {error}", flush=True)
-                        num_failed += 1
-                        continue
-                    runs[name].append(run)
-                    print(
-                        f"seed {seed}  {name:32s} {run['accuracy'][0]:.3f} -> {run['accuracy'][-1]:.3f}, {run['seconds']:.0f} s", flush=True
-                    )
-                    write_json(arguments.output, {"runs": runs})
+            jobs = {
+                name_contender(*contender): partial(train, arguments, *contender, seed, model, base / f"run-{number}")
+                for number, contender in enumerate(contenders)
+            }
+            for name, run in train_contenders(jobs, seed, arguments.jobs):
+                runs[name].append(run)
+                write_json(arguments.output, {"runs": runs})
+    num_failed = len(contenders) * len(arguments.seeds) - sum(map(len, runs.values()))
     print(f"{num_failed} of {len(contenders) * len(arguments.seeds)} runs failed")
     table = summarize(runs)
     if not table:
