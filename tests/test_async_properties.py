@@ -60,13 +60,15 @@ def make_config(queue: tuple[Any, Any], sync: tuple[Any, bool], **settings: Any)
     return AsyncConfig(**kept, **settings, max_attempts=1000, patience_s=PATIENCE_S)
 
 
+SEEDS = st.integers(0, 2**20)
+ORDERS = st.sampled_from(["finished", "submitted"])
 CONFIGS = st.builds(
     make_config,
     QUEUES,
     SYNCS,
     max_staleness=st.integers(0, 3),
     max_concurrent_rollouts=st.none() | st.integers(1, 6),
-    order=st.sampled_from(["finished", "submitted"]),
+    order=ORDERS,
     on_stale=st.sampled_from(["retry", "drop"]),
     on_failure=st.sampled_from(["raise", "retry", "drop"]),
     retry_delay_s=st.sampled_from([0.0, 1.0, 5.0]),
@@ -510,7 +512,7 @@ def run_virtually(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @settings(max_examples=150)
 @given(
-    seed=st.integers(0, 2**20),
+    seed=SEEDS,
     asynchronous=CONFIGS,
     events=st.lists(EVENTS, min_size=5, max_size=20),
     p_failure=st.sampled_from([0.0, 0.2, 0.7]),
@@ -527,7 +529,7 @@ def test_whatever_happens_nothing_is_lost_or_comes_twice_or_is_too_old(
 
 @settings(max_examples=40)
 @given(
-    seed=st.integers(0, 2**20),
+    seed=SEEDS,
     asynchronous=CONFIGS,
     p_filtered=st.sampled_from([0.0, 0.5]),
     p_reward_failure=st.sampled_from([0.0, 0.3]),
@@ -554,10 +556,10 @@ def test_a_run_that_trains_gets_all_its_batches(seed: int, asynchronous: AsyncCo
 
 @settings(max_examples=40)
 @given(
-    seed=st.integers(0, 2**20),
+    seed=SEEDS,
     max_staleness=st.integers(0, 3),
     queue_size=st.integers(BATCH_SIZE, 9),
-    order=st.sampled_from(["finished", "submitted"]),
+    order=ORDERS,
 )
 def test_a_queue_without_room_ends_the_run_if_it_is_to_raise_and_nothing_is_lost(
     seed: int, max_staleness: int, queue_size: int, order: Any
@@ -584,11 +586,11 @@ def test_a_queue_without_room_ends_the_run_if_it_is_to_raise_and_nothing_is_lost
 
 @settings(max_examples=40)
 @given(
-    seed=st.integers(0, 2**20),
+    seed=SEEDS,
     sync=SYNCS,
     max_staleness=st.integers(2, 4),
     queue_size=st.integers(BATCH_SIZE, 4),
-    order=st.sampled_from(["finished", "submitted"]),
+    order=ORDERS,
     sleeps=st.booleans(),
 )
 def test_more_groups_than_a_full_queue_holds_can_be_waited_for(
@@ -611,12 +613,12 @@ def test_more_groups_than_a_full_queue_holds_can_be_waited_for(
 
 @settings(max_examples=40)
 @given(
-    seed=st.integers(0, 2**20),
+    seed=SEEDS,
     queue=QUEUES,
     sync=SYNCS,
     max_staleness=st.integers(0, 3),
     jump=st.integers(1, 5),
-    order=st.sampled_from(["finished", "submitted"]),
+    order=ORDERS,
     on_stale=st.sampled_from(["retry", "drop"]),
 )
 def test_what_has_waited_too_long_is_begun_anew_or_given_up(
@@ -646,7 +648,7 @@ def test_what_has_waited_too_long_is_begun_anew_or_given_up(
 
 @settings(max_examples=40)
 @given(
-    seed=st.integers(0, 2**20),
+    seed=SEEDS,
     max_staleness=st.integers(0, 3),
     max_concurrent=st.integers(1, 8),
     batches_per_version=st.integers(1, 3),
@@ -693,7 +695,7 @@ class RandomDrops(StandardPPOStrategy):
 
 @pytest.mark.parametrize("gives_back", [True, False])
 @settings(max_examples=25)
-@given(seed=st.integers(0, 2**20), max_staleness=st.integers(0, 2), p=st.sampled_from([0.3, 0.6]))
+@given(seed=SEEDS, max_staleness=st.integers(0, 2), p=st.sampled_from([0.3, 0.6]))
 def test_a_run_that_drops_at_random_ends_only_if_room_is_given_back(gives_back: bool, seed: int, max_staleness: int, p: float):
     """Without the modifier the room of dropped groups stays taken, and the run stands still before its end: nothing runs or waits, nothing
     is enough, and all that may be accepted was. Given the room of what was dropped, the same run goes on to its end."""
