@@ -84,7 +84,7 @@ async def train(num_steps=150, seed=0, logger=None):
     buffer = DataBuffer(PROMPTS, seed=seed)
     generate = create_episode_generate_fn([engine], tokenizer, one_token, create_game, EPISODES, seed=seed)
     rollouts = RolloutConfig(batch_size=NUM_NUMBERS, n_samples_per_prompt=16, generate_fn=generate)
-    training = RLTrainingConfig(num_steps=num_steps, num_minibatches=2, algorithm=grpo(entropy_coef=0.005), weight_sync="memory")
+    training = RLTrainingConfig(num_steps=num_steps, num_minibatches=2, algorithm=grpo(entropy_coef=0.01), weight_sync="memory")
     async with open_pipeline(backend) as pipeline, AsyncRolloutManager(buffer, rollouts, engines=[engine]) as manager:
         history = await run_rl_training(pipeline, buffer, manager, [engine], training, logger)
     return EngineAgentPolicy(engine, tokenizer, one_token.new(greedy=True)), [metrics["reward_mean"] for metrics in history]

@@ -9,7 +9,7 @@ import pytest
 from forked import run
 
 ROOT = Path(__file__).parent.parent
-GUIDES = ("algorithms.md",)
+GUIDES = ("agents.md", "algorithms.md")
 
 
 @pytest.mark.parametrize("name", GUIDES)
