@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +17,20 @@ LAYERS = (
     (
         "chat", "samples", "filters", "episode_columns", "batching", "logprobs", "statistics", "advantages", "gigpo", "gigpo_steps",
         "loss_weights", "kl", "surrogates", "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness",
-        "estimators", "algorithms", "config_json", "config", "async_config", "chat_templates", "episode_config", "episode_summaries", "chat_formats", "transcripts", "trajectory_records",
+        "estimators", "algorithms", "config_json", "config", "async_config", "chat_templates", "episode_config",
+        "episode_summaries", "chat_formats", "transcripts", "trajectory_records",
     ),
     (
-        "char_tokenizer", "data_buffer", "datasets", "preference_data", "packing", "model_weights", "checkpoints", "metrics", "trajectories",
-        "rewards", "sandbox", "environments", "engines", "backends",
+        "char_tokenizer", "data_buffer", "datasets", "preference_data", "packing", "model_weights", "checkpoints", "metrics",
+        "trajectories", "rewards", "sandbox", "environments", "engines", "backends",
     ),
     (
         "generate_fns", "group_race", "generation", "rollout_manager", "rollout_queue", "staleness_control", "prompt_schedule",
         "rollout_runs", "finished_rollouts", "refused_groups", "rollout_book", "rollout_producer", "resident_samples", "executor_parts",
         "async_rollouts", "weight_sync", "served_weights", "training_steps",
         "requirements", "train_on_rollouts", "proximal_recompute", "workflows",
-        "agent_policies", "episode_openings", "episode_course", "episodes", "episode_groups", "multi_turn", "rollout_worker", "agent_integration",
-        "engine_parity", "sft_loop", "reward_model_loop", "rl_run", "rl_loop", "testing",
+        "agent_policies", "episode_openings", "episode_course", "episodes", "episode_groups", "multi_turn", "rollout_worker",
+        "agent_integration", "engine_parity", "sft_loop", "reward_model_loop", "rl_run", "rl_loop", "testing",
     ),
 )  # fmt: skip
 PROTOCOLS = {
@@ -58,6 +60,18 @@ def layer_of(name: str) -> int:
     found = [i for i, names in enumerate(LAYERS) if name in names]
     assert found, f"rollouts/{name} is in no layer: add it to LAYERS here and to docs/architecture.md"
     return found[0]
+
+
+def test_the_table_of_the_architecture_has_every_module_in_its_layer():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    there = {name_of(path) + ("/" if (ROOT / "rollouts" / name_of(path)).is_dir() else "") for path in FILES} - {"__init__"}
+    listed: set[str] = set()
+    for number, names in enumerate(LAYERS):
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| {number} ")]
+        cell = re.findall(r"`([\w/]+)`", row.split("|")[2])
+        assert {name.rstrip("/") for name in cell} == set(names), f"row {number} of the table and LAYERS differ"
+        listed |= set(cell)
+    assert listed == there
 
 
 def imports_of(path: Path) -> set[str]:
