@@ -32,6 +32,7 @@ Mode = Literal["sft", "rl", "sft+rl"]
 MODES: tuple[Mode, ...] = ("sft", "rl", "sft+rl")
 CONFIG_FILE = "config.json"
 RUN_FILE = "run.json"
+MODEL_DIRECTORY = "model"  # in the directory of a run that trains a reward model
 
 
 @dataclass(frozen=True, kw_only=True)

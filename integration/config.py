@@ -208,6 +208,13 @@ class RewardSection:
     timeout_s: float | None = 30.0
     on_error: Literal["raise", "retry", "drop", "zero"] = "raise"  # zero: a failed reward counts as 0, is marked and counted
     max_retries: int = 2
+    model: str | None = None  # reward model whose scores are trained on in place of `function`, by which evaluations still go
+    model_device: str | None = None  # None = that of the policy
+    model_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of its weights
+    model_tokens_per_batch: int = 16384  # in one of its forward passes
+
+    def __post_init__(self) -> None:
+        check_positive(self, "model_tokens_per_batch")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from rich.progress import Progress as RichProgress
 
 from rollouts.metrics import Value
 
-NAMES = {"sft": "SFT", "rl": "RL "}
+NAMES = {"sft": "SFT", "rl": "RL ", "reward_model": "pairs"}
 PLAIN_EVERY_S = 5.0
 
 
@@ -21,6 +21,7 @@ def describe_step(metrics: Mapping[str, Value]) -> str:
     for key, label, form in (
         ("loss", "loss", ".4f"),
         ("reward_mean", "reward", ".3f"),
+        ("score_accuracy", "pairs ranked right", ".3f"),
         ("eval_accuracy", "held-out accuracy", ".3f"),
         ("staleness_mean", "versions behind", ".2f"),
         ("lr", "lr", ".1e"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from integration.engines import create_embedded_engine, open_engines
 from integration.ledger import Ledger
 from integration.models import check_companions, create_backend, create_companions, create_model, find_directory, open_companions
 from integration.task_rewards import open_task, use_own_reward
+from integration.rewards import open_training_reward
 from integration.tasks import Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
 from integration.trajectory_writer import TrajectoryWriter
 from rollouts.async_rollouts import WorkflowExecutor, create_workflow_executor
@@ -190,9 +191,10 @@ async def run_rl(
             say=control.say,
         ) as engines,
         open_task(task) as task,
+        open_training_reward(config, task, tokenizer) as reward_fn,
     ):
         evaluation = Evaluation(engines[0], tokenizer, task, config, output_dir / "examples.jsonl")
-        rollout = create_rollout_config(config, task, algorithm, engines, tokenizer)
+        rollout = create_rollout_config(config, replace(task, reward_fn=reward_fn), algorithm, engines, tokenizer)
         rollouts = create_rollout_source(config, buffer, rollout, engines)
         resume = None
         if source is not None:

@@ -23,6 +23,7 @@ from integration.dry_run import describe_run
 from integration.engines import check_engine
 from integration.log_levels import log_to_stderr
 from integration.models import check_companions, create_model
+from integration.rewards import check_reward
 from integration.run_directory import (
     EXIT_STOPPED,
     METRICS_FILE,
@@ -130,6 +131,7 @@ def run(command: CommandLine) -> int:
     if "rl" in command.mode:
         _ = config.algorithm  # what is wrong with it must not be found out after the SFT stage
         check_companions(config)
+        check_reward(config)
         load_condition(config.trajectories)
     if command.dry_run:
         print(describe_run(config, command.mode))

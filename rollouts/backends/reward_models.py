@@ -67,24 +67,10 @@ def load_reward_model(
     Raises: ConfigError if the directory is not a complete model of this kind: a language model, several labels, a head that is more than
         one linear layer.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    directory = check_model_directory(path)
+    directory = check_reward_model(path, trust_remote_code=trust_remote_code)
     with explain_loading(directory, "reward model (a sequence-classification model with one label)"):
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-        kinds = cast("list[str]", getattr(config, "architectures", None) or [])
-        if not is_reward_model(config):
-            raise ConfigError(
-                f"{directory} is a {' or '.join(kinds) or 'model of no stated kind'}, expected one ending with ForSequenceClassification: "
-                "it has no head that scores. Train one from it (train_reward_model), or serve a model of another kind and ask it over HTTP "
-                "(open_remote_reward)"
-            )
-        num_labels = int(cast("Any", config).num_labels)
-        if num_labels != 1:
-            raise ConfigError(
-                f"{directory} has {num_labels} labels, expected 1: a reward model gives one score, a classifier of several classes none. "
-                "Give a reward model, or a reward function of your own that makes one number of the classes"
-            )
         loaded, info = AutoModelForSequenceClassification.from_pretrained(
             directory, dtype=parse_dtype(dtype), local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
         )
@@ -94,6 +80,29 @@ def load_reward_model(
     model = cast("PreTrainedModel", loaded)
     _check_score_head(model, directory)
     return cast("PreTrainedModel", cast("torch.nn.Module", model).to(device).eval())
+
+
+def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> Path:
+    """The path, if its configuration is that of a reward model; loads no weights. Raises ConfigError as load_reward_model."""
+    from transformers import AutoConfig
+
+    directory = check_model_directory(path)
+    with explain_loading(directory, "reward model (a sequence-classification model with one label)"):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    if not is_reward_model(config):
+        kinds = cast("list[str]", getattr(config, "architectures", None) or [])
+        raise ConfigError(
+            f"{directory} is a {' or '.join(kinds) or 'model of no stated kind'}, expected one ending with ForSequenceClassification: "
+            "it has no head that scores. Train one from it (train_reward_model), or serve a model of another kind and ask it over HTTP "
+            "(open_remote_reward)"
+        )
+    num_labels = int(cast("Any", config).num_labels)
+    if num_labels != 1:
+        raise ConfigError(
+            f"{directory} has {num_labels} labels, expected 1: a reward model gives one score, a classifier of several classes none. "
+            "Give a reward model, or a reward function of your own that makes one number of the classes"
+        )
+    return directory
 
 
 def is_reward_model(config: Any) -> bool:

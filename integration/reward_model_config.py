@@ -1,0 +1,81 @@
+"""One frozen tree of settings for the training of a reward model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from integration.config import BackendSection, ModelSection
+from rollouts.config import OptimizerConfig, RewardModelTrainingConfig, check_count, check_positive, suggest
+from rollouts.errors import ConfigError
+
+PAIR_TASKS = ("sort", "sort-long")  # whose wrong answers are known to preference_pairs.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSection:
+    """The pairs: the user's own, or made from a built-in task."""
+
+    path: str | None = None  # JSONL with chosen and rejected; None = pairs of right and wrong answers to the task's problems
+    eval_path: str | None = None  # held-out pairs; None = the last rows of path
+    num_heldout: int = 512  # held-out pairs; of path at most a tenth
+    pairs_per_problem: int = 2  # of a built-in task, each with another wrong answer
+    max_length: int | None = None  # most tokens of an answer with its prompt; None = no limit
+    skip_bad_rows: bool = False  # count rows that cannot be read and go on
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_heldout", "pairs_per_problem")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTrainingSection:
+    """The training."""
+
+    num_steps: int = 400
+    batch_size: int = 64  # pairs per optimizer step
+    eval_every: int = 50  # steps between two evaluations; 0 = only at the end
+    log_every: int = 1
+    checkpoint_every: int = 100  # steps between two checkpoints; 0 = only at the end
+    keep_last_n: int = 2  # older checkpoints are deleted
+    max_tokens_per_microbatch: int = 16384
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.05, weight_decay=0.01)
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_steps", "batch_size", "keep_last_n")
+        check_count(self, "eval_every", "checkpoint_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """All settings of the training of a reward model."""
+
+    task: str = "sort"  # whose problems pairs are made of, unless data.path is given: sort, sort-long
+    seed: int = 0  # of the built-in model's weights, the head, the wrong answers and the order of pairs
+    output_dir: str | None = None  # None = runs/<time>-reward-model, new for every run
+    num_threads: int | None = None  # CPU threads of torch; None = as torch chooses
+    model: ModelSection = field(default_factory=ModelSection)  # a language model, or a reward model that is trained on
+    data: PairSection = field(default_factory=PairSection)
+    training: PairTrainingSection = field(default_factory=PairTrainingSection)
+    backend: BackendSection = field(default_factory=BackendSection)
+
+    def __post_init__(self) -> None:
+        if self.data.path is None and self.task not in PAIR_TASKS:
+            raise ConfigError(f"there are no pairs of the task {self.task!r}: {suggest(self.task, PAIR_TASKS)}; or give --data.path")
+        if self.data.path is None and self.data.eval_path is not None:
+            raise ConfigError(f"data.eval_path is {self.data.eval_path!r}, but there is no data.path to train on: give both")
+        _ = self.loop
+
+    @property
+    def loop(self) -> RewardModelTrainingConfig:
+        """What train_reward_model gets."""
+        training = self.training
+        return RewardModelTrainingConfig(
+            num_steps=training.num_steps,
+            batch_size=training.batch_size,
+            log_every=training.log_every,
+            checkpoint_every=training.checkpoint_every,
+            eval_every=training.eval_every,
+            max_tokens_per_microbatch=training.max_tokens_per_microbatch,
+            seed=self.seed,
+        )

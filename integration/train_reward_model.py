@@ -1,0 +1,240 @@
+"""Train a reward model on pairs of answers: `python -m integration.train_reward_model --output-dir rm`.
+
+Then `python -m integration.train --mode rl --reward.model rm` takes its scores in place of the rule.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import torch
+import trio
+import tyro
+
+from integration.command_line import MODEL_DIRECTORY, RUN_FILE, parse_flags, read_base
+from integration.config import Config, create_output_dir
+from integration.display import Progress
+from integration.models import create_model
+from integration.preference_pairs import create_task_pairs
+from integration.reward_model_config import RewardModelConfig
+from integration.run_directory import (
+    EXIT_STOPPED,
+    METRICS_FILE,
+    StopRequest,
+    measure_seconds,
+    prepare_directory,
+    run_command,
+    watch_signals,
+)
+from integration.stages import CHECKPOINTS, RunControl, create_task, find_checkpoint, finished_checkpoint, read_step
+from rollouts.backends.factory import load_tokenizer, parse_device
+from rollouts.backends.futures import open_pipeline
+from rollouts.backends.reward_models import create_reward_model, create_reward_model_backend, load_reward_start, reads_turn_end
+from rollouts.chat import ensure_pad_token
+from rollouts.checkpoints import lock_run_directory
+from rollouts.errors import DataError, raise_single_errors
+from rollouts.metrics import CompositeLogger, JSONLLogger, MetricsLogger, StageLogger, read_metrics
+from rollouts.preference_data import load_preference_pairs
+from rollouts.preferences import PreferencePair
+from rollouts.reward_model_loop import STAGE, evaluate_reward_model, train_reward_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PROGRAM = "python -m integration.train_reward_model"
+MAY_CHANGE_ON_RESUME = ("output_dir", "num_threads", "training.num_steps", "training.checkpoint_every", "training.keep_last_n")
+
+Pairs = tuple[tuple[PreferencePair, ...], tuple[PreferencePair, ...]]
+"""To train on, and held out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """Train a reward model on pairs of answers, of which one is preferred."""
+
+    config: Annotated[RewardModelConfig, tyro.conf.arg(name="")]
+    resume: bool = False
+    """go on with the interrupted run in --output-dir"""
+    quiet: bool = False
+    """print the summary only"""
+    config_file: Annotated[str | None, tyro.conf.arg(name="config")] = None
+    """settings from FILE.py (which defines `config`), FILE.toml or FILE.json"""
+
+
+def create_start(config: RewardModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The reward model before its first step, and its tokenizer."""
+    section = config.model
+    if section.path is not None:
+        model = load_reward_start(section.path, seed=config.seed, trust_remote_code=section.trust_remote_code)
+        return model, load_tokenizer(section.path, trust_remote_code=section.trust_remote_code)
+    model, tokenizer = create_model(Config(model=section, seed=config.seed))
+    return create_reward_model(model, seed=config.seed), tokenizer
+
+
+def create_pairs(
+    config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, say: Callable[[str], None]
+) -> Pairs:
+    """Pairs to train on, and held-out ones."""
+    data = config.data
+    if data.path is None:
+        task = create_task(Config(task=config.task), tokenizer, "rl")
+        train, heldout = create_task_pairs(tokenizer, task, pairs_per_prompt=data.pairs_per_problem, seed=config.seed)
+        return train, heldout[: data.num_heldout]
+    options: dict[str, Any] = {
+        "to_turn_end": reads_turn_end(model),
+        "max_length": data.max_length,
+        "skip_bad_rows": data.skip_bad_rows,
+    }
+    loaded = load_preference_pairs(tokenizer, data.path, **options)
+    num_bad = len(loaded.bad_rows)
+    if data.eval_path is not None:
+        held = load_preference_pairs(tokenizer, data.eval_path, **options)
+        num_bad += len(held.bad_rows)
+        pairs = loaded.rows, held.rows[: data.num_heldout]
+    else:
+        count = min(data.num_heldout, len(loaded) // 10)
+        if count == 0:
+            raise DataError(f"{data.path} has {len(loaded)} pairs, too few to hold some out: give --data.eval-path, or at least 10 pairs")
+        pairs = loaded.rows[:-count], loaded.rows[-count:]
+    if num_bad:
+        say(f"{num_bad} bad rows were skipped")
+    return pairs
+
+
+async def run_reward_model(config: RewardModelConfig, output_dir: Path, control: RunControl | None = None) -> Path | None:
+    """Train, and leave the model in output_dir/model.
+
+    Returns: that directory; None if control.should_stop ended the run before its last step.
+    """
+    control = control or RunControl()
+    model, tokenizer = create_start(config)
+    train, heldout = create_pairs(config, model, tokenizer, control.say)
+    backend = create_reward_model_backend(
+        model,
+        tokenizer=tokenizer,
+        total_steps=config.training.num_steps,
+        device=parse_device(config.model.device),
+        compute_dtype=config.backend.compute_dtype,
+        **vars(config.training.optimizer),
+    )
+    logger = None if control.logger is None else StageLogger(control.logger, STAGE)
+    checkpoint_dir, pad_id, start_step = output_dir / CHECKPOINTS, ensure_pad_token(tokenizer), 0
+    source = find_checkpoint(checkpoint_dir, control)
+    async with open_pipeline(backend) as pipeline:
+        if source is not None:
+            start_step = read_step(source, STAGE)
+            await pipeline.load_checkpoint(source).result()
+            control.say(f"training goes on after step {start_step} of {config.training.num_steps}")
+        elif logger is not None:
+            logger.log(await evaluate_reward_model(pipeline, heldout, pad_id=pad_id), 0)
+        if start_step < config.training.num_steps:
+            await train_reward_model(
+                pipeline,
+                train,
+                config.loop,
+                logger,
+                heldout=heldout,
+                pad_id=pad_id,
+                start_step=start_step,
+                checkpoint_dir=checkpoint_dir,
+                keep_last_n=config.training.keep_last_n,
+                should_stop=control.should_stop,
+                clock=control.clock,
+            )
+        if finished_checkpoint(checkpoint_dir, config.training.num_steps) is None:
+            return None
+        unfinished, target = output_dir / f".{MODEL_DIRECTORY}", output_dir / MODEL_DIRECTORY
+        for directory in (unfinished, target):
+            shutil.rmtree(directory, ignore_errors=True)
+        unfinished.mkdir()
+        await pipeline.export_weights(unfinished).result()
+        unfinished.rename(target)
+    return target
+
+
+async def _run_until_stopped(config: RewardModelConfig, output_dir: Path, logger: MetricsLogger, say: Callable[[str], None]) -> bool:
+    """run_reward_model with signals around it. Returns whether it came to its end."""
+    stop = StopRequest()
+    control = RunControl(logger=logger, should_stop=stop.is_requested, say=say)
+    model: Path | None = None
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            await nursery.start(partial(watch_signals, stop, say, nursery.cancel_scope.cancel))
+            with measure_seconds(output_dir, STAGE, control.clock):
+                model = await run_reward_model(config, output_dir, control)
+            nursery.cancel_scope.cancel()
+    return model is not None
+
+
+def summarize(lines: Sequence[dict[str, Any]], facts: dict[str, Any], config: RewardModelConfig) -> dict[str, Any]:
+    """summary.json from the lines of metrics.jsonl and the facts of run.json."""
+    evaluated = [line for line in lines if "eval_accuracy" in line]
+    last = evaluated[-1]
+    return {
+        "accuracy_before": evaluated[0]["eval_accuracy"] if evaluated[0]["step"] == 0 else None,
+        "accuracy": last["eval_accuracy"],
+        "margin": last["eval_margin"],
+        "loss": last["eval_loss"],
+        "steps": last["step"],
+        "seconds": facts.get(f"seconds_{STAGE}"),
+        "seed": config.seed,
+        "pairs": config.data.path or f"made from the task {config.task}",
+    }
+
+
+def run(command: _Arguments) -> int:
+    """Carry out a command line. Returns the exit status."""
+    config = command.config
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    named = Config(output_dir=config.output_dir)
+    output_dir = create_output_dir(named, datetime.now().strftime("%Y%m%d-%H%M%S") + "-reward-model")
+    say = cast("Callable[[str], None]", (lambda text: None) if command.quiet else partial(print, flush=True))  # pyright: ignore
+    with lock_run_directory(output_dir):
+        prepare_directory(
+            output_dir,
+            config,
+            {"mode": STAGE},
+            resume=command.resume,
+            may_change=MAY_CHANGE_ON_RESUME,
+            checkpoint_dirs=[output_dir / CHECKPOINTS],
+        )
+        say(f"run directory: {output_dir}")
+        progress = Progress({STAGE: config.training.num_steps}, stream=sys.stdout, quiet=command.quiet, clock=time.monotonic)
+        logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress])
+        try:
+            finished = trio.run(_run_until_stopped, config, output_dir, logger, progress.say)
+        finally:
+            logger.finish()
+        if not finished:
+            again = f"{PROGRAM} --output-dir {output_dir} --resume"
+            print(f"stopped; everything up to the last finished step is saved. To go on:\n  {again}", flush=True)
+            return EXIT_STOPPED
+        summary = summarize(read_metrics(output_dir / METRICS_FILE), json.loads((output_dir / RUN_FILE).read_text()), config)
+        (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        print(
+            f"held-out pairs ranked right: {summary['accuracy']:.1%}, by {summary['margin']:.1f} on average "
+            f"({summary['steps']} steps, {summary['seconds']:.0f} s)\nthe model: {output_dir / MODEL_DIRECTORY}\n"
+            f"its scores in place of the rule: python -m integration.train --reward.model {output_dir}",
+            flush=True,
+        )
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return run_command(lambda: parse_flags(arguments, _Arguments(config=read_base(arguments, RewardModelConfig())), PROGRAM), run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
