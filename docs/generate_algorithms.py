@@ -86,6 +86,12 @@ CRITIC_METRICS = {
     "value_clip_fraction": "share of tokens whose value has moved further than the clip allows",
     "explained_variance": "1 - var(returns - values) / var(returns) before the update: 1 is perfect, 0 no better than a constant",
 }
+TURN_METRICS = {
+    "num_anchors": "states of a group in which an action began",
+    "anchor_size_mean": "actions that share such a state, mean; with it anchor_size_max",
+    "anchor_single_fraction": "share of actions that nobody else began in the same state as: they learn from their episode alone",
+    "anchors_of_1": "number of states with one action; with it the further columns of a histogram, anchors_of_2 to anchors_of_17_or_more",
+}
 BOUND = (
     "`bound=20.0`, as in verl: log r counts as 20 nats at most. A token beyond (r > e^20: a rollout log-prob of -100, say) has no gradient"
     " through its ratio, and the loss stays finite."
@@ -181,7 +187,7 @@ def capitalize(text: str) -> str:
 
 
 def describe_metrics(name: str) -> list[tuple[str, str]]:
-    """(name, meaning) of the metrics of a preset with its defaults, then of those that come with a further term or with a critic."""
+    """(name, meaning) of the metrics of a preset with its defaults, then of those that come with a further term, a critic or turns."""
     preset, algorithm = find_presets()[name], example_of(name)
     meanings = METRICS | OWN_METRICS.get(name, {})
     rows = {metric: meanings[metric] for metric in find_metrics(algorithm)}
@@ -190,7 +196,8 @@ def describe_metrics(name: str) -> list[tuple[str, str]]:
             arguments = ARGUMENTS.get(name, {}) | {switch: 0.1}
             more = [metric for metric in find_metrics(preset(**arguments)) if metric not in rows]
             rows |= {metric: f"with {switch} > 0: {METRICS[metric]}" for metric in more}
-    return list((rows | (CRITIC_METRICS if "values" in algorithm.requires else {})).items())
+    rows |= CRITIC_METRICS if "values" in algorithm.requires else {}
+    return list((rows | (TURN_METRICS if "turns" in algorithm.requires else {})).items())
 
 
 def find_metrics(algorithm: Algorithm) -> list[str]:

@@ -56,7 +56,7 @@ def system_apply_gigpo_to_batch_steps(
         combine: add_weighted, which is the paper's, interpolate, or your own.
         options: further ones of compute_step_levels.
 
-    Returns: new lists of new steps; step_info["gigpo"] says what the advantage is made of, see describe_turn.
+    Returns: new lists of new steps; step_info["gigpo"] says what the advantage is made of, see describe_turns.
     Raises: as compute_step_levels.
     Source: Feng et al. 2025 (GiGPO), section 3.
     """
@@ -72,15 +72,10 @@ def system_apply_gigpo_to_batch_steps(
     )
     return [
         [
-            replace(
-                step,
-                advantage=levels.combined[b, k].item(),
-                return_to_go=levels.returns[b, k].item(),
-                step_info={**step.step_info, "gigpo": describe_turn(levels, b, k)},
-            )
-            for k, step in enumerate(steps)
+            replace(step, advantage=told["advantage"], return_to_go=told["return_to_go"], step_info={**step.step_info, "gigpo": told})
+            for step, told in zip(steps, describe_turns(levels, row), strict=True)
         ]
-        for b, steps in enumerate(batch)
+        for row, steps in enumerate(batch)
     ]
 
 
@@ -202,23 +197,30 @@ def _place_similar(text: str, firsts: list[str], threshold: float) -> int:
     return place
 
 
-def describe_turn(levels: TurnLevels, row: int, turn: int) -> dict[str, Any]:
-    """What the advantage of one turn is made of, as plain JSON values: for step_info, logs and trajectory files.
+def describe_turns(levels: TurnLevels, row: int) -> list[dict[str, Any]]:
+    """What the advantage of each turn of a row is made of, as plain JSON values: for step_info, logs and trajectory files.
 
     Returns: episode_advantage (A_E), step_reward, return_to_go (G_k), anchor (its number), anchor_size (turns that share it, this one
         among them), step_advantage (A_S), advantage; and of StepLevels state, the key as text.
     """
-    anchor = levels.anchors[row, turn]
-    described: dict[str, Any] = {
-        "episode_advantage": levels.episode[row].item(),
-        "step_reward": levels.rewards[row, turn].item(),
-        "return_to_go": levels.returns[row, turn].item(),
-        "anchor": int(anchor),
-        "anchor_size": int((levels.anchors == anchor).sum()),
-        "step_advantage": levels.step[row, turn].item(),
-        "advantage": levels.combined[row, turn].item(),
-    }
-    return described | ({"state": str(levels.keys[row][turn])} if isinstance(levels, StepLevels) else {})
+    columns = (levels.rewards, levels.returns, levels.anchors, levels.step, levels.combined)
+    turns = [values for values in zip(*(column[row].tolist() for column in columns), strict=True) if values[2] >= 0]
+    sizes = torch.bincount(levels.anchors[levels.anchors >= 0]).tolist()
+    described: list[dict[str, Any]] = [
+        {
+            "episode_advantage": levels.episode[row].item(),
+            "step_reward": reward,
+            "return_to_go": step_return,
+            "anchor": anchor,
+            "anchor_size": sizes[anchor],
+            "step_advantage": step,
+            "advantage": combined,
+        }
+        for reward, step_return, anchor, step, combined in turns
+    ]
+    if isinstance(levels, StepLevels):
+        return [turn | {"state": str(key)} for turn, key in zip(described, levels.keys[row], strict=True)]
+    return described
 
 
 def with_step_advantages(batch: TrainBatch, steps: Sequence[Sequence[StepData]]) -> TrainBatch:

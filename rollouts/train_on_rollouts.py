@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,8 @@ from rollouts.backends.protocol import TrainingBackend
 from rollouts.batching import plan_minibatches, select_rows
 from rollouts.errors import ConfigError, DataError
 from rollouts.estimators import check_advantages
+from rollouts.gigpo import summarize_anchors
+from rollouts.gigpo_steps import describe_turns
 from rollouts.kl_control import measure_kl
 from rollouts.loss_weights import token_mean
 from rollouts.losses import value_loss
@@ -29,7 +32,9 @@ from rollouts.training_steps import (
     submit_forward,
     submit_optimizer_step,
 )
-from rollouts.types import Algorithm, LossFn, LossOutput, TokenOutputs, TrainBatch
+from rollouts.types import Algorithm, LossFn, LossOutput, TokenOutputs, TrainBatch, TurnLevels
+
+_logger = logging.getLogger(__name__)
 
 OnEstimate: TypeAlias = Callable[[TrainBatch], "Awaitable[None] | None"]
 """Given the batch with its advantages, before any update; sync or async."""
@@ -192,7 +197,8 @@ async def train_on_rollouts(
     Returns: token-weighted means over the optimizer steps; num_tokens is their sum; lr is the last one's; num_updates. With a critic its
         critic_loss, critic_grad_norm, critic_lr, value_mean, value_clip_fraction, and explained_variance of the values before the
         update. With a reference reference_kl, see measure_kl, from old_log_probs or, where these are only there in the loss,
-        rollout_log_probs. With kl_coef also kl_coef.
+        rollout_log_probs. With kl_coef also kl_coef. Of an algorithm that compares turns how many there are to compare, see
+        summarize_anchors; what each advantage is made of is told to the logger of this module at DEBUG.
     """
     num_updates = 0 if only_critic else num_epochs * num_minibatches
     if not find_trained_rows(batch):
@@ -219,6 +225,9 @@ async def train_on_rollouts(
     batch = algorithm.estimate(batch)
     if batch.advantages is not None:
         batch = check_advantages(batch)  # an estimator of the user's own need not have done it
+    if batch.turns is not None and batch.turns.levels is not None:
+        metrics |= summarize_anchors(batch.turns.levels.anchors)
+        _tell_turns(batch.turns.levels)
     if on_estimate is not None:
         written = on_estimate(batch)
         if inspect.isawaitable(written):
@@ -239,6 +248,13 @@ async def train_on_rollouts(
         critic_metrics = await _mean_results(critic_steps)
         metrics |= name_critic_metrics(critic_metrics) | summarize_values(batch) | {"num_tokens": critic_metrics["num_tokens"]}
     return metrics | {"num_updates": float(len(policy_steps))}
+
+
+def _tell_turns(levels: TurnLevels) -> None:
+    if _logger.isEnabledFor(logging.DEBUG):
+        for row in range(len(levels.episode)):
+            for turn, told in enumerate(describe_turns(levels, row)):
+                _logger.debug("row %d turn %d: %s", row, turn, " ".join(f"{name}={value:.4g}" for name, value in told.items()))
 
 
 async def _mean_results(steps: Sequence[PendingOptimizerStep]) -> Metrics:

@@ -24,7 +24,7 @@ from rollouts.estimators import estimate_gigpo
 from rollouts.gigpo import add_weighted, hash_observation, interpolate
 from rollouts.gigpo_steps import (
     compute_step_levels,
-    describe_turn,
+    describe_turns,
     merge_similar_states,
     system_apply_gigpo_to_batch_steps,
     with_step_advantages,
@@ -323,5 +323,5 @@ async def test_a_ppo_step_on_the_tokens_of_a_good_step_makes_them_more_probable(
 def test_a_level_can_be_told_without_steps():
     batch = estimate_gigpo(collate_samples(to_samples(TWO, [1.0, 0.0])), std_level=None, gamma=1.0)
     assert batch.turns is not None and batch.turns.levels is not None
-    told = describe_turn(batch.turns.levels, 1, 0)
+    (told,) = describe_turns(batch.turns.levels, 1)
     assert told["anchor_size"] == 2 and told["step_advantage"] == -0.5 and told["episode_advantage"] == -0.5 and "state" not in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from rollouts.algorithms import (
     chain,
     dapo,
     decoupled,
+    gigpo,
     gpg,
     grpo,
     opo,
@@ -41,7 +43,7 @@ from rollouts.train_on_rollouts import (
     summarize_values,
     train_on_rollouts,
 )
-from rollouts.types import Algorithm, Sample, TrainBatch
+from rollouts.types import Algorithm, Sample, TrainBatch, Turn
 
 
 def make_batch(rows: int = 8, untrainable: tuple[int, ...] = (), masked: tuple[int, ...] = (), seed: int = 0) -> TrainBatch:
@@ -324,3 +326,50 @@ def test_explained_variance_is_1_for_perfect_values_and_0_for_constant_ones():
     assert summarize_values(replace(batch, returns=torch.ones_like(returns), values=returns))["explained_variance"] == 0.0
     opposite = summarize_values(replace(batch, returns=returns, values=-returns))["explained_variance"]
     assert opposite == pytest.approx(-3.0, rel=1e-4)
+
+
+# -- episodes
+
+
+def make_episodes() -> TrainBatch:
+    """Two episodes of a group: both begin in one state, where the first chose better; and one that has nobody to be compared with."""
+    samples = [
+        Sample(tokens=tuple(range(3, 10)), loss_mask=(0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0), rollout_log_probs=(0.0, 0.0, *(-4.0,) * 5),
+               index=i, group_index=i // 2, reward=float(i == 0), turns=(Turn(start=2, end=4, state="hall"), Turn(start=5, end=7)))
+        for i in range(3)
+    ]  # fmt: skip
+    return collate_samples(samples)
+
+
+async def test_what_turns_are_compared_with_is_measured_and_told(caplog):
+    backend = create_pytorch_backend(create_tiny_model(), lr=1e-2)
+    with caplog.at_level(logging.DEBUG, logger="rollouts.train_on_rollouts"):
+        metrics = await train_on_rollouts(backend, make_episodes(), gigpo())
+    assert (metrics["num_anchors"], metrics["anchors_of_1"], metrics["anchors_of_2"]) == (5.0, 4.0, 1.0)
+    assert metrics["anchor_single_fraction"] == pytest.approx(4 / 6)
+    assert metrics["num_tokens"] == 12 and metrics["grad_norm"] > 0
+    assert len(caplog.messages) == 6
+    assert caplog.messages[0].startswith("row 0 turn 0: episode_advantage=0.7071 step_reward=0 return_to_go=0.95 anchor=0 anchor_size=2")
+    assert caplog.messages[4].endswith("step_advantage=0 advantage=0")
+
+
+async def test_other_algorithms_train_on_episodes_and_measure_no_anchors(caplog):
+    with caplog.at_level(logging.DEBUG, logger="rollouts.train_on_rollouts"):
+        metrics = await train_on_rollouts(create_pytorch_backend(create_tiny_model(), lr=1e-2), make_episodes(), dapo())
+    assert metrics["num_tokens"] == 12 and not any("anchor" in name for name in metrics) and not caplog.messages
+
+
+async def test_single_answers_that_reach_an_algorithm_of_turns_are_refused_before_it_runs():
+    with pytest.raises(DataError, match=r"requires \['turns'\], which the samples do not have"):
+        await train_on_rollouts(FakeBackend(), make_batch(), gigpo())
+
+
+async def test_minibatches_and_a_wrapper_train_on_the_same_advantages():
+    batch = make_episodes()
+    once = await train_on_rollouts(create_pytorch_backend(create_tiny_model(), lr=0.0), batch, gigpo())
+    for algorithm in (decoupled(gigpo(), cap=None), recomputed(gigpo())):
+        parts = await train_on_rollouts(
+            create_pytorch_backend(create_tiny_model(), lr=0.0), batch, algorithm, num_minibatches=2, num_epochs=2
+        )
+        assert parts["num_anchors"] == once["num_anchors"] == 5.0 and parts["num_updates"] == 4
+    assert columns_from_loss(recomputed(gigpo()), num_updates=1) == {"old_log_probs"}, "its estimator reads no log-probs"
