@@ -213,6 +213,9 @@ class RolloutConfig:
         for name in ("generate_fn", "reward_fn", "filter_fn"):
             function = getattr(self, name)
             check_setting(function is None or callable(function), f"RolloutConfig.{name}", function, "a function or None")
+        if hasattr(self.reward_fn, "open_reward"):  # rewards.calls.RewardSource
+            source = type(self.reward_fn).__name__
+            raise ConfigError(f"RolloutConfig.reward_fn is a {source}: `async with source.open_reward() as reward_fn`, and pass that")
         if isinstance(self.generate_fn, ScoringGenerateFn):
             self._take_apart(self.generate_fn)
 

@@ -1859,6 +1859,41 @@ MUTATIONS: tuple[Mutation, ...] = (
         "pass\n",
         ("test_async_rollouts.py::test_a_late_turn_of_an_episode_is_told_to_stop",),
     ),
+    Mutation(
+        "rewards/results.py",
+        "two step outputs about one step both count",
+        "if counts[place] > 1:",
+        "if counts[place] > 2:",
+        ("test_alignment.py::test_a_step_that_two_outputs_are_about_gets_neither",),
+    ),
+    Mutation(
+        "rewards/results.py",
+        "answers in the prompt are taken for turns",
+        "start = len(names) - num_turns",
+        "start = 0",
+        ("test_reward_functions.py::test_examples_in_the_prompt_are_counted_but_are_no_turns",),
+    ),
+    Mutation(
+        "rewards/calls.py",
+        "a batch reward may return more results than there are samples",
+        "if len(found) != num_samples:",
+        "if len(found) < num_samples:",
+        ("test_reward_functions.py::test_a_batch_of_another_length_fails_the_group",),
+    ),
+    Mutation(
+        "rewards/evaluate.py",
+        "a reward that is set to 0 is not marked",
+        'reward=0.0, metadata={**group[k].metadata, "reward_error": str(judgement.error)})',
+        "reward=0.0)",
+        ("test_reward_functions.py::test_a_bad_result_fails_its_sample_by_policy_and_no_other",),
+    ),
+    Mutation(
+        "rewards/composite.py",
+        "weights may add up to anything",
+        "abs(found - total) > 1e-6",
+        "abs(found - total) > 1e6",
+        ("test_composite.py::test_weights_are_checked",),
+    ),
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.config import RewardConfig
+from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards.calls import RewardSource
 from rollouts.rewards.code_tests import CodeReward, CodeTest, code_reward, compare_value, extract_program, parse_tests
@@ -73,6 +73,8 @@ def test_what_is_not_open_is_no_reward_function():
             score_now((sample("7"),), source)
         with pytest.raises(ConfigError, match="is to be opened first"):
             source(sample("7"))
+        with pytest.raises(ConfigError, match=r"RolloutConfig.reward_fn is a \w+Reward: `async with source.open_reward"):
+            RolloutConfig(batch_size=1, reward_fn=source)
     assert load_reward("rollouts.rewards.math_answers:math_reward") is math_reward
 
 
