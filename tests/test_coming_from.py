@@ -25,7 +25,7 @@ from rollouts.testing import create_tiny_model
 from rollouts.types import Sample, TokenOutputs, TrainBatch
 
 PAGE = Path(__file__).parent.parent / "docs" / "coming-from.md"
-FRAMEWORKS = ("TRL", "verl", "AReaL", "slime", "prime-rl", "Tinker and tinker-cookbook")
+FRAMEWORKS = ("TRL", "verl", "AReaL", "slime", "prime-rl", "Tinker and tinker-cookbook", "verl-agent")
 STANDARD = ("functools.partial",)
 
 
@@ -95,7 +95,7 @@ def test_each_framework_has_a_table_and_each_asked_for_name_a_row():
     for name in (
         "adv_estimator", "use_kl_in_reward", "kl_coef", "group_adv_norm", "use_decoupled_loss", "forward", "train_batch", "eval_batch",
         "loss_weight_fn", "ModelInterface.inference", "forward_logprobs", "ModelInterface.generate", "ModelInterface.train_step",
-        "ModelInterfaceAbstraction", "gamma", "lam", "clip_ratio", "register_adv_est",
+        "ModelInterfaceAbstraction", "gamma", "lam", "clip_ratio", "register_adv_est", "adv_estimator=gigpo",
     ):  # fmt: skip
         assert name in theirs, f"{name} has no row"
     assert len(read_rows()) > 90 and all(read_code(ours) for _, ours in read_rows())
