@@ -39,7 +39,7 @@ _NAMES_OF_MODULES: Final = (
     ("estimators", "check_advantages estimate_gae estimate_gigpo estimate_gpg estimate_greedy_baseline estimate_group_relative "
                    "estimate_max_rl estimate_opo estimate_optimal_token_baseline estimate_pass_at_k estimate_reinforce_plus_plus "
                    "estimate_reinforce_plus_plus_baseline estimate_vtrace"),
-    ("preferences", "bradley_terry_loss dpo_loss pair_mean preference_loss score_loss split_pairs"),
+    ("preferences", "PreferencePair bradley_terry_loss collate_pairs dpo_loss pair_mean preference_loss score_loss split_pairs"),
     ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gigpo gmpo gpg grpo gspo opo ppo recomputed reinforce "
                    "reinforce_plus_plus reinforce_plus_plus_baseline remax rloo sapo truncated"),
     ("proximal", "approximate_proximal interpolate_log_probs interpolate_probs with_segment_log_probs"),
@@ -50,7 +50,8 @@ _NAMES_OF_MODULES: Final = (
     ("executor_parts", "create_cache create_filtered_capacity_modifier create_queue create_staleness_manager create_staleness_strategy "
                        "register_capacity_modifiers"),
     ("rollout_queue", "FinishedRollout LocalRolloutCache LocalRolloutQueue RolloutCache RolloutQueue TimedResult"),
-    ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RolloutConfig SFTTrainingConfig"),
+    ("config", "CheckpointConfig GenerationConfig OptimizerConfig RLTrainingConfig RewardConfig RewardModelTrainingConfig RolloutConfig "
+               "SFTTrainingConfig"),
     ("config_json", "from_dict to_dict"),
     ("async_config", "AsyncConfig"),
     ("episode_config", "EpisodeConfig Failure StopReason"),
@@ -59,6 +60,7 @@ _NAMES_OF_MODULES: Final = (
     ("transcripts", "Transcript add_action add_messages begin_transcript"),
     ("char_tokenizer", "create_char_tokenizer"),
     ("data_buffer", "DataBuffer"),
+    ("preference_data", "load_preference_pairs prepare_preference_pair"),
     ("datasets", "load_jsonl load_rl_prompts load_sft_conversations"),
     ("checkpoints", "latest_checkpoint load_run_state save_checkpoint verify_checkpoint"),
     ("metrics", "CompositeLogger JSONLLogger MetricsLogger StageLogger WandbLogger"),
@@ -74,6 +76,10 @@ _NAMES_OF_MODULES: Final = (
     ("rewards.code_tests", "CodeReward"),
     ("rewards.sandboxed", "SandboxedReward"),
     ("rewards.trajectory_rewards", "adapt_trajectory_reward environment_reward"),
+    ("rewards.reward_model", "RewardModel open_reward_model"),
+    ("rewards.remote_reward", "PlainScores SGLangScores VLLMScores open_remote_reward"),
+    ("rewards.judge", "JudgeConfig PairwiseJudge RubricJudge"),
+    ("rewards.gathering", "gather_calls"),
     ("rewards.answers", "exact_match gsm8k_reward"),
     ("sandbox.limits", "CallResult SandboxFailure SandboxLimits SandboxResult"),
     ("sandbox.confinement", "Confinement"),
@@ -99,6 +105,7 @@ _NAMES_OF_MODULES: Final = (
     ("engines.batch", "BatchInferenceManager GeneratedText GeneratedTexts collect_texts generate_results generate_texts"),
     ("backends.protocol", "CheckpointingBackend TrainingBackend"),
     ("backends.futures", "ImmediateTrainFuture TrainFuture open_pipeline"),
+    ("backends.reward_models", "create_reward_model create_reward_model_backend load_reward_model"),
     ("backends.pytorch", "PyTorchTrainingBackend"),
     ("backends.factory", "create_adamw_optimizer create_backend_with_scheduler create_critic_backend create_cross_entropy_loss "
                          "create_pytorch_backend create_reference_backend create_warmup_cosine_scheduler load_hf_model parse_dtype"),
@@ -117,6 +124,7 @@ _NAMES_OF_MODULES: Final = (
                           "trajectories_to_samples trajectory_to_sample"),
     ("weight_sync", "sync_weights_in_memory sync_weights_to_engines"),
     ("sft_loop", "run_sft_training"),
+    ("reward_model_loop", "evaluate_reward_model train_reward_model"),
     ("rl_loop", "restore_rl_run run_async_rl_training run_rl_training train_on_rollouts"),
 )  # fmt: skip
 
