@@ -33,6 +33,7 @@ class ActionRequest:
     seed: int | None = None  # same request, same seed, same weights: same action
     request_id: str | None = None  # that no other request of the run has
     turn: int = 0  # position among the actions of the episode
+    end_of_turn: int | None = None  # the token by which the chat template ends an action; None = it has none
     greedy: bool = False  # take the most probable tokens, for a baseline
 
 
@@ -79,7 +80,8 @@ class EngineAgentPolicy:
         """
         Args:
             tokenizer: the engine's.
-            params: of each action; max_tokens is cut to what the episode leaves, seed is the request's.
+            params: of each action; max_tokens is cut to what the episode leaves, seed is the request's, and the chat template's
+                end-of-turn token ends an action also where it is not the tokenizer's end of text.
             wants_stop: of the text of an action, without special tokens; None = only environments and limits end episodes.
         """
         self.engine, self.tokenizer = engine, tokenizer
@@ -89,12 +91,16 @@ class EngineAgentPolicy:
     async def get_action(self, request: ActionRequest) -> AgentAction:
         """One completion.
 
-        Raises: EpisodeInterrupted if it was aborted; EngineProtocolError if it has no token; what the engine raises.
+        Raises: EpisodeInterrupted if it was aborted; EngineProtocolError if it has no token, or is of another prompt; what the engine
+            raises.
         """
         if not request.tokens:
             raise DataError("an engine was asked for an action without tokens: the episode has no tokenizer, or an empty prompt")
         most = self.params.max_tokens if request.max_tokens is None else min(self.params.max_tokens, request.max_tokens)
         params = self.params.new(max_tokens=most, seed=self.params.seed if request.seed is None else request.seed)
+        end = request.end_of_turn
+        if end is not None and end != self.tokenizer.eos_token_id and end not in params.stop_token_ids:
+            params = params.new(stop_token_ids=(*params.stop_token_ids, end))
         if request.greedy:
             params = params.new(greedy=True, top_p=1.0, top_k=0, min_p=0.0)
         if request.request_id is not None:
@@ -102,6 +108,11 @@ class EngineAgentPolicy:
         completion = await self.engine.generate(request.tokens, params, request_id=request.request_id)
         if completion.finish_reason == "abort":
             raise EpisodeInterrupted(f"request {completion.request_id} was aborted after {completion.output_len} tokens of an action")
+        if completion.input_tokens != request.tokens:
+            raise EngineProtocolError(
+                f"request {completion.request_id} was answered for {completion.input_len} tokens that are not the {len(request.tokens)} it "
+                "was sent: the engine must take tokens as they are"
+            )
         if not completion.output_tokens:
             raise EngineProtocolError(
                 f"request {completion.request_id} came back with no token and finish reason {completion.finish_reason!r}: an action has at "

@@ -46,6 +46,11 @@ class ConversationFormat(Protocol):
         """Text that stands behind every answer, its end-of-turn token first; "" = none."""
         ...
 
+    @property
+    def end_of_turn(self) -> int | None:
+        """The special token that ends an answer; None = there is none."""
+        ...
+
     def open(self, messages: Sequence[Message]) -> str:
         """The text that the model goes on from."""
         ...
@@ -87,6 +92,11 @@ class ChatFormat:
     ending_tokens: tuple[int, ...] = ()  # of it
     ending_edges: tuple[int, ...] = ()  # in characters of `ending`, where each of its tokens ends
     special: frozenset[int] = frozenset()  # ids of the tokenizer's special tokens
+
+    @property
+    def end_of_turn(self) -> int | None:
+        """The first special token of the ending."""
+        return next((token for token in self.ending_tokens if token in self.special), None)
 
     def open(self, messages: Sequence[Message]) -> str:
         """The messages with the generation prompt. Raises DataError if the template refuses them."""
@@ -190,6 +200,7 @@ class TextFormat:
     separator: str = "\n"
     special: frozenset[int] = frozenset()  # ids of the tokenizer's special tokens
     ending: str = ""
+    end_of_turn: int | None = None
 
     def open(self, messages: Sequence[Message]) -> str:
         """The contents, with separators between them."""

@@ -138,6 +138,7 @@ class Course:
             seed=derive_seed(self._setting.seed, index, self._sample_number, turn),
             request_id=f"{make_request_id(index, self._sample_number)}-{turn:04d}",
             turn=turn,
+            end_of_turn=None if self._conversation is None else self._conversation.end_of_turn,
             greedy=self._pending.metadata.get("trainable") is False,
         )
         try:

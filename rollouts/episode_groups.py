@@ -4,7 +4,8 @@
     config = RolloutConfig(batch_size=8, n_samples_per_prompt=4, generate_fn=generate_fn)
 
 The reward of a sample is the sum of its environment's rewards, unless RolloutConfig.reward_fn gives another. An episode that a weight
-sync or checkpoint interrupts is begun anew, with the same seeds; those of its group that had ended stay as they are.
+sync or checkpoint interrupts is begun anew, with the same seeds; those of its group that had ended stay as they are. So episodes that take
+longer than the time between two syncs need engines that change weights under them: AsyncConfig.in_flight="continue", the default.
 """
 
 from __future__ import annotations

@@ -138,6 +138,7 @@ class MultiTurnInferenceEngine:
             max_tokens=min(limits, default=None),
             seed=derive_seed(conversation.seed, conversation.num_turns),
             turn=conversation.num_turns,
+            end_of_turn=conversation.conversation_format.end_of_turn,
         )
         action = await self._policy.get_action(request)
         transcript = add_action(

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import trio
+from chat_templates import CHATML, QWEN3, create_tokenizer, encode
 
 from rollouts.agent_policies import ActionRequest, AgentAction, EngineAgentPolicy, ScriptedAgentPolicy
 from rollouts.char_tokenizer import create_char_tokenizer
@@ -23,6 +24,7 @@ from rollouts.errors import (
     ConfigError,
     DataError,
     EngineError,
+    EngineProtocolError,
     EngineRequestError,
     EnvironmentFault,
     EpisodeInterrupted,
@@ -32,7 +34,7 @@ from rollouts.errors import (
 from rollouts.generate_fns import is_finished
 from rollouts.rollout_manager import AsyncRolloutManager
 from rollouts.samples import derive_seed, sample_messages
-from rollouts.testing import FakeEngine, random_answer
+from rollouts.testing import FakeEngine, random_answer, script_answer
 from rollouts.types import Message, Prompt, SamplingParams, Status
 
 TOKENIZER = create_char_tokenizer()
@@ -498,6 +500,49 @@ async def test_a_policy_with_a_tokenizer_must_give_tokens():
     policy.tokenizer = TOKENIZER
     with pytest.raises(DataError, match=r"has a tokenizer, but its action has no tokens \(text 'a'\)"):
         await run_episode(policy, Countdown, EMPTY)
+
+
+async def test_the_templates_end_of_turn_ends_actions_that_the_tokenizers_end_of_text_would_not():
+    tokenizer = create_tokenizer(CHATML, eos_token="<|endoftext|>")
+    engine = FakeEngine(lambda prompt, seed: encode(tokenizer, "x<|im_end|>"))
+    for params in (PARAMS, PARAMS.new(stop_token_ids=(7,))):
+        await run_episode(EngineAgentPolicy(engine, tokenizer, params), Countdown, EMPTY, EpisodeConfig(max_turns=1))
+    (end,) = encode(tokenizer, "<|im_end|>")
+    assert [call.arguments["params"].stop_token_ids for call in engine.calls] == [(end,), (7, end)]
+    engine = say("x")
+    await run_episode(policy_of(engine), Countdown, EMPTY, EpisodeConfig(max_turns=1))
+    assert engine.calls[0].arguments["params"].stop_token_ids == (), "engines know the tokenizer's own"
+
+
+async def test_answers_that_are_not_to_what_was_asked_are_refused():
+    class Deaf(FakeEngine):
+        async def generate(self, prompt_tokens, params, *, request_id=None):
+            return await super().generate(prompt_tokens[1:], params, request_id=request_id)
+
+    for engine, message in (
+        (Deaf(), "that are not the 33 it was sent"),
+        (FakeEngine(script_answer(())), "no token and finish reason 'stop'"),
+    ):
+        with pytest.raises(EngineProtocolError, match=message):
+            await run_episode(policy_of(engine), Countdown, EMPTY)
+
+
+async def test_what_was_sampled_from_a_cut_distribution_says_so():
+    episode = await run_episode(policy_of(say("x"), PARAMS.new(top_p=0.5, temperature=0.7)), Countdown, EMPTY)
+    assert episode.sample.metadata["truncated_sampling"] is True
+    assert episode.sample.temperature == 0.7
+
+
+async def test_a_rewritten_history_is_a_failure_of_the_data_that_can_be_dropped():
+    tokenizer = create_tokenizer(QWEN3)
+    engine = FakeEngine(lambda prompt, seed: encode(tokenizer, "x<|im_end|>"))
+    setting = EpisodeSetting(
+        environment_factory=Countdown, config=EpisodeConfig(on_error="drop"), template_kwargs={"enable_thinking": False}
+    )
+    episode = await run_episode(EngineAgentPolicy(engine, tokenizer, PARAMS), setting, EMPTY)
+    assert (episode.failure, episode.sample.status) == (Failure.DATA, Status.FAILED)
+    assert "rewrites" in str(episode.error)
+    assert len(episode.sample.turns) == 1, "what there was of it can be looked at"
 
 
 async def test_policies_of_ones_own_can_generate_groups():
