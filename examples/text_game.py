@@ -79,12 +79,12 @@ async def train(num_steps=150, seed=0, logger=None):
     tokenizer = create_char_tokenizer()
     model = create_tiny_model(hidden_size=32, num_layers=2, seed=seed)
     engine = InProcessEngine(copy.deepcopy(model), tokenizer, max_slots=128)
-    backend = create_pytorch_backend(model, lr=1e-2, tokenizer=tokenizer)
+    backend = create_pytorch_backend(model, lr=5e-3, tokenizer=tokenizer)
     one_token = SamplingParams(max_tokens=1)  # of each guess
     buffer = DataBuffer(PROMPTS, seed=seed)
     generate = create_episode_generate_fn([engine], tokenizer, one_token, create_game, EPISODES, seed=seed)
     rollouts = RolloutConfig(batch_size=NUM_NUMBERS, n_samples_per_prompt=16, generate_fn=generate)
-    training = RLTrainingConfig(num_steps=num_steps, num_minibatches=2, algorithm=grpo(entropy_coef=0.01), weight_sync="memory")
+    training = RLTrainingConfig(num_steps=num_steps, num_minibatches=4, algorithm=grpo(entropy_coef=0.01), weight_sync="memory")
     async with open_pipeline(backend) as pipeline, AsyncRolloutManager(buffer, rollouts, engines=[engine]) as manager:
         history = await run_rl_training(pipeline, buffer, manager, [engine], training, logger)
     return EngineAgentPolicy(engine, tokenizer, one_token.new(greedy=True)), [metrics["reward_mean"] for metrics in history]
