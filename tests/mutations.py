@@ -936,8 +936,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "proximal.py",
         "the tokens of the current version are due",
-        "version == current_version - 1)",
-        "version == current_version)",
+        "version == current_version - 1 and place not in firsts)",
+        "version == current_version and place not in firsts)",
         ("test_proximal.py::test_tokens_of_the_version_before_are_due",),
     ),
     Mutation(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from sandboxes import ALL_LEVELS, ISOLATED, no_survivors
 
 import rollouts.sandbox.run
 from rollouts.errors import ConfigError, SandboxError
@@ -19,7 +20,6 @@ from rollouts.sandbox.landlock import landlock_version
 from rollouts.sandbox.limits import SandboxFailure, SandboxLimits, SandboxResult
 from rollouts.sandbox.processes import clear_folder, close_all_but
 from rollouts.sandbox.run import find_confinement, run_confined, try_confinement
-from tests.sandboxes import ALL_LEVELS, ISOLATED, no_survivors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandboxes need Linux")
 SHORT = SandboxLimits(wall_s=0.6, output_bytes=20_000)
@@ -384,12 +384,14 @@ def test_folders_are_cleared_without_long_paths_and_without_following_links(tmp_
     for path in (outside, folder, folder / "moved-0", folder / "a", folder / "a" / "b"):
         path.mkdir()
     (outside / "kept").write_text("")
+    outside.chmod(0o755)
     (folder / "a" / "link").symlink_to(outside)
     (folder / "a" / "b" / "file").write_text("")
     (folder / "dangling").symlink_to("nowhere")
     clear_folder(str(folder))
     assert list(folder.iterdir()) == []
     assert (outside / "kept").exists()
+    assert outside.stat().st_mode & 0o777 == 0o755
 
 
 def test_all_descriptors_are_closed_but_those_that_are_kept():

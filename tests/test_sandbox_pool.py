@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import trio
+from sandboxes import ALL_LEVELS, ISOLATED, MARKER, marked, no_survivors, wait_until_gone
 
 from rollouts.errors import SandboxError
 from rollouts.sandbox.confinement import Confinement
 from rollouts.sandbox.limits import SandboxFailure, SandboxLimits
 from rollouts.sandbox.pool import SandboxPool
 from rollouts.sandbox.reward_code import execute_code, execute_user_reward_code, open_code_pool
-from tests.sandboxes import ALL_LEVELS, ISOLATED, MARKER, marked, no_survivors, wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandboxes need Linux")
 LIMITS = SandboxLimits(wall_s=20.0, output_bytes=100_000)
@@ -77,7 +77,12 @@ async def test_attacks_come_to_a_failure_and_harm_nothing(level: Confinement):
 HARMLESS = {
     "changes modules": "import math, random; math.sqrt = sys.path[:] = []; sys.modules['os'] = None; os.environ['HOME'] = '/'; return 'ok'",
     "replaces stdout": "sys.stdout = sys.stderr = None; sys.__stdout__.close(); return 'ok'",
-    "leaves processes": "os.fork() or os.setsid() or os.fork() or __import__('time').sleep(1000); return 'ok'",
+    "leaves processes": """
+    if os.fork() == 0:
+        os.setsid()
+        os.fork()
+        __import__("time").sleep(1000)
+    return 'ok'""",
     "leaves a thread": "import threading, time; threading.Thread(target=time.sleep, args=(1000,)).start(); return 'ok'",
     "leaves files": "os.makedirs('a/b'); os.symlink('/', 'a/l'); open('a/b/c', 'w').close(); os.chmod('a/b', 0); return 'ok'",
     "attacks the worker": """

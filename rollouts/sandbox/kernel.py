@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import platform
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
@@ -75,9 +74,9 @@ def bind_read_only(source: str, target: str) -> None:
 def pivot_root(new: str, old: str) -> None:
     """Make the mount `new` the root of this mount namespace, and show the former root at `old`, a folder in it."""
     numbers = {"x86_64": 155, "aarch64": 41, "riscv64": 41}
-    number = numbers.get(platform.machine())
+    number = numbers.get(os.uname().machine)
     if number is None:
-        raise OSError(f"pivot_root has no known number on {platform.machine()}")
+        raise OSError(f"pivot_root has no known number on {os.uname().machine}")
     check(system_call(number, os.fsencode(new), os.fsencode(old)), "pivot_root")
     os.chdir("/")
 

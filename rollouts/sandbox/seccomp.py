@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import platform
+import os
 
 from rollouts.sandbox.kernel import check, libc
 
@@ -48,7 +48,7 @@ def filter_system_calls() -> bool:
     Raises:
         OSError: the kernel refused it.
     """
-    found = [(number, column) for machine, number, column in ARCHITECTURES if machine == platform.machine()]
+    found = [(number, column) for machine, number, column in ARCHITECTURES if machine == os.uname().machine]
     if not found:
         return False
     architecture, column = found[0]
