@@ -12,6 +12,13 @@ from typing import Any, Literal
 from integration.algorithm_expression import PresetCall, create_algorithm, parse_algorithm
 from integration.algorithm_facts import find_kl_coefs, learns_from_single_samples
 from integration.async_settings import SWITCH, derive_algorithm_call, resolve_async_config
+from integration.episode_settings import (
+    EPISODE_TASKS,
+    EnvironmentSection,
+    EpisodeSection,
+    check_episode_sections,
+    resolve_episode_config,
+)
 from rollouts.async_config import AsyncConfig, check_async_config
 from rollouts.backends.factory import parse_device
 from rollouts.config import (
@@ -29,6 +36,7 @@ from rollouts.config import (
     check_setting,
     suggest,
 )
+from rollouts.episode_config import EpisodeConfig
 from rollouts.errors import ConfigError
 from rollouts.filters import check_any_success, check_response_diversity, check_reward_nonzero_std
 from rollouts.kl_control import KLControl
@@ -37,10 +45,12 @@ from rollouts.rewards.answers import load_function
 from rollouts.rewards.evaluate import create_overlong_penalty
 from rollouts.types import Algorithm, Group
 
-SELF_MADE_TASKS = ("sort", "sort-long")  # these need no data
-TASKS = (*SELF_MADE_TASKS, "gsm8k", "jsonl")
+SELF_MADE_TASKS = ("sort", "sort-long", "grid_world", "calculator")  # these need no data
+OWN_DATA_TASKS = ("gsm8k", "jsonl")  # these cannot be without
+TASKS = (*SELF_MADE_TASKS, *OWN_DATA_TASKS, "environment")
 RESPONSE_TOKENS = {"sort": 8, "sort-long": 10}  # most tokens of a response, unless the user sets it
 OWN_DATA_RESPONSE_TOKENS = 512
+CONTEXT_TOKENS = 128  # of the built-in model, where an answer is all
 ENGINE_KINDS = ("inprocess", "vllm", "sglang")
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
 
@@ -58,11 +68,12 @@ class ModelSection:
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 2
-    max_length: int = 128  # context of the built-in model, in tokens
+    max_length: int | None = None  # context of the built-in model, in tokens; None = 128, or what an episode of the task needs
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "max_length")
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         check_positive(self, *sizes)
+        check_setting(self.max_length is None or self.max_length >= 1, "model.max_length", self.max_length, "at least 1, or None")
         known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None  # whether it is there is asked when a run starts
         check_setting(known, "model.device", self.device, "cpu, cuda, cuda:N, mps or auto")
         check_setting(
@@ -75,7 +86,7 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The user's own data; the built-in tasks need none."""
+    """The user's own data; the built-in tasks need none, and an environment may make its own."""
 
     path: str | None = None  # JSONL
     eval_path: str | None = None  # held-out JSONL; None = the last rows of path
@@ -178,7 +189,7 @@ class CriticSection:
 class GenerationSection:
     """How responses are sampled in RL and in sampled evaluation."""
 
-    max_tokens: int | None = None  # of a response; None = the task's own
+    max_tokens: int | None = None  # of a response, in tasks with several turns of each; None = the task's own
     temperature: float = 1.0
     enable_thinking: bool | None = None  # for the chat template; None = the template's default
     stop: tuple[str, ...] = ()  # strings that end a response
@@ -330,7 +341,7 @@ class TrajectorySection:
 class Config:
     """All settings of a run."""
 
-    task: str = "sort"  # sort, sort-long, gsm8k, jsonl
+    task: str = "sort"  # sort, sort-long, gsm8k, jsonl; with several turns: grid_world, calculator, environment
     seed: int = 0  # of the built-in model's weights, the order of data and every sampled token
     output_dir: str | None = None  # None = runs/<time>-<task>, new for every run
     num_threads: int | None = None  # CPU threads of torch; None = as torch chooses
@@ -342,6 +353,8 @@ class Config:
     reference: ReferenceSection = field(default_factory=ReferenceSection)
     critic: CriticSection = field(default_factory=CriticSection)
     generation: GenerationSection = field(default_factory=GenerationSection)
+    episode: EpisodeSection = field(default_factory=EpisodeSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     reward: RewardSection = field(default_factory=RewardSection)
     backend: BackendSection = field(default_factory=BackendSection)
     engine: EngineSection = field(default_factory=EngineSection)
@@ -352,12 +365,15 @@ class Config:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ConfigError(f"unknown task {self.task!r}: {suggest(self.task, TASKS)}")
-        if self.task not in SELF_MADE_TASKS and self.data.path is None:
+        if self.task in OWN_DATA_TASKS and self.data.path is None:
             raise ConfigError(f"the task {self.task!r} reads the user's data: give --data.path FILE.jsonl")
-        if self.task not in SELF_MADE_TASKS and self.model.path is None:
+        if self.task in OWN_DATA_TASKS and self.model.path is None:
             raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")
         check_setting(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1, or None")
         check_not_negative(self, "seed")
+        check_episode_sections(self.task, self.episode, self.environment)
+        if self.task in EPISODE_TASKS:
+            check_episode_settings(self)
         sft_training_config(self)
         budget = response_tokens(self)
         buffer = self.rl.overlong_buffer
@@ -442,8 +458,44 @@ def sft_training_config(config: Config) -> SFTTrainingConfig:
     )
 
 
+def turn_tokens(config: Config) -> int:
+    """Most tokens of one action in a task with several turns: the user's, or the task's."""
+    return config.generation.max_tokens or EPISODE_TASKS[config.task].turn_tokens
+
+
+def episode_config(config: Config, *, chat: bool | None = None) -> EpisodeConfig:
+    """The limits and policies of an episode. chat: whether the chat template is used, where the user does not say."""
+    return resolve_episode_config(config.episode, max_turns=EPISODE_TASKS[config.task].max_turns, chat=chat)
+
+
+def context_tokens(config: Config) -> int:
+    """Context of the built-in model: the user's, or what the task needs."""
+    default = EPISODE_TASKS[config.task].context if config.task in EPISODE_TASKS else CONTEXT_TOKENS
+    return config.model.max_length or default
+
+
+def check_episode_settings(config: Config) -> None:
+    """Raise ConfigError for settings that a task with several turns cannot have, or that do not fit together."""
+    if config.engine.one_request_per_group:
+        raise ConfigError(
+            f"engine.one_request_per_group is True, but the samples of a prompt go different ways in the task {config.task!r}, and need "
+            "requests of their own: leave it out"
+        )
+    actions = response_tokens(config)
+    if config.model.path is None and actions >= context_tokens(config):
+        raise ConfigError(
+            f"the actions of an episode may have {actions} tokens ({episode_config(config).max_turns} turns of {turn_tokens(config)}), and "
+            f"what is observed comes on top, but the built-in model's context has {context_tokens(config)}: give --model.max-length "
+            f"{4 * actions}, or less of --episode.max-turns, --episode.max-tokens or --generation.max-tokens"
+        )
+
+
 def response_tokens(config: Config) -> int:
-    """Most tokens of a response: the user's, or the task's."""
+    """Most tokens of a response, or of all actions of an episode: the user's, or the task's."""
+    if config.task in EPISODE_TASKS:
+        limits = episode_config(config)
+        actions = limits.max_turns * turn_tokens(config)
+        return actions if limits.max_tokens is None else min(actions, limits.max_tokens)
     return config.generation.max_tokens or RESPONSE_TOKENS.get(config.task, OWN_DATA_RESPONSE_TOKENS)
 
 
@@ -566,8 +618,12 @@ def count_critic_updates(config: Config) -> int:
     return config.rl.num_steps * config.rl.num_epochs * config.rl.num_minibatches
 
 
-def create_model_config(section: ModelSection) -> Any:
-    """The Hugging Face configuration of the built-in model; its special tokens are those of the character tokenizer."""
+def create_model_config(section: ModelSection, max_length: int = CONTEXT_TOKENS) -> Any:
+    """The Hugging Face configuration of the built-in model; its special tokens are those of the character tokenizer.
+
+    Args:
+        max_length: where the section has none.
+    """
     from transformers import Qwen3Config
 
     return Qwen3Config(
@@ -578,7 +634,7 @@ def create_model_config(section: ModelSection) -> Any:
         num_attention_heads=section.num_heads,
         num_key_value_heads=section.num_kv_heads,
         head_dim=section.hidden_size // section.num_heads,
-        max_position_embeddings=section.max_length,
+        max_position_embeddings=section.max_length or max_length,
         tie_word_embeddings=True,
         eos_token_id=1,
         pad_token_id=0,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from integration.config import Config, create_model_config
+from integration.config import Config, context_tokens, create_model_config
 from rollouts.backends.factory import (
     check_model_directory,
     create_backend_with_scheduler,
@@ -62,7 +62,7 @@ def create_model(config: Config, source: Path | None = None) -> tuple[PreTrained
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = Qwen3ForCausalLM(create_model_config(section))
+        model = Qwen3ForCausalLM(create_model_config(section, context_tokens(config)))
     return model.to(parse_device(section.device)), create_char_tokenizer(section.vocab_size)  # type: ignore[arg-type]
 
 
@@ -72,7 +72,7 @@ def read_model_config(config: Config, path: Path | None = None) -> Any:
 
     path = find_directory(config, path)
     if path is None:
-        return create_model_config(config.model)
+        return create_model_config(config.model, context_tokens(config))
     directory = check_model_directory(path)
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=config.model.trust_remote_code)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from integration.config import (
+    SELF_MADE_TASKS,
     Config,
     count_critic_updates,
     count_greedy_samples,
@@ -28,14 +29,18 @@ from integration.config import (
     reward_config,
     rl_training_config,
     sft_training_config,
+    turn_tokens,
 )
 from integration.engines import create_embedded_engine, open_engines
+from integration.episode_evaluation import evaluate_episodes
+from integration.episode_tasks import create_calculator_task, create_environment_task, create_grid_world_task
 from integration.ledger import Ledger
 from integration.models import check_companions, create_backend, create_companions, create_model, find_directory, open_companions
-from integration.task_rewards import open_task, use_own_reward
 from integration.rewards import open_training_reward
+from integration.task_rewards import open_task, use_own_reward
 from integration.tasks import Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
 from integration.trajectory_writer import TrajectoryWriter
+from rollouts.agent_policies import EngineAgentPolicy
 from rollouts.async_rollouts import WorkflowExecutor, create_workflow_executor
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import TrainingBackend
@@ -44,6 +49,7 @@ from rollouts.checkpoints import find_damaged, latest_checkpoint, list_checkpoin
 from rollouts.config import RolloutConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.protocol import InferenceEngine, InMemoryWeightUpdates
+from rollouts.episode_groups import create_policy_generate_fn
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.generation import create_generate_fn, evaluate_prompts
 from rollouts.metrics import MetricsLogger, StageLogger
@@ -86,7 +92,7 @@ class Evaluation:
         if backend is not None:
             assert isinstance(self.engine, InMemoryWeightUpdates), f"{type(self.engine).__name__} takes no weights in memory"
             await self.engine.update_weights(await backend.get_weights().result(), await self.engine.get_weight_version())
-        params = generation_config(self.config, self.task.max_tokens).sampling_params()
+        params = sampling_params(self.config, self.task)
         greedy, samples = await self._run(params.new(greedy=True))
         write_samples(self.examples_path, samples[:NUM_EXAMPLES])
         metrics = {"eval_accuracy": greedy["accuracy"], "eval_response_length_mean": greedy["response_length_mean"]}
@@ -96,6 +102,15 @@ class Evaluation:
         return metrics
 
     async def _run(self, params: SamplingParams) -> tuple[dict[str, float], tuple[Sample, ...]]:
+        if self.task.episodes is not None:
+            return await evaluate_episodes(
+                EngineAgentPolicy(self.engine, self.tokenizer, params),
+                self.task.episodes,
+                self.task.heldout_prompts,
+                self.task.reward_fn,
+                reward=reward_config(self.config),
+            )
+        assert self.task.reward_fn is not None, f"the task {self.task.name!r} has no reward"
         return await evaluate_prompts(
             self.engine,
             self.tokenizer,
@@ -133,9 +148,10 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
                 logger.log(before, 0)
             control.say(f"accuracy before SFT: {before['eval_accuracy']:.3f}")
         if start_step < config.sft.num_steps:
+            samples = task.sft_samples if task.demonstrate is None else (*task.sft_samples, *await task.demonstrate())
             await run_sft_training(
                 pipeline,
-                task.sft_samples,
+                samples,
                 sft_training_config(config),
                 logger,
                 pad_id=ensure_pad_token(tokenizer),
@@ -170,14 +186,14 @@ async def run_rl(
     model, tokenizer = create_model(config, source_checkpoint)
     task = create_task(config, tokenizer, "rl") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "rl")
-    budget = generation_config(config, task.max_tokens).max_tokens
+    budget = task.max_tokens if task.episodes is not None else generation_config(config, task.max_tokens).max_tokens
     algorithm = config.algorithm if budget == response_tokens(config) else create_rl_algorithm(config, budget)
     training = rl_training_config(config, algorithm, budget)
     backend = create_backend(config, model, tokenizer, config.rl.optimizer, count_rl_updates(config))
     companions = create_companions(config, algorithm, model, tokenizer, count_critic_updates(config))
     checkpoint_dir = output_dir / CHECKPOINTS
     source = find_checkpoint(checkpoint_dir, control)
-    buffer = DataBuffer(task.train_prompts, seed=config.seed)
+    buffer = DataBuffer(task.train_prompts if task.train_prompts or task.episodes is None else None, seed=config.seed)
     async with (
         open_pipeline(backend) as pipeline,
         open_companions(companions) as beside,
@@ -249,6 +265,12 @@ def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = 
         task = create_sort_task(tokenizer, num_heldout=num_heldout)
     elif config.task == "sort-long":
         task = create_sort_long_task(tokenizer, num_heldout=num_heldout)
+    elif config.task == "grid_world":
+        task = create_grid_world_task(config, tokenizer)
+    elif config.task == "calculator":
+        task = create_calculator_task(config, tokenizer)
+    elif config.task == "environment":
+        task = create_environment_task(config, tokenizer, mode)
     else:
         assert data.path is not None, "Config checks that a task on the user's data has data.path"
         own_data: dict[str, Any] = {
@@ -270,28 +292,43 @@ def create_rollout_config(
     config: Config, task: Task, algorithm: Algorithm, engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase
 ) -> RolloutConfig:
     """How rollouts of the task are produced for the algorithm."""
-    generation = generation_config(config, task.max_tokens)
     num_greedy = count_greedy_samples(algorithm)
     return RolloutConfig(
         batch_size=config.rl.prompts_per_step,
         n_samples_per_prompt=config.rl.samples_per_prompt,
         n_baseline_samples=num_greedy,
         over_sampling_factor=config.rl.over_sampling_factor,
-        generate_fn=create_generate_fn(
-            engines,
-            tokenizer,
-            generation.sampling_params(),
-            seed=config.seed,
-            template_kwargs=template_kwargs(config),
-            num_greedy=num_greedy,
-            one_request_per_group=config.engine.one_request_per_group,
-        ),
+        generate_fn=create_task_generate_fn(config, task, engines, tokenizer, num_greedy),
         reward_fn=task.reward_fn,
         filter_fn=resolve_filter(config.rl.filter),
         segment_log_probs=config.asynchronous.segment_wise,
         max_filter_attempts=config.rl.max_filter_attempts,
         reward=reward_config(config),
     )
+
+
+def create_task_generate_fn(
+    config: Config, task: Task, engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, num_greedy: int
+) -> Callable[..., Any]:
+    """What generates a group: answers to a prompt, or episodes."""
+    params = sampling_params(config, task)
+    if task.episodes is None:
+        return create_generate_fn(
+            engines,
+            tokenizer,
+            params,
+            seed=config.seed,
+            template_kwargs=template_kwargs(config),
+            num_greedy=num_greedy,
+            one_request_per_group=config.engine.one_request_per_group,
+        )
+    policies = [EngineAgentPolicy(engine, tokenizer, params) for engine in engines]
+    return create_policy_generate_fn(policies, task.episodes, num_greedy=num_greedy)
+
+
+def sampling_params(config: Config, task: Task) -> SamplingParams:
+    """Of a response, or of each action of an episode."""
+    return generation_config(config, task.max_tokens if task.episodes is None else turn_tokens(config)).sampling_params()
 
 
 def create_rollout_source(
@@ -332,7 +369,7 @@ def read_step(checkpoint: Path, stage: str) -> int:
 
 def check_data_given(config: Config) -> None:
     """Raise ConfigError if data were given to a task that makes its own."""
-    if config.data.path is not None and config.task not in ("gsm8k", "jsonl"):
+    if config.data.path is not None and config.task in SELF_MADE_TASKS:
         raise ConfigError(
             f"the task {config.task!r} makes its own data, but --data.path is {config.data.path}: add --task jsonl (or gsm8k)"
         )

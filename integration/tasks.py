@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.chat import tokenize_prompt
 from rollouts.datasets import LoadedRows, load_rl_prompts, load_sft_conversations, prepare_sft_samples
+from rollouts.episode_openings import EpisodeSetting
 from rollouts.errors import ConfigError, DataError
 from rollouts.rewards.answers import exact_match, gsm8k_reward
 from rollouts.types import Prompt, Sample
@@ -26,12 +27,14 @@ class Task:
 
     name: str
     description: str  # one sentence for the printed story
-    train_prompts: tuple[Prompt, ...]
+    train_prompts: tuple[Prompt, ...]  # () = the environment of the episodes makes them, from seeds
     heldout_prompts: tuple[Prompt, ...]  # disjoint from train_prompts as problems
     sft_samples: tuple[Sample, ...]
-    reward_fn: Callable[[Sample], Any]
-    max_tokens: int  # of a response
+    reward_fn: Callable[[Sample], Any] | None  # None = what the environment of the episodes gives
+    max_tokens: int  # of a response, or of all actions of an episode
     num_skipped_rows: int = 0  # bad rows that were left out on request
+    episodes: EpisodeSetting | None = None  # None = each prompt has one response
+    demonstrate: Callable[[], Awaitable[tuple[Sample, ...]]] | None = None  # makes what SFT trains on, beside sft_samples
 
 
 def create_sort_task(
@@ -125,6 +128,11 @@ def _demonstrations(tokenizer: PreTrainedTokenizerBase, problems: Sequence[str],
             )
         )
     return tuple(samples)
+
+
+def is_character_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether each character is a token: of the built-in model, which knows nothing but what it is taught here."""
+    return _read_character_ids(tokenizer) is not None
 
 
 def _read_character_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int] | None:

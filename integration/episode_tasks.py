@@ -1,0 +1,266 @@
+"""Tasks that are played in several turns: a grid world, a calculator with tool calls, and environments of the user's own.
+
+An episode of the built-in model is plain text with one character a token, because that is all it has to learn; a model with a chat
+template of its own is given rules and a conversation. Demonstrations are episodes, too, played by a script: token by token what the model
+itself would be given and write, with the loss on the actions alone.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from integration.config import Config, episode_config, response_tokens
+from integration.tasks import Task, is_character_tokenizer
+from rollouts.agent_integration import agent_rollouts_to_samples
+from rollouts.agent_policies import ActionRequest, AgentAction
+from rollouts.datasets import load_rl_prompts, load_sft_conversations, prepare_sft_samples
+from rollouts.environments.calculator import create_calculator_problems, create_calculator_tool, demonstrate_calculator, grade_answer
+from rollouts.environments.grid_world import (
+    RULES,
+    GridWorld,
+    GridWorldConfig,
+    choose_noisy_move,
+    create_grid_world_prompts,
+    find_way,
+)
+from rollouts.environments.protocol import EnvironmentFactory
+from rollouts.environments.tool_calls import create_compact_parser
+from rollouts.environments.tool_environment import ToolEnvironment, describe_tools
+from rollouts.episode_openings import EpisodeSetting
+from rollouts.errors import ConfigError
+from rollouts.rewards.answers import load_function
+from rollouts.samples import derive_seed
+from rollouts.types import Message, Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Script = Callable[[ActionRequest], str]
+"""What a demonstration does where this is asked."""
+
+GRID_SIZE, CALCULATOR_DIGITS, CALCULATOR_OPERATIONS = 4, 2, 2
+NUM_DEMONSTRATIONS = 2048
+RANDOM_SHARE = 0.7  # of the steps of grid_world's demonstrations
+WRONG_SHARE = 0.5  # of calculator's demonstrations
+_DEMONSTRATION_SEED = 20_000
+
+
+class DemonstrationPolicy:
+    """A script that acts in the tokens of a model: its texts are tokenized once, with the end of text behind them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, script: Script) -> None:
+        """
+        Args:
+            tokenizer: of the model that is to learn from it.
+            script: of an action request, its text.
+        """
+        assert isinstance(tokenizer.eos_token_id, int), f"the tokenizer's eos_token_id is {tokenizer.eos_token_id!r}, expected one id"
+        self.tokenizer = tokenizer
+        self._script = script
+
+    async def get_action(self, request: ActionRequest) -> AgentAction:
+        """The action of this turn."""
+        await trio.lowlevel.checkpoint()
+        tokens: Any = self.tokenizer(self._script(request), add_special_tokens=False)["input_ids"]
+        return AgentAction(tokens=(*tokens, self.tokenizer.eos_token_id))
+
+
+def create_grid_world_task(config: Config, tokenizer: PreTrainedTokenizerBase, *, seed: int = 12345) -> Task:
+    """Walk to the goal in a limited number of steps; reward 1 at the goal.
+
+    Args:
+        seed: of the problems, which are all pairs of start and goal; the held-out pairs are not among the others.
+    """
+    environment, limits = config.environment, episode_config(config)
+    world = GridWorldConfig(
+        size=environment.choose("size", GRID_SIZE),
+        num_holes=environment.choose("num_holes", 0),
+        step_reward=environment.choose("step_reward", 0.0),
+        max_steps=limits.max_turns + 1,  # the episode's limit is met first
+    )
+    num_free = world.size**2 - world.num_holes
+    prompts = [_name_way(prompt, world) for prompt in create_grid_world_prompts(seed, num_free * (num_free - 1), world)]
+    num_heldout = min(config.evaluation.num_prompts, max(1, len(prompts) // 5))
+    is_small = is_character_tokenizer(tokenizer)
+    holes = f", {world.num_holes} holes" if world.num_holes else ""
+    return _create_task(
+        config,
+        tokenizer,
+        partial(GridWorld, world, rules="" if is_small else RULES),
+        description=(
+            f"walk to a goal on a map of {world.size} x {world.size}{holes} within {limits.max_turns} steps ({RANDOM_SHARE:.0%} of the "
+            "steps of the demonstrations go anywhere, on purpose)"
+        ),
+        prompts=prompts,
+        num_heldout=num_heldout,
+        script=partial(_walk, world=world),
+    )
+
+
+def create_calculator_task(config: Config, tokenizer: PreTrainedTokenizerBase, *, seed: int = 12345, num_train: int = 8000) -> Task:
+    """Compute 37*12+5 with a tool that does one operation at a time; reward 1 for the right answer.
+
+    Args:
+        seed: of the problems.
+        num_train: problems at most; the held-out ones are not among them.
+    """
+    environment, num_heldout = config.environment, config.evaluation.num_prompts
+    digits = environment.choose("max_digits", CALCULATOR_DIGITS)
+    operations = environment.choose("max_operations", CALCULATOR_OPERATIONS)
+    problems = create_calculator_problems(seed, num_heldout + num_train, max_digits=digits, max_operations=operations)
+    is_small = is_character_tokenizer(tokenizer)
+    tool = create_calculator_tool(max_operations=1)
+    factory: EnvironmentFactory = partial(ToolEnvironment, [tool], grade=grade_answer, on_tool_error=config.episode.on_tool_error)
+    if is_small:
+        factory = partial(factory, parser=create_compact_parser([tool]))
+    else:
+        problems = tuple(replace(problem, content=(Message(role="user", content=str(problem.content)),)) for problem in problems)
+        factory = partial(factory, prefix=describe_tools([tool]))
+    return _create_task(
+        config,
+        tokenizer,
+        factory,
+        description=(
+            f"compute with numbers of up to {digits} digits and up to {operations} operations, by calls of a tool that does one of them "
+            f"({WRONG_SHARE:.0%} of the demonstrations guess, or copy a wrong digit, on purpose)"
+        ),
+        prompts=problems,
+        num_heldout=num_heldout,
+        script=_calculate,
+    )
+
+
+def create_environment_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = "sft+rl") -> Task:
+    """Episodes in an environment of the user's, which config.environment.factory names.
+
+    Prompts are the rows of data.path; their other keys are the parameters that the environment is reset with. Without data there are only
+    seeds: the environment says everything. Demonstrations are played by environment.expert, or are the conversations of data.path.
+
+    Args:
+        mode: sft, rl or sft+rl: which of demonstrations and prompts are needed.
+
+    Raises: ConfigError, DataError.
+    """
+    section, data = config.environment, config.data
+    assert section.factory is not None, "Config checks that there is one"
+    factory, num_heldout = load_function(section.factory), config.evaluation.num_prompts
+    script: Script | None = None if section.expert is None else load_function(section.expert)
+    if "sft" in mode and script is None and data.path is None:
+        raise ConfigError(
+            "SFT needs demonstrations, and there are none: give --environment.expert FILE.py:NAME, a function of an ActionRequest that "
+            "plays them, or conversations (--data.path FILE.jsonl); or leave SFT out with --mode rl"
+        )
+    prompts: Sequence[Prompt] | None = None
+    num_skipped = 0
+    as_messages = bool(getattr(tokenizer, "chat_template", None)) and not is_character_tokenizer(tokenizer)
+    load = partial(load_rl_prompts, require_ground_truth=False, as_messages=as_messages, skip_bad_rows=data.skip_bad_rows)
+    if data.path is not None:
+        loaded = load(Path(data.path))
+        prompts, num_skipped = loaded.rows, len(loaded.bad_rows)
+        num_heldout = min(num_heldout, len(prompts) // 10)
+    task = _create_task(
+        config,
+        tokenizer,
+        factory,
+        description=f"episodes of {section.factory}",
+        prompts=prompts,
+        num_heldout=num_heldout,
+        script=script,
+    )
+    if data.eval_path is not None:
+        heldout = load(Path(data.eval_path)).rows[: config.evaluation.num_prompts]
+        task = replace(task, train_prompts=tuple(prompts or ()), heldout_prompts=heldout)
+    if "sft" in mode and script is None and data.path is not None:
+        rows = load_sft_conversations(Path(data.path), skip_bad_rows=data.skip_bad_rows)
+        overflow = "truncate" if data.truncate else "error"
+        prepared = prepare_sft_samples(tokenizer, rows, max_length=data.max_length, on_overflow=overflow, skip_bad_rows=data.skip_bad_rows)
+        task = replace(task, sft_samples=prepared.rows)
+    return replace(task, num_skipped_rows=num_skipped)
+
+
+def _create_task(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    factory: EnvironmentFactory,
+    *,
+    description: str,
+    prompts: Sequence[Prompt] | None,
+    num_heldout: int,
+    script: Script | None,
+) -> Task:
+    """A task of episodes. prompts: the first num_heldout are held out; None = seeds alone."""
+    thinking = config.generation.enable_thinking
+    setting = EpisodeSetting(
+        environment_factory=factory,
+        config=episode_config(config, chat=False if is_character_tokenizer(tokenizer) else None),
+        seed=config.seed,
+        template_kwargs={} if thinking is None else {"enable_thinking": thinking},
+    )
+    if prompts is None:
+        heldout, train = tuple(Prompt(content="", index=i) for i in range(num_heldout)), ()
+    else:
+        heldout, train = tuple(prompts[:num_heldout]), tuple(prompts[num_heldout:])
+    return Task(
+        name=config.task,
+        description=description,
+        train_prompts=train,
+        heldout_prompts=heldout,
+        sft_samples=(),
+        reward_fn=None,
+        max_tokens=response_tokens(config),
+        episodes=setting,
+        demonstrate=None if script is None else partial(demonstrate, tokenizer, setting, script, train),
+    )
+
+
+async def demonstrate(
+    tokenizer: PreTrainedTokenizerBase,
+    setting: EpisodeSetting,
+    script: Script,
+    prompts: Sequence[Prompt],
+    num: int = NUM_DEMONSTRATIONS,
+) -> tuple[Sample, ...]:
+    """Episodes of a script, for SFT.
+
+    Args:
+        prompts: gone through in turn; () = seeds alone.
+        num: of episodes.
+
+    Raises: what run_episode raises; ConfigError if the user's script fails.
+    """
+    numbered = [replace(prompts[i % len(prompts)], index=i) if prompts else Prompt(content="", index=i) for i in range(num)]
+    own = replace(setting, seed=derive_seed(setting.seed, _DEMONSTRATION_SEED))
+    return await agent_rollouts_to_samples(DemonstrationPolicy(tokenizer, script), own, numbered)
+
+
+def _name_way(prompt: Prompt, world: GridWorldConfig) -> Prompt:
+    """The prompt with a shortest way as its ground truth, which tables of examples show."""
+    start, goal = (tuple(prompt.metadata[name]) for name in ("start", "goal"))
+    return replace(prompt, metadata={**prompt.metadata, "ground_truth": " ".join(find_way(start, goal, world))})
+
+
+def _walk(request: ActionRequest, world: GridWorldConfig) -> str:
+    """A step to the goal or, often, any step."""
+    seen = re.findall(r"\d\d>\d\d", request.messages[-1].content or "")[-1]
+    return choose_noisy_move(seen, random.Random(request.seed), wrong_share=RANDOM_SHARE, config=world)
+
+
+def _create_generator(request: ActionRequest) -> random.Random:
+    """Random numbers that are the same ones in all turns of an episode."""
+    return random.Random((request.request_id or "").rpartition("-")[0])
+
+
+def _calculate(request: ActionRequest) -> str:
+    """What demonstrate_calculator does with the problem."""
+    expression = (request.messages[0].content or "").splitlines()[-1].rstrip("=")
+    prompt = Prompt(content="", metadata={"expression": expression})
+    actions = demonstrate_calculator(prompt, _create_generator(request), wrong_share=WRONG_SHARE)
+    return actions[min(request.turn, len(actions) - 1)]
