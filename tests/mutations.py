@@ -2078,6 +2078,62 @@ MUTATIONS: tuple[Mutation, ...] = (
         "refuse - (index + 2)",
         ("test_sandbox.py::test_dangerous_system_calls_are_refused",),
     ),
+    Mutation(
+        "chat_formats.py",
+        "the end of a turn that the model wrote is written again",
+        "return self.ending[self.ending_edges[self.ending_tokens.index(tokens[-1])] :]",
+        "return self.ending",
+        ("test_reference_episode.py::test_an_episode_with_two_tool_calls_is_as_written_by_hand[chatml]",),
+    ),
+    Mutation(
+        "chat_formats.py",
+        "a history that the template writes anew is taken for one that goes on",
+        "if own.startswith(rendered) and own.endswith(self.ending) and whole.startswith(own):",
+        "if own.endswith(self.ending):",
+        ("test_transcripts.py::test_a_thinking_block_that_the_template_puts_before_answers_alone_is_history_rewritten",),
+    ),
+    Mutation(
+        "transcripts.py",
+        "a further context is not told from the one before it",
+        "context_starts=(*transcript.context_starts, len(transcript.tokens))",
+        "context_starts=transcript.context_starts",
+        ("test_reference_episode.py::test_a_template_that_drops_earlier_thinking_gives_a_further_context",),
+    ),
+    Mutation(
+        "episode_course.py",
+        "all turns of an episode are sampled with one seed",
+        "derive_seed(self._setting.seed, index, self._sample_number, turn)",
+        "derive_seed(self._setting.seed, index, self._sample_number, 0)",
+        ("test_episodes.py::test_an_episode_becomes_one_sample",),
+    ),
+    Mutation(
+        "episode_course.py",
+        "the room that a context leaves is counted in messages",
+        "return None if most is None else most - len(self._transcript.context)",
+        "return None if most is None else most - len(self._transcript.messages)",
+        ("test_episodes.py::test_budgets_of_turns_episode_and_context_cut_the_next_action",),
+    ),
+    Mutation(
+        "episode_openings.py",
+        "the first state does not depend on the prompt",
+        "seed = derive_seed(self.seed, prompt.index)",
+        "seed = derive_seed(self.seed)",
+        ("test_episodes.py::test_other_prompts_and_seeds_begin_elsewhere",),
+    ),
+    Mutation(
+        "episodes.py",
+        "an interrupted episode takes its group with it",
+        "except EpisodeInterrupted as error:",
+        "except ZeroDivisionError as error:",
+        ("test_episodes.py::test_an_interrupted_episode_is_begun_anew_and_becomes_what_it_would_have_been",),
+    ),
+    Mutation(
+        "agent_integration.py",
+        "tokens outside of turns are trained on, and nobody notices",
+        "if any(mask > 0 and not kept for mask, kept in zip(sample.loss_mask, inside, strict=True)):",
+        "if sample.turns == ():",
+        ("test_agents.py::test_a_mask_that_does_not_fit_the_messages_is_found",),
+    ),
 )
 
 
