@@ -30,6 +30,7 @@ from rollouts.errors import ConfigError, EpisodeInterrupted
 from rollouts.generate_fns import is_async_function, is_finished, note_request
 from rollouts.generation import generate_group, make_request_id
 from rollouts.rewards.evaluate import score_group
+from rollouts.rewards.reward_functions import RewardFunction
 from rollouts.samples import create_pending_group, derive_seed
 from rollouts.types import Completion, Group, Prompt, Sample, SamplingParams, Status
 
@@ -285,9 +286,11 @@ def adapt_reward_fn(reward_fn: Callable[..., Any], tokenizer: PreTrainedTokenize
     Args:
         reward_fn: sync or async. prompt and completions are texts, prompt_ids and completion_ids lists of tokens: a sample's tokens up to
             the first one that the policy sampled, and from there on. data are the sample's metadata; without **data in its signature, it
-            is given those that it names.
+            is given those that it names. One that is decorated with @reward_function is returned as it is.
         tokenizer: decodes the prompt.
     """
+    if isinstance(reward_fn, RewardFunction):
+        return reward_fn
     parameters = inspect.signature(reward_fn).parameters
     first = tuple(parameters)[:4]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

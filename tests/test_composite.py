@@ -89,6 +89,20 @@ async def test_composites_nest_and_keep_the_metrics_of_their_parts():
     assert list(sample.metadata["reward_metrics"]) == ["inner", "inner/right", "length"]
 
 
+async def test_a_part_that_bounds_its_own_time_may_wait_for_it(autojump_clock):
+    class Waits:
+        has_own_deadline = True
+
+        async def __call__(self, sample: Sample) -> float:
+            await trio.sleep(60)
+            return 1.0
+
+    composite = create_composite_reward({"waits": (Waits(), 1.0)})
+    for function in (Waits(), composite):
+        scored = await score_group(make_group("4"), function, RewardConfig(timeout_s=30))
+        assert scored is not None and scored[0].reward == 1.0
+
+
 def test_step_outputs_are_weighted_and_added():
     def first(sample: Sample) -> EvaluateResult:
         return EvaluateResult(1.0, step_outputs=(StepOutput(0, 1.0, {"m": MetricResult(1.0)}, "a"), StepOutput(1, 2.0)))

@@ -18,8 +18,8 @@ from rollouts.rewards.sandboxed import SandboxedReward, parse_json_result, read_
 from rollouts.sandbox.limits import SandboxLimits
 from rollouts.types import Group, Sample, Status
 
-PATIENT = RewardConfig(timeout_s=60)
-ZERO = RewardConfig(timeout_s=60, on_error="zero")
+UNHURRIED = RewardConfig(timeout_s=0.001)  # waiting for a worker counts against no deadline: the sandbox has its own
+ZERO = RewardConfig(timeout_s=0.001, on_error="zero")
 QUICK = SandboxLimits(wall_s=30.0, cpu_s=1.0)
 
 
@@ -50,20 +50,20 @@ async def test_mathematical_answers_are_compared_as_mathematics():
     pytest.importorskip("math_verify")
     async with MathReward(num_workers=1, limits=SandboxLimits(wall_s=30.0, cpu_s=1.0)).open_reward() as reward_fn:
         group = tuple(sample(response, ground_truth=truth) for truth, response, _ in MATHEMATICS)
-        scored = await score_group(group, reward_fn, PATIENT)
+        scored = await score_group(group, reward_fn, UNHURRIED)
         assert rewards(scored) == [expected for _, _, expected in MATHEMATICS] and scored is not None
         assert scored[0].metadata["reward_reason"] == r"found \frac{1}{2}, expected 1/2"
         summary = summarize_rewards(scored)
         assert summary["reward/answer_found"] == 0.9 and summary["reward/answer_compared"] == 1.0
         # an answer that would keep the comparison busy for ever is wrong, and the next comparison has a worker
         bomb, right = (
-            await score_group((sample("$9^{9^{9^{9}}}$", ground_truth="1"), sample("7", ground_truth="7")), reward_fn, PATIENT) or ()
+            await score_group((sample("$9^{9^{9^{9}}}$", ground_truth="1"), sample("7", ground_truth="7")), reward_fn, UNHURRIED) or ()
         )
         assert (bomb.reward, right.reward) == (0.0, 1.0)
         assert bomb.metadata["reward_metrics"]["answer_compared"]["score"] == 0.0
         assert bomb.metadata["reward_reason"].startswith("the answer could not be compared: ")
         with pytest.raises(RewardError, match="no answer can be read in the ground truth"):
-            await score_group((sample("7", ground_truth=""),), reward_fn, PATIENT)
+            await score_group((sample("7", ground_truth=""),), reward_fn, UNHURRIED)
 
 
 def test_what_is_not_open_is_no_reward_function():
@@ -98,7 +98,7 @@ async def test_programs_are_paid_for_the_tests_that_they_pass():
     half = sample("def add(a, b):\n    return 5", tests=TESTS)
     async with CodeReward(limits=QUICK).open_reward() as reward_fn:
         group = (sample(PROGRAM, tests=TESTS), half, *(sample(CHEATS[name], tests=TESTS) for name in names))
-        scored = await score_group(group, reward_fn, PATIENT)
+        scored = await score_group(group, reward_fn, UNHURRIED)
         assert rewards(scored) == [1.0, 0.0, *(0.0 for _ in names)] and scored is not None
         assert scored[0].metadata["reward_reason"] == "all tests pass"
         assert scored[1].metadata["reward_reason"] == "add((1,), (2,)) is 5, expected [1, 2]"
@@ -106,14 +106,14 @@ async def test_programs_are_paid_for_the_tests_that_they_pass():
         assert scored[2 + names.index("loops")].metadata["reward_reason"].startswith("the program failed: ")
         assert "SyntaxError" in scored[2 + names.index("no Python")].metadata["reward_reason"]
         with_input = [{"stdin": "2 3\n", "stdout": "5"}, {"stdin": "2 x", "stdout": "5"}]
-        (both,) = await score_group((sample(PROGRAM, tests=with_input),), reward_fn, PATIENT) or ()
+        (both,) = await score_group((sample(PROGRAM, tests=with_input),), reward_fn, UNHURRIED) or ()
         assert both.reward == 0.0 and "ValueError" in both.metadata["reward_reason"]
         assert both.metadata["reward_metrics"]["tests_passed"]["score"] == 0.5
         with pytest.raises(RewardError, match=r"metadata\['tests'\] of sample 0 .* is None"):
-            await score_group((sample(PROGRAM),), reward_fn, PATIENT)
+            await score_group((sample(PROGRAM),), reward_fn, UNHURRIED)
     async with CodeReward(fraction=True, num_workers=1, limits=QUICK).open_reward() as reward_fn:
         slow = "def add(a, b):\n    while a == 2: pass\n    return 2"
-        assert rewards(await score_group((half, sample(slow, tests=TESTS)), reward_fn, PATIENT)) == pytest.approx([2 / 3, 1 / 3])
+        assert rewards(await score_group((half, sample(slow, tests=TESTS)), reward_fn, UNHURRIED)) == pytest.approx([2 / 3, 1 / 3])
 
 
 def test_tests_and_programs_are_read():
@@ -169,7 +169,7 @@ async def test_untrusted_reward_code_fails_its_sample_and_nothing_else(tmp_path:
         assert "hunter2" not in scored[5].metadata["reward_reason"]
         assert summarize_rewards(scored) == {"reward/length": 1.0, "num_rewards_zeroed": 4.0}
         with pytest.raises(RewardError, match="ValueError: no"):
-            await score_group(group[2:3], reward_fn, PATIENT)
+            await score_group(group[2:3], reward_fn, UNHURRIED)
 
 
 def test_untrusted_code_is_read_and_not_executed(tmp_path: Path):

@@ -18,6 +18,7 @@ from rollouts.data_buffer import DataBuffer
 from rollouts.errors import ConfigError, DataError, EpisodeInterrupted, GenerationError, RewardError
 from rollouts.generate_fns import PendingGroup, bind_generate_fn, is_finished
 from rollouts.generation import create_generate_fn
+from rollouts.rewards.reward_functions import reward_function
 from rollouts.rollout_manager import AsyncRolloutManager
 from rollouts.samples import completion_to_sample
 from rollouts.testing import FakeEngine, script_answer
@@ -390,6 +391,8 @@ async def test_a_reward_function_gets_texts_tokens_and_the_data_of_its_prompt():
         metadata={"answer": "12", "prompt": "hidden by the argument"},
     )
     assert adapt_reward_fn(reward, TOKENIZER)(sample) == 0.5
+    decorated = reward_function(lambda messages: 0.25)
+    assert adapt_reward_fn(decorated, TOKENIZER)(sample).score == 0.25
     assert seen == [("2 1 >", "xyz", list(prompt_tokens), [5, 6, 7], {"answer": "12"})]
 
     async def named(prompt, completions, prompt_ids, completion_ids, answer):

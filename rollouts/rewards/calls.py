@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import trio
@@ -23,7 +23,11 @@ from rollouts.types import Sample
 T = TypeVar("T")
 
 RewardFn: TypeAlias = Callable[[Sample], Any]
-"""Sample -> a finite number (float, int, bool, 0-d array or tensor) or an EvaluateResult, or an awaitable of one."""
+"""Sample -> a finite number (float, int, bool, 0-d array or tensor) or an EvaluateResult, or an awaitable of one.
+
+One with has_own_deadline = True bounds the time of its calls by itself: RewardConfig.timeout_s, which a call also spends waiting for a free
+worker, is then not applied. One with reward_name is called so in messages.
+"""
 
 Outcome: TypeAlias = "tuple[Any] | RewardError"
 """What a call gave: its value, in a box because it may be an awaitable, or why there is none."""
@@ -78,6 +82,8 @@ async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: 
     check_opened(reward_fn)
     if not samples:
         return []
+    if getattr(reward_fn, "has_own_deadline", False):
+        config = replace(config, timeout_s=None)
     if isinstance(reward_fn, GroupReward):
         return await _judge_together(reward_fn, samples, config)
     begun = [] if is_async(reward_fn) else await _call_in_turn(reward_fn, samples, config)
@@ -139,7 +145,7 @@ def describe_reward(function: Any) -> str:
     """The name by which messages call a reward function."""
     while isinstance(function, functools.partial):
         function = cast("functools.partial[Any]", function).func
-    return getattr(function, "__qualname__", type(function).__name__)
+    return str(getattr(function, "reward_name", None) or getattr(function, "__qualname__", type(function).__name__))
 
 
 async def _judge_together(reward_fn: GroupReward, samples: Sequence[Sample], config: RewardConfig) -> list[Judgement]:

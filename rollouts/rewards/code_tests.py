@@ -91,6 +91,8 @@ class _CodeTests:
     pool: SandboxPool
     confinement: Confinement
     limiter: trio.CapacityLimiter
+    reward_name: str = "CodeReward"
+    has_own_deadline: bool = True  # limits of the pool and of each program
 
     async def __call__(self, sample: Sample) -> EvaluateResult:
         tests = parse_tests(sample.metadata.get("tests"), describe_sample(sample))
@@ -123,7 +125,7 @@ class _CodeTests:
     async def _test_program(self, program: str, test: CodeTest) -> str | None:
         async with self.limiter:
             stdin = (test.stdin or "").encode()
-            result = await run_confined(program, stdin=stdin, limits=self.settings.limits, confinement=self.confinement)
+            result = await run_confined(program, stdin=stdin, limits=self.settings.limits, confinement=self.confinement, packages=True)
         if not result.ok:
             said = result.stderr.decode(errors="replace").strip()[-200:]
             return f"for the input {test.stdin!r:.100} the program failed ({result.failure}): {said}"

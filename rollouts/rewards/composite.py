@@ -154,6 +154,11 @@ class CompositeGroupReward:
     functions: Mapping[str, RewardFn]
     weights: Mapping[str, float]
 
+    @property
+    def has_own_deadline(self) -> bool:
+        """Whether a component has a deadline of its own, which may wait for a worker: then the composite waits for all of them."""
+        return any(getattr(function, "has_own_deadline", False) for function in self.functions.values())
+
     async def __call__(self, sample: Sample) -> EvaluateResult:
         """The combined result of a group of one."""
         (result,) = await self.score_samples((sample,))

@@ -61,6 +61,8 @@ class _MathComparison:
     """What MathReward opens."""
 
     pool: SandboxPool
+    reward_name: str = "MathReward"
+    has_own_deadline: bool = True  # limits of the pool
 
     async def __call__(self, sample: Sample) -> EvaluateResult:
         truth = str(ground_truth(sample))

@@ -64,6 +64,11 @@ class _SandboxedFunction:
     parameters: frozenset[str]
     takes_all: bool
     pool: SandboxPool
+    has_own_deadline: bool = True  # limits of the pool
+
+    @property
+    def reward_name(self) -> str:
+        return f"{self.name} (in a sandbox)"
 
     async def __call__(self, sample: Sample) -> EvaluateResult:
         messages = [message.to_dict() for message in sample_messages(sample)]
