@@ -61,7 +61,7 @@ class _Arguments:
     quiet: bool = False
     """print the summary only"""
     log_level: str = DEFAULT_LEVEL
-    """what is told on stderr: debug, info, warning or error, also of single modules, as in warning,rollouts.gigpo=debug"""
+    """what is told on stderr: debug, info, warning or error, also of single modules, as in warning,rollouts.train_on_rollouts=debug"""
     skip_bad_rows: bool = False
     """short for --data.skip-bad-rows"""
     config_file: Annotated[str | None, tyro.conf.arg(name="config")] = None

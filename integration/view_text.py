@@ -190,9 +190,14 @@ def _describe_step(step: StepData) -> str:
     signed = {"advantage": step.advantage, "of the episode": info.get("episode_advantage"), "of the step": info.get("step_advantage")}
     parts += [f"{name} {format_signed(value)}" for name, value in signed.items() if isinstance(value, int | float)]
     visits = f", visited {_count(info['num_visits'], 'time')}" if isinstance(info.get("num_visits"), int) else ""
-    parts += [f"state {info['state']}{visits}"] if info.get("state") is not None else []
+    parts += [f"state {_shorten(str(info['state']))}{visits}"] if info.get("state") is not None else []
     parts += ["the last"] if step.is_done else []
     return f": {', '.join(parts)}" if parts else ""
+
+
+def _shorten(key: str, most: int = 16) -> str:
+    """Enough of a key to tell it from others: many are hashes."""
+    return key if len(key) <= most else f"{key[: most // 2]}..."
 
 
 def _show_observation(observation: Any) -> list[Text]:
