@@ -2134,6 +2134,34 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if sample.turns == ():",
         ("test_agents.py::test_a_mask_that_does_not_fit_the_messages_is_found",),
     ),
+    Mutation(
+        "trajectory_records.py",
+        "the estimate of a sample is that of the row before",
+        "rows = {id(sample): row for row, sample in enumerate(samples)}",
+        "rows = {id(sample): max(row - 1, 0) for row, sample in enumerate(samples)}",
+        ("test_trajectory_records.py::test_the_estimate_of_a_sample_is_its_row_without_padding",),
+    ),
+    Mutation(
+        "trajectory_records.py",
+        "actions of an episode are looked for from the first assistant message on, examples in the prompt included",
+        'if message.role == "assistant"][-len(sample.turns) :]',
+        'if message.role == "assistant"][: len(sample.turns)]',
+        ("test_trajectory_records.py::test_steps_of_an_episode_say_what_was_seen_done_and_earned",),
+    ),
+    Mutation(
+        "trajectories.py",
+        "a condition is asked about every step alone",
+        "and (condition is None or condition(e)))\n    return tuple(step for episode in chosen for step in episode)",
+        "and True)\n    return tuple(step for e in chosen for step in e if condition is None or condition((step,)))",
+        ("test_trajectory_records.py::test_steps_are_kept_by_whole_episodes",),
+    ),
+    Mutation(
+        "train_on_rollouts.py",
+        "what is observed has no advantages yet",
+        "written = on_estimate(batch)",
+        "written = on_estimate(replace(batch, advantages=None))",
+        ("test_trajectory_records.py::test_what_is_observed_has_its_advantages_and_no_update_has_happened_yet",),
+    ),
 )
 
 
