@@ -62,15 +62,27 @@ def create_answer_pairs(
 
 
 def create_task_pairs(
-    tokenizer: PreTrainedTokenizerBase, task: Task, *, pairs_per_prompt: int = 2, heldout_per_prompt: int = 4, seed: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    *,
+    num_pairs: int = 25600,
+    num_heldout: int = 512,
+    pairs_per_problem: int = 2,
+    seed: int = 0,
 ) -> tuple[tuple[PreferencePair, ...], tuple[PreferencePair, ...]]:
-    """Pairs to train on, and pairs of held-out problems. Raises ConfigError for a task whose right answers are not known to this file."""
+    """num_pairs to train on, and num_heldout of problems that are held out, with pairs_per_problem wrong answers to each, as far as the
+    task's problems reach.
+
+    Raises: ConfigError for a task whose wrong answers this file does not know.
+    """
     if task.name not in ("sort", "sort-long"):
         raise ConfigError(f"there are no pairs of the task {task.name!r}: give --data.path FILE.jsonl with chosen and rejected answers")
-    options = {"max_tokens": task.max_tokens}
-    train = create_answer_pairs(tokenizer, task.train_prompts, pairs_per_prompt=pairs_per_prompt, seed=seed, **options)
-    heldout = create_answer_pairs(tokenizer, task.heldout_prompts, pairs_per_prompt=heldout_per_prompt, seed=seed + 1, **options)
-    return train, heldout
+
+    def create(prompts: Sequence[Prompt], count: int, seed: int) -> tuple[PreferencePair, ...]:
+        problems = prompts[: -(-count // pairs_per_problem)]
+        return create_answer_pairs(tokenizer, problems, max_tokens=task.max_tokens, pairs_per_prompt=pairs_per_problem, seed=seed)[:count]
+
+    return create(task.train_prompts, num_pairs, seed), create(task.heldout_prompts, num_heldout, seed + 1)
 
 
 def _spoil(generator: random.Random, problem: str, right: str, max_tokens: int) -> tuple[str, bool]:

@@ -18,12 +18,13 @@ class PairSection:
     path: str | None = None  # JSONL with chosen and rejected; None = pairs of right and wrong answers to the task's problems
     eval_path: str | None = None  # held-out pairs; None = the last rows of path
     num_heldout: int = 512  # held-out pairs; of path at most a tenth
+    num_pairs: int = 25600  # to train on, of a built-in task
     pairs_per_problem: int = 2  # of a built-in task, each with another wrong answer
     max_length: int | None = None  # most tokens of an answer with its prompt; None = no limit
     skip_bad_rows: bool = False  # count rows that cannot be read and go on
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_heldout", "pairs_per_problem")
+        check_positive(self, "num_heldout", "num_pairs", "pairs_per_problem")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,8 +87,8 @@ def create_pairs(
     data = config.data
     if data.path is None:
         task = create_task(Config(task=config.task), tokenizer, "rl")
-        train, heldout = create_task_pairs(tokenizer, task, pairs_per_prompt=data.pairs_per_problem, seed=config.seed)
-        return train, heldout[: data.num_heldout]
+        counts = {name: getattr(data, name) for name in ("num_pairs", "num_heldout", "pairs_per_problem")}
+        return create_task_pairs(tokenizer, task, seed=config.seed, **counts)
     options: dict[str, Any] = {
         "to_turn_end": reads_turn_end(model),
         "max_length": data.max_length,
