@@ -2074,8 +2074,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "sandbox/seccomp.py",
         "the filter jumps one instruction too far back, and allows what it should refuse",
-        "refuse - (index + 1)",
-        "refuse - (index + 2)",
+        "end + 1 - (index + 1)",
+        "end + 1 - (index + 2)",
         ("test_sandbox.py::test_dangerous_system_calls_are_refused",),
     ),
     Mutation(
