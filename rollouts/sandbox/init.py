@@ -38,7 +38,7 @@ from rollouts.sandbox.processes import clear_folder, close_all_but, kill_descend
 from rollouts.sandbox.seccomp import filter_system_calls
 
 WATCH_S = 0.02  # between looks at the processes: what a bomb has until it is seen
-WATCH_IDLE_S = 0.1  # while there is one process that has not computed since the last look
+WATCH_IDLE_S = 0.05  # while there is one process that has not computed since the last look
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -162,7 +162,7 @@ def _start(config: dict[str, Any], status: int, scratch: str) -> int:
 def _watch(config: dict[str, Any], child: int, control: int) -> dict[str, Any]:
     """Wait for the confined process's end; the report. Ends this process at once when nobody wants the sandbox any more."""
     limits, worker = config["limits"], config["worker"]
-    processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if config["isolated"] and os.path.exists("/proc/1") else -1
+    processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if config["isolated"] else -1
     poll = select.poll()
     ended = os.pidfd_open(child)
     for descriptor in (ended, control, config["parent"]):

@@ -270,7 +270,10 @@ class _Worker:
                     return _broken(), False
                 body = await self._take(count)
                 if body is not None:
-                    return _read_answer(header, bytes(body), limits), True
+                    try:
+                        return _read_answer(header, bytes(body), limits), True
+                    except (TypeError, ValueError):
+                        return _broken(), False
             with suppress(SandboxError):
                 return self._explain_end(await self.sandbox.report(), started), False
             return None, False

@@ -7,6 +7,7 @@ result.ok, result.stdout        # True, b"42\\n"
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from rollouts.sandbox.confinement import Confinement, bubblewrap, interpreter, n
 from rollouts.sandbox.launch import STARTUP_S, Plan, Sandbox, try_plan
 from rollouts.sandbox.limits import SandboxFailure, SandboxLimits, SandboxResult
 
+LOGGER = logging.getLogger(__name__)
 CODE_FILE = "main.py"
 SIGKILL, SIGXCPU, SIGXFSZ = 9, 24, 25
 
@@ -58,6 +60,7 @@ def find_confinement(allow_plain: bool = False) -> Confinement:
         else:
             return confinement
     if allow_plain and sys.platform == "linux":
+        LOGGER.warning("code runs without namespaces, which protects from accidents only: %s", "; ".join(reasons))
         return plain()
     raise SandboxError(
         f"code cannot be confined here ({'; '.join(reasons)}). Install bubblewrap (package 'bubblewrap') or allow user namespaces (sysctl "

@@ -13,9 +13,11 @@ import os
 from rollouts.sandbox.kernel import check, libc
 
 PR_SET_SECCOMP, MODE_FILTER = 22, 2
-LOAD, JUMP_IF_EQUAL, JUMP_IF_GREATER_OR_EQUAL, RETURN = 0x20, 0x15, 0x35, 0x06  # BPF instructions
+LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF instructions
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # REFUSE | errno: the call fails
-OFFSET_OF_NUMBER, OFFSET_OF_ARCHITECTURE = 0, 4
+OFFSET_OF_NUMBER, OFFSET_OF_ARCHITECTURE, OFFSET_OF_FLAGS = 0, 4, 16  # in what the filter sees; the flags are clone's first argument
+NEW_NAMESPACES = 0x7E020000  # the flags of clone that make any
+CLONE, CLONE3 = ("clone", 56, 220), 435
 FIRST_OF_X32 = 0x40000000  # a second table of calls on x86-64
 
 # name: (x86-64, arm64); the numbers of later calls are the same everywhere
@@ -41,7 +43,9 @@ class _Program(ctypes.Structure):
 
 
 def filter_system_calls() -> bool:
-    """Refuse the calls above to this process and all that it starts, with EPERM. PR_SET_NO_NEW_PRIVS must be set before.
+    """Refuse the calls above, and new namespaces, to this process and all that it starts. PR_SET_NO_NEW_PRIVS must be set before.
+
+    The calls fail with EPERM; clone3, whose flags a filter cannot see, with ENOSYS, upon which C libraries use clone.
 
     Returns: whether there is a filter for this machine.
 
@@ -53,11 +57,13 @@ def filter_system_calls() -> bool:
         return False
     architecture, column = found[0]
     numbers = [int(row[column]) for row in REFUSED]
-    refuse = len(numbers) + 5  # index of the last instruction; jumps are relative to the next one
-    program = [(LOAD, 0, 0, OFFSET_OF_ARCHITECTURE), (JUMP_IF_EQUAL, 0, refuse - 2, architecture), (LOAD, 0, 0, OFFSET_OF_NUMBER)]
-    program += [(JUMP_IF_EQUAL, refuse - (index + 1), 0, number) for index, number in enumerate(numbers, start=3)]
-    program += [(JUMP_IF_GREATER_OR_EQUAL, 1, 0, FIRST_OF_X32)]
-    program += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE | errno.EPERM)]
+    end = len(numbers) + 8  # index of ALLOW; jumps count from the instruction behind
+    program = [(LOAD, 0, 0, OFFSET_OF_ARCHITECTURE), (JUMP_IF_EQUAL, 0, end - 1, architecture), (LOAD, 0, 0, OFFSET_OF_NUMBER)]
+    program += [(JUMP_IF_AT_LEAST, end - 3, 0, FIRST_OF_X32)]
+    program += [(JUMP_IF_EQUAL, end + 1 - (index + 1), 0, number) for index, number in enumerate(numbers, start=4)]
+    program += [(JUMP_IF_EQUAL, 5, 0, CLONE3), (JUMP_IF_EQUAL, 0, 2, int(CLONE[column]))]
+    program += [(LOAD, 0, 0, OFFSET_OF_FLAGS), (JUMP_IF_ANY_BIT, 1, 0, NEW_NAMESPACES)]
+    program += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE | errno.EPERM), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]
     instructions = (_Instruction * len(program))(*(_Instruction(*fields) for fields in program))
     filled = _Program(length=len(program), instructions=instructions)
     check(libc().prctl(PR_SET_SECCOMP, ctypes.c_ulong(MODE_FILTER), ctypes.byref(filled), ctypes.c_ulong(0), ctypes.c_ulong(0)), "seccomp")
