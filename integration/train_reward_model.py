@@ -81,7 +81,7 @@ def create_start(config: RewardModelConfig) -> tuple[PreTrainedModel, PreTrained
 
 
 def create_pairs(
-    config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, say: Callable[[str], None]
+    config: RewardModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
 ) -> Pairs:
     """Pairs to train on, and held-out ones."""
     data = config.data
