@@ -10,6 +10,7 @@
     ├── EpisodeError(RuntimeError)         an episode over an environment that cannot go on
     │   ├── EnvironmentFault               the environment raised, was too slow, or returned what no environment returns
     │   └── ToolFault                      a tool did, and the policy was to end the episode
+    ├── ToolArgumentError(ValueError)      a call of a tool with what it cannot work with: the model is told, it is no failure
     ├── SandboxError(RuntimeError)         code cannot be run as confined as was asked for, or its worker is not to be had
     ├── BackendError(RuntimeError)         training: non-finite updates, a job that cannot run
     ├── CheckpointError(RuntimeError)      a checkpoint that cannot be written, found, verified or used
@@ -67,6 +68,10 @@ class EnvironmentFault(EpisodeError):
 
 class ToolFault(EpisodeError):
     """A tool raised or did not return in time, where the policy is that this ends the episode."""
+
+
+class ToolArgumentError(RolloutsError, ValueError):
+    """A tool cannot work with its arguments: for tools to raise. It is the model's mistake, which it is told, whatever the policy is."""
 
 
 class SandboxError(RolloutsError, RuntimeError):

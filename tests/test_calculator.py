@@ -36,6 +36,7 @@ def test_arithmetic(expression: str, value: str):
         ("9**9**9", "too large"), ("10**31", "too large"), ("9" * 40, "too large"), ("1" * 201, "too long"), ("(-8)**0.5", "too large"),
         ("(" * 99 + "1" + ")" * 99, None), ("(" * 150, "not arithmetic"), ("1,2", "not arithmetic"), ("()", "not arithmetic"),
         ("-" * 199 + "1", None), ("1.1**99", None), ("0.0**-1", ZeroDivisionError), ("1e9", "not arithmetic"),
+        ("99999999.5**99", "too large"),
     ],
 )  # fmt: skip
 def test_what_is_no_arithmetic_is_refused_in_few_words(expression: str, message: str | type[Exception] | None):

@@ -28,6 +28,7 @@ from rollouts.errors import (
     RewardError,
     RolloutsError,
     SandboxError,
+    ToolArgumentError,
     ToolFault,
     raise_single_errors,
 )
@@ -42,6 +43,7 @@ TREE = [
     (EpisodeError, RolloutsError, RuntimeError),
     (EnvironmentFault, EpisodeError, RuntimeError),
     (ToolFault, EpisodeError, RuntimeError),
+    (ToolArgumentError, RolloutsError, ValueError),
     (SandboxError, RolloutsError, RuntimeError),
     (BackendError, RolloutsError, RuntimeError),
     (CheckpointError, RolloutsError, RuntimeError),

@@ -17,6 +17,7 @@ from rollouts import (
     EnvironmentConfig,
     EnvironmentFault,
     Tool,
+    ToolArgumentError,
     ToolEnvironment,
     ToolFault,
     call_tool,
@@ -272,6 +273,18 @@ async def test_a_failing_tool_is_an_observation_or_the_end_of_the_episode(autoju
         await step_environment(await open_episode(on_tool_error="raise"), text)
     step = await step_environment(await open_episode(on_tool_error="raise"), call("sleep"))
     assert step.info["num_bad_calls"] == 1  # the model's fault is never the tool's
+
+
+async def test_a_tool_may_say_that_the_model_is_wrong():
+    def strict(n: int) -> int:
+        if n < 0:
+            raise ToolArgumentError("n is below 0")
+        return n
+
+    environment = ToolEnvironment([create_tool(strict)], grade=grade, on_tool_error="raise")
+    step = await step_environment(environment, call("strict", n=-1))
+    assert step.observation[0].content == step.info["policy_error"] == "error: n is below 0"
+    assert (step.info["num_bad_calls"], step.info["num_tool_errors"]) == (1, 0)
 
 
 async def test_more_calls_than_are_carried_out_are_refused_and_long_results_are_cut():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import random
 import re
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 from rollouts.environments.tool_calls import create_compact_parser
 from rollouts.environments.tool_environment import ToolEnvironment
 from rollouts.environments.tools import Tool, create_tool
-from rollouts.errors import DataError
+from rollouts.errors import DataError, ToolArgumentError
 from rollouts.types import Prompt
 
 Number: TypeAlias = "int | float"
@@ -69,7 +70,10 @@ def _compute(node: ast.expr) -> Number:
         left, right = _compute(node.left), _compute(node.right)
         if isinstance(node.op, ast.Pow) and (abs(right) > 100 or (left < 0 and right != int(right))):
             raise ValueError("too large")
-        value = _OPERATIONS[type(node.op)](left, right)
+        try:
+            value = _OPERATIONS[type(node.op)](left, right)
+        except OverflowError:
+            value = math.inf
     else:
         raise ValueError("not arithmetic")
     if not abs(value) <= LARGEST:
@@ -84,7 +88,10 @@ def create_calculator_tool(*, name: str = "calc", max_operations: int | None = N
 
 
 def _calculate(e: str, *, max_operations: int | None) -> str:
-    return calculate(e, max_operations=max_operations)
+    try:
+        return calculate(e, max_operations=max_operations)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ToolArgumentError(str(error)) from None
 
 
 def create_calculator_environment(*, max_operations: int | None = None) -> ToolEnvironment:

@@ -14,7 +14,7 @@ import trio
 from rollouts.environments.protocol import EnvironmentConfig, EnvironmentStep
 from rollouts.environments.tool_calls import ParsedCalls, ToolCall, ToolCallError, ToolParser, parse_hermes_calls, strip_thinking
 from rollouts.environments.tools import Tool, call_tool, fit_arguments
-from rollouts.errors import ConfigError, DataError, ToolFault
+from rollouts.errors import ConfigError, DataError, ToolArgumentError, ToolFault
 from rollouts.types import Message
 
 OnToolError = Literal["observe", "raise"]
@@ -54,7 +54,8 @@ class ToolEnvironment:
             tools: with different names.
             grade: of the answer; EnvironmentConfig.parameters (the metadata of the prompt) hold the ground truth.
             parser: of calls in the model's text.
-            on_tool_error: a tool that raises or is late: "observe" = the model is told, "raise" = the episode ends with a ToolFault.
+            on_tool_error: a tool that raises or is late: "observe" = the model is told, "raise" = the episode ends with a ToolFault. A
+                ToolArgumentError of a tool is the model's mistake, like a malformed call.
             role: of the messages with results; "user" for chat templates that know no tool messages.
             prefix: what the model is told first, for example describe_tools(tools); "" where the chat template is given the tools.
             question_key: of the parameter that is the first observation; None = the prompt itself says what is asked.
@@ -159,6 +160,8 @@ class ToolEnvironment:
             return self._refuse(call, str(error))
         try:
             content = await call_tool(tool, arguments)
+        except ToolArgumentError as error:
+            return self._refuse(call, str(error))
         except ToolFault as fault:
             return _Result(self._create_message(call, f"error: {_explain_briefly(fault)}"), fault=fault)
         return _Result(self._create_message(call, content))
