@@ -132,7 +132,8 @@ def check_loss_mask(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> None:
     where = describe_sample(sample)
     if sample.turns is None:
         raise DataError(f"{where} has no turns: it is not of an episode")
-    answers = [message.content or "" for message in sample_messages(sample)[_count_opening(sample) :] if message.role == "assistant"]
+    messages = sample_messages(sample)
+    answers = [messages[place].content or "" for place in _find_actions(sample, messages)]
     if len(answers) != len(sample.turns):
         raise DataError(f"{where} has {len(sample.turns)} turns, but {len(answers)} messages of the assistant")
     special = special_ids(tokenizer)
@@ -148,11 +149,6 @@ def check_loss_mask(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> None:
     if any(mask > 0 and not kept for mask, kept in zip(sample.loss_mask, inside, strict=True)):
         at = next(t for t, mask in enumerate(sample.loss_mask) if mask > 0 and not inside[t])
         raise DataError(f"{where}: token {at} ({tokenizer.decode([sample.tokens[at]])!r}) is trained on, but is in no turn")
-
-
-def _count_opening(sample: Sample) -> int:
-    """Messages before the first turn: a prompt may hold the assistant's messages, too."""
-    return int(sample.metadata.get("num_opening_messages", 0))
 
 
 def split_turns(sample: Sample) -> tuple[Sample, ...]:
@@ -195,7 +191,8 @@ def sample_to_steps(sample: Sample) -> Steps:
         raise DataError(f"{describe_sample(sample)} has no turns, or no 'steps' in its metadata: it is not of an episode")
     steps: list[StepData] = []
     kept: Sequence[Mapping[str, Any]] = sample.metadata["steps"]
-    messages, places = sample_messages(sample), _find_answers(sample)
+    messages = sample_messages(sample)
+    places = _find_actions(sample, messages)
     for number, (step, place) in enumerate(zip(kept, places, strict=True)):
         turn = sample.turns[number] if sample.turns else None
         end = places[number + 1] if number + 1 < len(places) else len(messages)
@@ -220,8 +217,10 @@ def sample_to_steps(sample: Sample) -> Steps:
     return tuple(steps)
 
 
-def _find_answers(sample: Sample) -> list[int]:
-    """Places of the messages that are the episode's own actions."""
-    messages: Sequence[Message] = sample_messages(sample)
-    first = _count_opening(sample)
-    return [k for k, message in enumerate(messages) if k >= first and message.role == "assistant"]
+def _find_actions(sample: Sample, messages: Sequence[Message]) -> list[int]:
+    """Places of the messages that are the policy's actions; of a sample that does not say, all of the assistant's."""
+    known: list[int] | None = sample.metadata.get("action_messages")
+    places = [k for k, message in enumerate(messages) if message.role == "assistant"] if known is None else known
+    if any(not 0 <= place < len(messages) for place in places):
+        raise DataError(f"{describe_sample(sample)}: metadata['action_messages'] is {places}, but there are {len(messages)} messages")
+    return list(places)

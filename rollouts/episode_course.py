@@ -63,7 +63,7 @@ class Course:
         self._error: str | None = None
         self._temperature: float | None = None
         self._policy_metadata: dict[str, Any] = {}
-        self._num_opening = 0  # messages before the first action
+        self._action_places: list[int] = []  # of its actions, among the messages: prompts and environments may speak as assistants, too
         self._calls: dict[int, tuple[Mapping[str, Any], ...]] = {}  # of assistant messages, by their places: the template must not see them
 
     @property
@@ -110,7 +110,6 @@ class Course:
             describe_observation(environment, observation),
             self._config,
         )
-        self._num_opening = len(messages)
         self._transcript = begin_transcript(self._conversation, messages)
         room = self._room()
         if room is not None and room < 1:
@@ -154,6 +153,7 @@ class Course:
                 f"the policy {type(self._policy).__name__} has a tokenizer, but its action has no tokens (text {action.text!r:.100}): an "
                 "episode over tokens needs those that were sampled; a policy of text alone has no attribute `tokenizer`"
             )
+        self._action_places.append(len(transcript.messages))
         self._transcript = add_action(
             transcript, self._conversation, action.tokens or (), action.log_probs, action.versions, text=action.text
         )
@@ -219,7 +219,7 @@ class Course:
             "messages": [message.to_dict() for message in self._messages],
             "stop_reason": self._stop_reason.value,
             "num_turns": len(steps),
-            "num_opening_messages": self._num_opening,
+            "action_messages": list(self._action_places),
             "environment_reward": reward,
             "failure": None if self._failure is None else self._failure.value,
             "steps": [_summarize_step(step) for step in steps],

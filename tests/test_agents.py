@@ -188,16 +188,24 @@ async def test_a_mask_that_does_not_fit_the_messages_is_found():
         (other, "turn 1 is trained on"),
         (moved, "turn 1 is trained on"),
         (replace(sample, turns=sample.turns[:2]), "2 turns, but 3 messages"),
+        (replace(sample, metadata={**sample.metadata, "action_messages": [1, 3, 50]}), "there are 7 messages"),
         (Sample(tokens=(3,), loss_mask=(1.0,)), "no turns"),
     ):
         with pytest.raises(DataError, match=message):
             check_loss_mask(wrong, TOKENIZER)
 
 
-async def test_examples_in_the_prompt_are_nobodys_turns():
+async def test_what_others_say_as_assistants_is_nobodys_turn():
     prompt = Prompt(content=(Message(role="user", content="a"), Message(role="assistant", content="b"), Message(role="user", content="c")))
     policy = EngineAgentPolicy(FakeEngine(random_answer(mean_length=4)), TOKENIZER, SamplingParams(max_tokens=6))
-    episode = await run_episode(policy, Echo, prompt, EpisodeConfig(max_turns=2))
+
+    class Partner(Echo):
+        async def step(self, action):
+            await trio.lowlevel.checkpoint()
+            return (Message(role="assistant", content="d"), Message(role="user", content="e")), 1.0, False, {}
+
+    episode = await run_episode(policy, Partner, prompt, EpisodeConfig(max_turns=2))
+    assert episode.sample.metadata["action_messages"] == [3, 6]
     assert "assistant: b<|eos|>" in TOKENIZER.decode(episode.sample.tokens[: episode.sample.turns[0].start])
     check_loss_mask(episode.sample, TOKENIZER)
     assert [step.raw_policy_output for step in sample_to_steps(episode.sample)] == [s.raw_policy_output for s in episode.steps]
