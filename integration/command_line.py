@@ -1,9 +1,10 @@
 """From arguments to a mode, a configuration and a few switches.
 
     python -m integration.train [--mode sft|rl|sft+rl] [--config FILE.py|.toml|.json] [--output-dir DIR] [--resume] [--dry-run] [--quiet]
-                                [--log-level LEVEL] [--task NAME] [--seed N] [--skip-bad-rows] [--section.field VALUE ...]
+                                [--log-level LEVEL] [--task NAME] [--algorithm NAME] [--environment FILE.py:NAME] [--seed N]
+                                [--skip-bad-rows] [--section.field VALUE ...]
 
-Values come from the defaults, then from --config (or, with --resume, from the run's own config.json), then from flags.
+Values come from the defaults of the task, then from --config (or, with --resume, from the run's own config.json), then from flags.
 """
 
 from __future__ import annotations
@@ -11,20 +12,26 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
 from integration.config import SELF_MADE_TASKS, Config
 from integration.log_levels import DEFAULT_LEVEL, parse_log_level
+from integration.task_defaults import create_default_config
 from rollouts.config import from_dict, load_config, suggest
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_module
+
+_SHORT = re.compile(r"^--(algorithm|environment)(?==|$)")
+_LONG: Mapping[str, str] = MappingProxyType({"algorithm": "--rl.algorithm", "environment": "--environment.factory"})
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -62,8 +69,10 @@ class _Arguments:
     """print the summary only"""
     log_level: str = DEFAULT_LEVEL
     """what is told on stderr: debug, info, warning or error, also of single modules, as in warning,rollouts.train_on_rollouts=debug"""
+    algorithm: str | None = None
+    """short for --rl.algorithm: grpo, gigpo(gamma=0.9, omega=0.5), ..."""
     skip_bad_rows: bool = False
-    """short for --data.skip-bad-rows"""
+    """short for --data.skip-bad-rows, as --environment FILE.py:NAME is for --environment.factory"""
     config_file: Annotated[str | None, tyro.conf.arg(name="config")] = None
     """settings from FILE.py (which defines `config`), FILE.toml or FILE.json"""
 
@@ -74,7 +83,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     Raises: ConfigError with one message; SystemExit(2) by tyro for flags it does not know (it suggests the right one) and values of the
         wrong type, 0 for --help.
     """
-    base = read_base(argv, Config())
+    argv = [_SHORT.sub(_write_out, argument) for argument in argv]
+    base = read_base(argv, create_default_config(_find_task(argv)))
     arguments = parse_flags(argv, _Arguments(config=base), "python -m integration.train")
     mode = arguments.mode or (read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl")
     if mode not in MODES:
@@ -92,6 +102,17 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         quiet=arguments.quiet,
         log_levels=parse_log_level(arguments.log_level),
     )
+
+
+def _write_out(short: re.Match[str]) -> str:
+    """The flag that a short one stands for."""
+    return _LONG[short.group(1)]
+
+
+def _find_task(argv: Sequence[str]) -> str | None:
+    """The task that flags ask for, by its name or by an environment."""
+    task = value_of(argv, "--task")
+    return "environment" if task is None and value_of(argv, "--environment.factory") is not None else task
 
 
 def parse_flags(argv: Sequence[str], default: T, program: str) -> T:

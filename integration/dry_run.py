@@ -9,7 +9,16 @@ import torch
 
 from integration.algorithm_expression import describe_call
 from integration.command_line import Mode
-from integration.config import Config, count_critic_updates, count_greedy_samples, count_rl_updates, response_tokens
+from integration.config import (
+    Config,
+    count_critic_updates,
+    count_greedy_samples,
+    count_rl_updates,
+    episode_config,
+    response_tokens,
+    turn_tokens,
+)
+from integration.episode_settings import EPISODE_TASKS
 from integration.models import read_model_config
 from rollouts.config import to_dict
 from rollouts.errors import ConfigError
@@ -37,6 +46,9 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
         facts["SFT rows"] = f"{rows:,}"
         if config.task in SORT_ROW_TOKENS:
             facts["SFT tokens"] = f"about {rows * SORT_ROW_TOKENS[config.task]:,}"
+    if config.task in EPISODE_TASKS:
+        limits = episode_config(config)
+        facts["episodes"] = f"up to {limits.max_turns} turns of up to {turn_tokens(config)} tokens, {response_tokens(config):,} in all"
     if "rl" in mode:
         per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
         facts["RL algorithm"] = describe_call(config.algorithm_call, response_tokens(config))

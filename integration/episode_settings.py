@@ -117,10 +117,6 @@ def check_episode_sections(task: str, episode: EpisodeSection, environment: Envi
             f"episode.{changed[0]} is {getattr(episode, changed[0])!r}, but an episode of the task {task!r} is one answer: choose a task "
             f"with several turns (--task {', '.join(EPISODE_TASKS)}), or leave --episode.{changed[0].replace('_', '-')} out"
         )
-    if task == "environment" and environment.factory is None:
-        raise ConfigError(
-            "the task 'environment' needs an environment: give --environment FILE.py:NAME of a function or class that makes one"
-        )
 
 
 def _find_changes(section: EpisodeSection | EnvironmentSection) -> list[str]:

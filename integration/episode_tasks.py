@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 Script = Callable[[ActionRequest], str]
 """What a demonstration does where this is asked."""
 
-GRID_SIZE, CALCULATOR_DIGITS, CALCULATOR_OPERATIONS = 4, 2, 2
+GRID_SIZE, CALCULATOR_DIGITS, CALCULATOR_OPERATIONS = 5, 2, 2
 NUM_DEMONSTRATIONS = 2048
-RANDOM_SHARE = 0.7  # of the steps of grid_world's demonstrations
+RANDOM_SHARE = 0.8  # of the steps of grid_world's demonstrations
 WRONG_SHARE = 0.5  # of calculator's demonstrations
 _DEMONSTRATION_SEED = 20_000
 
@@ -74,10 +74,10 @@ class DemonstrationPolicy:
 
 
 def create_grid_world_task(config: Config, tokenizer: PreTrainedTokenizerBase, *, seed: int = 12345) -> Task:
-    """Walk to the goal in a limited number of steps; reward 1 at the goal.
+    """Walk to the corner that is asked for, in a limited number of steps; reward 1 there.
 
     Args:
-        seed: of the problems, which are all pairs of start and goal; the held-out pairs are not among the others.
+        seed: of the problems, which are all pairs of a start and a corner; the held-out pairs are not among the others.
     """
     environment, limits = config.environment, episode_config(config)
     world = GridWorldConfig(
@@ -87,7 +87,8 @@ def create_grid_world_task(config: Config, tokenizer: PreTrainedTokenizerBase, *
         max_steps=limits.max_turns + 1,  # the episode's limit is met first
     )
     num_free = world.size**2 - world.num_holes
-    prompts = [_name_way(prompt, world) for prompt in create_grid_world_prompts(seed, num_free * (num_free - 1), world)]
+    pairs = create_grid_world_prompts(seed, num_free * (num_free - 1), world)
+    prompts = [_name_way(prompt, world) for prompt in pairs if set(prompt.metadata["goal"]) <= {0, world.size - 1}]
     num_heldout = min(config.evaluation.num_prompts, max(1, len(prompts) // 5))
     is_small = is_character_tokenizer(tokenizer)
     holes = f", {world.num_holes} holes" if world.num_holes else ""
@@ -96,7 +97,7 @@ def create_grid_world_task(config: Config, tokenizer: PreTrainedTokenizerBase, *
         tokenizer,
         partial(GridWorld, world, rules="" if is_small else RULES),
         description=(
-            f"walk to a goal on a map of {world.size} x {world.size}{holes} within {limits.max_turns} steps ({RANDOM_SHARE:.0%} of the "
+            f"walk to a corner of a map of {world.size} x {world.size}{holes} within {limits.max_turns} steps ({RANDOM_SHARE:.0%} of the "
             "steps of the demonstrations go anywhere, on purpose)"
         ),
         prompts=prompts,
@@ -198,6 +199,7 @@ def _create_task(
 ) -> Task:
     """A task of episodes. prompts: the first num_heldout are held out; None = seeds alone."""
     thinking = config.generation.enable_thinking
+    num_demonstrations = min(NUM_DEMONSTRATIONS, config.sft.num_steps * config.sft.batch_size)
     setting = EpisodeSetting(
         environment_factory=factory,
         config=episode_config(config, chat=False if is_character_tokenizer(tokenizer) else None),
@@ -217,7 +219,7 @@ def _create_task(
         reward_fn=None,
         max_tokens=response_tokens(config),
         episodes=setting,
-        demonstrate=None if script is None else partial(demonstrate, tokenizer, setting, script, train),
+        demonstrate=None if script is None else partial(demonstrate, tokenizer, setting, script, train, num_demonstrations),
     )
 
 
@@ -226,7 +228,7 @@ async def demonstrate(
     setting: EpisodeSetting,
     script: Script,
     prompts: Sequence[Prompt],
-    num: int = NUM_DEMONSTRATIONS,
+    num: int,
 ) -> tuple[Sample, ...]:
     """Episodes of a script, for SFT.
 

@@ -368,8 +368,12 @@ def read_step(checkpoint: Path, stage: str) -> int:
 
 
 def check_data_given(config: Config) -> None:
-    """Raise ConfigError if data were given to a task that makes its own."""
+    """Raise ConfigError if data were given to a task that makes its own, or none to one that needs some."""
     if config.data.path is not None and config.task in SELF_MADE_TASKS:
         raise ConfigError(
             f"the task {config.task!r} makes its own data, but --data.path is {config.data.path}: add --task jsonl (or gsm8k)"
+        )
+    if config.task == "environment" and config.environment.factory is None:
+        raise ConfigError(
+            "the task 'environment' needs an environment: give --environment FILE.py:NAME of a function or class that makes one"
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.config import Config
+from integration.episode_settings import EPISODE_TASKS
 from rollouts.trajectories import read_samples
 from rollouts.types import Sample
 
@@ -76,10 +77,11 @@ def _describe_sft(before: float | None, after: float, config: Config) -> str:
 def _describe_rl(before: float | None, after: float, samples: int, config: Config) -> str:
     algorithm = config.rl.algorithm
     start = "" if before is None else f"from {before:.2f} "
+    answers, them = ("episodes", "ways") if config.task in EPISODE_TASKS else ("answers", "answers")
     if before is not None and after <= before:
         hint = "look at reward_mean and approx_kl in metrics.jsonl"
-        return f"{samples:,} rewarded answers did not raise accuracy with {algorithm} ({start}to {after:.2f}); {hint}."
-    return f"{samples:,} rewarded answers told it which of its answers are wanted; with {algorithm}, accuracy went {start}to {after:.2f}."
+        return f"{samples:,} rewarded {answers} did not raise accuracy with {algorithm} ({start}to {after:.2f}); {hint}."
+    return f"{samples:,} rewarded {answers} told it which of its {them} are wanted; with {algorithm}, accuracy went {start}to {after:.2f}."
 
 
 def _show_examples(output_dir: Path) -> list[str]:
@@ -102,6 +104,9 @@ def _read_examples(path: Path) -> list[Sample]:
 
 
 def _last_text(sample: Sample) -> str:
+    """What was asked: the prompt, or what an environment said first."""
+    if not sample.prompt:
+        return str(next((message["content"] for message in sample.metadata.get("messages", ())), ""))
     return sample.prompt if isinstance(sample.prompt, str) else (sample.prompt[-1].content or "")
 
 

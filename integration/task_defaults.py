@@ -1,0 +1,34 @@
+"""What a run of a task is like where the user says nothing: settings of the command line that differ from those of the sort task."""
+
+from __future__ import annotations
+
+from integration.config import Config, EvaluationSection, ModelSection, RLSection, SFTSection
+from rollouts.config import CheckpointConfig, OptimizerConfig
+
+
+def create_default_config(task: str | None) -> Config:
+    """The configuration that flags change. task: None or an unknown name = that of the sort task."""
+    if task == "grid_world":
+        return Config(
+            task=task,
+            model=ModelSection(hidden_size=64, intermediate_size=128, num_layers=2),
+            sft=SFTSection(num_steps=150, eval_every=50, optimizer=_falling(3e-3)),
+            rl=RLSection(num_steps=24, prompts_per_step=32, eval_every=2, optimizer=OptimizerConfig(lr=5e-4)),
+            checkpoint=CheckpointConfig(rl_every=4),
+        )
+    if task == "environment":
+        return Config(task=task)
+    if task == "calculator":
+        return Config(
+            task=task,
+            model=ModelSection(hidden_size=96, intermediate_size=192, num_layers=2),
+            sft=SFTSection(num_steps=150, eval_every=50, optimizer=_falling(3e-3)),
+            rl=RLSection(num_steps=12, prompts_per_step=32, optimizer=OptimizerConfig(lr=3e-4)),
+            evaluation=EvaluationSection(num_prompts=128),
+        )
+    return Config()
+
+
+def _falling(lr: float) -> OptimizerConfig:
+    """The schedule of SFT from random weights."""
+    return OptimizerConfig(lr=lr, warmup_steps=20, schedule="linear", min_lr_ratio=0.05, weight_decay=0.01)
