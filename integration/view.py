@@ -26,7 +26,7 @@ from integration.view_text import prepare, show_records, summarize
 from integration.view_tokens import ColorBy, choose_palette, make_safe
 from rollouts.errors import ConfigError, DataError
 
-_SVG_COLUMNS = 110
+_SVG_COLUMNS = 132
 
 
 @dataclass(frozen=True, kw_only=True)
