@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, DataError, RewardError
@@ -294,6 +296,7 @@ WRONG_VALUES = [
     lambda: StepOutput(True, 0.0),
     lambda: StepOutput(0, math.inf),
     lambda: EvaluateResult(math.nan),
+    lambda: EvaluateResult(10**400),
     lambda: EvaluateResult(None),  # type: ignore[arg-type]
     lambda: EvaluateResult(1.0, metrics={"a": 1.0}),  # type: ignore[dict-item]
     lambda: EvaluateResult(1.0, step_outputs=(0.5,)),  # type: ignore[arg-type]
@@ -321,3 +324,37 @@ def test_evaluations_survive_json():
     assert again.to_dict() == whole.to_dict() and again.step_outputs == whole.step_outputs
     assert EvaluateResult.from_dict(EvaluateResult.from_error("down").to_dict()).error == "down"
     assert EvaluateResult.from_dict({"score": 1}) == EvaluateResult(1)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=3) | st.just(EvaluateResult(0.5)),
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=ANYTHING)
+def test_whatever_a_function_returns_is_a_finite_reward_or_a_reward_error(value):
+    @reward_function
+    def one(messages):
+        return value
+
+    @reward_function(mode="batch")
+    def several(conversations):
+        return [0.25, value]
+
+    group = make_group("a", "b")
+    for function, expected in ((one, None), (several, 0.25)):
+        scored = trio.run(score_group, group, function, ZERO)
+        assert all(sample.reward is not None and math.isfinite(sample.reward) for sample in scored)
+        assert expected is None or (scored[0].reward == expected and "reward_error" not in scored[0].metadata)
+        good = isinstance(value, EvaluateResult) or (isinstance(value, (bool, int, float)) and _is_finite(value))
+        assert ("reward_error" in scored[1].metadata) == (not good)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

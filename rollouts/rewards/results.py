@@ -273,8 +273,15 @@ def _check_metrics(name: str, metrics: Any) -> None:
 def _check_number(name: str, value: Any, *, required: bool = True) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RewardError(f"{name} is {value!r:.200} ({type(value).__name__}), expected a number")
-    if required and not math.isfinite(value):
+    if required and not _is_finite(value):
         raise RewardError(f"{name} is {value}, expected a finite number: give one, or set is_score_valid=False")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond a float
+        return False
 
 
 def _json_number(value: float) -> float | None:
