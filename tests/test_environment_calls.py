@@ -124,6 +124,8 @@ async def test_what_reset_and_step_raise_is_a_fault_that_says_what_and_where():
         (("a", 0, True, {3: "x"}), "info has the key 3 (int), not a text"),
         ((np.zeros(2), 0, True, {}), "the observation is array([0., 0.]) (ndarray), expected a text, Messages, or JSON values"),
         (([Message(role="tool", content="x"), "y"], 0, True, {}), "the observation[0] is Message("),
+        (("half \ud83d", 0, True, {}), "with half of a surrogate pair in it"),
+        ((Message(role="tool", content="\ud83d"), 0, True, {}), "the observation['content'] is"),
     ],
 )
 async def test_what_is_no_step_is_a_fault_that_says_what_was_returned(result: Any, message: str):

@@ -18,8 +18,10 @@ def find_non_json(value: Any, where: str = "") -> str | None:
     Args:
         where: name of the value, for the words.
     """
-    if value is None or isinstance(value, (str, bool, int)):
+    if value is None or isinstance(value, (bool, int)):
         return None
+    if isinstance(value, str):
+        return None if is_text(value) else f"{where} is {value!r:.100}, with half of a surrogate pair in it"
     if isinstance(value, float):
         return f"{where} is {value}" if value != value or value in (float("inf"), float("-inf")) else None
     if isinstance(value, Mapping):
@@ -34,11 +36,20 @@ def find_non_json(value: Any, where: str = "") -> str | None:
     return f"{where} is {value!r:.100} ({type(value).__name__})"
 
 
+def is_text(value: str) -> bool:
+    """Whether a str can be encoded: one with half of a surrogate pair breaks tokenizers and files."""
+    if value.isascii():
+        return True
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def find_observation_fault(observation: Observation) -> str | None:
     """What is wrong with an observation, in words; None = nothing."""
-    if _are_messages(observation):
-        return None
-    return find_non_json(observation, "the observation")
+    return find_non_json(observation_to_json(observation), "the observation")
 
 
 def observation_to_json(observation: Observation) -> Any:

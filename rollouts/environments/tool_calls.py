@@ -9,8 +9,8 @@ A parser of your own is any function of this signature. A text without a call, a
 
 from __future__ import annotations
 
-import ast
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,27 +156,31 @@ def _split_arguments(text: str) -> list[str]:
 
 
 def _unquote(text: str) -> str:
-    if len(text) < 2 or text[0] not in "\"'" or text[-1] != text[0]:
-        return text
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-    return value if isinstance(value, str) else text
+    is_quoted = len(text) >= 2 and text[0] in "\"'" and text[-1] == text[0] and text[0] not in text[1:-1]
+    return text[1:-1] if is_quoted else text
 
 
 def _load_json(text: str) -> Any:
-    """Raises ValueError saying what is wrong, also for NaN, a repeated name, and what is nested too deeply."""
+    """Raises ValueError saying what is wrong, also for NaN, infinity, a repeated name, half a character, and what is nested too deeply."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_build_object)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_float, object_pairs_hook=_build_object)
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from None
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair in it") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_constant(text)
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import re
 import types
 import typing
@@ -104,7 +105,7 @@ def _fits_exactly(value: Any, schema: Schema) -> bool:
         case "integer":
             return isinstance(value, int) and not isinstance(value, bool)
         case "number":
-            return isinstance(value, (int, float)) and not isinstance(value, bool)
+            return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and math.isfinite(value))
         case "boolean":
             return isinstance(value, bool)
         case "null":
