@@ -23,7 +23,9 @@ from rollouts.batching import (
 from rollouts.episode_columns import collate_context_ids, collate_turns, concat_turns, find_context_starts, split_contexts
 from rollouts.errors import DataError
 from rollouts.packing import pack_padded
-from rollouts.types import Sample, TrainBatch, Turn
+from rollouts.proximal import find_missed_tokens, start_segments, with_segment_log_probs
+from rollouts.samples import completion_to_sample, convert_to_batch, mask_truncated, with_reward
+from rollouts.types import Completion, Sample, Status, TrainBatch, Turn
 
 
 def make_episode(lengths=(4, 3), turns=((1, 3, "a", 1.0),), **changes) -> Sample:
@@ -179,3 +181,31 @@ def test_selected_rows_keep_their_numbers():
     batch = collate_samples([make_episode((2,), ((1, 2, state, 0.0),), index=i) for i, state in enumerate("aba")])
     part = select_rows(batch, [2, 1])
     assert part.turns is not None and part.turns.states.tolist() == [[0], [1]]
+
+
+def test_edits_of_samples_keep_turns_and_contexts():
+    n = 7
+    sample = make_episode(rollout_log_probs=(0.0,) * n, weight_versions=(3,) * n, status=Status.TRUNCATED)
+    edits = (
+        lambda s: with_reward(s, 2),
+        mask_truncated,
+        start_segments,
+        lambda s: with_segment_log_probs(s, (-1.0,) * n, 4),
+        lambda s: convert_to_batch([s]).samples[0],
+        lambda s: Sample.from_dict(s.to_dict()),
+    )
+    for edit in edits:
+        edited = edit(sample)
+        assert (edited.turns, edited.context_starts) == (sample.turns, sample.context_starts)
+    computed = with_segment_log_probs(sample, (-1.0,) * n, 4)
+    assert computed.segment_versions == (-1, 4, 4, 4, -1, 4, 4), "nothing predicts the first token of a context"
+    assert find_missed_tokens(sample, 5) == (1, 2, 3, 5, 6)
+
+
+def test_a_completion_continues_one_context_only():
+    begun = make_episode(rollout_log_probs=(0.0,) * 7, weight_versions=(0,) * 7, status=Status.ABORTED, turns=None)
+    completion = Completion(
+        request_id="x", input_tokens=begun.tokens, output_tokens=(9,), output_log_probs=(-1.0,), output_versions=(0,), finish_reason="stop"
+    )
+    with pytest.raises(AssertionError, match="2 contexts: a completion continues a single one"):
+        completion_to_sample(begun, begun.tokens[:1], completion, "")
