@@ -1982,8 +1982,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "environments/tool_environment.py",
         "a tool that fails ends the episode, whatever the policy",
-        "if faults and self._raises:",
-        "if faults:",
+        "if self._raises or not isinstance(fault, ToolFault)]",
+        "]",
         ("test_tool_environment.py::test_a_failing_tool_is_an_observation_or_the_end_of_the_episode",),
     ),
     Mutation(

@@ -16,6 +16,7 @@ from trio.testing import MockClock
 from rollouts import (
     EnvironmentConfig,
     EnvironmentFault,
+    SandboxError,
     Tool,
     ToolArgumentError,
     ToolEnvironment,
@@ -275,6 +276,15 @@ async def test_a_failing_tool_is_an_observation_or_the_end_of_the_episode(autoju
         await step_environment(await open_episode(on_tool_error="raise"), text)
     step = await step_environment(await open_episode(on_tool_error="raise"), call("sleep"))
     assert step.info["num_bad_calls"] == 1  # the model's fault is never the tool's
+
+
+async def test_a_tool_without_its_sandbox_is_no_observation():
+    def confined() -> str:
+        raise SandboxError("no bubblewrap")
+
+    environment = ToolEnvironment([create_tool(confined), *TOOLS], grade=grade)
+    with pytest.raises(SandboxError, match="no bubblewrap"):
+        await step_environment(environment, call("confined") * 2 + call("count"))
 
 
 async def test_a_tool_may_say_that_the_model_is_wrong():

@@ -14,7 +14,7 @@ import trio
 from rollouts.environments.protocol import EnvironmentConfig, EnvironmentStep
 from rollouts.environments.tool_calls import ParsedCalls, ToolCall, ToolCallError, ToolParser, parse_hermes_calls, strip_thinking
 from rollouts.environments.tools import Tool, call_tool, fit_arguments
-from rollouts.errors import ConfigError, DataError, ToolArgumentError, ToolFault
+from rollouts.errors import ConfigError, DataError, EpisodeInterrupted, SandboxError, ToolArgumentError, ToolFault
 from rollouts.types import Message
 
 OnToolError = Literal["observe", "raise"]
@@ -29,7 +29,7 @@ class _Result:
 
     message: Message
     is_bad: bool = False  # the model's fault
-    fault: ToolFault | None = None  # the tool's
+    fault: ToolFault | SandboxError | EpisodeInterrupted | None = None  # the tool's; only the first can be an observation
 
 
 class ToolEnvironment:
@@ -94,7 +94,8 @@ class ToolEnvironment:
         Returns: messages with the results in the order of the calls, each with the id of its call. info: tool_calls (as a message of
             OpenAI's format carries them), num_tool_calls, num_bad_calls (the model's fault; policy_error says what was wrong with the
             first of them), num_tool_errors; of an answer: answer.
-        Raises: ToolFault of the first tool that failed, if on_tool_error is "raise".
+        Raises: ToolFault of the first tool that failed, if on_tool_error is "raise"; SandboxError (there is no sandbox to run the tool in)
+            and EpisodeInterrupted in any case.
         """
         parsed = self._parser(action)
         if not parsed:
@@ -113,8 +114,9 @@ class ToolEnvironment:
                 nursery.start_soon(answer_call, k)
         ordered = [results[k] for k in range(len(calls))]
         faults = [result.fault for result in ordered if result.fault is not None]
-        if faults and self._raises:
-            raise faults[0]
+        ends = [fault for fault in faults if self._raises or not isinstance(fault, ToolFault)]
+        if ends:
+            raise ends[0]
         bad = [result.message.content for result in ordered if result.is_bad]
         info: dict[str, Any] = {
             "tool_calls": [call.to_dict() for call in calls if isinstance(call, ToolCall)],
@@ -162,7 +164,7 @@ class ToolEnvironment:
             content = await call_tool(tool, arguments)
         except ToolArgumentError as error:
             return self._refuse(call, str(error))
-        except ToolFault as fault:
+        except (ToolFault, SandboxError, EpisodeInterrupted) as fault:
             return _Result(self._create_message(call, f"error: {_explain_briefly(fault)}"), fault=fault)
         return _Result(self._create_message(call, content))
 
@@ -199,7 +201,7 @@ def cut_middle(text: str, max_chars: int | None) -> str:
     return f"{text[:head]}\n... {len(text) - max_chars} characters left out ...\n{text[len(text) - tail :]}"
 
 
-def _explain_briefly(fault: ToolFault) -> str:
+def _explain_briefly(fault: Exception) -> str:
     """Why a tool failed, for the model: no places in files."""
     cause = fault.__cause__
     return str(fault) if cause is None else (str(cause) or type(cause).__name__)

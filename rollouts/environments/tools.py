@@ -13,7 +13,7 @@ from typing import Any, cast
 import trio
 
 from rollouts.environments.tool_schemas import Schema, create_schema, fit_value
-from rollouts.errors import ConfigError, EpisodeInterrupted, ToolArgumentError, ToolFault, locate_error
+from rollouts.errors import ConfigError, EpisodeInterrupted, SandboxError, ToolArgumentError, ToolFault, locate_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,13 @@ async def call_tool(tool: Tool, arguments: Mapping[str, Any]) -> str:
     Args:
         arguments: that fit (fit_arguments).
 
-    Raises: ToolFault if the tool raises, is late, or returns what neither is a text nor JSON; ToolArgumentError if the tool raises one.
+    Raises: ToolFault if the tool raises, is late, or returns what neither is a text nor JSON. ToolArgumentError, SandboxError and
+        EpisodeInterrupted pass as they are.
     """
     with trio.move_on_after(math.inf if tool.timeout_s is None else tool.timeout_s):
         try:
             result = await _run(tool, arguments)
-        except (ToolFault, ToolArgumentError, EpisodeInterrupted):
+        except (ToolFault, ToolArgumentError, SandboxError, EpisodeInterrupted):
             raise
         except Exception as error:  # the tool is the user's: whatever it raises, the policy for failed tools decides
             fault = ToolFault(f"tool {tool.name} raised {type(error).__name__} ({locate_error(error)}): {error}")
