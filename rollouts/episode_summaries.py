@@ -15,6 +15,7 @@ def summarize_episodes(samples: Sequence[Sample]) -> dict[str, float]:
     Returns: num_episodes, num_episodes_<stop reason> for each reason that there is, turns_mean, turns_max, environment_reward_mean,
         policy_failure_fraction (episodes with an action that the environment could not read), and, where there are any,
         num_branched_episodes (of several contexts) and num_reformatted (answers that the template shows otherwise than they were sampled).
+        Of episodes with tools: num_tool_calls, num_bad_calls (the model's fault) and num_tool_errors (the tools'), also where they are 0.
         {} if no sample is an episode.
     """
     episodes = [sample for sample in samples if "stop_reason" in sample.metadata]
@@ -33,4 +34,11 @@ def summarize_episodes(samples: Sequence[Sample]) -> dict[str, float]:
         "num_branched_episodes": sum(bool(sample.context_starts) for sample in episodes),
         "num_reformatted": sum(int(sample.metadata.get("num_reformatted", 0)) for sample in episodes),
     }
-    return metrics | {name: float(value) for name, value in extra.items() if value}
+    return metrics | {name: float(value) for name, value in extra.items() if value} | _count_calls(episodes)
+
+
+def _count_calls(episodes: Sequence[Sample]) -> dict[str, float]:
+    """Sums of what a ToolEnvironment counts in its infos; {} if there was no call."""
+    infos = [step["info"] for sample in episodes for step in sample.metadata.get("steps", ()) if "num_tool_calls" in step["info"]]
+    names = ("num_tool_calls", "num_bad_calls", "num_tool_errors")
+    return {name: float(sum(info.get(name, 0) for info in infos)) for name in names} if infos else {}

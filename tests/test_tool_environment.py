@@ -16,7 +16,10 @@ from trio.testing import MockClock
 from rollouts import (
     EnvironmentConfig,
     EnvironmentFault,
+    EpisodeConfig,
+    Prompt,
     SandboxError,
+    ScriptedAgentPolicy,
     Tool,
     ToolArgumentError,
     ToolEnvironment,
@@ -27,7 +30,9 @@ from rollouts import (
     describe_tools,
     parse_hermes_calls,
     reset_environment,
+    run_episode,
     step_environment,
+    summarize_episodes,
 )
 from rollouts.environments.tool_environment import cut_middle
 from rollouts.environments.tool_schemas import create_schema, fit_value
@@ -336,3 +341,14 @@ def test_settings_that_cannot_be_are_refused():
         ToolEnvironment(TOOLS, grade=grade, on_tool_error="ignore")  # type: ignore[arg-type]
     tool = Tool(name="raw", function=fail, parameters={"type": "object"})
     assert fit_value({"anything": 1}, tool.parameters, "raw") == {"anything": 1}
+
+
+async def test_calls_of_a_batch_are_metrics():
+    texts = [call("count") + call("sleep"), call("fail", why="so"), "84"]
+    config = EpisodeConfig(max_turns=4, chat=False)
+    prompt = Prompt(content="12*7?", metadata={"ground_truth": "84"})
+    episode = await run_episode(ScriptedAgentPolicy(texts), lambda: ToolEnvironment(TOOLS, grade=grade), prompt, config)
+    metrics = summarize_episodes([episode.sample, episode.sample])
+    assert (metrics["num_tool_calls"], metrics["num_bad_calls"], metrics["num_tool_errors"]) == (6.0, 2.0, 2.0)
+    guess = await run_episode(ScriptedAgentPolicy(["84"]), lambda: ToolEnvironment(TOOLS, grade=grade), prompt, config)
+    assert "num_tool_calls" not in summarize_episodes([guess.sample])
