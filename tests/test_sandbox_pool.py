@@ -183,6 +183,51 @@ def rewards(tmp_path: Path) -> str:
     return f"{tmp_path}/rewards.py:score"
 
 
+async def test_functions_of_modules_files_and_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "my_project" / "my_rewards"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "rules.py").write_text(
+        "from my_rewards.words import WORD\nimport trio, rollouts.errors\ndef score(payload): return [WORD, payload]"
+    )
+    (package / "words.py").write_text("WORD = 'word'")
+    monkeypatch.syspath_prepend(package.parent)
+    async with SandboxPool("my_rewards.rules:score", limits=LIMITS) as pool:
+        assert (await pool.call({"a": [1, None]})).value == ["word", {"a": [1, None]}]
+    source = tmp_path / "alone.py"
+    source.write_text("import words\ndef score(payload): return words.WORD + open(payload).read()")
+    (tmp_path / "text").write_text("!")
+    async with SandboxPool(f"{source}:score", limits=LIMITS, python_path=[package], readable=[tmp_path / "text"]) as pool:
+        assert (await pool.call(str(tmp_path / "text"))).value == "word!"
+
+
+async def test_functions_that_cannot_be_loaded_are_errors_that_say_why(tmp_path: Path):
+    (tmp_path / "bad.py").write_text("constant = 1\nimport no_such_module")
+    (tmp_path / "good.py").write_text("constant = 1")
+    for function, message in (
+        ("no-colon", "is named 'package.module:name'"),
+        ("/no/such/file.py:score", "cannot read /no/such/file.py"),
+        ("no_such_package.module:score", "there is no module 'no_such_package'"),
+    ):
+        with pytest.raises(SandboxError, match=message):
+            SandboxPool(function)
+    with no_survivors() as environment:
+        for function, message in (
+            (f"{tmp_path}/bad.py:score", "No module named 'no_such_module'"),
+            (f"{tmp_path}/good.py:score", "has no attribute 'score'"),
+            (f"{tmp_path}/good.py:constant", "constant of good is int, not a function"),
+            ("rollouts.no_such_module:score", "No module named 'rollouts.no_such_module'"),
+        ):
+            with pytest.raises(SandboxError, match=message):
+                async with SandboxPool(function, limits=LIMITS, environment=environment):
+                    pass
+    async with SandboxPool("json:dumps", limits=LIMITS) as pool:
+        assert (await pool.call([1])).value == "[1]"
+        for payload in (float("nan"), object(), {1: {2}}):
+            with pytest.raises(SandboxError, match="payload of a call is not JSON"):
+                await pool.call(payload)
+
+
 @pytest.mark.parametrize("level", ISOLATED)
 async def test_without_fresh_processes_state_stays_and_a_hung_worker_is_replaced(level: Confinement, rewards: str):
     with no_survivors() as environment:

@@ -27,7 +27,7 @@ from typing import IO, Any
 import trio
 
 from rollouts.errors import SandboxError
-from rollouts.sandbox.confinement import Confinement, package_folders, plan_layout
+from rollouts.sandbox.confinement import PACKAGE, Confinement, package_folders, plan_layout
 from rollouts.sandbox.launch import STARTUP_S, Plan, Sandbox
 from rollouts.sandbox.limits import CallResult, SandboxFailure, SandboxLimits
 from rollouts.sandbox.messages import LENGTH_BYTES, encode_message
@@ -84,7 +84,8 @@ class SandboxPool:
             "module": module,
             "source": source,
             "function": function.rpartition(":")[2],
-            "python_path": [*paths, *(str(Path(folder).parent) for folder in folders)],
+            "python_path": paths,
+            "folders": folders,
         }
         layout = plan_layout((*readable, *paths, *folders))
         self._plan = Plan(confinement or find_confinement(), self.limits, layout, worker=worker, environment=dict(environment or {}))
@@ -205,7 +206,7 @@ def _locate(function: str) -> tuple[str, str | None, tuple[str, ...]]:
     folders = tuple(os.path.realpath(path) for path in spec.submodule_search_locations or () if os.path.exists(path))
     if not folders and spec.origin is not None and os.path.exists(spec.origin):
         folders = (os.path.realpath(spec.origin),)
-    installed = (*package_folders(), os.path.realpath(sys.base_prefix))
+    installed = (*package_folders(), os.path.realpath(sys.base_prefix), str(PACKAGE))
     return place, None, tuple(path for path in folders if not any(Path(path).is_relative_to(place) for place in installed))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -36,6 +37,20 @@ def load_source(source: str, name: str) -> types.ModuleType:
     sys.modules[name] = module
     exec(compile(source, module.__file__, "exec"), module.__dict__)
     return module
+
+
+def import_from(folder: str) -> None:
+    """Import a package or module from its folder or file, in whose parent nothing else can be seen; a package's modules are found then."""
+    name = os.path.splitext(os.path.basename(folder))[0]
+    init = os.path.join(folder, "__init__.py")
+    places = [folder] if os.path.isdir(folder) else None
+    spec = importlib.util.spec_from_file_location(name, init if places else folder, submodule_search_locations=places)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {folder}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if places is None or os.path.exists(init):
+        spec.loader.exec_module(module)
 
 
 class Answer:
@@ -81,6 +96,8 @@ def serve(worker: dict[str, Any], limits: dict[str, Any], isolated: bool) -> NoR
     sys.argv = ["worker"]
     answer = Answer()
     try:
+        for folder in worker["folders"]:
+            import_from(folder)
         module = importlib.import_module(worker["module"]) if worker["source"] is None else load_source(worker["source"], worker["module"])
         function: Function = getattr(module, worker["function"])
         if not callable(function):
