@@ -29,13 +29,10 @@ def pointwise(messages, ground_truth):
     return EvaluateResult(float(text == ground_truth), metrics={"digits": MetricResult(sum(c.isdigit() for c in text))})
 
 @reward_function(mode="batch")
-async def longest(conversations):
+async def longest_but_first(conversations):
     lengths = [len(messages[-1].content) for messages in conversations]
-    return [EvaluateResult(float(n == max(lengths)), metrics={"length": MetricResult(n)}) for n in lengths]
-
-@reward_function
-def broken(messages):
-    return math.nan
+    results = [EvaluateResult(float(n == max(lengths)), metrics={"length": MetricResult(n)}) for n in lengths]
+    return [math.nan, *results[1:]] if len(results) > 1 else results
 """
 
 
@@ -49,17 +46,15 @@ def run(tmp_path: Path, *arguments: str) -> list[dict[str, float]]:
     return [line for line in lines if line["step"] == 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "metric"), [pytest.param("pointwise", "reward/digits", marks=pytest.mark.slow), ("longest", "reward/length")]
-)
-def test_a_decorated_function_rewards_a_run_and_its_metrics_are_logged(name, metric, tmp_path: Path):
-    (line,) = run(tmp_path, "--reward.function", f"mine.py:{name}")
-    assert metric in line and 0 <= line["reward_mean"] <= 1
+def test_a_batch_function_rewards_a_run_and_what_fails_counts_as_the_run_says(tmp_path: Path):
+    (line,) = run(tmp_path, "--reward.function", "mine.py:longest_but_first", "--reward.on-error", "zero")
+    assert line["num_rewards_zeroed"] == 4.0 and "reward/length" in line and 0 <= line["reward_mean"] <= 0.5
 
 
-def test_a_reward_that_fails_counts_as_nothing_if_the_run_says_so(tmp_path: Path):
-    (line,) = run(tmp_path, "--reward.function", "mine.py:broken", "--reward.on-error", "zero")
-    assert line["reward_mean"] == 0.0 and line["num_rewards_zeroed"] == 8.0
+@pytest.mark.slow
+def test_a_pointwise_function_rewards_a_run_and_its_metrics_are_logged(tmp_path: Path):
+    (line,) = run(tmp_path, "--reward.function", "mine.py:pointwise")
+    assert "reward/digits" in line and 0 <= line["reward_mean"] <= 1
 
 
 async def test_a_source_is_open_while_the_task_is(tmp_path: Path):
