@@ -21,7 +21,7 @@ from integration.config import Config, episode_config, response_tokens
 from integration.tasks import Task, is_character_tokenizer
 from rollouts.agent_integration import agent_rollouts_to_samples
 from rollouts.agent_policies import ActionRequest, AgentAction
-from rollouts.datasets import load_rl_prompts, load_sft_conversations, prepare_sft_samples
+from rollouts.datasets import LoadedRows, load_jsonl, load_rl_prompts, load_sft_conversations, prepare_sft_samples
 from rollouts.environments.calculator import create_calculator_problems, create_calculator_tool, demonstrate_calculator, grade_answer
 from rollouts.environments.grid_world import (
     RULES,
@@ -47,9 +47,9 @@ Script = Callable[[ActionRequest], str]
 """What a demonstration does where this is asked."""
 
 GRID_SIZE, CALCULATOR_DIGITS, CALCULATOR_OPERATIONS = 5, 2, 2
-NUM_DEMONSTRATIONS = 2048
-RANDOM_SHARE = 0.8  # of the steps of grid_world's demonstrations
-WRONG_SHARE = 0.5  # of calculator's demonstrations
+NUM_DEMONSTRATIONS = 4096
+RANDOM_SHARE = 0.6  # of the steps of grid_world's demonstrations
+GIVE_UP_SHARE = 0.6  # of calculator's demonstrations
 _DEMONSTRATION_SEED = 20_000
 
 
@@ -131,7 +131,7 @@ def create_calculator_task(config: Config, tokenizer: PreTrainedTokenizerBase, *
         factory,
         description=(
             f"compute with numbers of up to {digits} digits and up to {operations} operations, by calls of a tool that does one of them "
-            f"({WRONG_SHARE:.0%} of the demonstrations guess, or copy a wrong digit, on purpose)"
+            f"({GIVE_UP_SHARE:.0%} of the demonstrations give up at once, on purpose)"
         ),
         prompts=problems,
         num_heldout=num_heldout,
@@ -162,7 +162,7 @@ def create_environment_task(config: Config, tokenizer: PreTrainedTokenizerBase, 
     prompts: Sequence[Prompt] | None = None
     num_skipped = 0
     as_messages = bool(getattr(tokenizer, "chat_template", None)) and not is_character_tokenizer(tokenizer)
-    load = partial(load_rl_prompts, require_ground_truth=False, as_messages=as_messages, skip_bad_rows=data.skip_bad_rows)
+    load = partial(load_episode_prompts, as_messages=as_messages, skip_bad_rows=data.skip_bad_rows)
     if data.path is not None:
         loaded = load(Path(data.path))
         prompts, num_skipped = loaded.rows, len(loaded.bad_rows)
@@ -185,6 +185,20 @@ def create_environment_task(config: Config, tokenizer: PreTrainedTokenizerBase, 
         prepared = prepare_sft_samples(tokenizer, rows, max_length=data.max_length, on_overflow=overflow, skip_bad_rows=data.skip_bad_rows)
         task = replace(task, sft_samples=prepared.rows)
     return replace(task, num_skipped_rows=num_skipped)
+
+
+def load_episode_prompts(path: Path, *, as_messages: bool, skip_bad_rows: bool) -> LoadedRows[Prompt]:
+    """Rows of JSONL as prompts of episodes, whose metadata are the parameters of the environment.
+
+    Rows with a prompt are read as by load_rl_prompts, but need no answer. Where no row has one, they are parameters alone.
+
+    Raises: DataError that names file and line.
+    """
+    rows = load_jsonl(path, skip_bad_rows=skip_bad_rows)
+    if any(row.get(name) for row in rows for name in ("prompt", "messages", "question")):
+        return load_rl_prompts(path, require_ground_truth=False, as_messages=as_messages, skip_bad_rows=skip_bad_rows)
+    prompts = tuple(Prompt(content="", index=i, metadata=row) for i, row in enumerate(rows))
+    return LoadedRows(rows=prompts, sources=rows.sources, bad_rows=rows.bad_rows)
 
 
 def _create_task(
@@ -261,8 +275,11 @@ def _create_generator(request: ActionRequest) -> random.Random:
 
 
 def _calculate(request: ActionRequest) -> str:
-    """What demonstrate_calculator does with the problem."""
+    """What an expert does with the problem or, in more than half of the episodes, nothing but to give up."""
+    generator = _create_generator(request)
+    if generator.random() < GIVE_UP_SHARE:
+        return "?"
     expression = (request.messages[0].content or "").splitlines()[-1].rstrip("=")
     prompt = Prompt(content="", metadata={"expression": expression})
-    actions = demonstrate_calculator(prompt, _create_generator(request), wrong_share=WRONG_SHARE)
+    actions = demonstrate_calculator(prompt, generator)
     return actions[min(request.turn, len(actions) - 1)]

@@ -1,0 +1,179 @@
+"""Tasks in several turns, from the command line: they are trained, resumed and evaluated; bad options end in one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from integration.config import Config, EvaluationSection, SFTSection, response_tokens
+from integration.episode_settings import EnvironmentSection, EpisodeSection
+from integration.episode_tasks import create_calculator_task, create_grid_world_task
+from integration.train import main
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.metrics import read_metrics
+from rollouts.samples import sample_messages
+from rollouts.trajectories import read_samples
+
+TINY = (
+    *("--quiet", "--model.hidden-size", "32", "--model.intermediate-size", "32", "--model.num-layers", "1"),
+    *("--sft.num-steps", "2", "--sft.batch-size", "4", "--rl.num-steps", "2", "--rl.prompts-per-step", "2", "--rl.samples-per-prompt", "2"),
+    *("--evaluation.num-prompts", "4", "--checkpoint.rl-every", "1", "--trajectories.every", "1", "--rl.eval-every", "2"),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+
+
+def train(directory: str, *arguments: str) -> list[dict[str, Any]]:
+    """The metrics of a tiny run, without durations."""
+    assert main([*TINY, "--output-dir", directory, *arguments]) == 0
+    lines = read_metrics(Path(directory) / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if not key.endswith("_s")} for line in lines]
+
+
+def test_a_grid_world_is_trained_by_gigpo_and_goes_on_bit_by_bit_after_an_interruption(tmp_path: Path):
+    arguments = ("--task", "grid_world", "--algorithm", "gigpo(gamma=0.9, omega=0.5)", "--rl.num-steps", "3")
+    whole = train("whole", *arguments)
+    last = whole[-1]
+    assert last["num_episodes"] == 4 and 1 <= last["turns_mean"] <= 12 and {"eval_accuracy", "eval_accuracy_sampled"} <= set(last)
+    assert sum(last.get(f"num_episodes_{reason}", 0) for reason in ("done", "max_turns")) == 4
+    saved = json.loads(Path("whole/config.json").read_text())
+    assert saved["rl"]["algorithm"] == "gigpo(gamma=0.9, omega=0.5)" and saved["task"] == "grid_world"
+    train("parts", *arguments, "--rl.num-steps", "1")
+    assert train("parts", "--resume", "--rl.num-steps", "3") == whole
+    (sample, *_) = read_samples(Path("whole/rl/trajectories/step_0003.jsonl"))
+    assert sample.turns is not None and len({turn.state for turn in sample.turns}) >= 1
+    examples = read_samples(Path("whole/rl/examples.jsonl"))
+    assert len(examples) == 4 and all(">" in (sample_messages(example)[0].content or "") for example in examples)
+
+
+def test_a_calculator_is_trained_with_tool_calls(capsys: pytest.CaptureFixture[str]):
+    lines = train("run", "--task", "calculator", "--sft.num-steps", "3")
+    assert [line["step"] for line in lines if line["stage"] == "rl"] == [1, 2]
+    assert "task calculator" in capsys.readouterr().out
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["task"] == "calculator" and summary["accuracy_after_rl"] is not None
+
+
+def test_episodes_are_played_while_training_goes_on():
+    lines = train("run", "--task", "grid_world", "--mode", "rl", "--rl.asynchronous.enabled", "--algorithm", "decoupled(gigpo())")
+    assert lines[-1]["num_episodes"] == 4 and lines[-1]["staleness_max"] <= 2
+
+
+def test_a_greedy_episode_is_added_for_an_algorithm_that_compares_with_it():
+    lines = train("run", "--task", "grid_world", "--mode", "rl", "--algorithm", "remax")
+    assert lines[-1]["num_samples"] == 4
+
+
+def test_demonstrations_are_what_the_model_would_be_given_and_write():
+    import trio
+
+    tokenizer = create_char_tokenizer()
+    for create, task in ((create_grid_world_task, "grid_world"), (create_calculator_task, "calculator")):
+        config = Config(task=task, sft=SFTSection(num_steps=5, batch_size=8), evaluation=EvaluationSection(num_prompts=10))
+        made = create(config, tokenizer)
+        assert made.demonstrate is not None
+        samples = trio.run(made.demonstrate)
+        assert len(samples) == 40 and trio.run(made.demonstrate) == samples
+        assert {sample.reward for sample in samples} == {0.0, 1.0}, "some succeed and some do not"
+        for sample in samples:
+            trained = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
+            answers = [message.content or "" for message in sample_messages(sample) if message.role == "assistant"]
+            assert tokenizer.decode(trained) == "".join(f"{answer}<|eos|>" for answer in answers)
+        train_problems, heldout = (
+            {json.dumps(p.metadata, sort_keys=True) for p in ps} for ps in (made.train_prompts, made.heldout_prompts)
+        )
+        assert train_problems and len(heldout) == 10 and not train_problems & heldout
+
+
+def test_the_settings_of_the_world_change_it():
+    config = Config(task="grid_world", environment=EnvironmentSection(size=3, step_reward=-0.1), episode=EpisodeSection(max_turns=3))
+    task = create_grid_world_task(config, create_char_tokenizer())
+    assert task.episodes is not None and task.episodes.config.max_turns == 3 and "3 x 3" in task.description
+    assert len(task.train_prompts) + len(task.heldout_prompts) == 4 * 8
+    assert response_tokens(config) == 12 == task.max_tokens
+
+
+ENVIRONMENT = """
+import random
+
+class Parity:
+    '''Say whether the digit that is shown is even (e) or odd (o), twice.'''
+    def reset(self, config):
+        self.random, self.left = random.Random(config.seed), 2
+        self.digit = config.parameters.get("digit", self.random.randrange(10))
+        return str(self.digit)
+    def step(self, action):
+        right = action.strip() == "eo"[self.digit % 2]
+        self.left -= 1
+        self.digit = self.random.randrange(10)
+        return str(self.digit), 0.5 * right, self.left == 0, {}
+    def get_state_description(self):
+        return ""
+    def get_prompt_prefix(self):
+        return ""
+
+def expert(request):
+    return "eo"[int(request.messages[-1].content) % 2]
+
+def reward(sample):
+    return float(sample.metadata["environment_reward"] == 1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_lines"),
+    [
+        pytest.param(("--mode", "rl"), 3, id="from seeds alone"),
+        pytest.param(("--environment.expert", "own.py:expert"), 5, id="with an expert's demonstrations"),
+        pytest.param(("--mode", "rl", "--data.path", "rows.jsonl", "--reward.function", "own.py:reward"), 3, id="from rows, with a reward"),
+    ],
+)
+def test_an_environment_of_ones_own_is_trained(arguments: tuple[str, ...], num_lines: int):
+    Path("own.py").write_text(ENVIRONMENT)
+    Path("rows.jsonl").write_text("".join(json.dumps({"digit": k % 10}) + "\n" for k in range(40)))
+    lines = train("run", "--environment", "own.py:Parity", *arguments)
+    assert len(lines) == num_lines and lines[-1]["turns_mean"] == 2.0
+    saved = json.loads(Path("run/config.json").read_text())
+    assert saved["task"] == "environment" and saved["environment"]["factory"] == "own.py:Parity"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--episode.max-turns", "3"), "an episode of the task 'sort' is one answer"),
+        (("--environment.size", "3"), "which has no such setting: add --task grid_world"),
+        (("--task", "calculator", "--environment.size", "3"), "the task is 'calculator'"),
+        (("--task", "grid_world", "--environment.size", "11"), "environment.size is 11"),
+        (("--task", "grid_world", "--episode.max-turns", "100"), "give --model.max-length"),
+        (("--task", "grid_world", "--episode.max-turns", "0"), "episode.max_turns is 0"),
+        (("--task", "grid_world", "--episode.stop-regex", "("), "which is no regular expression"),
+        (("--task", "grid_world", "--data.path", "rows.jsonl"), "makes its own data"),
+        (
+            (
+                "--task",
+                "grid_word",
+            ),
+            "did you mean 'grid_world'",
+        ),
+        (("--task", "environment"), "give --environment FILE.py:NAME"),
+        (("--environment", "missing.py:Parity", "--mode", "rl"), "missing.py"),
+        (("--environment", "own.py:Nothing", "--mode", "rl"), "Nothing"),
+        (("--environment", "own.py:Parity"), "give --environment.expert FILE.py:NAME"),
+        (("--algorithm", "gigpoo"), "did you mean 'gigpo'"),
+        (("--algorithm", "gigpo(omeg=1)"), "omeg"),
+    ],
+)
+def test_bad_options_end_in_one_message(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]):
+    Path("own.py").write_text(ENVIRONMENT)
+    assert main([*TINY, "--output-dir", "run", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("error: ") == 1 and message in captured.err, captured.err
+    assert "Traceback" not in captured.err
