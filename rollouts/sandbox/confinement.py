@@ -118,7 +118,7 @@ def plan_layout(readable: Iterable[str | Path]) -> Layout:
             raise SandboxError(f"{path} is to be readable in a sandbox and does not exist")
     base = os.path.realpath(sys.base_prefix)
     python = [f"{base}/lib", f"{base}/bin"] if base in ("/usr", "/usr/local") else [base]
-    links = tuple((path, os.readlink(path)) for path in SYSTEM_LINKS if os.path.islink(path))
+    links = (*((path, os.readlink(path)) for path in SYSTEM_LINKS if os.path.islink(path)), ("/dev/shm", SCRATCH))
     folders = [path for path in SYSTEM_LINKS if os.path.isdir(path) and not os.path.islink(path)]
     paths = dict.fromkeys([*SYSTEM, *folders, *python, interpreter(), str(PACKAGE), *wanted])
     kept: list[str] = []
