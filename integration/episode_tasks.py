@@ -8,8 +8,7 @@ itself would be given and write, with the loss on the actions alone.
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,11 +24,12 @@ from rollouts.datasets import LoadedRows, load_jsonl, load_rl_prompts, load_sft_
 from rollouts.environments.calculator import create_calculator_problems, create_calculator_tool, demonstrate_calculator, grade_answer
 from rollouts.environments.grid_world import (
     RULES,
+    Cell,
     GridWorld,
     GridWorldConfig,
-    choose_noisy_move,
     create_grid_world_prompts,
     find_way,
+    show_cells,
 )
 from rollouts.environments.protocol import EnvironmentFactory
 from rollouts.environments.tool_calls import create_compact_parser
@@ -49,7 +49,7 @@ Script = Callable[[ActionRequest], str]
 GRID_SIZE, CALCULATOR_DIGITS, CALCULATOR_OPERATIONS = 5, 2, 2
 NUM_DEMONSTRATIONS = 4096
 RANDOM_SHARE = 0.6  # of the steps of grid_world's demonstrations
-GIVE_UP_SHARE = 0.6  # of calculator's demonstrations
+GIVE_UP_SHARE = 0.55  # of calculator's demonstrations
 _DEMONSTRATION_SEED = 20_000
 
 
@@ -102,7 +102,7 @@ def create_grid_world_task(config: Config, tokenizer: PreTrainedTokenizerBase, *
         ),
         prompts=prompts,
         num_heldout=num_heldout,
-        script=partial(_walk, world=world),
+        script=partial(_walk, steps={show_cells(*_read_ends(prompt)): prompt.metadata["ground_truth"][0] for prompt in prompts}),
     )
 
 
@@ -259,14 +259,20 @@ async def demonstrate(
 
 def _name_way(prompt: Prompt, world: GridWorldConfig) -> Prompt:
     """The prompt with a shortest way as its ground truth, which tables of examples show."""
-    start, goal = (tuple(prompt.metadata[name]) for name in ("start", "goal"))
-    return replace(prompt, metadata={**prompt.metadata, "ground_truth": " ".join(find_way(start, goal, world))})
+    return replace(prompt, metadata={**prompt.metadata, "ground_truth": " ".join(find_way(*_read_ends(prompt), world))})
 
 
-def _walk(request: ActionRequest, world: GridWorldConfig) -> str:
-    """A step to the goal or, often, any step."""
-    seen = re.findall(r"\d\d>\d\d", request.messages[-1].content or "")[-1]
-    return choose_noisy_move(seen, random.Random(request.seed), wrong_share=RANDOM_SHARE, config=world)
+def _walk(request: ActionRequest, steps: Mapping[str, str]) -> str:
+    """A step to the goal or, often, any step. steps: the right one, by what is seen."""
+    generator = random.Random(request.seed)
+    if generator.random() < RANDOM_SHARE:
+        return generator.choice("udlr")
+    return steps[(request.messages[-1].content or "").splitlines()[-1]]
+
+
+def _read_ends(prompt: Prompt) -> tuple[Cell, Cell]:
+    """Start and goal."""
+    return tuple(prompt.metadata["start"]), tuple(prompt.metadata["goal"])
 
 
 def _create_generator(request: ActionRequest) -> random.Random:
