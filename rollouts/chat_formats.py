@@ -104,11 +104,11 @@ class ChatFormat:
 
     def tokenize_opening(self, text: str) -> tuple[int, ...]:
         """Tokens of rendered text: special tokens are those that the template writes."""
-        return self.tokenize(text)
+        return _tokenize(self.tokenizer, text)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Tokens of rendered text."""
-        return _tokenize(self.tokenizer, text)
+        """Tokens of rendered text behind an answer, as they are where the whole is tokenized."""
+        return _tokenize_behind(self.tokenizer, self.end_of_turn, text)
 
     def decode_answer(self, tokens: Sequence[int]) -> str:
         """The text without special tokens, or without the ending that the model wrote, at its end."""
@@ -199,6 +199,7 @@ class TextFormat:
     tokenizer: PreTrainedTokenizerBase
     separator: str = "\n"
     special: frozenset[int] = frozenset()  # ids of the tokenizer's special tokens
+    before: int | None = None  # the special token behind which texts are tokenized: the end of text
     ending: str = ""
     end_of_turn: int | None = None
 
@@ -211,8 +212,8 @@ class TextFormat:
         return tokenize_prompt(self.tokenizer, text)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Tokens of the text alone."""
-        return _tokenize(self.tokenizer, text)
+        """Tokens of the text, without any that stand at the beginning of texts only."""
+        return _tokenize_behind(self.tokenizer, self.before, text)
 
     def decode_answer(self, tokens: Sequence[int]) -> str:
         """The text without special tokens at its end."""
@@ -231,7 +232,8 @@ class TextFormat:
 
 def create_text_format(tokenizer: PreTrainedTokenizerBase, separator: str = "\n") -> TextFormat:
     """A format for models without a chat template."""
-    return TextFormat(tokenizer=tokenizer, separator=separator, special=special_ids(tokenizer))
+    end: Any = tokenizer.eos_token_id
+    return TextFormat(tokenizer=tokenizer, separator=separator, special=special_ids(tokenizer), before=end)
 
 
 def _message(role: str, content: str) -> Message:
@@ -243,6 +245,18 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
         return ()
     tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
     return tuple(tokens)
+
+
+def _tokenize_behind(tokenizer: PreTrainedTokenizerBase, before: int | None, text: str) -> tuple[int, ...]:
+    """Tokens of a text that stands behind a special token.
+
+    Alone it could get others: some tokenizers put a space before what begins a text, and some special tokens take the white space behind
+    them in.
+    """
+    if not text or before is None:
+        return _tokenize(tokenizer, text)
+    first, *tokens = _tokenize(tokenizer, str(tokenizer.convert_ids_to_tokens(before)) + text)
+    return tuple(tokens) if first == before else _tokenize(tokenizer, text)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -117,6 +117,38 @@ def test_templates_for_tokenizers_without_one_can_be_used(template):
     assert tokenizer.decode(transcript.context) == transcript.rendered
 
 
+def create_sentence_tokenizer(template, scheme, rstrip=False):
+    """Spaces are a character of words, and one stands before the first word: as SentencePiece does it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = "\u2581 abcdefghijklmnopqrstuvwxyz?:\n"
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True, rstrip=rstrip)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template, clean_up_tokenization_spaces=False
+    )
+
+
+@pytest.mark.parametrize(("scheme", "rstrip"), [("first", False), ("always", False), ("never", False), ("never", True)])
+def test_what_is_added_has_the_tokens_that_it_has_in_the_whole(scheme, rstrip):
+    tokenizer = create_sentence_tokenizer(CHATML, scheme, rstrip)
+    conversation = create_chat_format(tokenizer)
+    end = tokenizer.eos_token_id
+    sampled = (*tokenizer("ok", add_special_tokens=False)["input_ids"], end)
+    transcript = play(conversation, sampled)
+    whole = tokenizer(transcript.rendered, add_special_tokens=False)["input_ids"]
+    assert transcript.tokens[transcript.turns[0].end :] == tuple(whole[whole.index(end, whole.index(end) + 1) + 1 :])
+    text = create_text_format(tokenizer)
+    transcript = play(text, sampled)
+    assert (
+        tokenizer.decode(transcript.tokens[transcript.turns[0].end :])
+        == ("" if rstrip else " " * (scheme == "always")) + "\nand?\n"[rstrip:]
+    )
+
+
 def test_a_thinking_block_that_the_template_puts_before_answers_alone_is_history_rewritten():
     tokenizer = create_tokenizer(QWEN3)
     conversation = create_chat_format(tokenizer, {"enable_thinking": False})
