@@ -1217,8 +1217,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gigpo_steps.py",
         "a step that nobody paid was paid 0",
-        "            if step.base_reward is not None:\n                own[b, k]",
-        "            if step.base_reward is None:\n                known[b, k] = True\n            else:\n                own[b, k]",
+        "known = _pad([[s.base_reward is not None for s in steps]",
+        "known = _pad([[True for s in steps]",
         ("test_gigpo_steps.py::test_a_score_is_for_the_episode_and_step_rewards_are_for_the_steps",),
     ),
     Mutation(
@@ -1284,6 +1284,41 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return compute_staleness(sample, current_version) > compute_allowed",
         "return compute_staleness(sample, current_version) >= compute_allowed",
         ("test_staleness.py::test_staleness",),
+    ),
+    Mutation(
+        "rewards/reward_model.py",
+        "the score is read one token too early",
+        "[packed.cu_seqlens[1:] - 1].float()",
+        "[packed.cu_seqlens[1:] - 2].float()",
+        ("test_reward_model.py::test_scores_are_those_of_transformers_at_the_last_token",),
+    ),
+    Mutation(
+        "rewards/gathering.py",
+        "what a caller who gave up asked for is computed all the same",
+        "self._waiting.remove(call)",
+        "pass",
+        ("test_reward_model.py::test_a_caller_that_gives_up_harms_no_other",),
+    ),
+    Mutation(
+        "rewards/judge.py",
+        "the points of exchanged answers go to the wrong one",
+        "(1 - points if exchanged else points)",
+        "points",
+        ("test_judge.py::test_the_score_of_a_group_is_the_win_rate",),
+    ),
+    Mutation(
+        "rewards/remote_reward.py",
+        "scores that are too few are given to the first samples",
+        "if len(scores) != len(questions):",
+        "if len(scores) > len(questions):",
+        ("test_remote_reward.py::test_answers_that_are_no_scores_are_errors_of_the_reward",),
+    ),
+    Mutation(
+        "preferences.py",
+        "the margins of pairs are not handed on",
+        "((pair.chosen, pair.margin), (pair.rejected, 0.0))",
+        "((pair.chosen, 0.0), (pair.rejected, 0.0))",
+        ("test_reward_model_loop.py::test_the_loss_is_that_of_bradley_and_terry_with_margins",),
     ),
     Mutation(
         "preferences.py",
