@@ -202,7 +202,7 @@ def try_plan(plan: Plan) -> str | None:
     with open(os.devnull, "r+b", buffering=0) as null, tempfile.TemporaryFile() as errors:
         try:
             spawned = spawn(plan, stdin=null.fileno(), stdout=null.fileno(), stderr=errors.fileno())
-        except SandboxError as error:
+        except (SandboxError, OSError) as error:  # the latter from a kernel that has no process descriptors
             return str(error)
         data, deadline = b"", time.monotonic() + STARTUP_S
         with suppress(BrokenPipeError):

@@ -221,6 +221,7 @@ class _Worker:
         self._results, result = os.pipe()
         worker = {**(plan.worker or {}), "requests": request, "results": result}
         self._theirs = (request, result)
+        self._module = worker["module"]
         self._run = Plan(plan.confinement, plan.limits, plan.layout, worker=worker, environment=plan.environment)
         self.requests = trio.lowlevel.FdStream(self._requests)
         self.results = trio.lowlevel.FdStream(self._results)
@@ -248,7 +249,7 @@ class _Worker:
                 said = self.errors.read(2000).decode(errors="replace").strip()
                 raise SandboxError(f"sandbox ({name}): the worker ended before it was ready: {report.get('killed_by') or said or report}")
             if "ready" not in message:
-                raise SandboxError(f"sandbox ({name}): {self._run.worker['module']} cannot be loaded: {message.get('error')}")  # pyright: ignore
+                raise SandboxError(f"sandbox ({name}): {self._module} cannot be loaded: {message.get('error')}")
             return
         raise SandboxError(f"sandbox ({name}): the worker was not ready within {STARTUP_S} s; does its module compute when it is imported?")
 
