@@ -33,17 +33,21 @@ def collate_turns(samples: Sequence[Sample], width: int) -> Turns | None:
     if all(sample.turns is None for sample in samples):
         return None
     num_turns = max(len(sample.turns or ()) for sample in samples)
-    ids = torch.full((len(samples), width), -1, dtype=torch.int64)
-    states = torch.full((len(samples), num_turns), -1, dtype=torch.int64)
-    rewards = torch.zeros(len(samples), num_turns, dtype=torch.float32)
+    ids = [[-1] * width for _ in samples]
+    states = [[-1] * num_turns for _ in samples]
+    rewards = [[0.0] * num_turns for _ in samples]
     numbers: dict[object, int] = {}
     for row, sample in enumerate(samples):
         _check_turns(sample)
         for k, turn in enumerate(sample.turns or ()):
-            ids[row, turn.start : turn.end] = k
-            states[row, k] = numbers.setdefault((row, k) if turn.state is None else turn.state, len(numbers))
-            rewards[row, k] = turn.reward
-    return Turns(ids=ids, states=states, rewards=rewards)
+            ids[row][turn.start : turn.end] = [k] * (turn.end - turn.start)
+            states[row][k] = numbers.setdefault((row, k) if turn.state is None else turn.state, len(numbers))
+            rewards[row][k] = turn.reward
+    return Turns(
+        ids=torch.tensor(ids, dtype=torch.int64),
+        states=torch.tensor(states, dtype=torch.int64),
+        rewards=torch.tensor(rewards, dtype=torch.float32),
+    )
 
 
 def _check_turns(sample: Sample) -> None:

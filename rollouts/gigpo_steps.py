@@ -117,18 +117,12 @@ def compute_step_levels(
     assert len(groups) == len(batch), f"{len(groups)} group_ids for {len(batch)} episodes"
     for b, (steps, score) in enumerate(zip(batch, final_scores, strict=True)):
         _check_episode(b, steps, score)
-    num_turns = max((len(steps) for steps in batch), default=0)
     keys = _find_keys(batch, groups, state_hashing_function, similarity_threshold)
-    states = torch.full((len(batch), num_turns), -1, dtype=torch.int64)
-    numbers: dict[Hashable, int] = {}
     rewards = torch.tensor(list(final_scores), dtype=torch.float64)
-    own = torch.zeros(len(batch), num_turns, dtype=torch.float64)
-    known = torch.zeros(len(batch), num_turns, dtype=torch.bool)
-    for b, steps in enumerate(batch):
-        for k, (step, key) in enumerate(zip(steps, keys[b], strict=True)):
-            states[b, k] = numbers.setdefault(key, len(numbers))
-            if step.base_reward is not None:
-                own[b, k], known[b, k] = step.base_reward, True
+    numbers: dict[Hashable, int] = {}
+    states = _pad([[numbers.setdefault(key, len(numbers)) for key in row] for row in keys], -1, torch.int64)
+    own = _pad([[0.0 if s.base_reward is None else s.base_reward for s in steps] for steps in batch], 0.0, torch.float64)
+    known = _pad([[s.base_reward is not None for s in steps] for steps in batch], False, torch.bool)
     group_column = torch.tensor(groups, dtype=torch.int64)
     step_rewards = fill_turn_rewards(
         own, known, rewards, group_column, states >= 0, default_step_reward=default_step_reward, add_final_reward=add_final_score
@@ -187,6 +181,12 @@ def _find_keys(
         known = firsts.setdefault(groups[b], [])
         keys.append(tuple(_place_similar(step.observation_data, known, threshold) for step in steps))
     return tuple(keys)
+
+
+def _pad(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:
+    """Ragged rows as # [B, K]."""
+    width = max((len(row) for row in rows), default=0)
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype).reshape(len(rows), width)
 
 
 def _place_similar(text: str, firsts: list[str], threshold: float) -> int:
