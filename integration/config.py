@@ -481,6 +481,11 @@ def check_episode_settings(config: Config) -> None:
             f"engine.one_request_per_group is True, but the samples of a prompt go different ways in the task {config.task!r}, and need "
             "requests of their own: leave it out"
         )
+    if config.enable_segment_wise_ppo:
+        raise ConfigError(
+            f"{SWITCH} is True, but an episode of the task {config.task!r} is begun anew where a weight sync stops it, and has no segments: "
+            "leave it out, or compose decoupled(...) without it"
+        )
     actions = response_tokens(config)
     if config.model.path is None and actions >= context_tokens(config):
         raise ConfigError(

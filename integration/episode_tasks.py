@@ -64,13 +64,13 @@ class DemonstrationPolicy:
         """
         assert isinstance(tokenizer.eos_token_id, int), f"the tokenizer's eos_token_id is {tokenizer.eos_token_id!r}, expected one id"
         self.tokenizer = tokenizer
-        self._script = script
+        self._script, self._end = script, tokenizer.eos_token_id
 
     async def get_action(self, request: ActionRequest) -> AgentAction:
         """The action of this turn."""
         await trio.lowlevel.checkpoint()
         tokens: Any = self.tokenizer(self._script(request), add_special_tokens=False)["input_ids"]
-        return AgentAction(tokens=(*tokens, self.tokenizer.eos_token_id))
+        return AgentAction(tokens=(*tokens, self._end))
 
 
 def create_grid_world_task(config: Config, tokenizer: PreTrainedTokenizerBase, *, seed: int = 12345) -> Task:

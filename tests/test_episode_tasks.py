@@ -156,6 +156,7 @@ def test_an_environment_of_ones_own_is_trained(arguments: tuple[str, ...], num_l
         (("--task", "grid_world", "--episode.max-turns", "0"), "episode.max_turns is 0"),
         (("--task", "grid_world", "--episode.stop-regex", "("), "which is no regular expression"),
         (("--task", "grid_world", "--data.path", "rows.jsonl"), "makes its own data"),
+        (("--task", "grid_world", "--rl.asynchronous.enabled", "--enable-segment-wise-ppo"), "has no segments"),
         (
             (
                 "--task",
