@@ -41,6 +41,11 @@ class Child:
         self.kill()
 
     @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.is_alive()
+
+    @property
     def out(self) -> str:
         """What it has written to stdout, whole lines."""
         text = self._out.read_text() if self._out.exists() else ""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from forked import Child, run
 from resident_prompts import find_prompts
 
 from integration.config import Config, RLSection
@@ -45,9 +44,12 @@ def small_run(directory: Path, *, num_steps: int) -> list[str]:
     return [*settings, *map(str, paths), "--reward.function", f"{directory / 'reward.py'}:length", *ASYNCHRONOUS]
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "integration.train", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+RUN = """
+import sys
+from integration.train import main
+
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def count_lines(path: Path) -> int:
@@ -59,21 +61,18 @@ def run_with_kills(directory: Path, *, num_steps: int, num_kills: int, seed: int
     output, chance = directory / "run", random.Random(seed)
     ledger = output / "rl" / "ledger.jsonl"
     arguments = [*small_run(directory, num_steps=num_steps), "--output-dir", output, *more]
-    for _ in range(num_kills):
-        process = start(*arguments)
-        lines = count_lines(ledger) + 1 + chance.randrange(2)  # that the run writes before it is killed
-        deadline, moment = time.monotonic() + 300, chance.uniform(0, 0.08)
-        while process.poll() is None and (not ledger.exists() or count_lines(ledger) < min(lines, num_steps)):
-            assert time.monotonic() < deadline, "the run does not get on"
-            time.sleep(0.001)
-        time.sleep(moment)
-        assert process.poll() is None, f"the run ended by itself: {process.communicate()}"
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    for number in range(num_kills):
+        with Child(RUN, *arguments, folder=directory / f"process-{number}") as process:
+            lines = count_lines(ledger) + 1 + chance.randrange(2)  # that the run writes before it is killed
+            deadline, moment = time.monotonic() + 300, chance.uniform(0, 0.08)
+            while process.is_alive and (not ledger.exists() or count_lines(ledger) < min(lines, num_steps)):
+                assert time.monotonic() < deadline, "the run does not get on"
+                time.sleep(0.001)
+            time.sleep(moment)
+            assert process.is_alive, f"the run ended by itself: {process.error}"
         arguments = ["--output-dir", output, "--resume", "--quiet"]
-    process = start(*arguments)
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
+    status, _, error = run(RUN, *arguments, folder=directory / "last process")
+    assert status == 0, error
     return output
 
 

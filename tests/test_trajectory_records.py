@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from integration.config import TrajectorySection
@@ -17,9 +17,9 @@ from integration.trajectory_writer import TrajectoryWriter, load_condition
 from rollouts.algorithms import dr_grpo, grpo
 from rollouts.batching import collate_samples
 from rollouts.errors import ConfigError, DataError
+from rollouts.rollout_training import train_on_rollouts
 from rollouts.steps import StepData
 from rollouts.testing import FakeBackend
-from rollouts.train_on_rollouts import train_on_rollouts
 from rollouts.trajectories import read_records, read_samples, read_steps, select_steps, write_records, write_steps
 from rollouts.trajectory_records import Estimate, TrajectoryRecord, attach_estimates, derive_steps, group_steps
 from rollouts.types import Message, RolloutBatch, Sample, Status, TrainBatch, Turn
@@ -132,6 +132,7 @@ def records(draw: st.DrawFn) -> TrajectoryRecord:
     return TrajectoryRecord(sample=sample, estimate=draw(st.none() | st.just(known)), steps=draw(st.lists(steps(), max_size=2).map(tuple)))
 
 
+@settings(max_examples=40)
 @given(st.lists(records(), max_size=3))
 def test_records_round_trip_through_a_file_and_are_samples_for_those_who_want_no_more(tmp_path_factory, written):
     path = tmp_path_factory.mktemp("records") / "step_0001.jsonl"
@@ -141,6 +142,7 @@ def test_records_round_trip_through_a_file_and_are_samples_for_those_who_want_no
     assert read_steps(path) == [step for record in written for step in record.steps]
 
 
+@settings(max_examples=40)
 @given(st.lists(steps(), max_size=5))
 def test_steps_round_trip_through_a_file_and_are_read_as_episodes(tmp_path_factory, written):
     path = tmp_path_factory.mktemp("steps") / "steps.jsonl"
