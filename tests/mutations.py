@@ -1226,7 +1226,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "what advantages of turns are made of is not kept",
         "turns=replace(turns, levels=levels))",
         "turns=turns)",
-        ("test_train_on_rollouts.py::test_what_turns_are_compared_with_is_measured_and_told",),
+        ("test_rollout_training.py::test_what_turns_are_compared_with_is_measured_and_told",),
     ),
     Mutation(
         "episode_columns.py",
@@ -2088,7 +2088,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "sandbox/worker.py",
         "files of a call are there for the next one",
-        '        clear_folder(".")\n',
+        '        clear_folder(self.limits["scratch"])  # wherever the working directory is now\n',
         "",
         ("test_sandbox_pool.py::test_a_call_leaves_nothing_for_the_next_one",),
     ),
@@ -2191,11 +2191,26 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_trajectory_records.py::test_steps_are_kept_by_whole_episodes",),
     ),
     Mutation(
-        "train_on_rollouts.py",
+        "rollout_training.py",
         "what is observed has no advantages yet",
         "written = on_estimate(batch)",
         "written = on_estimate(replace(batch, advantages=None))",
         ("test_trajectory_records.py::test_what_is_observed_has_its_advantages_and_no_update_has_happened_yet",),
+    ),
+    # -- prompts that are seeds alone
+    Mutation(
+        "data_buffer.py",
+        "without a data set every batch has the same numbers",
+        'Prompt(content="", index=start + i)',
+        'Prompt(content="", index=i)',
+        ("test_data_buffer.py::test_without_a_data_set_a_prompt_is_its_number_and_the_stream_goes_on_where_it_was_saved",),
+    ),
+    Mutation(
+        "generation.py",
+        "groups that were dropped are not counted in an evaluation",
+        '"num_dropped": float(n * (len(groups) - len(scored))),',
+        '"num_dropped": 0.0,',
+        ("test_generation.py",),
     ),
 )
 

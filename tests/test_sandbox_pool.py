@@ -201,6 +201,19 @@ async def test_functions_of_modules_files_and_installed_packages(tmp_path: Path,
         assert (await pool.call(str(tmp_path / "text"))).value == "word!"
 
 
+@pytest.mark.parametrize("level", ALL_LEVELS)
+async def test_only_the_scratch_directory_is_cleared_wherever_the_worker_went(level: Confinement, tmp_path: Path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "kept").write_text("")
+    source = tmp_path / "moves.py"
+    source.write_text(f"import os\nos.chdir({str(folder)!r})\ndef score(payload): return os.listdir(os.environ['HOME'])")
+    async with SandboxPool(f"{source}:score", limits=LIMITS, confinement=level, readable=[folder]) as pool:
+        assert [(await pool.call(1)).value for _ in range(2)] == [[], []]
+        assert pool.num_started == 1
+    assert [path.name for path in folder.iterdir()] == ["kept"]
+
+
 async def test_functions_that_cannot_be_loaded_are_errors_that_say_why(tmp_path: Path):
     (tmp_path / "bad.py").write_text("constant = 1\nimport no_such_module")
     (tmp_path / "good.py").write_text("constant = 1")

@@ -42,9 +42,14 @@ WATCH_IDLE_S = 0.05  # while there is one process that has not computed since th
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def main(control: int) -> NoReturn:
+def main(control: int, scratch: str) -> NoReturn:
     """Read the configuration from `control`, run what it names, report, and end."""
-    config: dict[str, Any] = read_message(control)
+    try:
+        config: dict[str, Any] = read_message(control)
+    except EOFError:  # the process that wanted the sandbox has ended
+        if scratch:  # a folder of this machine, made for this sandbox and still empty
+            os.rmdir(scratch)
+        os._exit(1)
     status: int = config["status"]
     os.set_inheritable(status, False)
     os.set_inheritable(control, False)
@@ -150,7 +155,7 @@ def _start(config: dict[str, Any], status: int, scratch: str) -> int:
         from rollouts.sandbox.worker import serve
 
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-        serve(worker, {**limits, "size": size}, config["isolated"])
+        serve(worker, {**limits, "size": size, "scratch": scratch}, config["isolated"])
     except Exception as error:
         what = config["argv"][0] if config["argv"] else "the worker"
         write_all(status, encode_message({"error": f"cannot start {what}: {error}"}))

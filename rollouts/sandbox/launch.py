@@ -22,7 +22,7 @@ from rollouts.sandbox.confinement import DEVICES, PACKAGE, SCRATCH, Confinement,
 from rollouts.sandbox.limits import SandboxLimits
 from rollouts.sandbox.messages import LENGTH_BYTES, encode_message, write_all
 
-BOOT = "import sys; sys.path.append(sys.argv[1]); from rollouts.sandbox.init import main; main(int(sys.argv[2]))"
+BOOT = "import sys; sys.path.append(sys.argv[1]); from rollouts.sandbox.init import main; main(int(sys.argv[2]), sys.argv[3])"
 STARTUP_S = 60.0  # for the start of a sandbox on a machine that has other things to do
 KILL_S = 10.0  # for its first process to end everything, before it is killed itself
 ENVIRONMENT = (("PATH", "/usr/bin:/bin"), ("LANG", "C.UTF-8"), ("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"), ("USER", "sandbox"))
@@ -97,7 +97,18 @@ def spawn(plan: Plan, *, stdin: int, stdout: int, stderr: int, keep: tuple[int, 
     control, control_in = os.pipe()
     status_out, status = os.pipe()
     parent = os.pidfd_open(os.getpid())
-    command = [*confines, interpreter(), "-I", "-S", "-B", "-c", BOOT, str(PACKAGE.parent), str(control)]
+    command = [
+        *confines,
+        interpreter(),
+        "-I",
+        "-S",
+        "-B",
+        "-c",
+        BOOT,
+        str(PACKAGE.parent),
+        str(control),
+        "" if plan.confinement.isolated else scratch,
+    ]
     environment = {**dict(ENVIRONMENT), **plan.environment, "HOME": scratch, "TMPDIR": scratch}
     try:
         process = subprocess.Popen(

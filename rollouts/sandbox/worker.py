@@ -151,7 +151,7 @@ class Call:
             kill_others()
         else:
             kill_descendants()
-        clear_folder(".")
+        clear_folder(self.limits["scratch"])  # wherever the working directory is now
         self._drain()
         os.close(self.result)
         os.close(self.output)
