@@ -25,7 +25,7 @@ def create_default_config(task: str | None) -> Config:
             sft=SFTSection(num_steps=400, eval_every=100, optimizer=_falling(3e-3)),
             rl=RLSection(num_steps=16, prompts_per_step=32, eval_every=2, optimizer=OptimizerConfig(lr=5e-4)),
             checkpoint=CheckpointConfig(rl_every=4),
-            evaluation=EvaluationSection(num_prompts=128),
+            evaluation=EvaluationSection(num_prompts=64),
         )
     return Config()
 

@@ -2210,7 +2210,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "groups that were dropped are not counted in an evaluation",
         '"num_dropped": float(n * (len(groups) - len(scored))),',
         '"num_dropped": 0.0,',
-        ("test_generation.py",),
+        ("test_generation.py::test_evaluation_raises_or_drops_what_cannot_be_scored",),
     ),
 )
 

@@ -117,3 +117,13 @@ def test_state_of_another_stream_is_refused(changes, message):
         buffer.load_state(buffer.save_state() | changes)
     with pytest.raises(DataError, match="lacks"):
         buffer.load_state({"epoch_id": 0})
+
+
+def test_without_a_data_set_a_prompt_is_its_number_and_the_stream_goes_on_where_it_was_saved():
+    buffer = DataBuffer(None, seed=3)
+    assert [(prompt.content, prompt.index) for prompt in buffer.get_prompts(3)] == [("", 0), ("", 1), ("", 2)]
+    again = DataBuffer(None, seed=3)
+    again.load_state(buffer.save_state())
+    assert [prompt.index for prompt in again.get_prompts(2)] == [3, 4]
+    with pytest.raises(DataError, match="num_prompts"):
+        DataBuffer(["a prompt"], seed=3).load_state(buffer.save_state())
