@@ -68,7 +68,7 @@ class _Arguments:
     quiet: bool = False
     """print the summary only"""
     log_level: str = DEFAULT_LEVEL
-    """what is told on stderr: debug, info, warning or error, also of single modules, as in warning,rollouts.train_on_rollouts=debug"""
+    """what is told on stderr: debug, info, warning or error, also of single modules, as in warning,rollouts.rollout_training=debug"""
     algorithm: str | None = None
     """short for --rl.algorithm: grpo, gigpo(gamma=0.9, omega=0.5), ..."""
     skip_bad_rows: bool = False

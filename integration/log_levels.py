@@ -2,7 +2,7 @@
 
 --log-level info                                    summaries of episodes, and the like
 --log-level debug                                   every step of every episode, what was aligned with what, what advantages are made of
---log-level warning,rollouts.train_on_rollouts=debug            of one module alone
+--log-level warning,rollouts.rollout_training=debug            of one module alone
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse_log_level(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, separator, level = (piece.strip() for piece in part.rpartition("="))
         if level.lower() not in LEVELS or (separator and not name):
-            example = "write a level, or name=level, as in warning,rollouts.train_on_rollouts=debug"
+            example = "write a level, or name=level, as in warning,rollouts.rollout_training=debug"
             raise ConfigError(f"--log-level {text!r}: {part.strip()!r} is no level: {suggest(level.lower(), LEVELS)}; {example}")
         levels |= dict.fromkeys((name,) if name else OWN_LOGGERS, getattr(logging, level.upper()))
     return levels

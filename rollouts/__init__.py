@@ -40,7 +40,7 @@ _NAMES_OF_MODULES: Final = (
                    "estimate_max_rl estimate_opo estimate_optimal_token_baseline estimate_pass_at_k estimate_reinforce_plus_plus "
                    "estimate_reinforce_plus_plus_baseline estimate_vtrace"),
     ("preferences", "PreferencePair bradley_terry_loss collate_pairs dpo_loss pair_mean preference_loss score_loss split_pairs"),
-    ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gigpo gmpo gpg grpo gspo opo ppo recomputed reinforce "
+    ("algorithms", "chain cispo dapo decoupled dppo dppo_kl dr_grpo gmpo gpg grpo gspo opo ppo recomputed reinforce "
                    "reinforce_plus_plus reinforce_plus_plus_baseline remax rloo sapo truncated"),
     ("proximal", "approximate_proximal interpolate_log_probs interpolate_probs with_segment_log_probs"),
     ("kl_control", "KLControl measure_kl update_kl_control"),

@@ -19,7 +19,7 @@ from rollouts.batching import collate_samples, select_rows
 from rollouts.config import ParityConfig
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import ConfigError, EngineError, raise_single_errors
-from rollouts.train_on_rollouts import select_log_probs
+from rollouts.rollout_training import select_log_probs
 from rollouts.training_steps import Metrics, find_trained_rows, submit_forward
 from rollouts.types import Algorithm, Completion, Sample, SamplingParams, TrainBatch
 from rollouts.weight_sync import WeightProbe

@@ -29,7 +29,7 @@ from rollouts.rl_run import OnEstimates, OnRollouts, ResumePoint, RLRun, Rollout
 from rollouts.rl_run import resolve_algorithm as resolve_algorithm
 from rollouts.rl_run import restore_rl_run as restore_rl_run
 from rollouts.samples import select_trainable
-from rollouts.train_on_rollouts import train_on_rollouts as train_on_rollouts
+from rollouts.rollout_training import train_on_rollouts as train_on_rollouts
 from rollouts.training_steps import EvaluateFn, Metrics
 from rollouts.types import RolloutBatch
 

@@ -31,7 +31,7 @@ from rollouts.rewards.evaluate import summarize_rewards
 from rollouts.samples import derive_seed, select_trainable, with_reward
 from rollouts.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.staleness import count_token_ages
-from rollouts.train_on_rollouts import train_on_rollouts
+from rollouts.rollout_training import train_on_rollouts
 from rollouts.training_steps import (
     EvaluateFn,
     Metrics,

@@ -38,9 +38,9 @@ from rollouts.losses import value_loss
 from rollouts.metrics import JSONLLogger, read_metrics
 from rollouts.rl_loop import restore_rl_run, run_rl_training
 from rollouts.rollout_manager import AsyncRolloutManager
+from rollouts.rollout_training import select_values
 from rollouts.samples import derive_seed
 from rollouts.testing import FakeBackend, FakeEngine, create_tiny_model
-from rollouts.train_on_rollouts import select_values
 from rollouts.types import Sample, SamplingParams, TrainBatch
 
 

@@ -27,8 +27,8 @@ from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.errors import ConfigError, DataError
 from rollouts.losses import sft_loss
+from rollouts.rollout_training import select_log_probs
 from rollouts.testing import create_tiny_model
-from rollouts.train_on_rollouts import select_log_probs
 from rollouts.types import Sample
 
 

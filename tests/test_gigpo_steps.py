@@ -29,10 +29,10 @@ from rollouts.gigpo_steps import (
     system_apply_gigpo_to_batch_steps,
     with_step_advantages,
 )
+from rollouts.rollout_training import train_on_rollouts
 from rollouts.statistics import group_std
 from rollouts.steps import StepData
 from rollouts.testing import create_tiny_model
-from rollouts.train_on_rollouts import train_on_rollouts
 from rollouts.types import Message, Sample, Turn
 
 

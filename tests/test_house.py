@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import rollouts
+
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors", "checks", "types", "steps"),
@@ -28,7 +30,7 @@ LAYERS = (
         "generate_fns", "group_race", "generation", "rollout_manager", "rollout_queue", "staleness_control", "prompt_schedule",
         "rollout_runs", "finished_rollouts", "refused_groups", "rollout_book", "rollout_producer", "resident_samples", "executor_parts",
         "async_rollouts", "weight_sync", "served_weights", "training_steps",
-        "requirements", "train_on_rollouts", "proximal_recompute", "workflows",
+        "requirements", "rollout_training", "proximal_recompute", "workflows",
         "agent_policies", "episode_openings", "episode_course", "episodes", "episode_groups", "multi_turn", "rollout_worker",
         "agent_integration", "engine_parity", "sft_loop", "reward_model_loop", "rl_run", "rl_loop", "testing",
     ),
@@ -260,3 +262,9 @@ def test_ci_runs_the_two_commands_of_the_readme():
     assert len(commands) == 2
     for command in commands:
         assert command in script.replace(" \\\n", " \n"), f".ci/run does not run {command!r}"
+
+
+def test_no_public_name_is_hidden_by_a_module_of_the_same_name():
+    """`from rollouts import x` gives the module x as soon as anything has imported it."""
+    names = set(rollouts.__all__)
+    assert not names & {name_of(path) for path in FILES}, "rename the module, or let the name be imported from its own module"

@@ -21,9 +21,9 @@ from rollouts.engines.inprocess import InProcessEngine
 from rollouts.errors import ConfigError, DataError, EngineError
 from rollouts.proximal import find_missed_tokens, start_segments
 from rollouts.proximal_recompute import ProximalRecomputer, create_proximal_recomputer, score_with_engines, score_with_trainer
+from rollouts.rollout_training import train_on_rollouts
 from rollouts.samples import completion_to_sample
 from rollouts.testing import FakeBackend, FakeEngine, create_tiny_model
-from rollouts.train_on_rollouts import train_on_rollouts
 from rollouts.types import Completion, Sample, Status
 
 

@@ -20,7 +20,7 @@ from integration.simulation_trainer import SimulatedBackend, TrainerSection, cre
 from rollouts.async_config import AsyncConfig
 from rollouts.batching import collate_samples
 from rollouts.errors import ConfigError, DataError, EngineError
-from rollouts.train_on_rollouts import train_on_rollouts
+from rollouts.rollout_training import train_on_rollouts
 from rollouts.types import Group, Prompt, Sample, Status
 
 SMALL = {"engines": 2, "slots": 8, "prefill_rate": 1e9, "sync_s": 1.0}

@@ -35,14 +35,14 @@ from rollouts.kl import k1
 from rollouts.loss_weights import token_mean
 from rollouts.losses import clipped_policy_loss, sft_loss
 from rollouts.rl_loop import resolve_algorithm
-from rollouts.samples import derive_seed
-from rollouts.testing import FakeBackend, create_tiny_model
-from rollouts.train_on_rollouts import (
+from rollouts.rollout_training import (
     columns_from_loss,
     deal_minibatches,
     summarize_values,
     train_on_rollouts,
 )
+from rollouts.samples import derive_seed
+from rollouts.testing import FakeBackend, create_tiny_model
 from rollouts.types import Algorithm, Sample, TrainBatch, Turn
 
 
@@ -343,7 +343,7 @@ def make_episodes() -> TrainBatch:
 
 async def test_what_turns_are_compared_with_is_measured_and_told(caplog):
     backend = create_pytorch_backend(create_tiny_model(), lr=1e-2)
-    with caplog.at_level(logging.DEBUG, logger="rollouts.train_on_rollouts"):
+    with caplog.at_level(logging.DEBUG, logger="rollouts.rollout_training"):
         metrics = await train_on_rollouts(backend, make_episodes(), gigpo())
     assert (metrics["num_anchors"], metrics["anchors_of_1"], metrics["anchors_of_2"]) == (5.0, 4.0, 1.0)
     assert metrics["anchor_single_fraction"] == pytest.approx(4 / 6)
@@ -354,7 +354,7 @@ async def test_what_turns_are_compared_with_is_measured_and_told(caplog):
 
 
 async def test_other_algorithms_train_on_episodes_and_measure_no_anchors(caplog):
-    with caplog.at_level(logging.DEBUG, logger="rollouts.train_on_rollouts"):
+    with caplog.at_level(logging.DEBUG, logger="rollouts.rollout_training"):
         metrics = await train_on_rollouts(create_pytorch_backend(create_tiny_model(), lr=1e-2), make_episodes(), dapo())
     assert metrics["num_tokens"] == 12 and not any("anchor" in name for name in metrics) and not caplog.messages
 
