@@ -1,0 +1,347 @@
+"""GiGPO from the episode to the gradient, one line a stage, on a tiny model and a CPU.
+
+    python examples/gigpo_grid_world.py                      # one run: what comes out of each stage, then a line an iteration
+    python examples/gigpo_grid_world.py --omega 0            # the same without step-level advantages: GRPO
+    python examples/gigpo_grid_world.py --compare 5 --figure docs/gigpo-grid-world.png --table gigpo.json
+
+A model of random weights walks on a 5 x 5 grid. It is shown "12>33" and answers with one letter of udlr; only arriving pays. Episodes of a
+group start in the same cell, and where their ways meet again, GiGPO compares what each did there. Stages of an iteration:
+
+    rollouts      groups of episodes from equal first states                    episodes.run_episode_group
+    reward        a function in a sandbox judges each conversation             rewards.sandboxed.SandboxedReward
+    align         what it says about steps becomes their base_reward           rewards.alignment.align_rewards_with_step_data
+    advantages    A_E + omega * A_S for each step                               gigpo_steps.system_apply_gigpo_to_batch_steps
+    update        PPO's clipped loss on the tokens of the steps                gigpo_steps.with_step_advantages, train_on_rollouts
+
+Before the first iteration the model imitates demonstrations in which most moves are drawn at random: it knows letters, and little else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from rollouts import (
+    InProcessEngine,
+    Sample,
+    SamplingParams,
+    StepData,
+    collate_samples,
+    create_char_tokenizer,
+    create_pytorch_backend,
+    derive_seed,
+    grpo,
+    sft_loss,
+    token_mean,
+    with_reward,
+)
+from rollouts.agent_policies import ActionRequest, AgentAction, EngineAgentPolicy
+from rollouts.environments.grid_world import GridWorld, GridWorldConfig, choose_noisy_move, list_cells
+from rollouts.episode_config import EpisodeConfig
+from rollouts.episodes import Episode, run_episode_group
+from rollouts.gigpo import hash_observation
+from rollouts.gigpo_steps import system_apply_gigpo_to_batch_steps, with_step_advantages
+from rollouts.rewards.alignment import align_rewards_with_step_data
+from rollouts.rewards.calls import RewardFn
+from rollouts.rewards.sandboxed import SandboxedReward
+from rollouts.testing import create_tiny_model
+from rollouts.rollout_training import train_on_rollouts
+from rollouts.types import Prompt
+
+REWARD = f"{Path(__file__).with_name('grid_world_reward.py')}:reward"
+
+TOKENIZER = create_char_tokenizer()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that can be set, each as an option of this name."""
+
+    omega: float = 1.0  # weight of the step level; 0 = GRPO
+    gamma: float = 0.95  # discount of step rewards
+    default_step_reward: float = 0.0  # of steps that the reward function says nothing about
+    episodes_per_batch_group: int = 8
+    groups_per_iteration: int = 8
+    max_episode_steps: int = 10
+    num_training_iterations: int = 40
+    num_epochs: int = 1
+    lr: float = 5e-4
+    entropy_coef: float = 0.02  # keeps a policy from being sure too early
+    grid_size: int = 5
+    num_demonstrations: int = 256  # that are imitated before the first iteration
+    num_imitation_steps: int = 60
+    random_share: float = 0.8  # of the moves in them; the others are an expert's
+    seed: int = 0
+
+    @property
+    def grid(self) -> GridWorldConfig:
+        """The map."""
+        return GridWorldConfig(size=self.grid_size, max_steps=self.max_episode_steps)
+
+    @property
+    def goal(self) -> tuple[int, int]:
+        """In the middle, so that which way is right depends on where one is."""
+        return self.grid_size // 2, self.grid_size // 2
+
+
+def create_prompts(settings: Settings, iteration: int) -> list[Prompt]:
+    """Where the groups of an iteration start: every cell once, in a new order, before one comes again."""
+    cells = [cell for cell in list_cells(settings.grid_size) if cell != settings.goal]
+    prompts: list[Prompt] = []
+    for index in range(iteration * settings.groups_per_iteration, (iteration + 1) * settings.groups_per_iteration):
+        turn, place = divmod(index, len(cells))
+        cell = random.Random(derive_seed(settings.seed, turn)).sample(cells, len(cells))[place]
+        prompts.append(Prompt(content="", index=index, metadata={"start": list(cell), "goal": list(settings.goal)}))
+    return prompts
+
+
+class Demonstrator:
+    """A policy that has seen the map, and mostly does not look at it."""
+
+    tokenizer = TOKENIZER
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.generator = settings, random.Random(settings.seed)
+
+    async def get_action(self, request: ActionRequest) -> AgentAction:
+        """The expert's letter, or one drawn at random."""
+        seen = request.messages[-1].content or ""
+        letter = choose_noisy_move(seen, self.generator, wrong_share=self.settings.random_share, config=self.settings.grid)
+        return AgentAction(text=letter, tokens=tuple(TOKENIZER(letter)["input_ids"]))
+
+
+class Trainer:
+    """A model that is trained, an engine that acts with it, and the stages between them."""
+
+    def __init__(self, settings: Settings, reward_fn: RewardFn, say: Callable[[str], None]) -> None:
+        sizes = {"vocab_size": 64, "hidden_size": 64, "num_layers": 2, "seed": settings.seed}
+        self.settings, self.reward_fn, self.say = settings, reward_fn, say
+        self.model = create_tiny_model(**sizes)
+        self.backend = create_pytorch_backend(self.model, lr=settings.lr, tokenizer=TOKENIZER)
+        self.engine = InProcessEngine(create_tiny_model(**sizes), TOKENIZER)
+        self.policy = EngineAgentPolicy(self.engine, TOKENIZER, SamplingParams(max_tokens=1))
+        self.version = 0
+
+    async def collect(self, iteration: int) -> list[tuple[Episode, ...]]:
+        """Groups of episodes, all at the same time; each group's own start, and in the order of their prompts."""
+        settings, prompts = self.settings, create_prompts(self.settings, iteration)
+        config = EpisodeConfig(max_turns=settings.max_episode_steps, chat=False)
+        groups: dict[int, tuple[Episode, ...]] = {}
+
+        async def play(prompt: Prompt) -> None:
+            num, seed = settings.episodes_per_batch_group, settings.seed
+            groups[prompt.index] = await run_episode_group(self.policy, partial(GridWorld, settings.grid), prompt, num, config, seed=seed)
+
+        async with trio.open_nursery() as nursery:
+            for prompt in prompts:
+                nursery.start_soon(play, prompt)
+        return [groups[prompt.index] for prompt in prompts]
+
+    async def judge(self, episodes: Sequence[Episode]) -> list:
+        """An EvaluateResult for each episode, out of the sandbox."""
+        results = [None] * len(episodes)
+
+        async def ask(k: int) -> None:
+            results[k] = await self.reward_fn(episodes[k].sample)
+
+        async with trio.open_nursery() as nursery:
+            for k in range(len(episodes)):
+                nursery.start_soon(ask, k)
+        return results
+
+    async def iterate(self, iteration: int) -> dict[str, float]:
+        """One iteration. Returns what there is to know of it."""
+        settings, say = self.settings, self.say
+        groups = await self.collect(iteration)
+        episodes = [episode for group in groups for episode in group]
+        say(f"rollouts    {len(groups)} groups x {len(groups[0])} episodes, {sum(len(e.steps) for e in episodes)} steps")
+        results = await self.judge(episodes)
+        scores = [result.score for result in results]
+        say(f"reward      {len(results)} results, scores {scores[: len(groups[0])]} in the first group")
+        aligned = align_rewards_with_step_data(results, [episode.steps for episode in episodes], "batch").raise_unmatched()
+        say(f"align       {sum(step.base_reward is not None for steps in aligned.steps for step in steps)} steps have a base_reward")
+        steps = system_apply_gigpo_to_batch_steps(
+            aligned.steps,
+            scores,
+            omega=settings.omega,
+            gamma=settings.gamma,
+            state_hashing_function=hash_observation,
+            default_step_reward=settings.default_step_reward,
+        )
+        say(f"advantages  {_describe_first(steps[0])}")
+        samples = [with_reward(episode.sample, score) for episode, score in zip(episodes, scores, strict=True)]
+        batch = collate_samples(samples, pad_id=TOKENIZER.pad_token_id)
+        algorithm = replace(grpo(entropy_coef=settings.entropy_coef), estimate=partial(with_step_advantages, steps=steps))
+        metrics = await train_on_rollouts(
+            self.backend, batch, algorithm, num_epochs=settings.num_epochs, seed=derive_seed(settings.seed, iteration)
+        )
+        say(f"update      tokens {tuple(batch.tokens.shape)}, {int(batch.loss_mask.sum())} trained, loss {metrics['loss']:.4f}")
+        await self.hand_over()
+        shared = [step.step_info["gigpo"]["anchor_size"] > 1 for row in steps for step in row]
+        return {
+            "success": statistics.fmean(scores),
+            "turns": statistics.fmean(len(episode.steps) for episode in episodes),
+            "shared_anchors": statistics.fmean(shared),
+            "moves": statistics.fmean(result.metrics["moves"].score for result in results),
+        }
+
+    async def imitate(self) -> None:
+        """Supervised steps on demonstrations of little worth: most of their moves are drawn at random."""
+        settings = self.settings
+        config = EpisodeConfig(max_turns=settings.max_episode_steps, chat=False)
+        rows: list[Sample] = []
+        for start in range(settings.num_demonstrations // len(create_prompts(settings, 0))):
+            for prompt in create_prompts(settings, -1 - start):
+                (episode,) = await run_episode_group(Demonstrator(settings), partial(GridWorld, settings.grid), prompt, 1, config)
+                rows.append(replace(episode.sample, reward=None))
+        backend = create_pytorch_backend(self.model, lr=3e-3, tokenizer=TOKENIZER)
+        for step in range(settings.num_imitation_steps):
+            batch = collate_samples(random.Random(derive_seed(settings.seed, step)).sample(rows, 64), pad_id=TOKENIZER.pad_token_id)
+            await backend.forward_backward(replace(batch, loss_weights=token_mean(batch)), sft_loss).result()
+            await backend.optim_step().result()
+        await self.hand_over()
+
+    async def hand_over(self) -> None:
+        """The trained weights go to the engine, under the next version."""
+        self.version += 1
+        await self.engine.update_weights(await self.backend.get_weights().result(), self.version)
+
+
+def _describe_first(steps: Sequence[StepData]) -> str:
+    facts = steps[0].step_info["gigpo"]
+    names = ("episode_advantage", "return_to_go", "anchor_size", "step_advantage", "advantage")
+    return f"of step 0 of episode 0: {', '.join(f'{name} {facts[name]:.3g}' for name in names)}"
+
+
+async def train(settings: Settings, say: Callable[[str], None] = print) -> list[dict[str, float]]:
+    """A whole run. Returns one line of facts for each iteration."""
+    lines: list[dict[str, float]] = []
+    async with SandboxedReward(REWARD).open_reward() as reward_fn:
+        trainer = Trainer(settings, reward_fn, say)
+        await trainer.imitate()
+        for iteration in range(settings.num_training_iterations):
+            trainer.say = say if iteration == 0 else lambda text: None
+            started = time.monotonic()
+            lines.append(await trainer.iterate(iteration))
+            facts = "  ".join(f"{name} {value:.2f}" for name, value in lines[-1].items())
+            say(f"iteration {iteration + 1:3d}  {facts}  {time.monotonic() - started:.1f} s")
+    return lines
+
+
+# -- a comparison: the same runs with and without the step level
+
+
+def run_quietly(settings: Settings) -> list[float]:
+    """The share of episodes that come to the goal, of each iteration. A run of its own, in a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    return [line["success"] for line in trio.run(partial(train, settings, lambda text: None))]
+
+
+def compare(settings: Settings, num_seeds: int, num_processes: int) -> dict[str, list[list[float]]]:
+    """Success of each seed and iteration, for GiGPO and for GRPO (omega = 0). Equal seeds begin with equal weights and first states."""
+    names = {"GiGPO": settings, "GRPO": replace(settings, omega=0.0)}
+    curves: dict[str, list[list[float]]] = {name: [] for name in names}
+    with ProcessPoolExecutor(num_processes) as pool:
+        running = {(name, seed): pool.submit(run_quietly, replace(names[name], seed=seed)) for seed in range(num_seeds) for name in names}
+        for (name, seed), future in running.items():
+            curves[name].append(future.result())
+            last = statistics.fmean(curves[name][-1][-SMOOTHING:])
+            print(f"{name:5s} seed {seed}  success {curves[name][-1][0]:.2f} -> {last:.2f}", flush=True)
+    return curves
+
+
+SMOOTHING = 3  # iterations that are averaged: as many as it takes to start in every cell once
+
+
+def smooth(curve: Sequence[float]) -> list[float]:
+    """Means over the last SMOOTHING iterations."""
+    return [statistics.fmean(curve[max(0, i + 1 - SMOOTHING) : i + 1]) for i in range(len(curve))]
+
+
+def count_episodes(curve: Sequence[float], level: float, settings: Settings) -> int | None:
+    """Episodes until the smoothed success first reaches the level; None = it never does."""
+    per_iteration = settings.groups_per_iteration * settings.episodes_per_batch_group
+    reached = (i for i, value in enumerate(smooth(curve)) if i + 1 >= SMOOTHING and value >= level)
+    found = next(reached, None)
+    return None if found is None else (found + 1) * per_iteration
+
+
+def tell(curves: dict[str, list[list[float]]], settings: Settings, levels: Sequence[float] = (0.8, 0.9, 0.95)) -> str:
+    """A table: episodes until a level is reached, and success at the end; each the mean over seeds, and every seed."""
+    rows = []
+    for name, runs in curves.items():
+        for level in levels:
+            counts = [count_episodes(curve, level, settings) for curve in runs]
+            shown = ", ".join("never" if count is None else str(count) for count in counts)
+            rows.append(f"{name:5s} episodes to {level:.2f}: {shown}")
+        ends = [smooth(curve)[-1] for curve in runs]
+        rows.append(f"{name:5s} at the end: mean {statistics.fmean(ends):.3f}, worst {min(ends):.3f}")
+    return "\n".join(rows)
+
+
+def draw(curves: dict[str, list[list[float]]], settings: Settings, path: Path) -> None:
+    """Each seed as a thin line, their mean as a thick one, over the number of episodes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    per_iteration = settings.groups_per_iteration * settings.episodes_per_batch_group
+    for (name, runs), color in zip(curves.items(), ("tab:blue", "tab:orange"), strict=True):
+        smoothed = [smooth(curve) for curve in runs]
+        episodes = [(i + 1) * per_iteration for i in range(len(smoothed[0]))]
+        for curve in smoothed:
+            axes.plot(episodes, curve, color=color, alpha=0.25, linewidth=1)
+        axes.plot(episodes, [statistics.fmean(values) for values in zip(*smoothed, strict=True)], color=color, label=name, linewidth=2)
+    axes.set(xlabel="episodes", ylabel="share that comes to the goal", ylim=(0, 1.02))
+    axes.set_title(f"a {settings.grid_size} x {settings.grid_size} grid, {len(runs)} seeds: thin lines; thick: their mean")
+    axes.legend(loc="lower right")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """One option for each of Settings, and those of a comparison."""
+    parser = argparse.ArgumentParser(description="GiGPO on a grid world, from the episode to the gradient.")
+    for field in fields(Settings):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    parser.add_argument("--compare", type=int, default=0, metavar="SEEDS", help="run GiGPO and GRPO with so many seeds each")
+    parser.add_argument("--processes", type=int, default=2, help="runs at the same time, of a comparison")
+    parser.add_argument("--figure", type=Path, help="where the picture of a comparison goes")
+    parser.add_argument("--table", type=Path, help="where the numbers of a comparison go, as JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    arguments = parse_arguments(argv)
+    settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
+    if not arguments.compare:
+        lines = trio.run(train, settings)
+        print(f"success {lines[0]['success']:.2f} -> {statistics.fmean(line['success'] for line in lines[-SMOOTHING:]):.2f}")
+        return 0
+    curves = compare(settings, arguments.compare, arguments.processes)
+    print(tell(curves, settings))
+    if arguments.table is not None:
+        arguments.table.write_text(json.dumps({"settings": asdict(settings), "curves": curves}) + "\n")
+    if arguments.figure is not None:
+        draw(curves, settings, arguments.figure)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
