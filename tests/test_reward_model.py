@@ -12,8 +12,9 @@ import pytest
 import torch
 import trio
 
-from rollouts.backends.factory import load_tokenizer
+from rollouts.backends.factory import create_critic_backend, load_tokenizer
 from rollouts.backends.reward_models import create_reward_model, create_reward_model_backend, load_reward_model, reads_turn_end
+from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, DataError, RewardError
@@ -27,6 +28,7 @@ from rollouts.rewards.reward_model import (
     read_tokens,
     render_tokens,
 )
+from rollouts.rollout_training import select_values
 from rollouts.testing import create_tiny_model
 from rollouts.types import Message, Sample, Status
 
@@ -147,6 +149,15 @@ def test_a_saved_reward_model_scores_the_same_and_can_be_trained_on(tmp_path: Pa
     backend = create_reward_model_backend(tmp_path, lr=1e-3)
     assert torch.equal(backend.model.score.weight, load_reward_model(tmp_path).score.weight)
     assert backend.computes == frozenset({"scores"})
+
+
+async def test_a_critic_can_begin_as_a_reward_model(tmp_path: Path):
+    """Its values are the scores of what was there before the token."""
+    critic = create_critic_backend(save(tmp_path), lr=1e-3)
+    sample = make_samples(1)[0]
+    values = await critic.forward(collate_samples([sample]), select_values).result()
+    scores = RewardModel(make_model()).score_rows([sample.tokens[:t] for t in range(1, len(sample.tokens))])
+    assert values[0, 1:].tolist() == pytest.approx(scores, abs=1e-5)
 
 
 # which tokens are read

@@ -101,22 +101,31 @@ def load_hf_model(
 def load_critic_model(
     path: str | Path, *, seed: int = 0, head_std: float | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a saved critic, or the backbone of a causal language model with a fresh value head. Nothing is downloaded.
+    """Load a saved critic, a reward model as one, or the backbone of a causal language model with a fresh head. Nothing is downloaded.
 
     Args:
-        path: a directory of either kind.
+        path: a directory of one of these kinds. The values of a reward model are its scores of what there is so far (Ouyang et al. 2022
+            begin so).
         seed, head_std: of a fresh head, see init_value_head.
         trust_remote_code: run the Python files in the directory; only for a directory you trust.
 
     Returns: a token-classification model with one label, float32, on the CPU, without dropout in its head.
     Raises: ConfigError if the directory is not a complete model, or transformers has no token-classification model for it.
     """
-    from transformers import AutoConfig, AutoModelForTokenClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     directory = check_model_directory(path)
     with explain_loading(directory, "critic (a token-classification model with one label)"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
         kinds = cast("list[str]", getattr(config, "architectures", None) or [])
+        if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+            scorer = AutoModelForSequenceClassification.from_pretrained(
+                directory, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+            critic = create_critic_model(cast("PreTrainedModel", scorer), seed=seed)
+            with torch.no_grad():
+                get_value_head(critic).weight.copy_(get_value_head(cast("PreTrainedModel", scorer)).weight)
+            return critic
         if not any(kind.endswith("ForTokenClassification") for kind in kinds):
             model = load_hf_model(directory, trust_remote_code=trust_remote_code)
             return create_critic_model(model, seed=seed, head_std=head_std)
