@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from doc_pages import check_code
 
 import rollouts
 
@@ -14,15 +14,7 @@ PAGE = ROOT / "docs" / "authoring_rewards.md"
 
 
 def test_the_code_of_the_page_runs(tmp_path: Path):
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    file = tmp_path / "test_page.py"
-    file.write_text("\n\n".join(blocks))
-    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-n0", str(file)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-    expected = sum(len(re.findall(r"^(?:async )?def test_", block, re.MULTILINE)) for block in blocks)
-    assert expected > 10
-    assert f"{expected} passed" in result.stdout, result.stdout[-500:]
+    assert check_code(PAGE, tmp_path) > 10
 
 
 def test_names_of_the_page_exist():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from doc_pages import check_code
 
 from rollouts.errors import SandboxError
 from rollouts.sandbox.limits import SandboxFailure, SandboxLimits
@@ -23,13 +22,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path):
         find_confinement()
     except SandboxError as error:
         pytest.skip(str(error)[:200])
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    file = tmp_path / "test_page.py"
-    file.write_text("\n\n".join(blocks))
-    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-n0", str(file)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-    assert "3 passed" in result.stdout, result.stdout[-500:]
+    assert check_code(PAGE, tmp_path) == 3
 
 
 def test_what_the_page_names_exists():
