@@ -483,8 +483,8 @@ def check_episode_settings(config: Config) -> None:
         )
     if config.enable_segment_wise_ppo:
         raise ConfigError(
-            f"{SWITCH} is True, but an episode of the task {config.task!r} is begun anew where a weight sync stops it, and has no segments: "
-            "leave it out, or compose decoupled(...) without it"
+            f"{SWITCH} is True, but an episode of the task {config.task!r} is begun anew where a weight sync stops it, and has no "
+            "segments: leave it out, or compose decoupled(...) without it"
         )
     actions = response_tokens(config)
     if config.model.path is None and actions >= context_tokens(config):
