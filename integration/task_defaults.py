@@ -13,7 +13,7 @@ def create_default_config(task: str | None) -> Config:
             task=task,
             model=ModelSection(hidden_size=64, intermediate_size=128, num_layers=2),
             sft=SFTSection(num_steps=120, eval_every=40, optimizer=_falling(3e-3)),
-            rl=RLSection(num_steps=24, prompts_per_step=16, eval_every=2, optimizer=OptimizerConfig(lr=1e-3)),
+            rl=RLSection(num_steps=40, prompts_per_step=16, eval_every=2, optimizer=OptimizerConfig(lr=1e-3)),
             checkpoint=CheckpointConfig(rl_every=4),
         )
     if task == "environment":
@@ -22,8 +22,8 @@ def create_default_config(task: str | None) -> Config:
         return Config(
             task=task,
             model=ModelSection(hidden_size=96, intermediate_size=192, num_layers=2),
-            sft=SFTSection(num_steps=400, eval_every=100, optimizer=_falling(3e-3)),
-            rl=RLSection(num_steps=16, prompts_per_step=32, eval_every=2, optimizer=OptimizerConfig(lr=5e-4)),
+            sft=SFTSection(num_steps=800, eval_every=200, optimizer=_falling(3e-3)),
+            rl=RLSection(num_steps=10, prompts_per_step=32, eval_every=2, optimizer=OptimizerConfig(lr=5e-4)),
             checkpoint=CheckpointConfig(rl_every=4),
             evaluation=EvaluationSection(num_prompts=64),
         )
