@@ -55,8 +55,8 @@ from rollouts.gigpo_steps import system_apply_gigpo_to_batch_steps, with_step_ad
 from rollouts.rewards.alignment import align_rewards_with_step_data
 from rollouts.rewards.calls import RewardFn
 from rollouts.rewards.sandboxed import SandboxedReward
-from rollouts.testing import create_tiny_model
 from rollouts.rollout_training import train_on_rollouts
+from rollouts.testing import create_tiny_model
 from rollouts.types import Prompt
 
 REWARD = f"{Path(__file__).with_name('grid_world_reward.py')}:reward"

@@ -14,7 +14,6 @@ from rollouts.errors import DataError
 from rollouts.samples import derive_seed
 from rollouts.types import Prompt
 
-
 NUM_SEEDS = 1 << 31
 """Prompts of an epoch where there is no data set."""
 

@@ -29,8 +29,8 @@ from rollouts.episode_columns import split_contexts
 from rollouts.errors import ConfigError, EngineError, raise_single_errors
 from rollouts.proximal import check_versions, find_due_tokens, start_segments, with_segment_log_probs
 from rollouts.resident_samples import EditSamples
-from rollouts.samples import select_trainable
 from rollouts.rollout_training import select_log_probs
+from rollouts.samples import select_trainable
 from rollouts.training_steps import submit_forward
 from rollouts.types import Sample
 

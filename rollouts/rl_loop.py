@@ -28,8 +28,8 @@ from rollouts.proximal_recompute import ProximalRecomputer, create_proximal_reco
 from rollouts.rl_run import OnEstimates, OnRollouts, ResumePoint, RLRun, RolloutSource
 from rollouts.rl_run import resolve_algorithm as resolve_algorithm
 from rollouts.rl_run import restore_rl_run as restore_rl_run
-from rollouts.samples import select_trainable
 from rollouts.rollout_training import train_on_rollouts as train_on_rollouts
+from rollouts.samples import select_trainable
 from rollouts.training_steps import EvaluateFn, Metrics
 from rollouts.types import RolloutBatch
 

@@ -28,10 +28,10 @@ from rollouts.kl_control import KLControl, update_kl_control
 from rollouts.metrics import MetricsLogger, log_offset, summarize_samples
 from rollouts.requirements import ConfiguredSource, check_requirements
 from rollouts.rewards.evaluate import summarize_rewards
+from rollouts.rollout_training import train_on_rollouts
 from rollouts.samples import derive_seed, select_trainable, with_reward
 from rollouts.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.staleness import count_token_ages
-from rollouts.rollout_training import train_on_rollouts
 from rollouts.training_steps import (
     EvaluateFn,
     Metrics,

@@ -47,7 +47,11 @@ class MathReward(UnopenedReward):
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("mathematical answers need the package math-verify: pip install 'rollouts[math]'")
         pool = SandboxPool(
-            "rollouts.rewards.math_worker:compare", num_workers=self.num_workers, limits=self.limits, confinement=self.confinement
+            "rollouts.rewards.math_worker:compare",
+            num_workers=self.num_workers,
+            limits=self.limits,
+            confinement=self.confinement,
+            fresh_process=False,  # the library is trusted with its state, though not with its time: its caches are worth more than the fork
         )
         async with pool:
             yield _MathComparison(pool)

@@ -161,7 +161,7 @@ class Call:
         whole = len(self.body) >= LENGTH_BYTES and int.from_bytes(self.body[:LENGTH_BYTES], "big") == len(self.body) - LENGTH_BYTES
         header = {"duration_s": duration, "output": self.printed[:limit].decode(errors="replace")}
         if failure is None and not whole:
-            over_cpu = code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu >= self.limits["cpu_s"]
+            over_cpu = code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= self.limits["cpu_s"])  # as sandbox/run.py has it
             failure = "cpu" if over_cpu else "file" if code == -signal.SIGXFSZ else "died"
         if failure is not None:
             return {**header, "failure": failure, "returncode": code}, b""
