@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rollouts.metrics import read_metrics
 from rollouts.samples import sample_messages
 from rollouts.trajectories import read_samples
 
+ROOT = Path(__file__).parent.parent
 TINY = (
     *("--quiet", "--model.hidden-size", "32", "--model.intermediate-size", "32", "--model.num-layers", "1"),
     *("--sft.num-steps", "2", "--sft.batch-size", "4", "--rl.num-steps", "2", "--rl.prompts-per-step", "2", "--rl.samples-per-prompt", "2"),
@@ -39,16 +41,16 @@ def train(directory: str, *arguments: str) -> list[dict[str, Any]]:
 
 
 def test_a_grid_world_is_trained_by_gigpo_and_goes_on_bit_by_bit_after_an_interruption(tmp_path: Path):
-    arguments = ("--task", "grid_world", "--algorithm", "gigpo(gamma=0.9, omega=0.5)", "--rl.num-steps", "3")
+    arguments = ("--task", "grid_world", "--algorithm", "gigpo(gamma=0.9, omega=0.5)", "--episode.max-turns", "4")
     whole = train("whole", *arguments)
     last = whole[-1]
-    assert last["num_episodes"] == 4 and 1 <= last["turns_mean"] <= 12 and {"eval_accuracy", "eval_accuracy_sampled"} <= set(last)
+    assert last["num_episodes"] == 4 and 1 <= last["turns_mean"] <= 4 and {"eval_accuracy", "eval_accuracy_sampled"} <= set(last)
     assert sum(last.get(f"num_episodes_{reason}", 0) for reason in ("done", "max_turns")) == 4
     saved = json.loads(Path("whole/config.json").read_text())
     assert saved["rl"]["algorithm"] == "gigpo(gamma=0.9, omega=0.5)" and saved["task"] == "grid_world"
-    train("parts", *arguments, "--rl.num-steps", "1")
-    assert train("parts", "--resume", "--rl.num-steps", "3") == whole
-    (sample, *_) = read_samples(Path("whole/rl/trajectories/step_0003.jsonl"))
+    train("parts", *arguments, "--rl.num-steps", "1", "--rl.eval-every", "2")
+    assert train("parts", "--resume", "--rl.num-steps", "2") == whole
+    (sample, *_) = read_samples(Path("whole/rl/trajectories/step_0002.jsonl"))
     assert sample.turns is not None and len({turn.state for turn in sample.turns}) >= 1
     examples = read_samples(Path("whole/rl/examples.jsonl"))
     assert len(examples) == 4 and all(">" in (sample_messages(example)[0].content or "") for example in examples)
@@ -63,12 +65,23 @@ def test_a_calculator_is_trained_with_tool_calls(capsys: pytest.CaptureFixture[s
 
 
 def test_episodes_are_played_while_training_goes_on():
-    lines = train("run", "--task", "grid_world", "--mode", "rl", "--rl.asynchronous.enabled", "--algorithm", "decoupled(gigpo())")
+    lines = train(
+        "run",
+        "--task",
+        "grid_world",
+        "--episode.max-turns",
+        "4",
+        "--mode",
+        "rl",
+        "--rl.asynchronous.enabled",
+        "--algorithm",
+        "decoupled(gigpo())",
+    )
     assert lines[-1]["num_episodes"] == 4 and lines[-1]["staleness_max"] <= 2
 
 
 def test_a_greedy_episode_is_added_for_an_algorithm_that_compares_with_it():
-    lines = train("run", "--task", "grid_world", "--mode", "rl", "--algorithm", "remax")
+    lines = train("run", "--task", "grid_world", "--episode.max-turns", "4", "--mode", "rl", "--algorithm", "remax")
     assert lines[-1]["num_samples"] == 4
 
 
@@ -101,31 +114,7 @@ def test_the_settings_of_the_world_change_it():
     assert response_tokens(config) == 12 == task.max_tokens
 
 
-ENVIRONMENT = """
-import random
-
-class Parity:
-    '''Say whether the digit that is shown is even (e) or odd (o), twice.'''
-    def reset(self, config):
-        self.random, self.left = random.Random(config.seed), 2
-        self.digit = config.parameters.get("digit", self.random.randrange(10))
-        return str(self.digit)
-    def step(self, action):
-        right = action.strip() == "eo"[self.digit % 2]
-        self.left -= 1
-        self.digit = self.random.randrange(10)
-        return str(self.digit), 0.5 * right, self.left == 0, {}
-    def get_state_description(self):
-        return ""
-    def get_prompt_prefix(self):
-        return ""
-
-def expert(request):
-    return "eo"[int(request.messages[-1].content) % 2]
-
-def reward(sample):
-    return float(sample.metadata["environment_reward"] == 1.0)
-"""
+(ENVIRONMENT,) = re.findall(r"^```python\n(# own.py.*?)^```", (ROOT / "docs" / "agents-runs.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize(
