@@ -12,9 +12,9 @@ def create_default_config(task: str | None) -> Config:
         return Config(
             task=task,
             model=ModelSection(hidden_size=64, intermediate_size=128, num_layers=2),
-            sft=SFTSection(num_steps=120, eval_every=40, optimizer=_falling(3e-3)),
+            sft=SFTSection(num_steps=240, eval_every=60, optimizer=_falling(3e-3)),
             rl=RLSection(
-                num_steps=24, prompts_per_step=32, eval_every=4, optimizer=OptimizerConfig(lr=1e-3, schedule="linear", min_lr_ratio=0.05)
+                num_steps=20, prompts_per_step=16, eval_every=2, optimizer=OptimizerConfig(lr=1e-3, schedule="linear", min_lr_ratio=0.05)
             ),
             checkpoint=CheckpointConfig(rl_every=4),
         )
