@@ -185,7 +185,7 @@ async def test_what_a_tool_returns_is_text():
 
 async def test_a_tool_that_raises_or_is_late_is_a_fault(autojump_clock: MockClock):
     with pytest.raises(ToolFault, match=r"tool fail raised LookupError \(.*test_tool_environment\.py:\d+\): not there"):
-        await call_tool(create_tool(fail), {"why": "not there"})
+        await call_tool(create_tool(fail, in_thread=False), {"why": "not there"})
     with pytest.raises(ToolFault, match=r"tool nap did not return within 0\.5 s"):
         await call_tool(create_tool(nap, timeout_s=0.5), {"seconds": 2})
 
