@@ -58,7 +58,8 @@ def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> 
     if after_sft is not None:
         lines.append(f"SFT: {_describe_sft(before, after_sft, config)}")
     if after_rl is not None:
-        lines.append(f"RL:  {_describe_rl(before if after_sft is None else after_sft, after_rl, summary['samples'], config)}")
+        sampled = (summary.get("accuracy_sampled_after_sft"), summary.get("accuracy_sampled_after_rl"))
+        lines.append(f"RL:  {_describe_rl(before if after_sft is None else after_sft, after_rl, sampled, summary['samples'], config)}")
     return "\n".join(lines)
 
 
@@ -74,10 +75,16 @@ def _describe_sft(before: float | None, after: float, config: Config) -> str:
     return f"the model learned to imitate the demonstrations; accuracy went {gain}."
 
 
-def _describe_rl(before: float | None, after: float, samples: int, config: Config) -> str:
+def _describe_rl(before: float | None, after: float, sampled: tuple[float | None, float | None], samples: int, config: Config) -> str:
     algorithm = config.rl.algorithm
     start = "" if before is None else f"from {before:.2f} "
     answers, them = ("episodes", "ways") if config.task in EPISODE_TASKS else ("answers", "answers")
+    first, last = sampled
+    if before == after and first is not None and last is not None and last > first:
+        return (
+            f"{samples:,} rewarded {answers} told it which of its {them} are wanted; with {algorithm}, sampled accuracy went from {first:.2f} "
+            f"to {last:.2f}, and greedy accuracy stayed at {after:.2f}."
+        )
     if before is not None and after <= before:
         hint = "look at reward_mean and approx_kl in metrics.jsonl"
         return f"{samples:,} rewarded {answers} did not raise accuracy with {algorithm} ({start}to {after:.2f}); {hint}."

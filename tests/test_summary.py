@@ -128,3 +128,12 @@ def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path: Path, mon
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     assert not draw_curves(LINES, tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_gain_in_sampled_accuracy_alone_is_told(tmp_path: Path):
+    lines = [
+        sft_line(2, eval_accuracy=1.0, eval_accuracy_sampled=0.7),
+        rl_line(1, eval_accuracy=1.0, eval_accuracy_sampled=0.95),
+    ]
+    story = tell_story(summarize_run(lines, {}, Config()), tmp_path, Config())
+    assert "sampled accuracy went from 0.70 to 0.95, and greedy accuracy stayed at 1.00" in story
