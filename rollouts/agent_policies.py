@@ -257,21 +257,25 @@ def to_openai_messages(messages: Sequence[Message], *, with_calls: bool) -> tupl
 
     Args:
         with_calls: whether the server knows of tools: then calls stand in tool_calls and not in the text, and a tool message answers one of
-            them, or it becomes a user's; else calls stay in the text, and all tool messages become a user's.
+            them, or becomes a user's, behind the results of its turn; else calls stay in the text, and all tool messages become a user's.
     """
     known: set[str] = set()
     out: list[Message] = []
+    unasked: list[Message] = []  # behind all results of a turn: a server takes no other message between a call and its result
     for message in messages:
+        if message.role != "tool":
+            out += unasked
+            unasked = []
         if message.tool_calls and with_calls:
             known.update(str(call.get("id")) for call in message.tool_calls)
             out.append(replace(message, content=_CALL.sub("\n", message.content or "").strip() or None))
         elif message.tool_calls and message.content:
             out.append(replace(message, tool_calls=None))
         elif message.role == "tool" and message.tool_call_id not in known:
-            out.append(Message(role="user", content=message.content))
+            unasked.append(Message(role="user", content=message.content))
         else:
             out.append(message)
-    return tuple(out)
+    return (*out, *unasked)
 
 
 def _write_call(call: Mapping[str, Any]) -> str:

@@ -31,14 +31,15 @@ class TaskDefinitionModel:
 
     task: Any = ""  # what the model is asked: a text, or a list of messages; "" = the environment says it
     ground_truth: Any = None  # for the reward; environments find it in EnvironmentConfig.parameters
-    max_turns: int = 8  # actions
+    max_turns: int | None = None  # actions; None = those of the worker's EpisodeConfig, as are the next two
     termination_regex: str | None = None  # found in an action: it is the last one
     system_prompt: str | None = None
     reward: str | None = None  # of a reward function: "module:name" or "file.py:name"; None = the environment's rewards
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further parameters, for environment and reward
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_turns")
+        if self.max_turns is not None:
+            check_positive(self, "max_turns")
         if self.task not in ("", (), []):
             parse_prompt_content(self.task, "TaskDefinitionModel.task")
         self.episode_config()
@@ -62,8 +63,8 @@ class TaskDefinitionModel:
     def episode_config(self, config: EpisodeConfig | None = None) -> EpisodeConfig:
         """The limits of its episodes. config: those that the definition says nothing of. Raises ConfigError for a bad expression."""
         base = config or EpisodeConfig()
-        prompt = base.system_prompt if self.system_prompt is None else self.system_prompt
-        return replace(base, max_turns=self.max_turns, stop_regex=self.termination_regex, system_prompt=prompt)
+        own = {"max_turns": self.max_turns, "stop_regex": self.termination_regex, "system_prompt": self.system_prompt}
+        return replace(base, **{name: value for name, value in own.items() if value is not None})
 
     def prompt(self, index: int = 0) -> Prompt:
         """The task as a prompt, with the ground truth in its metadata."""

@@ -158,6 +158,23 @@ def test_messages_for_servers_without_tools_are_text_alone():
     assert plain[1] == Message(role="assistant", content=f"so\n{CALL}")
 
 
+def test_what_no_call_asked_for_stands_behind_the_results_of_its_turn():
+    good = tuple({"id": x, "type": "function", "function": {"name": "f", "arguments": "{}"}} for x in "bd")
+    results = [Message(role="tool", content=x, tool_call_id=x) for x in "abcd"]
+    messages = [
+        Message(role="user", content="q"),
+        Message(role="assistant", content=CALL, tool_calls=good),
+        *results,
+        Message(role="assistant", content="so"),
+    ]
+    sent = to_openai_messages(messages, with_calls=True)
+    assert [(m.role, m.content) for m in sent[2:]] == [
+        ("tool", "b"), ("tool", "d"), ("user", "a"), ("user", "c"), ("assistant", "so")
+    ]  # fmt: skip
+    assert to_openai_messages(messages[:-1], with_calls=True) == sent[:-1]
+    assert [m.content for m in to_openai_messages(messages, with_calls=False)[2:]] == ["a", "b", "c", "d", "so"]
+
+
 # -- trajectories and samples
 
 
@@ -312,6 +329,14 @@ async def test_one_object_drives_a_worker(tmp_path):
     assert worker.last_episode.sample.metadata["ground_truth"] == "5"
     assert callable(task.load_reward())
     assert TaskDefinitionModel(task="x").load_reward() is None
+
+
+def test_limits_that_a_definition_says_nothing_of_are_those_of_the_worker():
+    config = EpisodeConfig(max_turns=20, stop_regex="STOP", system_prompt="s")
+    assert TaskDefinitionModel(task="q").episode_config(config) == config
+    assert TaskDefinitionModel(task="q").episode_config() == EpisodeConfig()
+    own = TaskDefinitionModel(task="q", max_turns=3, termination_regex="^x", system_prompt="t").episode_config(config)
+    assert (own.max_turns, own.stop_regex, own.system_prompt) == (3, "^x", "t")
 
 
 async def test_each_episode_of_a_worker_is_another_one_from_the_same_state():
