@@ -82,8 +82,8 @@ def _describe_rl(before: float | None, after: float, sampled: tuple[float | None
     first, last = sampled
     if before == after and first is not None and last is not None and last > first:
         return (
-            f"{samples:,} rewarded {answers} told it which of its {them} are wanted; with {algorithm}, sampled accuracy went from {first:.2f} "
-            f"to {last:.2f}, and greedy accuracy stayed at {after:.2f}."
+            f"{samples:,} rewarded {answers} told it which of its {them} are wanted; with {algorithm}, sampled accuracy went from "
+            f"{first:.2f} to {last:.2f}, and greedy accuracy stayed at {after:.2f}."
         )
     if before is not None and after <= before:
         hint = "look at reward_mean and approx_kl in metrics.jsonl"
