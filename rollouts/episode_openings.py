@@ -8,7 +8,7 @@ from typing import Any
 
 from rollouts.agent_policies import AgentPolicy
 from rollouts.chat_formats import ConversationFormat, create_chat_format, create_text_format
-from rollouts.environments.observations import observation_to_json, observation_to_messages
+from rollouts.environments.observations import are_messages, observation_to_json, observation_to_messages
 from rollouts.environments.protocol import Environment, EnvironmentConfig, EnvironmentFactory
 from rollouts.episode_config import EpisodeConfig
 from rollouts.errors import DataError, EnvironmentFault, locate_error
@@ -73,7 +73,7 @@ def ask_environment(environment: Environment, method: str) -> str:
 
 def describe_observation(environment: Environment, observation: Any) -> str:
     """The environment's description of its state where the observation is no text of its own; else ""."""
-    is_shown = isinstance(observation, str) or _are_messages(observation)
+    is_shown = isinstance(observation, str) or are_messages(observation)
     return "" if is_shown else ask_environment(environment, "get_state_description")
 
 
@@ -94,7 +94,7 @@ def open_conversation(
     messages = [Message(role="user", content=content)] if isinstance(content, str) else list(content)
     messages = [message for message in messages if message.content or message.tool_calls]
     shown = observation_to_messages(observation, role=config.observation_role, description=description)
-    if _are_messages(observation):
+    if are_messages(observation):
         messages += shown
         shown = ()
     texts = [prefix, *(message.content or "" for message in shown)]
@@ -117,7 +117,3 @@ def open_conversation(
 
 def _join(texts: Sequence[str], separator: str) -> str:
     return separator.join(text for text in texts if text)
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, Message) or (isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Message))

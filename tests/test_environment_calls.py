@@ -249,3 +249,62 @@ def test_observations_are_shown_as_text_and_messages():
     assert observation_to_json((tool,)) == [{"role": "tool", "content": "4", "tool_call_id": "call_0"}]
     assert observation_to_json(tool) == tool.to_dict()
     assert observation_to_json({"a": 1}) == {"a": 1}
+
+
+class Board:
+    """Shows its own list, which it changes in place."""
+
+    def reset(self, config: EnvironmentConfig) -> list[int]:
+        self.board, self.info = [0, 0], {"moves": []}
+        return self.board
+
+    def step(self, action: Any):
+        self.board[int(action)] = 1
+        self.info["moves"].append(action)
+        return self.board, 0.0, all(self.board), self.info
+
+    def get_state_description(self) -> str:
+        return ""
+
+    def get_prompt_prefix(self) -> str:
+        return ""
+
+
+async def test_what_an_environment_does_to_its_own_values_changes_no_step_that_was_taken():
+    board = Board()
+    seen = [await reset_environment(board, EnvironmentConfig())]
+    steps = [await step_environment(board, action) for action in "01"]
+    assert [*seen, *(step.observation for step in steps)] == [[0, 0], [1, 0], [1, 1]]
+    assert [step.info for step in steps] == [{"moves": ["0"]}, {"moves": ["0", "1"]}]
+    call = {"function": {"name": "add"}}
+    step = check_step((Message(role="assistant", content="", tool_calls=(call,)), 0.0, False, {}))
+    call["function"]["name"] = "sub"
+    assert step.observation.tool_calls == ({"function": {"name": "add"}},)
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [
+        (Message(role="user", content=5), r"content of message 0 .* is 5 \(int\), not a text"),  # type: ignore[arg-type]
+        ([Message(role="tool", content="4"), Message(role="tool")], r"content of message 1 .* is None"),
+        (Message(role=None, content="4"), r"role of message 0 .* is None"),  # type: ignore[arg-type]
+        (Message(role="tool", content="4", tool_call_id=3), r"tool_call_id of message 0 .* is 3 \(int\)"),  # type: ignore[arg-type]
+        (Message(role="assistant", content="4", tool_calls=("add",)), r"tool_calls of message 0 .*not a sequence of mappings"),  # type: ignore[arg-type]
+        (CYCLE, "nested too deep, or holds itself"),
+    ],
+)
+async def test_an_observation_that_no_conversation_can_hold_is_a_fault_of_the_environment(observation: Any, message: str):
+    class Shows(Board):
+        def reset(self, config: EnvironmentConfig) -> Any:
+            return observation
+
+    with pytest.raises(EnvironmentFault, match=f"Shows.reset returned .*{message}"):
+        await reset_environment(Shows(), EnvironmentConfig())
+    with pytest.raises(EnvironmentFault, match=message):
+        check_step((observation, 0.0, False, {}))
+    with pytest.raises(EnvironmentFault, match="too deep"):
+        check_step(("", 0.0, False, {"x": CYCLE}))

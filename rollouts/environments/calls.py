@@ -20,7 +20,7 @@ from typing import Any, SupportsFloat, cast
 
 import trio
 
-from rollouts.environments.observations import find_non_json, find_observation_fault
+from rollouts.environments.observations import copy_json, find_non_json, find_observation_fault
 from rollouts.environments.protocol import Environment, EnvironmentConfig, EnvironmentFactory, EnvironmentStep
 from rollouts.errors import DataError, EngineError, EnvironmentFault, EpisodeError, EpisodeInterrupted, SandboxError, locate_error
 
@@ -71,7 +71,7 @@ async def open_environment(
 async def reset_environment(
     environment: Environment, config: EnvironmentConfig, *, timeout_s: float | None = None, in_thread: bool = False
 ) -> Any:
-    """The first observation of an episode.
+    """The first observation of an episode: a copy, which what the environment does to its own later does not change.
 
     Raises: EnvironmentFault if reset raises, is late, or returns what is no observation. EpisodeErrors, DataErrors and those of engines
             and sandboxes pass as they are.
@@ -85,8 +85,8 @@ async def reset_environment(
         )
     fault = find_observation_fault(observation)
     if fault is not None:
-        raise EnvironmentFault(f"{name} returned {observation!r:.200}: {fault}, {_OBSERVATION}")
-    return observation
+        raise EnvironmentFault(f"{name} returned {_show(observation)}: {fault}, {_OBSERVATION}")
+    return copy_json(observation)
 
 
 async def step_environment(
@@ -94,7 +94,7 @@ async def step_environment(
 ) -> EnvironmentStep:
     """Carry out an action.
 
-    Returns: what step returned, checked: a finite reward, a bool, an info of JSON values.
+    Returns: what step returned, checked and copied: a finite reward, a bool, an info of JSON values.
     Raises: EnvironmentFault if step raises, is late, or returns what is no step; see reset_environment for errors that pass.
     """
     name = f"{type(environment).__name__}.step"
@@ -103,14 +103,14 @@ async def step_environment(
 
 
 def check_step(result: Any, name: str = "step") -> EnvironmentStep:
-    """What a step returned as an EnvironmentStep.
+    """What a step returned as an EnvironmentStep, copied.
 
     Args:
         name: of the method, for the message.
 
     Raises: EnvironmentFault saying what was returned and what is expected.
     """
-    found = f"{name} returned {result!r:.200} ({type(result).__name__})"
+    found = f"{name} returned {_show(result)} ({type(result).__name__})"
     if not isinstance(result, Sequence) or isinstance(result, (str, bytes)):
         raise EnvironmentFault(f"{found}, {_STEP}")
     values: tuple[Any, ...] = tuple(cast("Sequence[Any]", result))
@@ -126,15 +126,22 @@ def check_step(result: Any, name: str = "step") -> EnvironmentStep:
     if fault is not None:
         raise EnvironmentFault(f"{found}: {fault}, {_OBSERVATION}")
     if not isinstance(info, Mapping):
-        raise EnvironmentFault(f"{found}: info is {info!r:.100} ({type(info).__name__}), expected a mapping; {{}} will do")
+        raise EnvironmentFault(f"{found}: info is {_show(info):.100} ({type(info).__name__}), expected a mapping; {{}} will do")
     fault = find_non_json(info, "info")
     if fault is not None:
         raise EnvironmentFault(f"{found}: {fault}, expected JSON values, so that logs and rewards can read it")
-    return EnvironmentStep(observation, _parse_reward(reward, found), _parse_done(done, found), cast("Mapping[str, Any]", info))
+    return EnvironmentStep(copy_json(observation), _parse_reward(reward, found), _parse_done(done, found), copy_json(info))
 
 
 _STEP = "expected (observation, reward, done, info)"
 _OBSERVATION = "expected a text, Messages, or JSON values (of an array: array.tolist())"
+
+
+def _show(value: Any) -> str:
+    try:
+        return f"{value!r:.200}"
+    except RecursionError:
+        return "a value that is nested too deep"
 
 
 def _parse_reward(reward: Any, found: str) -> float:
