@@ -14,6 +14,7 @@ A conversation is a value: a step gives a new one, and the old one can be gone o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -116,12 +117,12 @@ class MultiTurnInferenceEngine:
         Args:
             messages: that come before it: a text is the user's; None = none.
 
-        Raises: GenerationError if the conversation has max_turns answers already, or it is not the model's turn to speak; DataError if the
-            template rewrites history (see EpisodeConfig.on_rewrite); what the engine raises.
+        Raises: GenerationError if the conversation has come to a limit of its EpisodeConfig (max_turns, max_tokens, max_context, or
+            stop_regex in the last answer), or it is not the model's turn to speak; DataError if the template rewrites history (see
+            EpisodeConfig.on_rewrite); what the engine raises.
         """
         config, transcript = self._config, conversation.transcript
-        if conversation.num_turns >= config.max_turns:
-            raise GenerationError(f"the conversation has {conversation.num_turns} answers, and max_turns is {config.max_turns}: raise it")
+        self._check_open(conversation)
         if messages is not None and conversation.awaits_reply:
             raise GenerationError("a message was given, but the model has yet to answer the one before it: call step without a message")
         if messages is None and not conversation.awaits_reply:
@@ -130,8 +131,14 @@ class MultiTurnInferenceEngine:
             may_branch = config.on_rewrite == "branch"
             added = self._parse(messages)
             transcript = add_messages(transcript, conversation.conversation_format, added, may_branch=may_branch)
-        budget = None if config.max_tokens is None else max(1, config.max_tokens - transcript.num_sampled)
-        limits = [limit for limit in (config.max_turn_tokens, budget) if limit is not None]
+        budget = None if config.max_tokens is None else config.max_tokens - transcript.num_sampled
+        room = None if config.max_context is None else config.max_context - len(transcript.context)
+        if room is not None and room < 1:
+            raise GenerationError(
+                f"the conversation has {len(transcript.context)} tokens, which leaves no room in max_context, {config.max_context}: raise "
+                "it, or begin another conversation"
+            )
+        limits = [limit for limit in (config.max_turn_tokens, budget, room) if limit is not None]
         request = ActionRequest(
             messages=transcript.messages,
             tokens=transcript.context,
@@ -159,6 +166,18 @@ class MultiTurnInferenceEngine:
         """A conversation for people: each message on a line (or more) that begins with who spoke."""
         messages = conversation.messages if isinstance(conversation, Conversation) else conversation
         return "\n".join(f"{message.role}: {message.content or ''}" for message in messages)
+
+    def _check_open(self, conversation: Conversation) -> None:
+        """Raise GenerationError if the model has had its last word."""
+        config, num_turns, num_tokens = self._config, conversation.num_turns, conversation.transcript.num_sampled
+        if num_turns >= config.max_turns:
+            raise GenerationError(f"the conversation has {num_turns} answers, and max_turns is {config.max_turns}: raise it")
+        if config.max_tokens is not None and num_tokens >= config.max_tokens:
+            raise GenerationError(f"the answers have {num_tokens} tokens together, and max_tokens is {config.max_tokens}: raise it")
+        if num_turns and config.stop_regex is not None and re.search(config.stop_regex, conversation.reply):
+            raise GenerationError(
+                f"stop_regex, {config.stop_regex!r}, is found in the last answer, {conversation.reply!r:.100}: it ends the conversation"
+            )
 
     def _parse(self, messages: str | Messages) -> tuple[Message, ...]:
         return (Message(role="user", content=messages),) if isinstance(messages, str) else parse_messages(messages)

@@ -296,6 +296,26 @@ async def test_a_conversation_goes_on_token_by_token():
             await chat.step(conversation, message)
 
 
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ({"max_tokens": 5}, "the answers have 5 tokens together, and max_tokens is 5"),
+        ({"max_context": 20}, "which leaves no room in max_context, 20"),
+        ({"stop_regex": "."}, "stop_regex, '.', is found in the last answer"),
+    ],
+)
+async def test_a_conversation_ends_at_the_limits_of_its_configuration(limit, expected):
+    engine, config = FakeEngine(random_answer(mean_length=50)), EpisodeConfig(chat=False, **limit)
+    chat = MultiTurnInferenceEngine(engine, TOKENIZER, max_turns=9, params=SamplingParams(max_tokens=4), config=config)
+    conversation = chat.start_conversation("hello")
+    with pytest.raises(GenerationError, match=expected):
+        for _ in range(9):
+            conversation = await chat.step(conversation, "more" if conversation.num_turns else None)
+            assert len(conversation.transcript.context) <= limit.get("max_context", 100)
+            assert conversation.transcript.num_sampled <= limit.get("max_tokens", 100)
+    assert 0 < conversation.num_turns < 9
+
+
 async def test_a_conversation_may_be_with_an_environment():
     chat = MultiTurnInferenceEngine(FakeEngine(random_answer()), TOKENIZER, max_turns=3, system_prompt="be brief.")
     episode = await chat.run_episode(Echo, seed=1)
