@@ -15,9 +15,9 @@ _NAMES_OF_MODULES: Final = (
     ("types", "Algorithm Completion Group LossOutput Message Prompt RolloutBatch Sample SamplingParams Status TokenOutputs TrainBatch "
               "Turn Turns"),
     ("steps", "StepData Trajectory"),
-    ("errors", "BackendError CheckpointError ConfigError DataError EngineError EngineProtocolError EngineRequestError EngineStatusError "
-               "EngineTimeout EnvironmentFault EpisodeError EpisodeInterrupted GenerationError GenerationTimeout RewardError RolloutsError "
-               "SandboxError ToolArgumentError ToolFault"),
+    ("errors", "BackendError CheckpointError ConfigError DataError EngineContextError EngineError EngineProtocolError EngineRequestError "
+               "EngineStatusError EngineTimeout EnvironmentFault EpisodeError EpisodeInterrupted GenerationError GenerationTimeout "
+               "RewardError RolloutsError SandboxError ToolArgumentError ToolFault"),
     ("chat", "compute_loss_mask prepare_sft_sample tokenize_conversation tokenize_prompt"),
     ("samples", "apply_sample_transforms convert_to_batch derive_seed mask_truncated with_reward"),
     ("filters", "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length check_response_diversity "

@@ -15,7 +15,7 @@ from rollouts.environments.observations import observation_to_json, observation_
 from rollouts.environments.protocol import Environment, EnvironmentStep
 from rollouts.episode_config import EpisodeConfig, Failure, StopReason
 from rollouts.episode_openings import EpisodeSetting, ask_environment, create_conversation_format, describe_observation, open_conversation
-from rollouts.errors import DataError, EngineRequestError
+from rollouts.errors import DataError, EngineContextError
 from rollouts.generation import make_request_id
 from rollouts.samples import derive_seed, describe_sample
 from rollouts.steps import StepData, Steps, Trajectory
@@ -142,9 +142,10 @@ class Course:
         )
         try:
             action = await self._policy.get_action(request)
-        except EngineRequestError as error:
+        except EngineContextError as error:
             if not self._steps:
                 raise
+            self._steps[-1] = replace(self._steps[-1], is_done=True)
             self._stop_reason, self._error = StopReason.CONTEXT, str(error)
             _logger.debug("%s ends before turn %d: %s", describe_sample(self._pending), turn, error)
             return None

@@ -16,6 +16,7 @@
     ├── CheckpointError(RuntimeError)      a checkpoint that cannot be written, found, verified or used
     └── EngineError(RuntimeError)          an inference engine
         ├── EngineRequestError             a request that no engine can answer, refused before it was sent
+        │   └── EngineContextError         its prompt does not fit into the engine's context
         ├── EngineTimeout                  no answer within the deadline
         ├── EngineStatusError              an HTTP error status, with url and body
         └── EngineProtocolError            an answer that does not mean what the protocol says
@@ -92,6 +93,10 @@ class EngineError(RolloutsError, RuntimeError):
 
 class EngineRequestError(EngineError):
     """A request that cannot be answered, such as a prompt longer than the context: refused before it was sent, and would be again."""
+
+
+class EngineContextError(EngineRequestError):
+    """A prompt that fills the engine's context or exceeds it. In an episode that has begun, this is its end, not a failure."""
 
 
 class EngineTimeout(EngineError):

@@ -23,7 +23,7 @@ from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
 from rollouts.engines.sampling import truncate_logits
-from rollouts.errors import EngineError
+from rollouts.errors import EngineContextError, EngineError
 from rollouts.logprobs import gather_log_probs
 from rollouts.samples import completion_to_sample
 from rollouts.testing import create_tiny_model
@@ -228,8 +228,9 @@ async def test_what_cannot_be_served_is_refused_before_anything_is_sent(create_e
         with trio.CancelScope() as scope:
             scope.cancel()  # what waits for anything, as sending does, ends with that instead
             for prompt, message in bad_prompts:
-                with pytest.raises(EngineError, match=message):
+                with pytest.raises(EngineError, match=message) as refused:
                     await engine.generate(prompt, SamplingParams(max_tokens=1))
+                assert isinstance(refused.value, EngineContextError) == (message == "context")
             for field, value in bad_params.items():
                 with pytest.raises(EngineError, match=f"has {field} = "):
                     await engine.generate((3,), SamplingParams(**{field: value}))

@@ -23,6 +23,7 @@ from rollouts.episodes import EpisodeSetting, run_episode, run_episode_group
 from rollouts.errors import (
     ConfigError,
     DataError,
+    EngineContextError,
     EngineError,
     EngineProtocolError,
     EngineRequestError,
@@ -187,7 +188,7 @@ class SmallEngine(FakeEngine):
 
     async def generate(self, prompt_tokens, params, *, request_id=None):
         if len(prompt_tokens) >= self.size:
-            raise EngineRequestError(f"{len(prompt_tokens)} tokens do not fit into {self.size}")
+            raise EngineContextError(f"{len(prompt_tokens)} tokens do not fit into {self.size}")
         params = params.new(max_tokens=min(params.max_tokens, self.size - len(prompt_tokens)))
         return await super().generate(prompt_tokens, params, request_id=request_id)
 
@@ -198,8 +199,29 @@ async def test_the_end_of_the_engines_context_is_an_end_like_others(size, num_tu
     assert (episode.stop_reason, len(episode.steps), episode.sample.status) == (StopReason.CONTEXT, num_turns, Status.TRUNCATED)
     assert ("do not fit" in (episode.error or "")) == error
     assert episode.failure is None
-    with pytest.raises(EngineRequestError, match="do not fit into 10"):
+    assert [step.is_done for step in episode.steps] == [False] * (num_turns - 1) + [True]
+    with pytest.raises(EngineContextError, match="do not fit into 10"):
         await run_episode(policy_of(SmallEngine(10, "go")), Countdown, EMPTY, EpisodeConfig())
+
+
+async def test_a_request_that_an_engine_refuses_for_another_reason_is_no_end_of_the_context():
+    class Refusing(FakeEngine):
+        async def generate(self, prompt_tokens, params, *, request_id=None):
+            if self.requests:
+                raise EngineRequestError("token 99 is outside the vocabulary of 64")
+            self.requests.append(prompt_tokens)
+            return await super().generate(prompt_tokens, params, request_id=request_id)
+
+        def __init__(self):
+            super().__init__(lambda prompt, seed: (*TOKENIZER("go")["input_ids"], 1))
+            self.requests = []
+
+    for on_error in ("raise", "retry"):
+        with pytest.raises(EngineRequestError, match="outside the vocabulary"):
+            await run_episode(policy_of(Refusing()), Countdown, EMPTY, EpisodeConfig(on_error=on_error))
+    episode = await run_episode(policy_of(Refusing()), Countdown, EMPTY, EpisodeConfig(on_error="drop"))
+    assert (episode.stop_reason, episode.failure, episode.sample.status) == (StopReason.ERROR, Failure.DATA, Status.FAILED)
+    assert len(episode.steps) == 1
 
 
 FAULTS = [

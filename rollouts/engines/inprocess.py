@@ -24,7 +24,7 @@ from rollouts.engines.protocol import WEIGHT_VERSION_FILE
 from rollouts.engines.request_checks import check_params, check_tokens
 from rollouts.engines.sampling import SamplingRows, UniformStream, sample_tokens
 from rollouts.engines.slots import Prefix, SlotModel
-from rollouts.errors import CheckpointError, EngineError, EngineRequestError
+from rollouts.errors import CheckpointError, EngineContextError, EngineError, EngineRequestError
 from rollouts.logprobs import gather_log_probs
 from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
 from rollouts.samples import derive_seed
@@ -139,7 +139,8 @@ class InProcessEngine:
         Args:
             request_id: unique among pending requests; requests that wait are admitted in the order of their ids.
 
-        Raises: EngineRequestError for an empty prompt, a token outside the vocabulary, or a prompt that fills the context.
+        Raises: EngineRequestError for an empty prompt or a token outside the vocabulary; EngineContextError for a prompt that fills the
+            context.
         """
         request = self._create_request(tuple(prompt_tokens), params, request_id)
         self._pending[request.request_id] = request
@@ -384,7 +385,7 @@ class InProcessEngine:
     def _check_tokens(self, tokens: tuple[int, ...], most: int, name: str) -> None:
         check_tokens(self.name, name, tokens, self._vocab_size)
         if len(tokens) > most:
-            raise EngineRequestError(
+            raise EngineContextError(
                 f"{self.name}: {name} has {len(tokens)} tokens, more than the {most} that fit into the context of {self._max_length}: "
                 "shorten the prompt"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollouts.engines.server_info import ServerInfo
-from rollouts.errors import EngineRequestError
+from rollouts.errors import EngineContextError, EngineRequestError
 from rollouts.types import LogProbKind, SamplingParams
 
 
@@ -26,12 +26,12 @@ def check_request(
         max_prompt: most tokens of a prompt; default: one less than the context, so that a token can be generated.
         max_total: most tokens of prompt and output; default: the context.
 
-    Raises: EngineRequestError for what the server would refuse, or die of.
+    Raises: EngineRequestError for what the server would refuse, or die of; EngineContextError for a prompt that is too long.
     """
     most, total = max_prompt or info.context_length - 1, max_total or info.context_length
     check_tokens(name, request_id, prompt, info.vocab_size)
     if len(prompt) > most:
-        raise EngineRequestError(
+        raise EngineContextError(
             f"{name}: {request_id} has {len(prompt)} prompt tokens, more than the {most} that fit into the context of "
             f"{info.context_length}: shorten the prompt, or start the server with a longer context"
         )
