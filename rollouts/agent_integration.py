@@ -12,13 +12,15 @@ turns before it were and wrote; where history was rewritten, the first has conte
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from rollouts.agent_policies import AgentPolicy
-from rollouts.chat import Messages, parse_messages, special_ids, tokenize_conversation
+from rollouts.chat import Messages, parse_messages, tokenize_conversation
+from rollouts.chat_formats import ConversationFormat, create_chat_format, create_text_format
 from rollouts.environments.protocol import EnvironmentFactory
 from rollouts.episode_config import EpisodeConfig
 from rollouts.episodes import Episode, EpisodeSetting, run_episode
@@ -41,7 +43,8 @@ async def agent_rollout_to_sample(
 ) -> Sample:
     """One episode as a sample. Arguments and errors as of run_episode, and DataError for a mask that is wrong."""
     episode = await run_episode(policy, environment_factory, prompt, config, seed=seed)
-    return trajectory_to_sample(episode, getattr(policy, "tokenizer", None))
+    template_kwargs = environment_factory.template_kwargs if isinstance(environment_factory, EpisodeSetting) else {}
+    return trajectory_to_sample(episode, getattr(policy, "tokenizer", None), **template_kwargs)
 
 
 async def agent_rollouts_to_samples(
@@ -82,6 +85,7 @@ def trajectory_to_sample(
     *,
     index: int = 0,
     reward: float | None = None,
+    calls_in_text: bool | None = None,
     **template_kwargs: Any,
 ) -> Sample:
     """A trajectory as a sample, with loss_mask 1 on what the assistant wrote and 0 on all else.
@@ -91,18 +95,25 @@ def trajectory_to_sample(
             have no log-probs, and are for supervised training.
         tokenizer: of the policy; None = the episode is text alone.
         index, reward: of a sample that is made of messages; index is its group_index as well.
-        template_kwargs: for the chat template.
+        calls_in_text: whether the contents of messages hold their tool calls already, as those of episodes do. Then the chat template is
+            given the text alone, or it would write each call a second time. None = looked for in each content: a call's name in quotes, or
+            with a parenthesis behind it.
+        template_kwargs: for the chat template and tokenize_conversation.
 
     Raises: DataError if the mask does not fit the assistant's messages, or see tokenize_conversation.
     """
     if isinstance(trajectory, Episode):
         if tokenizer is not None:
-            check_loss_mask(trajectory.sample, tokenizer)
+            check_loss_mask(trajectory.sample, tokenizer, **template_kwargs)
         return trajectory.sample
     if tokenizer is None:
         raise DataError("messages were given without a tokenizer: nothing but their text is known")
     messages = parse_messages(trajectory, "trajectory")
-    tokenized = tokenize_conversation(tokenizer, messages, **template_kwargs)
+    shown = [_leave_calls_in_text(message, calls_in_text) for message in messages]
+    tokenized = tokenize_conversation(tokenizer, shown, **template_kwargs)
+    if not tokenized.truncated:
+        trained = [token for token, mask in zip(tokenized.tokens, tokenized.loss_mask, strict=True) if mask > 0]
+        _check_contents(shown, str(tokenizer.decode(trained)), last_only=bool(template_kwargs.get("last_assistant_only")))
     first = next(k for k, message in enumerate(messages) if message.role == "assistant")
     return Sample(
         prompt=messages[:first],
@@ -117,6 +128,32 @@ def trajectory_to_sample(
     )
 
 
+def _leave_calls_in_text(message: Message, calls_in_text: bool | None) -> Message:
+    """The message without its tool calls where its content holds them."""
+    if not message.tool_calls or not message.content:
+        return message
+    names = [str((call.get("function") or {}).get("name")) for call in message.tool_calls]
+    found = all(f'"{name}"' in message.content or f"{name}(" in message.content for name in names)
+    return replace(message, tool_calls=None) if (found if calls_in_text is None else calls_in_text) else message
+
+
+def _check_contents(messages: Sequence[Message], trained: str, *, last_only: bool) -> None:
+    """Raise unless the text that is trained on has what the assistant wrote, in order. White space is the template's."""
+    numbers = [k for k, message in enumerate(messages) if message.role == "assistant"]
+    text, place = "".join(trained.split()), 0
+    for k in numbers[-1:] if last_only else numbers:
+        if messages[k].tool_calls:
+            continue  # some templates write nothing but the calls
+        content = "".join((messages[k].content or "").split())
+        found = text.find(content, place)
+        if found < 0:
+            raise DataError(
+                f"message {k} (assistant) says {messages[k].content!r:.200}, but that is not in what is trained on, {trained!r:.400}: the "
+                "chat template or the tokenizer changes it"
+            )
+        place = found + len(content)
+
+
 def trajectories_to_samples(
     trajectories: Sequence[Episode | Messages], tokenizer: PreTrainedTokenizerBase | None, **template_kwargs: Any
 ) -> tuple[Sample, ...]:
@@ -124,8 +161,11 @@ def trajectories_to_samples(
     return tuple(trajectory_to_sample(each, tokenizer, index=k, **template_kwargs) for k, each in enumerate(trajectories))
 
 
-def check_loss_mask(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_loss_mask(sample: Sample, tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> None:
     """Raise unless what an episode is trained on is, turn by turn, what its assistant messages say.
+
+    Args:
+        template_kwargs: for the chat template, as the episode had them.
 
     Raises: DataError naming the turn if its tokens say something else than its message, or if a token with loss_mask > 0 is in no turn.
     """
@@ -136,19 +176,25 @@ def check_loss_mask(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> None:
     answers = [messages[place].content or "" for place in _find_actions(sample, messages)]
     if len(answers) != len(sample.turns):
         raise DataError(f"{where} has {len(sample.turns)} turns, but {len(answers)} messages of the assistant")
-    special = special_ids(tokenizer)
+    formats = _find_formats(tokenizer, template_kwargs)
     inside = [0.0] * len(sample.tokens)
     for number, (turn, answer) in enumerate(zip(sample.turns, answers, strict=True)):
         inside[turn.start : turn.end] = sample.loss_mask[turn.start : turn.end]
-        tokens = list(sample.tokens[turn.start : turn.end])
-        while tokens and tokens[-1] in special:
-            tokens.pop()
-        text = str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        if text != answer and not (text.startswith(answer) and not text[len(answer) :].strip()):
-            raise DataError(f"{where}: turn {number} is trained on {text!r:.200}, but its message says {answer!r:.200}")
+        texts = [each.decode_answer(sample.tokens[turn.start : turn.end]) for each in formats]
+        if not any(text.startswith(answer) and not text[len(answer) :].strip() for text in texts):
+            raise DataError(f"{where}: turn {number} is trained on {texts[0]!r:.200}, but its message says {answer!r:.200}")
     if any(mask > 0 and not kept for mask, kept in zip(sample.loss_mask, inside, strict=True)):
         at = next(t for t, mask in enumerate(sample.loss_mask) if mask > 0 and not inside[t])
         raise DataError(f"{where}: token {at} ({tokenizer.decode([sample.tokens[at]])!r}) is trained on, but is in no turn")
+
+
+def _find_formats(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> list[ConversationFormat]:
+    """How an episode's answers may have become text: plainly, or by the chat template, which may end them with text of its own."""
+    formats: list[ConversationFormat] = [create_text_format(tokenizer)]
+    if getattr(tokenizer, "chat_template", None) or "chat_template" in template_kwargs:
+        with suppress(DataError):  # a template that no episode can have had
+            formats.append(create_chat_format(tokenizer, template_kwargs))
+    return formats
 
 
 def split_turns(sample: Sample) -> tuple[Sample, ...]:
@@ -186,14 +232,19 @@ def _after(values: tuple[Any, ...], given: int, fill: float) -> tuple[Any, ...]:
 
 
 def sample_to_steps(sample: Sample) -> Steps:
-    """The steps of an episode, from what its sample keeps of them. Raises: DataError if it is not of an episode."""
+    """The steps of an episode, from what its sample keeps of them: those that were carried out, where it failed in one.
+
+    Raises: DataError if it is not of an episode.
+    """
     if sample.turns is None or "steps" not in sample.metadata:
         raise DataError(f"{describe_sample(sample)} has no turns, or no 'steps' in its metadata: it is not of an episode")
     steps: list[StepData] = []
     kept: Sequence[Mapping[str, Any]] = sample.metadata["steps"]
     messages = sample_messages(sample)
     places = _find_actions(sample, messages)
-    for number, (step, place) in enumerate(zip(kept, places, strict=True)):
+    if len(places) - len(kept) not in (0, 1):  # an action that the environment failed at is no step
+        raise DataError(f"{describe_sample(sample)} has {len(kept)} steps in its metadata, but {len(places)} messages of the policy")
+    for number, (step, place) in enumerate(zip(kept, places, strict=False)):
         turn = sample.turns[number] if sample.turns else None
         end = places[number + 1] if number + 1 < len(places) else len(messages)
         log_probs = None if turn is None or sample.rollout_log_probs is None else sample.rollout_log_probs[turn.start : turn.end]

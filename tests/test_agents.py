@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import trio
-from chat_templates import CHATML, create_tokenizer, encode
+from chat_templates import CHATML, LLAMA3, QWEN3, create_tokenizer, encode
 from loopback import serve
 
 from rollouts.agent_integration import (
@@ -19,7 +19,7 @@ from rollouts.agent_integration import (
     trajectories_to_samples,
     trajectory_to_sample,
 )
-from rollouts.agent_policies import EngineAgentPolicy, OpenAIAgentPolicy, ScriptedAgentPolicy, to_openai_messages
+from rollouts.agent_policies import AgentAction, EngineAgentPolicy, OpenAIAgentPolicy, ScriptedAgentPolicy, to_openai_messages
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
@@ -212,6 +212,28 @@ async def test_a_mask_that_does_not_fit_the_messages_is_found():
             check_loss_mask(wrong, TOKENIZER)
 
 
+async def test_answers_that_end_with_text_of_the_template_are_what_their_messages_say():
+    ending = (
+        "{%- for m in messages %}{{- m.role + ': ' + m.content + ' END\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
+    )
+
+    class Talker:
+        tokenizer = create_tokenizer(ending)
+
+        async def get_action(self, request):
+            await trio.lowlevel.checkpoint()
+            return AgentAction(tokens=encode(self.tokenizer, ("hi END\n", "yo END", "cut")[request.turn]))
+
+    sample = await agent_rollout_to_sample(Talker(), Echo, Prompt(content=""), EpisodeConfig(max_turns=3, chat=True))
+    assert [sample_messages(sample)[k].content for k in sample.metadata["action_messages"]] == ["hi", "yo", "cut"]
+    plain = create_tokenizer(ending)
+    plain.chat_template = None
+    with pytest.raises(DataError, match="turn 0 is trained on 'hi END"):
+        check_loss_mask(sample, plain)
+    check_loss_mask(sample, plain, chat_template=ending)
+
+
 async def test_what_others_say_as_assistants_is_nobodys_turn():
     prompt = Prompt(content=(Message(role="user", content="a"), Message(role="assistant", content="b"), Message(role="user", content="c")))
     policy = EngineAgentPolicy(FakeEngine(random_answer(mean_length=4)), TOKENIZER, SamplingParams(max_tokens=6))
@@ -236,6 +258,23 @@ async def test_steps_can_be_read_off_a_sample():
     assert [step.raw_policy_output for step in sample_to_steps(text.sample)] == ["a", "a"]
     with pytest.raises(DataError, match="not of an episode"):
         sample_to_steps(Sample())
+
+
+async def test_steps_of_an_episode_that_failed_are_those_before():
+    class Failing(Echo):
+        async def step(self, action):
+            self.count = getattr(self, "count", 0) + 1
+            if self.count == 3:
+                raise KeyError("boom")
+            return await super().step(action)
+
+    policy = EngineAgentPolicy(FakeEngine(random_answer(mean_length=4)), TOKENIZER, SamplingParams(max_tokens=6))
+    episode = await run_episode(policy, Failing, Prompt(content=""), EpisodeConfig(on_error="drop"))
+    assert (episode.sample.status, len(episode.sample.turns), len(episode.steps)) == (Status.FAILED, 3, 2)
+    assert sample_to_steps(episode.sample) == episode.steps
+    wrong = replace(episode.sample, metadata={**episode.sample.metadata, "steps": []})
+    with pytest.raises(DataError, match="0 steps in its metadata, but 3 messages of the policy"):
+        sample_to_steps(wrong)
 
 
 async def test_turns_apart_and_in_one_row_have_the_same_log_probs():
@@ -268,6 +307,48 @@ def test_what_others_wrote_becomes_supervised_samples():
     assert sample_messages(first) == tuple(Message(**message) for message in messages)
     with pytest.raises(DataError, match="without a tokenizer"):
         trajectory_to_sample(messages, None)
+
+
+CALLS_BESIDE_TEXT = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def decode_trained(sample, tokenizer):
+    return tokenizer.decode([token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask])
+
+
+async def test_an_expert_teaches_each_call_once():
+    episode = await run_episode(ScriptedAgentPolicy([f"so\n{CALL}", "5"]), create_calculator, QUESTION)
+    assert episode.messages[1].tool_calls
+    for template in (CALLS_BESIDE_TEXT, CHATML):
+        tokenizer = create_tokenizer(template)
+        sample = trajectory_to_sample(episode.messages, tokenizer)
+        assert decode_trained(sample, tokenizer) == f"so\n{CALL}<|im_end|>5<|im_end|>"
+        assert sample_messages(sample) == episode.messages, "rewards find the calls"
+    qwen = create_tokenizer(QWEN3)
+    assert decode_trained(trajectory_to_sample(episode.messages[:2], qwen), qwen).count("<tool_call>") == 1
+    beside = [Message(role="user", content="2+3?"), replace(episode.messages[1], content="I calculate it.")]
+    tokenizer = create_tokenizer(CALLS_BESIDE_TEXT)
+    taught = decode_trained(trajectory_to_sample(beside, tokenizer), tokenizer)
+    assert taught.startswith("I calculate it.\n<tool_call>"), "calls that are in no text are the template's to write"
+    assert decode_trained(trajectory_to_sample(beside, tokenizer, calls_in_text=True), tokenizer) == "I calculate it.<|im_end|>"
+
+
+def test_what_a_template_makes_of_an_answer_is_no_sample_of_it():
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "abc"}]
+    shouting = create_tokenizer(CHATML.replace("message['content']", "message['content'] | upper"))
+    with pytest.raises(DataError, match=r"message 1 \(assistant\) says 'abc', but that is not in what is trained on, 'ABC"):
+        trajectory_to_sample(messages, shouting)
+    thinking = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\n\nwhy\n</think>\n\nabc "}]
+    for template in (QWEN3, LLAMA3):
+        assert "abc" in decode_trained(trajectory_to_sample(thinking, create_tokenizer(template)), create_tokenizer(template))
 
 
 # -- conversations
