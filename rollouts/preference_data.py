@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from rollouts.chat import parse_messages, parse_prompt_content, prepare_sft_samp
 from rollouts.datasets import LoadedRows, Row, Source, load_rows
 from rollouts.errors import DataError
 from rollouts.preferences import PreferencePair
+from rollouts.samples import is_finite_number, show_value
 from rollouts.types import Message, Sample
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def prepare_preference_pair(
         raise DataError(f"the row has the fields {sorted(rest)}, expected 'chosen' and 'rejected' among them")
     answers = [rest.pop(name) for name in ("chosen", "rejected")]
     prompt, margin = rest.pop("prompt", None), rest.pop("margin", None)
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin)):
-        raise DataError(f"margin is {margin!r}, expected a number, or no such field")
+    if margin is not None and not is_finite_number(margin):
+        raise DataError(f"margin is {show_value(margin)}, expected a number, or no such field")
     samples: list[Sample] = []
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         try:

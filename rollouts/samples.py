@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, Protocol, SupportsFloat, runtime_checkable
+from typing import Any, Protocol, SupportsFloat, TypeGuard, runtime_checkable
 
 from rollouts.errors import DataError, GenerationError, RewardError
 from rollouts.types import Completion, Group, Message, Prompt, RolloutBatch, Sample, Status
@@ -33,6 +33,27 @@ def describe_sample(sample: Sample) -> str:
     return f"sample {sample.index} (group {sample.group_index})"
 
 
+def is_finite(number: Any) -> bool:
+    """Whether a number (or a scalar of numpy or torch) is finite as a float; an integer beyond the range of floats is not."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
+
+
+def is_finite_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value that may be anything, such as one from JSON, is an int or float that is finite as a float. A bool is not."""
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and is_finite(value)
+
+
+def show_value(value: Any, max_length: int = 200) -> str:
+    """The repr of a value that may be anything, at most so many characters of it, for messages."""
+    try:
+        return repr(value)[:max_length]
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # integers of 5,000 digits, too
+        return f"a value of the type {type(value).__name__} whose repr raises {type(error).__name__}"
+
+
 @runtime_checkable
 class Evaluation(Protocol):
     """What a reward function may return instead of a number: it knows what becomes of its sample (rewards.results.EvaluateResult)."""
@@ -52,9 +73,9 @@ def with_reward(sample: Sample, reward: Any) -> Sample:
     """
     if not isinstance(reward, (float, SupportsFloat)) and isinstance(reward, Evaluation):
         return reward.apply_to(sample)
-    if not isinstance(reward, (float, SupportsFloat)) or not math.isfinite(reward):
+    if not isinstance(reward, (float, SupportsFloat)) or not is_finite(reward):
         raise RewardError(
-            f"{describe_sample(sample)}: the reward is {reward!r}, expected a finite number. "
+            f"{describe_sample(sample)}: the reward is {show_value(reward)}, expected a finite number. "
             "Return a float from the reward function, or drop the sample."
         )
     return replace(sample, reward=float(reward))
@@ -98,13 +119,13 @@ def check_reward(sample: Sample, *, required: bool = True) -> None:
     if sample.reward is None:
         if required:
             raise RewardError(f"{describe_sample(sample)} has no reward: score it with with_reward before it becomes a batch")
-    elif not math.isfinite(sample.reward):
-        raise RewardError(f"{describe_sample(sample)} has reward {sample.reward}: drop it or repair the reward function")
+    elif not is_finite(sample.reward):
+        raise RewardError(f"{describe_sample(sample)} has reward {show_value(sample.reward)}: drop it or repair the reward function")
 
 
 def count_unusable_rewards(samples: Iterable[Sample]) -> int:
     """Number of samples whose reward is missing, NaN or infinite: what a run that drops them reports."""
-    return sum(sample.reward is None or not math.isfinite(sample.reward) for sample in samples)
+    return sum(sample.reward is None or not is_finite(sample.reward) for sample in samples)
 
 
 def create_pending_group(prompt: Prompt, n: int, *, num_baseline: int = 0) -> Group:

@@ -119,6 +119,26 @@ def test_step_outputs_are_weighted_and_added():
     assert create_composite_reward({"third": (length, 1.0)})(make_group("4")[0]).step_outputs is None
 
 
+@pytest.mark.parametrize(("first", "second"), [(1.7e308, 1.7e308), (1e308, 1e308 * 1.5)])
+async def test_a_sum_beyond_floats_fails_its_sample_only(first, second):
+    def huge(sample: Sample) -> float:
+        return first if sample.response == "huge" else 1.0
+
+    def huge_steps(sample: Sample) -> EvaluateResult:
+        return EvaluateResult(1.0, step_outputs=(StepOutput(0, second if sample.response == "huge" else 1.0),))
+
+    async def async_huge(sample: Sample) -> float:
+        return second if sample.response == "huge" else 1.0
+
+    for parts in ((huge, async_huge), (huge_steps, length_async), (huge, huge)):
+        composite = create_composite_reward({f"part{k}": (part, 10.0) for k, part in enumerate(parts)}, total=None)
+        group = await score_group(make_group("4", "huge"), composite, RewardConfig(timeout_s=None, on_error="zero"))
+        assert group is not None and [sample.metadata.get("reward_error", "") != "" for sample in group] == [False, True]
+        assert "beyond the range of floats" in group[1].metadata["reward_error"]
+    metrics = {"a": MetricResult(first), "b": MetricResult(second)}
+    assert "beyond" in (weigh_metrics(metrics, {"a": 10.0, "b": 10.0}, total=None).error or "")
+
+
 async def test_sources_among_the_parts_are_opened_and_closed():
     events: list[str] = []
 

@@ -70,6 +70,7 @@ BAD = {
     "the same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same 3 tokens"),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "chosen: the answer is a text, and the row has no 'prompt'"),
     "margin": ({**TEXT, "margin": "wide"}, "margin is 'wide'"),
+    "margin beyond floats": ({**TEXT, "margin": 10**400}, "margin is 1000000"),
     "ends with the user": ({"chosen": ASK, "rejected": ASK}, "chosen: the conversation ends with a message of the role user"),
     "other prompt": ({"prompt": "9", "chosen": ASK + answer("3"), "rejected": ASK + answer("4")}, "do not begin with the prompt"),
     "number": ({"prompt": "a", "chosen": "b", "rejected": 7}, "rejected: conversation: messages are a int"),

@@ -91,6 +91,7 @@ WRONG = {
     "nothing": ("vllm", {"data": None}, "expected an object with a list 'data'"),
     "no entry": ("sglang", [1.0, 2.0, 3.0, 4.0], "expected an object with a list 'embedding'"),
     "classes": ("vllm", {"data": [{"probs": [0.3, 0.7]}] * 4}, "'probs' has 2 numbers, expected 1"),
+    "beyond floats": ("plain", {"scores": [10**400] * 4}, "expected a finite number"),
     "no numbers": ("plain", {"scores": ["good"] * 4}, "the score 'good', expected a finite number"),
 }
 

@@ -304,6 +304,14 @@ WRONG_VALUES = [
     lambda: EvaluateResult.from_dict({"score": 1.0, "step_outputs": 5}),
     lambda: EvaluateResult.from_dict([1.0]),  # type: ignore[arg-type]
     lambda: EvaluateResult.from_dict({"score": 1.0, "metrics": [1]}),
+    lambda: EvaluateResult(10**5000),
+    lambda: StepOutput(0, 10**5000),
+    lambda: EvaluateResult(1.0, reason=None),  # type: ignore[arg-type]
+    lambda: EvaluateResult(1.0, error=5),  # type: ignore[arg-type]
+    lambda: EvaluateResult(1.0, is_score_valid="no"),  # type: ignore[arg-type]
+    lambda: MetricResult(1.0, 5),  # type: ignore[arg-type]
+    lambda: MetricResult(1.0, is_score_valid=1),  # type: ignore[arg-type]
+    lambda: StepOutput(0, 1.0, reason=b"r"),  # type: ignore[arg-type]
 ]
 
 
@@ -324,6 +332,16 @@ def test_evaluations_survive_json():
     assert again.to_dict() == whole.to_dict() and again.step_outputs == whole.step_outputs
     assert EvaluateResult.from_dict(EvaluateResult.from_error("down").to_dict()).error == "down"
     assert EvaluateResult.from_dict({"score": 1}) == EvaluateResult(1)
+
+
+def test_numbers_beyond_floats_are_no_scores_and_end_nothing():
+    assert EvaluateResult(10**400, is_score_valid=False).to_dict()["score"] is None
+    largest = EvaluateResult(1.0, metrics={"a": MetricResult(1.7e308)})
+    group = tuple(largest.apply_to(sample) for sample in make_group("a", "b"))
+    assert summarize_rewards(group) == {"reward/a": 1.7e308}
+    for huge in (10**400, 10**5000):  # the digits of the second are more than Python writes
+        zeroed = trio.run(score_group, make_group("a"), lambda sample, huge=huge: huge, ZERO)
+        assert "expected a number" in zeroed[0].metadata["reward_error"]
 
 
 ANYTHING = st.recursive(

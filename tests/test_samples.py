@@ -31,6 +31,15 @@ from rollouts.samples import (
 from rollouts.types import Completion, Prompt, Sample, Status
 
 
+def test_an_integer_beyond_floats_is_no_reward():
+    for huge in (10**400, 10**5000):
+        with pytest.raises(RewardError, match="expected a finite number"):
+            with_reward(Sample(), huge)
+        with pytest.raises(RewardError, match="repair the reward function"):
+            check_training_sample(make_sample(reward=huge))
+        assert count_unusable_rewards([make_sample(reward=huge)]) == 1
+
+
 def make_completion(inputs, outputs, version=0, finish_reason="stop", **changes):
     return Completion(
         request_id="r",

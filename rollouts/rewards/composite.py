@@ -86,8 +86,11 @@ def weigh_metrics(metrics: Mapping[str, MetricResult], weights: Mapping[str, flo
     invalid = [f"{name}: {metric.reason}" for name, metric in metrics.items() if not metric.is_score_valid and weights[name] != 0]
     if invalid:
         return replace(EvaluateResult.from_error(f"metrics without a valid score: {'; '.join(invalid)}"), metrics=dict(metrics))
-    score = math.fsum(weights[name] * metric.score for name, metric in metrics.items() if weights[name] != 0)
-    return EvaluateResult(score, metrics=dict(metrics))
+    try:
+        score = math.fsum(weights[name] * metric.score for name, metric in metrics.items() if weights[name] != 0)
+        return EvaluateResult(score, metrics=dict(metrics))
+    except (OverflowError, ValueError, RewardError):
+        return replace(EvaluateResult.from_error("the weighted sum of the metrics is beyond the range of floats"), metrics=dict(metrics))
 
 
 def combine_results(results: Mapping[str, EvaluateResult], weights: Mapping[str, float]) -> EvaluateResult:
@@ -103,12 +106,15 @@ def combine_results(results: Mapping[str, EvaluateResult], weights: Mapping[str,
     for name, result in results.items():
         metrics[name] = MetricResult(float(result.score), result.reason)
         metrics |= {f"{name}/{inner}": metric for inner, metric in result.metrics.items()}
-    return EvaluateResult(
-        math.fsum(weights[name] * result.score for name, result in results.items()),
-        reason="; ".join(f"{name}: {result.reason}" for name, result in results.items() if result.reason),
-        metrics=metrics,
-        step_outputs=_combine_steps(results, weights),
-    )
+    try:
+        return EvaluateResult(
+            math.fsum(weights[name] * result.score for name, result in results.items()),
+            reason="; ".join(f"{name}: {result.reason}" for name, result in results.items() if result.reason),
+            metrics=metrics,
+            step_outputs=_combine_steps(results, weights),
+        )
+    except (OverflowError, ValueError, RewardError):
+        return EvaluateResult.from_error("the weighted sum of the components is beyond the range of floats")
 
 
 def _combine_steps(results: Mapping[str, EvaluateResult], weights: Mapping[str, float]) -> tuple[StepOutput, ...] | None:

@@ -117,7 +117,7 @@ def summarize_rewards(samples: Sequence[Sample]) -> dict[str, float]:
         ):
             if count:
                 counts[name] = counts.get(name, 0.0) + count
-    return {name: math.fsum(values) / len(values) for name, values in scores.items()} | counts
+    return {name: _mean(values) for name, values in scores.items()} | counts
 
 
 def create_overlong_penalty(*, max_tokens: int, buffer: int, factor: float = 1.0) -> Callable[[Sample], float]:
@@ -143,6 +143,13 @@ def _penalize_overlong(sample: Sample, *, max_tokens: int, buffer: int, factor: 
     rewards = torch.tensor([sample.reward], dtype=torch.float64)
     lengths = torch.tensor(compute_response_lengths([sample.loss_mask]))
     return float(penalize_overlong(rewards, lengths, max_tokens=max_tokens, buffer=buffer, factor=factor))
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:  # of the sum alone: the mean of floats is one
+        return math.fsum(value / len(values) for value in values)
 
 
 def _count_retries(judgement: Judgement) -> Sample:

@@ -21,7 +21,7 @@ from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.errors import DataError, RewardError
 from rollouts.rewards.gathering import GatheredReward, gather_calls
 from rollouts.rewards.reward_model import TokenizeSample, read_tokens, render_tokens
-from rollouts.samples import describe_sample, sample_messages
+from rollouts.samples import describe_sample, is_finite_number, sample_messages, show_value
 from rollouts.types import Sample
 
 if TYPE_CHECKING:
@@ -188,8 +188,10 @@ async def open_remote_reward(
 
 
 def _check_score(value: Any, sample: Sample, name: str) -> float | RewardError:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return RewardError(f"the {name} gave {describe_sample(sample)} the score {value!r:.100}, expected a finite number: see its log")
+    if not is_finite_number(value):
+        return RewardError(
+            f"the {name} gave {describe_sample(sample)} the score {show_value(value, 100)}, expected a finite number: see its log"
+        )
     return float(value)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat, cast
 
 from rollouts.errors import RewardError
-from rollouts.samples import describe_sample, sample_messages
+from rollouts.samples import describe_sample, is_finite, is_finite_number, sample_messages, show_value
 from rollouts.types import Sample
 
 METADATA_OF_REWARDS = frozenset({"reward_metrics", "reward_steps", "reward_reason", "reward_error", "num_reward_retries"})
@@ -25,6 +25,8 @@ class MetricResult:
     is_score_valid: bool = True
 
     def __post_init__(self) -> None:
+        _check_texts(self, "reason")
+        _check_flag(self)
         _check_number("MetricResult.score", self.score, required=self.is_score_valid)
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,7 +51,10 @@ class StepOutput:
     def __post_init__(self) -> None:
         index: Any = self.step_index
         if isinstance(index, bool) or not isinstance(index, (int, str)):
-            raise RewardError(f"StepOutput.step_index is {index!r}, expected the number of an assistant message, from 0, or a name")
+            raise RewardError(
+                f"StepOutput.step_index is {show_value(index)}, expected the number of an assistant message, from 0, or a name"
+            )
+        _check_texts(self, "reason")
         _check_number("StepOutput.base_reward", self.base_reward)
         _check_metrics("StepOutput.metrics", self.metrics)
 
@@ -82,12 +87,16 @@ class EvaluateResult:
     error: str | None = None  # why there is none
 
     def __post_init__(self) -> None:
+        _check_texts(self, "reason")
+        if self.error is not None:
+            _check_texts(self, "error")
+        _check_flag(self)
         _check_number("EvaluateResult.score", self.score, required=self.is_score_valid and self.error is None)
         _check_metrics("EvaluateResult.metrics", self.metrics)
         outputs: Any = self.step_outputs
         if outputs is not None:
             if not isinstance(outputs, Sequence) or not all(isinstance(output, StepOutput) for output in cast("Sequence[Any]", outputs)):
-                raise RewardError(f"EvaluateResult.step_outputs is {outputs!r:.200}, expected a sequence of StepOutput, or None")
+                raise RewardError(f"EvaluateResult.step_outputs is {show_value(outputs)}, expected a sequence of StepOutput, or None")
             object.__setattr__(self, "step_outputs", tuple(cast("Sequence[StepOutput]", outputs)))
 
     @property
@@ -133,7 +142,7 @@ class EvaluateResult:
         outputs = values.get("step_outputs")
         if outputs is not None:
             if not isinstance(outputs, list):
-                raise RewardError(f"step_outputs is {outputs!r:.200}, expected a list of objects, or null")
+                raise RewardError(f"step_outputs is {show_value(outputs)}, expected a list of objects, or null")
             values["step_outputs"] = tuple(StepOutput.from_dict(output) for output in cast("list[Any]", outputs))
         values["metrics"] = _parse_metrics(values.get("metrics"))
         return cls(**values)
@@ -172,7 +181,7 @@ def as_result(value: Any, name: str, where: str) -> EvaluateResult:
     except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays and tensors of several elements; integers beyond a float
         number = None
     if number is None:
-        found = f"{value!r:.200} ({type(value).__name__})"
+        found = f"{show_value(value)} ({type(value).__name__})"
         raise RewardError(f"reward function {name} returned {found} for {where}, expected a number or an EvaluateResult")
     if not math.isfinite(number):
         raise RewardError(
@@ -247,7 +256,7 @@ def _parse_fields(cls: type[Any], data: Any, *required: str) -> dict[str, Any]:
     """The fields of a value that came as JSON; None for a score means that there is none."""
     known = {f.name for f in fields(cls)}
     if not isinstance(data, Mapping) or set(cast("Mapping[str, Any]", data)) - known or not set(required) <= set(cast("Any", data)):
-        raise RewardError(f"{data!r:.200} is no {cls.__name__}: expected an object with {sorted(required)}, and of {sorted(known)}")
+        raise RewardError(f"{show_value(data)} is no {cls.__name__}: expected an object with {sorted(required)}, and of {sorted(known)}")
     values = dict(cast("Mapping[str, Any]", data))
     if "score" in values and values["score"] is None:
         values["score"] = math.nan
@@ -258,7 +267,7 @@ def _parse_metrics(data: Any) -> dict[str, MetricResult]:
     if data is None:
         return {}
     if not isinstance(data, Mapping):
-        raise RewardError(f"metrics is {data!r:.200}, expected an object of metrics by name")
+        raise RewardError(f"metrics is {show_value(data)}, expected an object of metrics by name")
     return {str(name): MetricResult.from_dict(metric) for name, metric in cast("Mapping[Any, Any]", data).items()}
 
 
@@ -267,22 +276,28 @@ def _check_metrics(name: str, metrics: Any) -> None:
         isinstance(key, str) and isinstance(value, MetricResult) for key, value in cast("Mapping[Any, Any]", metrics).items()
     )
     if not good:
-        raise RewardError(f"{name} is {metrics!r:.200}, expected a mapping from names to MetricResult")
+        raise RewardError(f"{name} is {show_value(metrics)}, expected a mapping from names to MetricResult")
 
 
 def _check_number(name: str, value: Any, *, required: bool = True) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RewardError(f"{name} is {value!r:.200} ({type(value).__name__}), expected a number")
-    if required and not _is_finite(value):
-        raise RewardError(f"{name} is {value}, expected a finite number: give one, or set is_score_valid=False")
+        raise RewardError(f"{name} is {show_value(value)} ({type(value).__name__}), expected a number")
+    if required and not is_finite_number(value):
+        raise RewardError(f"{name} is {show_value(value)}, expected a finite number: give one, or set is_score_valid=False")
 
 
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond a float
-        return False
+def _check_texts(result: Any, *names: str) -> None:
+    for name in names:
+        value: Any = getattr(result, name)
+        if not isinstance(value, str):
+            raise RewardError(f"{type(result).__name__}.{name} is {show_value(value)} ({type(value).__name__}), expected a text")
+
+
+def _check_flag(result: Any) -> None:
+    valid: Any = result.is_score_valid
+    if not isinstance(valid, bool):
+        raise RewardError(f"{type(result).__name__}.is_score_valid is {show_value(valid)}, expected True or False")
 
 
 def _json_number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return value if is_finite(value) else None
