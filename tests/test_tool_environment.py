@@ -352,3 +352,41 @@ async def test_calls_of_a_batch_are_metrics():
     assert (metrics["num_tool_calls"], metrics["num_bad_calls"], metrics["num_tool_errors"]) == (6.0, 2.0, 2.0)
     guess = await run_episode(ScriptedAgentPolicy(["84"]), lambda: ToolEnvironment(TOOLS, grade=grade), prompt, config)
     assert "num_tool_calls" not in summarize_episodes([guess.sample])
+
+
+async def play_slowly(tool_s: float, timeout_s: float | None, grade_s: float = 0.0):
+    async def search() -> str:
+        """Look it up."""
+        await trio.sleep(tool_s)
+        return "found"
+
+    async def grade(answer: str, parameters: Mapping[str, Any]) -> float:
+        await trio.sleep(grade_s)
+        return 1.0
+
+    def create_environment() -> ToolEnvironment:
+        return ToolEnvironment([create_tool(search, timeout_s=timeout_s)], grade=grade)
+
+    script = ScriptedAgentPolicy(['<tool_call>{"name": "search", "arguments": {}}</tool_call>', "so"])
+    return await run_episode(script, create_environment, Prompt(content="q"), EpisodeConfig(timeout_s=60.0))
+
+
+@pytest.mark.parametrize(
+    ("tool_s", "timeout_s", "told"),
+    [(80.0, 90.0, "found"), (1000.0, 90.0, "did not return within 90 s"), (1000.0, None, "found"), (59.9, 60.0, "found")],
+)
+async def test_the_deadline_of_a_tool_is_its_own_whatever_the_episode_allows_a_step(autojump_clock: MockClock, tool_s, timeout_s, told):
+    episode = await play_slowly(tool_s, timeout_s)
+    assert episode.total_reward == 1.0
+    assert told in episode.messages[2].content
+
+
+async def test_what_is_no_tool_has_the_deadline_of_the_episode(autojump_clock: MockClock):
+    with pytest.raises(EnvironmentFault, match=r"ToolEnvironment\.step did not return within 65 s"):
+        await play_slowly(0.0, 5.0, grade_s=1000.0)
+
+    class Confused(ToolEnvironment):
+        longest_call_s = "long"
+
+    with pytest.raises(EnvironmentFault, match=r"longest_call_s is 'long' \(str\), expected seconds"):
+        await step_environment(Confused([], grade=lambda answer, parameters: 1.0), "a", timeout_s=1.0)

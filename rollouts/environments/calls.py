@@ -94,12 +94,27 @@ async def step_environment(
 ) -> EnvironmentStep:
     """Carry out an action.
 
+    Args:
+        timeout_s: where the environment has `longest_call_s`, calls with deadlines of their own (see protocol.py), that is added.
+
     Returns: what step returned, checked and copied: a finite reward, a bool, an info of JSON values.
     Raises: EnvironmentFault if step raises, is late, or returns what is no step; see reset_environment for errors that pass.
     """
     name = f"{type(environment).__name__}.step"
-    result = await _call(environment.step, (action,), name, f"for the action {action!r:.200}", timeout_s, in_thread)
+    most = None if timeout_s is None else timeout_s + _longest_call_s(environment)
+    result = await _call(environment.step, (action,), name, f"for the action {action!r:.200}", most, in_thread)
     return check_step(result, name)
+
+
+def _longest_call_s(environment: Environment) -> float:
+    """Seconds that a step may take for calls with deadlines of their own; 0 for an environment that says nothing of them."""
+    value: Any = getattr(environment, "longest_call_s", 0.0)
+    if not isinstance(value, (int, float)) or not value >= 0:
+        raise EnvironmentFault(
+            f"{type(environment).__name__}.longest_call_s is {value!r:.100} ({type(value).__name__}), expected seconds, 0 or more, "
+            "math.inf for calls without a deadline"
+        )
+    return value
 
 
 def check_step(result: Any, name: str = "step") -> EnvironmentStep:

@@ -1,4 +1,4 @@
-"""What an environment is: a world that an episode acts in. Any object with these methods is one; they may be async.
+"""What an environment is: a world that an episode acts in. Any object with these methods is one; reset and step may be async.
 
     class Guess:                                        # a number from 1 to 9
         def reset(self, config):
@@ -13,6 +13,9 @@
             return "Answer with one digit."
 
 An episode gets an environment of its own from a factory, so an environment need not know of others.
+
+One whose steps make calls with deadlines of their own (tools, a sandbox) may have an attribute `longest_call_s`: seconds, math.inf for
+none. They are added to the deadline of a step (EpisodeConfig.timeout_s), which would else end a call before its own deadline does.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -77,6 +78,11 @@ class ToolEnvironment:
         self._max_calls, self._max_result_chars, self._error_reward = max_calls, max_result_chars, error_reward
         self._parameters: Mapping[str, Any] = {}
         self._used_ids: set[str] = set()
+
+    @property
+    def longest_call_s(self) -> float:
+        """The longest deadline of a tool, which is added to that of a step; math.inf where a tool has none."""
+        return max((math.inf if tool.timeout_s is None else tool.timeout_s for tool in self.tools.values()), default=0.0)
 
     def reset(self, config: EnvironmentConfig) -> str:
         """Returns the question, or "" without question_key. Raises DataError if there is no such parameter."""

@@ -24,7 +24,7 @@ class Tool:
     function: Callable[..., Any]  # called with the arguments by name; may be async
     description: str = ""  # for the model
     parameters: Schema  # JSON schema of the arguments, an object
-    timeout_s: float | None = 30.0  # of one call; None = no deadline
+    timeout_s: float | None = 30.0  # of one call; None = no deadline. EpisodeConfig.timeout_s is for the rest of a step, and comes on top
     in_thread: bool = True  # a sync function runs in a thread, which is left behind at the deadline or when the episode is canceled;
     # False for quick ones, which then run where the episode does, and no deadline touches them
 
