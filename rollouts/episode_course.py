@@ -11,7 +11,7 @@ from typing import Any
 from rollouts.agent_policies import ActionRequest, AgentAction, AgentPolicy
 from rollouts.chat_formats import ConversationFormat
 from rollouts.environments.calls import open_environment, reset_environment, step_environment
-from rollouts.environments.observations import observation_to_json, observation_to_messages
+from rollouts.environments.observations import copy_json, find_non_json, observation_to_json, observation_to_messages
 from rollouts.environments.protocol import Environment, EnvironmentStep
 from rollouts.episode_config import EpisodeConfig, Failure, StopReason
 from rollouts.episode_openings import EpisodeSetting, ask_environment, create_conversation_format, describe_observation, open_conversation
@@ -34,6 +34,7 @@ class Episode:
     failure: Failure | None = None
     error: str | None = None  # what failed, in words
     total_reward: float = 0.0  # sum of the environment's rewards
+    num_retries: int = 0  # attempts before this one, which failed (EpisodeConfig.on_error is "retry")
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see the module's docstring
 
     @property
@@ -87,8 +88,10 @@ class Course:
                 if action is None:
                     return
                 text = self._transcript.messages[-1].content or ""
-                given = text if action.parsed is None else action.parsed
-                step = await step_environment(environment, given, timeout_s=config.timeout_s, in_thread=config.in_thread)
+                given = text if action.parsed is None else copy_json(action.parsed)
+                state = self._setting.find_state_key(observation)
+                step = await step_environment(environment, copy_json(given), timeout_s=config.timeout_s, in_thread=config.in_thread)
+                self._transcript = describe_turn(self._transcript, state=state, reward=step.reward)
                 self._note_step(environment, observation, action, given, step)
                 observation = step.observation
 
@@ -154,6 +157,12 @@ class Course:
                 f"the policy {type(self._policy).__name__} has a tokenizer, but its action has no tokens (text {action.text!r:.100}): an "
                 "episode over tokens needs those that were sampled; a policy of text alone has no attribute `tokenizer`"
             )
+        fault = find_non_json(action.parsed, "parsed") or find_non_json(action.metadata, "metadata")
+        if fault is not None:
+            raise DataError(
+                f"the policy {type(self._policy).__name__} returned an action whose {fault}, expected JSON values (of NumPy's: .item() or "
+                ".tolist()): samples are written to files"
+            )
         self._action_places.append(len(transcript.messages))
         self._transcript = add_action(
             transcript, self._conversation, action.tokens or (), action.log_probs, action.versions, text=action.text
@@ -166,7 +175,6 @@ class Course:
     def _note_step(self, environment: Environment, observation: Any, action: AgentAction, given: Any, step: EnvironmentStep) -> None:
         """Write the step down, find whether it was the last one, and show the model what it led to where it was not."""
         text = self._transcript.messages[-1].content or ""
-        self._transcript = describe_turn(self._transcript, state=self._setting.state_key(observation), reward=step.reward)
         self._calls[len(self._transcript.messages) - 1] = _read_tool_calls(step.info)
         if step.info.get("policy_error"):
             self._failure = Failure.POLICY

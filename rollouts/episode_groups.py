@@ -81,12 +81,14 @@ def create_policy_generate_fn(policies: Sequence[AgentPolicy], setting: EpisodeS
 class EpisodeGenerateFn:
     """A generate function of episodes, which counts what failed in them."""
 
-    def __init__(self, policies: Sequence[AgentPolicy], setting: EpisodeSetting, *, num_greedy: int = 0) -> None:
-        """Args and Raises: see create_policy_generate_fn."""
+    def __init__(
+        self, policies: Sequence[AgentPolicy], setting: EpisodeSetting, *, num_greedy: int = 0, counts: Counter[str] | None = None
+    ) -> None:
+        """Args and Raises: see create_policy_generate_fn. counts: where it counts; None = a counter of its own."""
         if not policies:
             raise ConfigError("there are no engines or policies to act with (found 0): pass at least one")
         self._policies, self._setting, self._num_greedy = tuple(policies), setting, num_greedy
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter() if counts is None else counts
 
     async def __call__(self, prompt: Prompt, n: int, partial: Group = ()) -> Group:
         """The group of a prompt; see generate_fns."""
@@ -95,12 +97,22 @@ class EpisodeGenerateFn:
         episodes = await run_episode_group(policy, self._setting, prompt, n, num_greedy=self._num_greedy, partial=partial)
         failed = [episode.failure for episode in episodes if episode is not None and episode.sample.status is Status.FAILED]
         self._counts.update(f"num_episodes_failed_{failure.value}" for failure in failed if failure is not None)
+        self._counts["num_episodes_retried"] += sum(episode is not None and episode.num_retries > 0 for episode in episodes)
         return tuple(sample if episode is None else episode.sample for sample, episode in zip(frame, episodes, strict=True))
 
     def take_counts(self) -> dict[str, int]:
-        """Episodes since the last call that failed through infrastructure and through data, and so dropped their groups."""
-        counts, self._counts = self._counts, Counter()
-        return {f"num_episodes_failed_{f.value}": counts[f"num_episodes_failed_{f.value}"] for f in (Failure.INFRASTRUCTURE, Failure.DATA)}
+        """Episodes since the last call that failed through infrastructure and through data, and so dropped their groups; and those that
+        ended well after attempts that failed (EpisodeConfig.on_error is "retry")."""
+        return _take(self._counts)
+
+
+_COUNTED = (*(f"num_episodes_failed_{failure.value}" for failure in (Failure.INFRASTRUCTURE, Failure.DATA)), "num_episodes_retried")
+
+
+def _take(counts: Counter[str]) -> dict[str, int]:
+    taken = {name: counts[name] for name in _COUNTED}
+    counts.clear()
+    return taken
 
 
 class EpisodeWorkflow:
@@ -124,9 +136,14 @@ class EpisodeWorkflow:
         """
         self._tokenizer, self._params, self._wants_stop, self._num_greedy = tokenizer, params, wants_stop, num_greedy
         self._setting = create_setting(environment_factory, config, seed)
+        self._counts: Counter[str] = Counter()
+
+    def take_counts(self) -> dict[str, int]:
+        """See EpisodeGenerateFn.take_counts; the generate functions of create_workflow_generate_fn pass it on to the metrics."""
+        return _take(self._counts)
 
     async def arun_episode(self, engine: InferenceEngine, data: Any) -> Group:
         """The group of a prompt. data: an EpisodeData."""
         policy = EngineAgentPolicy(engine, self._tokenizer, self._params, wants_stop=self._wants_stop)
-        generate = create_policy_generate_fn((policy,), self._setting, num_greedy=self._num_greedy)
+        generate = EpisodeGenerateFn((policy,), self._setting, num_greedy=self._num_greedy, counts=self._counts)
         return await generate(data.prompt, data.n_samples, data.partial)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollouts.agent_policies import AgentPolicy
 from rollouts.chat_formats import ConversationFormat, create_chat_format, create_text_format
-from rollouts.environments.observations import are_messages, observation_to_json, observation_to_messages
+from rollouts.environments.observations import are_messages, copy_json, observation_to_json, observation_to_messages
 from rollouts.environments.protocol import Environment, EnvironmentConfig, EnvironmentFactory
 from rollouts.episode_config import EpisodeConfig
 from rollouts.errors import DataError, EnvironmentFault, locate_error
@@ -32,15 +33,43 @@ class EpisodeSetting:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # for the chat template
     # of an observation before an action, equal for equal states: Turn.state, for algorithms that compare steps (GiGPO)
     state_key: Callable[[Any], str | None] = observation_key
-    # of a prompt and the seed of its environments; None = EnvironmentConfig(seed=seed, parameters=prompt.metadata)
+    # of a copy of the prompt and the seed of its environments; None = EnvironmentConfig(seed=seed, parameters=prompt.metadata)
     create_environment_config: Callable[[Prompt, int], EnvironmentConfig] | None = None
 
     def environment_config(self, prompt: Prompt) -> EnvironmentConfig:
-        """What the environments of a prompt are reset with."""
+        """What an environment of a prompt is reset with. Its metadata are copies: an environment may do with them what it likes.
+
+        Raises: DataError for metadata that cannot be copied.
+        """
         seed = derive_seed(self.seed, prompt.index)
+        try:
+            metadata = {key: copy.deepcopy(value) for key, value in prompt.metadata.items()}
+        except Exception as error:  # values of the user's own classes copy themselves
+            raise DataError(
+                f"the metadata of the prompt with index {prompt.index} cannot be copied for its environment ({type(error).__name__}: "
+                f"{error}): give values that copy.deepcopy takes, best JSON values"
+            ) from error
         if self.create_environment_config is not None:
-            return self.create_environment_config(prompt, seed)
-        return EnvironmentConfig(seed=seed, parameters=prompt.metadata)
+            return self.create_environment_config(replace(prompt, metadata=metadata), seed)
+        return EnvironmentConfig(seed=seed, parameters=metadata)
+
+    def find_state_key(self, observation: Any) -> str | None:
+        """state_key of an observation. Raises DataError if it raises, or gives neither a text nor None."""
+        try:
+            key: Any = self.state_key(copy_json(observation))
+        except DataError:
+            raise
+        except Exception as error:  # the function is the user's
+            raise DataError(
+                f"the state_key of the episodes raised {type(error).__name__} for the observation {observation!r:.200} "
+                f"({locate_error(error)}): {error}"
+            ) from error
+        if key is not None and not isinstance(key, str):
+            raise DataError(
+                f"the state_key of the episodes gave {key!r:.100} ({type(key).__name__}) for the observation {observation!r:.200}, "
+                "expected a text that is equal for equal states, or None"
+            )
+        return key
 
 
 def create_conversation_format(policy: AgentPolicy, prompt: Prompt, setting: EpisodeSetting) -> ConversationFormat | None:

@@ -11,7 +11,7 @@
     RolloutConfig(generate_fn=generate_fn, batch_size=8, n_samples_per_prompt=4)        # episode_groups.py; sync and async loops
 
 - The environment is made anew for each episode, by a factory, and reset with EnvironmentConfig(seed=derive_seed(seed, prompt.index),
-  parameters=prompt.metadata): equal for all episodes of a group.
+  parameters=a copy of prompt.metadata): equal for all episodes of a group.
 - The conversation begins with the prompt's messages. The environment's prompt prefix and first observation become part of the last user
   message: prefix, then the prompt's text, then the observation. A prompt whose content is a non-empty text stays plain text, without a
   chat template (EpisodeConfig.chat); Prompt(content="") or content=() leaves everything to the environment.
@@ -27,6 +27,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import count
 
 import trio
@@ -88,7 +89,7 @@ async def run_episode(
             if setting.config.on_error != "drop":
                 raise
             course.fail(Failure.DATA, error)
-        return course.finish()
+        return replace(course.finish(), num_retries=attempt)
     raise AssertionError("unreachable: the loop has no end")
 
 

@@ -159,7 +159,7 @@ def create_workflow_generate_fn(
 
     Returns: async generate_fn(prompt, n, partial=()) -> Group: FAILED samples for None, PENDING ones for an episode that was interrupted,
         also where the episode caught that and came back with an error or finished samples. Of a ScoredWorkflow it is a
-        config.ScoringGenerateFn.
+        config.ScoringGenerateFn. What the workflow counts (its take_counts(), where it has one) is in the metrics.
     Raises: ConfigError if there is no engine or no episode to run.
     """
     if not engines:
@@ -170,13 +170,28 @@ def create_workflow_generate_fn(
             f"the workflow is a {type(workflow).__name__} without arun_episode: write `async def arun_episode(self, engine, data)`"
         )
     generate_fn = _bind_episode(episode, tuple(engines), seed, num_baseline)
+    take = getattr(workflow, "take_counts", None)
     if not isinstance(workflow, ScoredWorkflow) or workflow.reward_fn is None:
-        return generate_fn
+        return generate_fn if take is None else _CountingGenerateFn(generate_fn, take)
     unscored = _bind_episode(workflow.agenerate_group, tuple(engines), seed, num_baseline)
-    return _ScoringGenerateFn(generate_fn, unscored, workflow.reward_fn, workflow.reward)
+    return _ScoringGenerateFn(generate_fn, unscored, workflow.reward_fn, workflow.reward, take)
 
 
-class _ScoringGenerateFn:
+class _CountingGenerateFn:
+    """The generate function of a workflow that counts: see generate_fns.take_counts."""
+
+    def __init__(self, generate_fn: Callable[..., Awaitable[Group]], take_counts: Callable[[], Mapping[str, int]] | None) -> None:
+        self._generate_fn, self._take_counts = generate_fn, take_counts
+
+    async def __call__(self, prompt: Prompt, n: int, partial: Group = ()) -> Group:
+        return await self._generate_fn(prompt, n, partial)
+
+    def take_counts(self) -> dict[str, int]:
+        """What the workflow has counted since the last call."""
+        return {} if self._take_counts is None else dict(self._take_counts())
+
+
+class _ScoringGenerateFn(_CountingGenerateFn):
     """The generate function of a ScoredWorkflow: a config.ScoringGenerateFn."""
 
     def __init__(
@@ -185,12 +200,10 @@ class _ScoringGenerateFn:
         unscored: Callable[..., Awaitable[Group]],
         reward_fn: Callable[[Sample], Any],
         reward: RewardConfig | None,
+        take_counts: Callable[[], Mapping[str, int]] | None,
     ) -> None:
-        self._generate_fn = generate_fn
+        super().__init__(generate_fn, take_counts)
         self.unscored, self.reward_fn, self.reward = unscored, reward_fn, reward
-
-    async def __call__(self, prompt: Prompt, n: int, partial: Group = ()) -> Group:
-        return await self._generate_fn(prompt, n, partial)
 
 
 def _bind_episode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -175,3 +176,13 @@ async def test_a_workflow_plays_the_same_episodes():
     direct = create_episode_generate_fn([engine], tokenizer, PARAMS, Echo, config, seed=1)
     (prompt,) = DataBuffer(None).get_prompts(1)
     assert await generate_fn(prompt, 3) == await direct(prompt, 3)
+
+
+async def test_what_fails_in_the_episodes_of_a_workflow_is_in_the_metrics():
+    tokenizer = create_char_tokenizer()
+    backend, engine, rollout, *_ = create_parts(tokenizer)
+    workflow = EpisodeWorkflow(tokenizer, PARAMS, Broken, EpisodeConfig(max_turns=3, on_error="drop"), seed=4)
+    generate_fn = create_workflow_generate_fn(workflow, [engine])
+    metrics, _ = await run_sync(backend, engine, replace(rollout, generate_fn=generate_fn))
+    failed = sum(line["num_episodes_failed_infrastructure"] for line in metrics)
+    assert failed == 3 * sum(line["num_groups_dropped"] for line in metrics) > 0

@@ -7,6 +7,7 @@ import math
 import random
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import trio
 from chat_templates import CHATML, QWEN3, create_tokenizer, encode
@@ -265,6 +266,105 @@ async def test_a_fault_that_passes_is_no_more_than_another_attempt():
     episode = await run_episode(policy_of(say("go")), flaky, EMPTY, EpisodeConfig(on_error="retry"))
     assert episode.sample == whole.sample
     assert len(Countdown.made) == 2
+    assert (whole.num_retries, episode.num_retries) == (0, 1)
+
+
+async def test_attempts_that_failed_are_in_the_metrics():
+    def flaky():
+        return Countdown(**({"step": ValueError("once")} if len(Countdown.made) in (0, 2) else {}))
+
+    generate_fn = create_episode_generate_fn([say("go")], TOKENIZER, PARAMS, flaky, EpisodeConfig(on_error="retry"))
+    config = RolloutConfig(batch_size=2, n_samples_per_prompt=2, generate_fn=generate_fn)
+    batch = await AsyncRolloutManager(DataBuffer(None), config, engines=[]).generate_batch()
+    assert batch.metadata["num_episodes_retried"] == 2
+    assert generate_fn.take_counts() == dict.fromkeys(
+        ("num_episodes_failed_infrastructure", "num_episodes_failed_data", "num_episodes_retried"), 0
+    )
+
+
+class Deck(Countdown):
+    """Plays with the cards of its prompt."""
+
+    def reset(self, config: EnvironmentConfig):
+        self.cards = config.parameters["decks"]["mine"]
+        return f"{self.cards.pop()} of {config.parameters['ground_truth']}."
+
+
+async def test_an_environment_that_changes_its_parameters_changes_no_other_episode():
+    prompt = Prompt(content="", metadata={"ground_truth": 7, "decks": {"mine": [1, 2, 3, 4]}})
+    setting = EpisodeSetting(
+        environment_factory=Deck,
+        create_environment_config=lambda prompt, seed: EnvironmentConfig(seed=seed, parameters=prompt.metadata),
+    )
+    groups = [
+        await run_episode_group(policy_of(say("go")), Deck, prompt, 2),
+        await run_episode_group(policy_of(say("go")), setting, prompt, 2),
+    ]
+    assert [episode.steps[0].observation_data for group in groups for episode in group] == ["4 of 7."] * 4
+    assert prompt.metadata["decks"] == {"mine": [1, 2, 3, 4]}
+    assert all(episode.sample.metadata["decks"] == {"mine": [1, 2, 3, 4]} for group in groups for episode in group)
+
+
+async def test_metadata_that_cannot_be_copied_are_a_failure_of_the_data():
+    prompt = Prompt(content="", index=3, metadata={"answers": (k for k in range(3))})
+    with pytest.raises(DataError, match=r"prompt with index 3 cannot be copied .*generator"):
+        await run_episode(policy_of(say("go")), Countdown, prompt)
+
+
+class Board(Countdown):
+    """Shows its own list, which it changes in place."""
+
+    def reset(self, config: EnvironmentConfig):
+        self.board, self.info = [0, 0], {"moves": []}
+        return self.board
+
+    def step(self, action):
+        self.board[self.board.index(0)] = 1
+        self.info["moves"].append(action)
+        return self.board, 0.5, all(self.board), self.info
+
+
+async def test_states_of_an_environment_that_shows_its_own_list_are_those_that_were_seen():
+    episode = await run_episode(policy_of(say("go")), Board, EMPTY)
+    assert [step.observation_data for step in episode.steps] == [[0, 0], [1, 0]]
+    assert [turn.state for turn in episode.sample.turns] == [observation_key(board) for board in ([0, 0], [1, 0])]
+    assert [step["info"] for step in episode.sample.metadata["steps"]] == [{"moves": ["go"]}, {"moves": ["go", "go"]}]
+
+
+async def test_an_action_that_an_environment_changes_is_noted_as_it_was_taken():
+    class Pops(Countdown):
+        def step(self, action):
+            return action.pop(), 0.5, True, {}
+
+    policy = ScriptedAgentPolicy(lambda request: AgentAction(text="1 2", parsed=[1, 2]))
+    episode = await run_episode(policy, Pops, EMPTY)
+    assert episode.steps[0].action_taken == [1, 2]
+
+
+def raise_key_error(observation):
+    raise KeyError("map")
+
+
+@pytest.mark.parametrize(
+    ("state_key", "message"), [(raise_key_error, "state_key .* raised KeyError .*map"), (len, r"state_key .* gave \d+ \(int\)")]
+)
+async def test_a_state_key_that_fails_is_a_failure_of_the_data(state_key, message):
+    for on_error in ("raise", "drop"):
+        setting = EpisodeSetting(environment_factory=Countdown, config=EpisodeConfig(on_error=on_error), state_key=state_key)
+        if on_error == "raise":
+            with pytest.raises(DataError, match=message):
+                await run_episode(policy_of(say("go")), setting, EMPTY)
+        else:
+            episode = await run_episode(policy_of(say("go")), setting, EMPTY)
+            assert (episode.failure, episode.sample.status) == (Failure.DATA, Status.FAILED)
+
+
+@pytest.mark.parametrize("field", ["parsed", "metadata"])
+async def test_an_action_that_no_file_can_hold_is_refused_by_the_name_of_its_field(field):
+    value = {"move": np.int64(3)}
+    policy = ScriptedAgentPolicy(lambda request: AgentAction(text="3", **{field: value}))
+    with pytest.raises(DataError, match=rf"ScriptedAgentPolicy .* {field}\['move'\] is .*int64.*JSON values"):
+        await run_episode(policy, Countdown, EMPTY)
 
 
 class Over(Countdown):
