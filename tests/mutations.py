@@ -2108,10 +2108,24 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "sandbox/seccomp.py",
-        "the filter jumps one instruction too far back, and allows what it should refuse",
-        "end + 1 - (index + 1)",
-        "end + 1 - (index + 2)",
+        "a rule of the filter jumps over its first instruction, and allows what it should refuse",
+        "program += [(JUMP_IF_EQUAL, 0, len(code), number), *code]",
+        "program += [(JUMP_IF_EQUAL, 1, len(code), number), *code]",
         ("test_sandbox.py::test_dangerous_system_calls_are_refused",),
+    ),
+    Mutation(
+        "sandbox/seccomp.py",
+        "limits of other processes can be changed",
+        '("prlimit64", 302, 261, 1)',
+        '("prlimit64", 302, 261, 0)',
+        ("test_sandbox_pool.py::test_a_call_cannot_change_limits_or_priorities_of_the_worker",),
+    ),
+    Mutation(
+        "sandbox/seccomp.py",
+        "shared memory of no file is allowed",
+        "SHARED_ANONYMOUS = 0x21",
+        "SHARED_ANONYMOUS = 0x1000021",
+        ("test_sandbox.py::test_memory_that_belongs_to_no_process_is_refused",),
     ),
     Mutation(
         "chat_formats.py",

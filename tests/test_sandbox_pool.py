@@ -116,6 +116,43 @@ def look(): return [os.listdir(), len(os.listdir("/proc/self/task")), os.getcwd(
             assert pool.num_started == 1
 
 
+CHANGES = """
+import os, resource
+def change():
+    worker = os.getppid()
+    first = int(open(f"/proc/{worker}/stat").read().rpartition(")")[2].split()[1])
+    done = []
+    for pid in (worker, first):  # both of this sandbox, at every level
+        for name, act in {
+            "prlimit": lambda: resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20)),
+            "look": lambda: resource.prlimit(pid, resource.RLIMIT_AS),
+            "setpriority": lambda: os.setpriority(os.PRIO_PROCESS, pid, 19),
+            "scheduler": lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)),
+            "param": lambda: os.sched_setparam(pid, os.sched_param(0)),
+            "affinity": lambda: os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))}),
+        }.items():
+            try: act(); done.append(name)
+            except OSError: pass
+    for what in (os.PRIO_PGRP, os.PRIO_USER):
+        try: os.setpriority(what, 0, 19); done.append(what)
+        except OSError: pass
+    os.setpriority(os.PRIO_PROCESS, 0, 1)  # its own
+    resource.setrlimit(resource.RLIMIT_NOFILE, (50, 50))
+    os.sched_setaffinity(0, os.sched_getaffinity(0))
+    return done
+"""
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+async def test_a_call_cannot_change_limits_or_priorities_of_the_worker(level: Confinement):
+    with no_survivors() as environment:
+        async with open_code_pool(limits=LIMITS, confinement=level, environment=environment) as pool:
+            assert (await execute_code(CHANGES, "change", {}, pool=pool)).unwrap() == []
+            large = "def large(): return len(bytearray(100 << 20))"
+            assert (await execute_code(large, "large", {}, pool=pool)).unwrap() == 100 << 20
+            assert pool.num_started == 1
+
+
 @pytest.mark.parametrize("level", ISOLATED)
 async def test_killing_the_worker_is_refused_or_costs_only_that_call(level: Confinement):
     with no_survivors() as environment:

@@ -14,7 +14,7 @@ from rollouts.errors import SandboxError
 from rollouts.sandbox.limits import SandboxLimits
 
 SCRATCH = "/scratch"  # working directory inside, in memory
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/etc/ld.so.cache", "/etc/alternatives")
 SYSTEM_LINKS = ("/bin", "/lib", "/lib32", "/lib64")  # into /usr; folders on some systems
 PACKAGE = Path(__file__).resolve().parent.parent  # this library

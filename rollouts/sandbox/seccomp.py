@@ -1,4 +1,4 @@
-"""A filter of system calls that no reward code needs: they hold memory of no process, read others, or widen the surface.
+"""A filter of system calls that no reward code needs: they hold memory of no process, read or change others, or widen the surface.
 
 Linux on x86-64 and arm64; elsewhere nothing is filtered. Imported inside of sandboxes.
 Source: https://docs.kernel.org/userspace-api/seccomp_filter.html; numbers from the kernel's unistd headers.
@@ -13,16 +13,21 @@ import os
 from rollouts.sandbox.kernel import check, libc
 
 PR_SET_SECCOMP, MODE_FILTER = 22, 2
-LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF instructions
+LOAD, AND, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06  # BPF instructions
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # REFUSE | errno: the call fails
-OFFSET_OF_NUMBER, OFFSET_OF_ARCHITECTURE, OFFSET_OF_FLAGS = 0, 4, 16  # in what the filter sees; the flags are clone's first argument
+OFFSET_OF_NUMBER, OFFSET_OF_ARCHITECTURE, OFFSET_OF_ARGUMENTS = 0, 4, 16  # in what the filter sees; 8 bytes each argument
 NEW_NAMESPACES = 0x7E020000  # the flags of clone that make any
-CLONE, CLONE3 = ("clone", 56, 220), 435
+SHARED_ANONYMOUS = 0x21  # MAP_SHARED | MAP_ANONYMOUS: memory that stays when no process has it resident
+DOMAINS = (1, 2, 10, 16)  # of sockets: unix, IPv4, IPv6, netlink; not those that leave a network namespace, such as vsock
+CLONE3 = 435
 FIRST_OF_X32 = 0x40000000  # a second table of calls on x86-64
+Code = list[tuple[int, int, int, int]]  # instruction, instructions to skip if it holds and if not, value
 
 # name: (x86-64, arm64); the numbers of later calls are the same everywhere
 REFUSED = (
-    ("shmget", 29, 194), ("ptrace", 101, 117), ("syslog", 103, 116), ("personality", 135, 92), ("pivot_root", 155, 41), ("acct", 163, 89),
+    ("shmget", 29, 194), ("semget", 64, 190), ("msgget", 68, 186), ("mq_open", 240, 180), ("ioprio_set", 251, 30),
+    ("migrate_pages", 256, 238), ("move_pages", 279, 239), ("process_madvise", 440, 440), ("process_mrelease", 448, 448),
+    ("ptrace", 101, 117), ("syslog", 103, 116), ("personality", 135, 92), ("pivot_root", 155, 41), ("acct", 163, 89),
     ("mount", 165, 40), ("umount2", 166, 39), ("swapon", 167, 224), ("reboot", 169, 142), ("init_module", 175, 105),
     ("quotactl", 179, 60), ("kexec_load", 246, 104), ("add_key", 248, 217), ("request_key", 249, 218), ("keyctl", 250, 219),
     ("unshare", 272, 97), ("perf_event_open", 298, 241), ("open_by_handle_at", 304, 265), ("setns", 308, 268),
@@ -30,6 +35,10 @@ REFUSED = (
     ("memfd_create", 319, 279), ("kexec_file_load", 320, 294), ("bpf", 321, 280), ("userfaultfd", 323, 282), ("io_uring_setup", 425, 425),
     ("io_uring_enter", 426, 426), ("io_uring_register", 427, 427), ("open_tree", 428, 428), ("move_mount", 429, 429),
     ("fsopen", 430, 430), ("fsmount", 432, 432), ("pidfd_getfd", 438, 438), ("mount_setattr", 442, 442), ("memfd_secret", 447, 447),
+)  # fmt: skip
+OF_THIS_PROCESS = (  # allowed where so many first arguments are 0, which stands for the process that calls
+    ("prlimit64", 302, 261, 1), ("sched_setparam", 142, 118, 1), ("sched_setscheduler", 144, 119, 1), ("sched_setaffinity", 203, 122, 1),
+    ("sched_setattr", 314, 274, 1), ("setpriority", 141, 140, 2),
 )  # fmt: skip
 ARCHITECTURES = (("x86_64", 0xC000003E, 1), ("aarch64", 0xC00000B7, 2))  # (machine, number of its ABI, column of REFUSED)
 
@@ -42,10 +51,38 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
 
 
-def filter_system_calls() -> bool:
-    """Refuse the calls above, and new namespaces, to this process and all that it starts. PR_SET_NO_NEW_PRIVS must be set before.
+def _load(argument: int) -> Code:
+    """The lower half of an argument, which is all that the kernel takes of these."""
+    return [(LOAD, 0, 0, OFFSET_OF_ARGUMENTS + 8 * argument)]
 
-    The calls fail with EPERM; clone3, whose flags a filter cannot see, with ENOSYS, upon which C libraries use clone.
+
+def _refuse(number: int = errno.EPERM) -> Code:
+    return [(RETURN, 0, 0, REFUSE | number)]
+
+
+def _rules(column: int) -> list[tuple[int, Code]]:
+    """(number of a call, what decides about it: its last instruction returns)."""
+    allow: Code = [(RETURN, 0, 0, ALLOW)]
+    rules = [(int(row[column]), _refuse()) for row in REFUSED] + [(CLONE3, _refuse(errno.ENOSYS))]
+    clone, mmap, socket, socketpair = ((56, 9, 41, 53), (220, 222, 198, 199))[column - 1]
+    rules.append((clone, [*_load(0), (JUMP_IF_ANY_BIT, 0, 1, NEW_NAMESPACES), *_refuse(), *allow]))
+    rules.append((mmap, [*_load(3), (AND, 0, 0, SHARED_ANONYMOUS), (JUMP_IF_EQUAL, 0, 1, SHARED_ANONYMOUS), *_refuse(), *allow]))
+    for number in (socket, socketpair):
+        known: Code = [(JUMP_IF_EQUAL, len(DOMAINS) - index, 0, domain) for index, domain in enumerate(DOMAINS)]
+        rules.append((number, [*_load(0), *known, *_refuse(errno.EAFNOSUPPORT), *allow]))
+    for row in OF_THIS_PROCESS:
+        own: Code = []
+        for argument in range(row[3]):
+            own += [*_load(argument), (JUMP_IF_EQUAL, 1, 0, 0), *_refuse()]
+        rules.append((int(row[column]), [*own, *allow]))
+    return rules
+
+
+def filter_system_calls() -> bool:
+    """Refuse the calls above, new namespaces, shared memory of no file, and changes of other processes, to this process and its offspring.
+
+    PR_SET_NO_NEW_PRIVS must be set before. The calls fail with EPERM; clone3, whose flags a filter cannot see, with ENOSYS, upon which C
+    libraries use clone; sockets of other domains with EAFNOSUPPORT.
 
     Returns: whether there is a filter for this machine.
 
@@ -56,14 +93,11 @@ def filter_system_calls() -> bool:
     if not found:
         return False
     architecture, column = found[0]
-    numbers = [int(row[column]) for row in REFUSED]
-    end = len(numbers) + 8  # index of ALLOW; jumps count from the instruction behind
-    program = [(LOAD, 0, 0, OFFSET_OF_ARCHITECTURE), (JUMP_IF_EQUAL, 0, end - 1, architecture), (LOAD, 0, 0, OFFSET_OF_NUMBER)]
-    program += [(JUMP_IF_AT_LEAST, end - 3, 0, FIRST_OF_X32)]
-    program += [(JUMP_IF_EQUAL, end + 1 - (index + 1), 0, number) for index, number in enumerate(numbers, start=4)]
-    program += [(JUMP_IF_EQUAL, 5, 0, CLONE3), (JUMP_IF_EQUAL, 0, 2, int(CLONE[column]))]
-    program += [(LOAD, 0, 0, OFFSET_OF_FLAGS), (JUMP_IF_ANY_BIT, 1, 0, NEW_NAMESPACES)]
-    program += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE | errno.EPERM), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]
+    program: Code = [(LOAD, 0, 0, OFFSET_OF_ARCHITECTURE), (JUMP_IF_EQUAL, 1, 0, architecture), *_refuse()]
+    program += [(LOAD, 0, 0, OFFSET_OF_NUMBER), (JUMP_IF_AT_LEAST, 0, 1, FIRST_OF_X32), *_refuse()]
+    for number, code in _rules(column):
+        program += [(JUMP_IF_EQUAL, 0, len(code), number), *code]
+    program.append((RETURN, 0, 0, ALLOW))
     instructions = (_Instruction * len(program))(*(_Instruction(*fields) for fields in program))
     filled = _Program(length=len(program), instructions=instructions)
     check(libc().prctl(PR_SET_SECCOMP, ctypes.c_ulong(MODE_FILTER), ctypes.byref(filled), ctypes.c_ulong(0), ctypes.c_ulong(0)), "seccomp")
