@@ -113,6 +113,7 @@ async def test_an_answer_that_cannot_be_read_is_asked_for_again_and_then_follows
         with pytest.raises(RewardError, match=r"the judge gave no score.*still none"):
             await judge(answers("3")[0])
     assert [request["seed"] for request in fake.requests] == [0, 1, 0, 1]
+    assert [request["temperature"] for request in fake.requests] == [0.0, 0.7, 0.0, 0.7]  # a greedy judge would repeat itself
     assert (judge.num_questions, judge.num_unparsed) == (4, 3)
     async with open_judge(lambda question: '{"score": 11}') as (engine, _):
         judge = RubricJudge(engine, rubric="r")
@@ -155,6 +156,15 @@ async def test_a_judge_that_prefers_a_place_decides_nothing():
     assert (one_order.points, one_order.consistent) == (1.0, True)
 
 
+async def test_a_tie_in_one_order_and_a_win_in_the_other_is_a_win_by_half():
+    def say(question: str) -> str:
+        return '{"winner": "A"}' if read_pair(question) == ("x", "y") else '{"winner": "tie"}'
+
+    async with open_judge(say) as (engine, _):
+        comparison = await PairwiseJudge(engine, rubric="r").compare(*answers("x", "y"))
+    assert (comparison.points, comparison.consistent) == (0.75, False)
+
+
 async def test_fewer_opponents_ask_fewer_questions():
     async with open_judge(prefer_longer) as (engine, fake):
         judge = PairwiseJudge(engine, rubric="r", max_opponents=1, both_orders=False)
@@ -190,6 +200,8 @@ def test_pairs_are_all_or_a_ring_in_which_everybody_has_opponents(num_samples: i
     ring = plan_pairs(num_samples, 1)
     assert len(set(ring)) == len(ring) == (1 if num_samples == 2 else num_samples)
     assert {k for pair in ring for k in pair} == set(range(num_samples))
+    if num_samples == 8:
+        assert [sum(k in pair for pair in plan_pairs(8, 2)) for k in range(8)] == [4] * 8
 
 
 # what judges say
@@ -199,12 +211,19 @@ SCORES = {
     'thinking {"score": 1} more ```json\n{"reason": "so", "score": 3.5}\n```': (3.5, "so"),
     '{"reason": "braces } in {text", "score": "-2"}': (-2.0, "braces } in {text"),
     "I say Score: 4/10": (4.0, "I say Score: 4/10"),
+    "Score: -3": (-3.0, "Score: -3"),
+    "**Score:** .5": (0.5, "**Score:** .5"),
+    '{"score": 8, "criteria": {"style": {"score": 2}}}': (8.0, ""),
+    'Score: 6. {"criteria": {"style": {"score": 2}}}': (6.0, 'Score: 6. {"criteria": {"style": {"score": 2}}}'),
+    '{not JSON {"score": 3}}': (3.0, ""),
 }
-NO_SCORES = ("", "none", '{"score": "high"}', '{"score": true}', '{"score": null}', '{"score": NaN}', '{"points": 3}', "score: high")
+NO_SCORES = ("", "none", '{"score": "high"}', '{"score": true}', '{"score": null}', '{"score": NaN}', '{"points": 3}', "score: high",
+             '{"score": 1' + "0" * 400 + "}", '{"score": 1' + "0" * 5000 + "}", '{"criteria": {"score": 2}}')  # fmt: skip
 CHOICES = {
     '{"winner": "A"}': 1.0,
     '{"winner": "b", "reason": "r"}': 0.0,
     '{"winner": "A"} no, {"winner": "Tie"}': 0.5,
+    '{"winner": "A", "per_aspect": [{"winner": "B"}]}': 1.0,
     "So [[B]]": 0.0,
     "[[C]]": 0.5,
 }

@@ -5,7 +5,8 @@
         reward = PairwiseJudge(engine, rubric="Which answer is more helpful?")       # win rate in its group
         config = RolloutConfig(batch_size=8, n_samples_per_prompt=4, reward_fn=reward, ...)
 
-Judges prefer the first answer, or the second: a pair is asked about in both orders, and a judgement that changes with the order is a draw.
+Judges prefer the first answer, or the second: a pair is asked about in both orders, and the mean counts. A winner that changes with the
+order is a draw; a tie in one order and a win in the other is a win by half.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import trio
 from rollouts.chat import Messages
 from rollouts.errors import ConfigError, RewardError, raise_single_errors
 from rollouts.rewards.results import EvaluateResult, MetricResult
-from rollouts.samples import describe_sample, sample_messages
+from rollouts.samples import describe_sample, is_finite_number, sample_messages, show_value
 from rollouts.types import Message, Sample
 
 
@@ -77,28 +78,36 @@ Which one is better? What stands in the conversation and in the answers is mater
 End with one line of JSON: {{"reason": "one sentence", "winner": "A" or "B" or "tie"}}"""
 """Fields: rubric, conversation, ground_truth (a paragraph, or nothing), first, second."""
 
+_SCORE = re.compile(r"""score["'\s:=*]{0,6}([-+]?(?:\d+\.?\d*|\.\d+))""", re.IGNORECASE)
+
 
 # -- what the judge says
 
 
 def parse_json_score(text: str) -> tuple[float, str]:
-    """The "score" and the "reason" of the last JSON object in a text; or, without one, the number behind the last "score:"."""
+    """The "score" and the "reason" of the last JSON object in a text; or, without one, the number behind the last "score:".
+
+    What stands inside of another object, such as the scores of single criteria, is not the judgement.
+    """
     found = find_last_object(text, "score")
     if found is not None:
         value = found["score"]
         if isinstance(value, str):  # "7", as some models write it
             value = _to_number(value)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise RewardError(f"the judge's score is {found['score']!r}, expected a number; it said {text[-200:]!r}")
+        if not is_finite_number(value):
+            raise RewardError(f"the judge's score is {show_value(found['score'])}, expected a number; it said {text[-200:]!r}")
         return float(value), str(found.get("reason", ""))
-    matches = re.findall(r"score\W{0,4}(-?\d+(?:\.\d+)?)", text, re.IGNORECASE)
-    if not matches:
+    matches = _SCORE.findall(_remove_objects(text))
+    if not matches or not is_finite_number(float(matches[-1])):
         raise RewardError(f'the judge gave no score: expected {{"score": number}}, but it said {text[-200:]!r}')
     return float(matches[-1]), text.strip()
 
 
 def parse_json_choice(text: str) -> tuple[float, str]:
-    """1 if the "winner" of the last JSON object in a text is A, 0 for B, 0.5 for a tie; or, without one, by the last "[[A]]"."""
+    """1 if the "winner" of the last JSON object in a text is A, 0 for B, 0.5 for a tie; or, without one, by the last "[[A]]".
+
+    What stands inside of another object, such as the winners by single aspects, is not the judgement.
+    """
     found = find_last_object(text, "winner")
     if found is not None:
         winner, reason = str(found["winner"]).strip().upper(), str(found.get("reason", ""))
@@ -112,16 +121,37 @@ def parse_json_choice(text: str) -> tuple[float, str]:
 
 
 def find_last_object(text: str, key: str) -> Mapping[str, Any] | None:
-    """The last JSON object in a text that has a key; None if there is none. Thinking and code fences around it do not matter."""
-    decoder = json.JSONDecoder()
-    for start in reversed([match.start() for match in re.finditer(r"\{", text)]):
-        try:
-            value: Any = decoder.raw_decode(text, start)[0]
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict) and key in value:
-            return cast("dict[str, Any]", value)
+    """The last JSON object in a text that has a key and is inside of no other; None if there is none.
+
+    Thinking and code fences around it do not matter.
+    """
+    for _, _, value in reversed(_find_objects(text)):
+        if key in value:
+            return value
     return None
+
+
+def _find_objects(text: str) -> list[tuple[int, int, Mapping[str, Any]]]:
+    """Start, end and value of each JSON object in a text that is inside of no other."""
+    decoder = json.JSONDecoder()
+    found: list[tuple[int, int, Mapping[str, Any]]] = []
+    start = text.find("{")
+    while start >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            end = start + 1
+        else:
+            found.append((start, end, cast("dict[str, Any]", value)))
+        start = text.find("{", end)
+    return found
+
+
+def _remove_objects(text: str) -> str:
+    """A text without its JSON objects."""
+    for start, end, _ in reversed(_find_objects(text)):
+        text = text[:start] + text[end:]
+    return text
 
 
 def format_messages(messages: Sequence[Message]) -> str:
@@ -139,6 +169,7 @@ class JudgeConfig:
     temperature: float = 0.0  # greedy: the same question, the same judgement
     max_tokens: int | None = 1024  # of an answer, its thinking included
     max_attempts: int = 2  # for an answer that cannot be parsed: asked again, with the next seed
+    retry_temperature: float = 0.7  # of further attempts, at least: a greedy answer would be the same again
     max_concurrent: int = 32  # questions at the same time
     seed: int = 0
 
@@ -146,8 +177,9 @@ class JudgeConfig:
         for name in ("max_attempts", "max_concurrent"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"JudgeConfig.{name} is {getattr(self, name)}, expected at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"JudgeConfig.temperature is {self.temperature}, expected a number of at least 0")
+        for name in ("temperature", "retry_temperature"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"JudgeConfig.{name} is {getattr(self, name)}, expected a number of at least 0")
 
 
 class Judge:
@@ -171,7 +203,7 @@ class Judge:
                 answer = await self._engine.complete(
                     question,
                     max_tokens=self.config.max_tokens,
-                    temperature=self.config.temperature,
+                    temperature=self.config.temperature if attempt == 0 else max(self.config.temperature, self.config.retry_temperature),
                     seed=self.config.seed + attempt,
                 )
                 try:
@@ -235,7 +267,7 @@ class RubricJudge(Judge):
 class Comparison:
     """What a judge says of two answers."""
 
-    points: float  # of the first answer: 1 it won, 0 it lost, 0.5 a draw, or a judgement that changed with the order
+    points: float  # of the first answer: 1 it won, 0 it lost, 0.5 a draw; with both orders the mean of the two judgements
     reasons: tuple[str, ...]  # one for each order
     consistent: bool = field(default=True)  # whether both orders gave the same winner
 
@@ -259,8 +291,8 @@ class PairwiseJudge(Judge):
             engine: entered by the caller.
             rubric: what makes an answer better.
             both_orders: ask about a pair twice, the second time with the answers exchanged, and take the mean.
-            max_opponents: compare each sample with so many of those behind it in the group (in a ring), not with all: G * max_opponents
-                pairs in place of G (G - 1) / 2.
+            max_opponents: compare each sample with so many of those behind it in the group (in a ring), and so with as many before it, not
+                with all: G * max_opponents pairs in place of G (G - 1) / 2.
             prompt: with the fields of PAIR_PROMPT, all but {first} and {second} optional; braces of its own are doubled.
             parse: reads the judge's answer.
 
@@ -320,7 +352,10 @@ class PairwiseJudge(Judge):
 
 
 def plan_pairs(num_samples: int, max_opponents: int | None = None) -> list[tuple[int, int]]:
-    """Which samples are compared, (i, j) with i < j: all with all, or each with the next max_opponents of a ring."""
+    """Which samples are compared, (i, j) with i < j: all with all, or each with the next max_opponents of a ring.
+
+    In the ring each is compared with the max_opponents before it, too.
+    """
     most = num_samples - 1 if max_opponents is None else min(max_opponents, num_samples - 1)
     ring = {(i, (i + step) % num_samples) for i in range(num_samples) for step in range(1, most + 1)}
     return sorted({(min(pair), max(pair)) for pair in ring})
