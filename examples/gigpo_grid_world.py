@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import statistics
 import sys
@@ -64,23 +65,27 @@ REWARD = f"{Path(__file__).with_name('grid_world_reward.py')}:reward"
 TOKENIZER = create_char_tokenizer()
 
 
+ANCHORS: dict[str, Callable[[str], str]] = {"observation": hash_observation, "text": str, "column": lambda seen: seen[0]}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything that can be set, each as an option of this name."""
 
     omega: float = 1.0  # weight of the step level; 0 = GRPO
     gamma: float = 0.95  # discount of step rewards
-    default_step_reward: float = 0.0  # of steps that the reward function says nothing about
+    default_step_reward: float = 0.0  # of steps that nobody pays
+    anchors: str = "observation"  # what tells states apart: observation (its hash), text (as it is), column (where only that counts)
     episodes_per_batch_group: int = 8
-    groups_per_iteration: int = 8
-    max_episode_steps: int = 10
-    num_training_iterations: int = 40
+    groups_per_iteration: int = 12
+    max_episode_steps: int = 12
+    num_training_iterations: int = 45
     num_epochs: int = 1
-    lr: float = 5e-4
-    entropy_coef: float = 0.02  # keeps a policy from being sure too early
+    lr: float = 7e-4
+    entropy_coef: float = 0.0  # keeps a policy from being sure too early
     grid_size: int = 5
-    num_demonstrations: int = 256  # that are imitated before the first iteration
-    num_imitation_steps: int = 60
+    num_demonstrations: int = 1024  # that are imitated before the first iteration
+    num_imitation_steps: int = 150
     random_share: float = 0.8  # of the moves in them; the others are an expert's
     seed: int = 0
 
@@ -104,6 +109,12 @@ def create_prompts(settings: Settings, iteration: int) -> list[Prompt]:
         cell = random.Random(derive_seed(settings.seed, turn)).sample(cells, len(cells))[place]
         prompts.append(Prompt(content="", index=index, metadata={"start": list(cell), "goal": list(settings.goal)}))
     return prompts
+
+
+def count_shortest(sample: Sample) -> int:
+    """Steps of a shortest way from the start of an episode to the goal."""
+    start, goal = sample.metadata["start"], sample.metadata["goal"]
+    return sum(abs(a - b) for a, b in zip(start, goal, strict=True))
 
 
 class Demonstrator:
@@ -176,7 +187,7 @@ class Trainer:
             scores,
             omega=settings.omega,
             gamma=settings.gamma,
-            state_hashing_function=hash_observation,
+            state_hashing_function=ANCHORS[settings.anchors],
             default_step_reward=settings.default_step_reward,
         )
         say(f"advantages  {_describe_first(steps[0])}")
@@ -191,7 +202,7 @@ class Trainer:
         shared = [step.step_info["gigpo"]["anchor_size"] > 1 for row in steps for step in row]
         return {
             "success": statistics.fmean(scores),
-            "turns": statistics.fmean(len(episode.steps) for episode in episodes),
+            "extra_steps": statistics.fmean(len(episode.steps) - count_shortest(episode.sample) for episode in episodes),
             "shared_anchors": statistics.fmean(shared),
             "moves": statistics.fmean(result.metrics["moves"].score for result in results),
         }
@@ -200,14 +211,15 @@ class Trainer:
         """Supervised steps on demonstrations of little worth: most of their moves are drawn at random."""
         settings = self.settings
         config = EpisodeConfig(max_turns=settings.max_episode_steps, chat=False)
+        demonstrator = Demonstrator(settings)
         rows: list[Sample] = []
-        for start in range(settings.num_demonstrations // len(create_prompts(settings, 0))):
+        for start in range(-(-settings.num_demonstrations // settings.groups_per_iteration)):
             for prompt in create_prompts(settings, -1 - start):
-                (episode,) = await run_episode_group(Demonstrator(settings), partial(GridWorld, settings.grid), prompt, 1, config)
+                (episode,) = await run_episode_group(demonstrator, partial(GridWorld, settings.grid), prompt, 1, config)
                 rows.append(replace(episode.sample, reward=None))
         backend = create_pytorch_backend(self.model, lr=3e-3, tokenizer=TOKENIZER)
         for step in range(settings.num_imitation_steps):
-            batch = collate_samples(random.Random(derive_seed(settings.seed, step)).sample(rows, 64), pad_id=TOKENIZER.pad_token_id)
+            batch = collate_samples(random.Random(derive_seed(settings.seed, step)).choices(rows, k=64), pad_id=TOKENIZER.pad_token_id)
             await backend.forward_backward(replace(batch, loss_weights=token_mean(batch)), sft_loss).result()
             await backend.optim_step().result()
         await self.hand_over()
@@ -242,83 +254,92 @@ async def train(settings: Settings, say: Callable[[str], None] = print) -> list[
 # -- a comparison: the same runs with and without the step level
 
 
-def run_quietly(settings: Settings) -> list[float]:
-    """The share of episodes that come to the goal, of each iteration. A run of its own, in a process of its own."""
+Line = dict[str, float]
+Curves = dict[str, list[list[Line]]]
+"""Of each method, for each seed: the facts of each iteration."""
+
+SMOOTHING = 2  # iterations that are averaged: as many as it takes to start in every cell once
+NO_WORSE = {"success": 0.9, "extra_steps": 1.0}  # what counts as learned
+
+
+def run_quietly(settings: Settings) -> list[Line]:
+    """A run in a process of its own."""
     import torch
 
     torch.set_num_threads(1)
-    return [line["success"] for line in trio.run(partial(train, settings, lambda text: None))]
+    return trio.run(partial(train, settings, lambda text: None))
 
 
-def compare(settings: Settings, num_seeds: int, num_processes: int) -> dict[str, list[list[float]]]:
-    """Success of each seed and iteration, for GiGPO and for GRPO (omega = 0). Equal seeds begin with equal weights and first states."""
+def compare(settings: Settings, num_seeds: int, num_processes: int) -> Curves:
+    """Runs of GiGPO and of GRPO (omega = 0). Equal seeds begin with equal weights, demonstrations and first states."""
     names = {"GiGPO": settings, "GRPO": replace(settings, omega=0.0)}
-    curves: dict[str, list[list[float]]] = {name: [] for name in names}
-    with ProcessPoolExecutor(num_processes) as pool:
+    curves: Curves = {name: [] for name in names}
+    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {(name, seed): pool.submit(run_quietly, replace(names[name], seed=seed)) for seed in range(num_seeds) for name in names}
         for (name, seed), future in running.items():
             curves[name].append(future.result())
-            last = statistics.fmean(curves[name][-1][-SMOOTHING:])
-            print(f"{name:5s} seed {seed}  success {curves[name][-1][0]:.2f} -> {last:.2f}", flush=True)
+            ends = ", ".join(f"{fact} {smooth(curves[name][-1], fact)[-1]:.2f}" for fact in NO_WORSE)
+            print(f"{name:5s} seed {seed}: {ends} at the end", flush=True)
     return curves
 
 
-SMOOTHING = 3  # iterations that are averaged: as many as it takes to start in every cell once
+def smooth(lines: Sequence[Line], fact: str) -> list[float]:
+    """Means of a fact over the last SMOOTHING iterations, from the first iteration that has so many on."""
+    return [statistics.fmean(line[fact] for line in lines[i - SMOOTHING : i]) for i in range(SMOOTHING, len(lines) + 1)]
 
 
-def smooth(curve: Sequence[float]) -> list[float]:
-    """Means over the last SMOOTHING iterations."""
-    return [statistics.fmean(curve[max(0, i + 1 - SMOOTHING) : i + 1]) for i in range(len(curve))]
+def count_episodes(settings: Settings, iterations: int) -> int:
+    """Episodes in so many iterations."""
+    return iterations * settings.groups_per_iteration * settings.episodes_per_batch_group
 
 
-def count_episodes(curve: Sequence[float], level: float, settings: Settings) -> int | None:
-    """Episodes until the smoothed success first reaches the level; None = it never does."""
-    per_iteration = settings.groups_per_iteration * settings.episodes_per_batch_group
-    reached = (i for i, value in enumerate(smooth(curve)) if i + 1 >= SMOOTHING and value >= level)
-    found = next(reached, None)
-    return None if found is None else (found + 1) * per_iteration
+def find_learned(lines: Sequence[Line], settings: Settings) -> int | None:
+    """Episodes until both facts are as good as NO_WORSE asks; None = they never are."""
+    pairs = zip(smooth(lines, "success"), smooth(lines, "extra_steps"), strict=True)
+    found = (i for i, (success, extra) in enumerate(pairs) if success >= NO_WORSE["success"] and extra <= NO_WORSE["extra_steps"])
+    first = next(found, None)
+    return None if first is None else count_episodes(settings, first + SMOOTHING)
 
 
-def tell(curves: dict[str, list[list[float]]], settings: Settings, levels: Sequence[float] = (0.8, 0.9, 0.95)) -> str:
-    """A table: episodes until a level is reached, and success at the end; each the mean over seeds, and every seed."""
-    rows = []
+def tell(curves: Curves, settings: Settings) -> str:
+    """Episodes until it is learned, for every seed, and both facts at the end."""
+    rows: list[str] = []
     for name, runs in curves.items():
-        for level in levels:
-            counts = [count_episodes(curve, level, settings) for curve in runs]
-            shown = ", ".join("never" if count is None else str(count) for count in counts)
-            rows.append(f"{name:5s} episodes to {level:.2f}: {shown}")
-        ends = [smooth(curve)[-1] for curve in runs]
-        rows.append(f"{name:5s} at the end: mean {statistics.fmean(ends):.3f}, worst {min(ends):.3f}")
+        counts = ["never" if (count := find_learned(lines, settings)) is None else str(count) for lines in runs]
+        ends = [f"{fact} {statistics.fmean(smooth(lines, fact)[-1] for lines in runs):.2f}" for fact in NO_WORSE]
+        rows.append(f"{name:5s} episodes until success >= 0.9 with at most 1 extra step: {', '.join(counts)}; end: {', '.join(ends)}")
     return "\n".join(rows)
 
 
-def draw(curves: dict[str, list[list[float]]], settings: Settings, path: Path) -> None:
+def draw(curves: Curves, settings: Settings, path: Path) -> None:
     """Each seed as a thin line, their mean as a thick one, over the number of episodes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    per_iteration = settings.groups_per_iteration * settings.episodes_per_batch_group
-    for (name, runs), color in zip(curves.items(), ("tab:blue", "tab:orange"), strict=True):
-        smoothed = [smooth(curve) for curve in runs]
-        episodes = [(i + 1) * per_iteration for i in range(len(smoothed[0]))]
-        for curve in smoothed:
-            axes.plot(episodes, curve, color=color, alpha=0.25, linewidth=1)
-        axes.plot(episodes, [statistics.fmean(values) for values in zip(*smoothed, strict=True)], color=color, label=name, linewidth=2)
-    axes.set(xlabel="episodes", ylabel="share that comes to the goal", ylim=(0, 1.02))
-    axes.set_title(f"a {settings.grid_size} x {settings.grid_size} grid, {len(runs)} seeds: thin lines; thick: their mean")
-    axes.legend(loc="lower right")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    titles = {"success": "share of episodes that come to the goal", "extra_steps": "steps beyond the shortest way"}
+    for axes, (fact, title) in zip(panels, titles.items(), strict=True):
+        for (name, runs), color in zip(curves.items(), ("tab:blue", "tab:orange"), strict=True):
+            smoothed = [smooth(lines, fact) for lines in runs]
+            episodes = [count_episodes(settings, i + SMOOTHING) for i in range(len(smoothed[0]))]
+            for curve in smoothed:
+                axes.plot(episodes, curve, color=color, alpha=0.25, linewidth=1)
+            axes.plot(episodes, [statistics.fmean(values) for values in zip(*smoothed, strict=True)], color=color, label=name, linewidth=2)
+        axes.set(xlabel="episodes", title=title, ylim=(0, 1.02) if fact == "success" else (0, None))
+        axes.legend()
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"a {settings.grid_size} x {settings.grid_size} grid, {len(curves['GRPO'])} seeds (thin) and their mean (thick)")
+    figure.savefig(path, dpi=110)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """One option for each of Settings, and those of a comparison."""
     parser = argparse.ArgumentParser(description="GiGPO on a grid world, from the episode to the gradient.")
     for field in fields(Settings):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+        choices = tuple(ANCHORS) if field.name == "anchors" else None
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default, choices=choices)
     parser.add_argument("--compare", type=int, default=0, metavar="SEEDS", help="run GiGPO and GRPO with so many seeds each")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time, of a comparison")
     parser.add_argument("--figure", type=Path, help="where the picture of a comparison goes")
@@ -332,7 +353,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
     if not arguments.compare:
         lines = trio.run(train, settings)
-        print(f"success {lines[0]['success']:.2f} -> {statistics.fmean(line['success'] for line in lines[-SMOOTHING:]):.2f}")
+        print(f"success {lines[0]['success']:.2f} -> {lines[-1]['success']:.2f}, extra steps {lines[0]['extra_steps']:.1f} -> "
+              f"{lines[-1]['extra_steps']:.1f}")  # fmt: skip
         return 0
     curves = compare(settings, arguments.compare, arguments.processes)
     print(tell(curves, settings))

@@ -38,6 +38,37 @@ async def test_the_text_game_is_played_and_trained_on(capsys: pytest.CaptureFixt
     assert "guessing at random 0.3" in capsys.readouterr().out
 
 
+def test_gigpo_goes_from_the_episode_to_the_gradient(capsys: pytest.CaptureFixture[str]):
+    example = runpy.run_path(str(ROOT / "examples" / "gigpo_grid_world.py"))
+    small = (
+        "--num-training-iterations 1 --num-imitation-steps 2 --num-demonstrations 4 --groups-per-iteration 2 --episodes-per-batch-group 3"
+    )
+    assert example["main"]([*small.split(), "--max-episode-steps", "4", "--grid-size", "3", "--anchors", "text"]) == 0
+    stages = capsys.readouterr().out.splitlines()
+    names = ["rollouts", "reward", "align", "advantages", "update", "iteration", "success"]
+    assert [line.split()[0] for line in stages] == names
+    assert "2 groups x 3 episodes" in stages[0]
+    num_steps = int(stages[0].split()[-2])
+    assert 6 <= num_steps <= 24
+    assert f"tokens (6, {stages[4].split('(6, ')[1].split(')')[0]})" in stages[4]
+    assert f"{num_steps} trained" in stages[4]
+
+
+def test_what_a_comparison_tells(tmp_path: Path):
+    example = runpy.run_path(str(ROOT / "examples" / "gigpo_grid_world.py"))
+    settings = example["Settings"](groups_per_iteration=2, episodes_per_batch_group=3)
+    quick = [{"success": 1.0, "extra_steps": extra} for extra in (3.0, 1.0, 0.5)]
+    slow = [{"success": 0.5, "extra_steps": 5.0}] * 3
+    assert example["smooth"](quick, "extra_steps") == [2.0, 0.75]
+    assert example["find_learned"](quick, settings) == 3 * 2 * 3
+    assert example["find_learned"](slow, settings) is None
+    curves = {"GiGPO": [quick], "GRPO": [slow]}
+    assert "18; end: success 1.00, extra_steps 0.75" in example["tell"](curves, settings)
+    assert "never; end: success 0.50" in example["tell"](curves, settings)
+    example["draw"](curves, settings, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_model_of_random_weights_learns_the_text_game():
