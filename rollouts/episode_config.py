@@ -50,8 +50,9 @@ class EpisodeConfig:
     # what stands around observations where there is no chat template, and between texts that become one message
     separator: str = "\n"
     chat: bool | None = None  # whether the chat template is used; None = unless the prompt is a text, or the tokenizer has none
-    # the chat template renders the history otherwise than the model saw it: a DataError, or a further context in the same sample
-    on_rewrite: OnRewrite = "raise"
+    # the chat template renders the history otherwise than the model saw it: a further context in the same sample, or a DataError. Numbers
+    # are exact either way, and one sampled answer can be enough for it, which must not end a run
+    on_rewrite: OnRewrite = "branch"
     # a failure that is not the policy's: it is raised, the episode is begun again, or its sample is FAILED, and its group dropped
     on_error: OnEpisodeError = "raise"
     max_retries: int = 2  # with "retry"; then it is raised

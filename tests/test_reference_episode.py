@@ -9,10 +9,11 @@ import copy
 
 import pytest
 import torch
+import trio
 from chat_templates import CHATML, LLAMA3, QWEN3, create_tokenizer, encode
 
 from rollouts.agent_integration import check_loss_mask, trajectory_to_sample
-from rollouts.agent_policies import EngineAgentPolicy
+from rollouts.agent_policies import AgentAction, EngineAgentPolicy
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples
 from rollouts.engines.inprocess import InProcessEngine
@@ -175,7 +176,7 @@ async def test_a_template_that_drops_earlier_thinking_gives_a_further_context():
     pieces = (*QWEN3_EPISODE, *QWEN3_SECOND_CONTEXT)
     tokenizer, model, engine = create_parts(QWEN3, "<|im_end|>", pieces)
     policy = EngineAgentPolicy(engine, tokenizer, SamplingParams(max_tokens=200))
-    episode = await run_episode(policy, AskedAgain, PROMPT, EpisodeConfig(on_rewrite="branch"))
+    episode = await run_episode(policy, AskedAgain, PROMPT, EpisodeConfig())
     sample = episode.sample
     tokens, mask = expect(tokenizer, *pieces)
     start = len(expect(tokenizer, *QWEN3_EPISODE)[0])
@@ -189,12 +190,30 @@ async def test_a_template_that_drops_earlier_thinking_gives_a_further_context():
     assert found[0][start] == 0
 
 
-async def test_a_template_that_drops_earlier_thinking_is_refused_unless_contexts_are_wanted():
+async def test_a_template_that_drops_earlier_thinking_is_refused_where_no_contexts_are_wanted():
     pieces = (*QWEN3_EPISODE, *QWEN3_SECOND_CONTEXT)
     tokenizer, _, engine = create_parts(QWEN3, "<|im_end|>", pieces)
     policy = EngineAgentPolicy(engine, tokenizer, SamplingParams(max_tokens=200))
     with pytest.raises(DataError, match=r"rewrites .* message 2 \(assistant\).*first 3\*4.*on_rewrite='branch'"):
-        await run_episode(policy, AskedAgain, PROMPT, EpisodeConfig())
+        await run_episode(policy, AskedAgain, PROMPT, EpisodeConfig(on_rewrite="raise"))
+
+
+async def test_one_answer_with_empty_thinking_does_not_end_a_run():
+    class Empty:
+        tokenizer = create_tokenizer(QWEN3)
+
+        async def get_action(self, request):
+            await trio.lowlevel.checkpoint()
+            return AgentAction(tokens=encode(self.tokenizer, "<think>\n\n</think>\n\nhi<|im_end|>"))
+
+    class Again(AskedAgain):
+        def step(self, action):
+            return Message(role="tool", content="r"), 0.5, False, {}
+
+    sample = (await run_episode(Empty(), Again, PROMPT, EpisodeConfig(max_turns=3))).sample
+    assert (sample.status, len(sample.turns), len(sample.context_starts)) == (Status.TRUNCATED, 3, 2)
+    with pytest.raises(DataError, match="rewrites"):
+        await run_episode(Empty(), Again, PROMPT, EpisodeConfig(max_turns=3, on_rewrite="raise"))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
