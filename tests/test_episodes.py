@@ -658,9 +658,8 @@ async def test_what_was_sampled_from_a_cut_distribution_says_so():
 async def test_a_rewritten_history_is_a_failure_of_the_data_that_can_be_dropped():
     tokenizer = create_tokenizer(QWEN3)
     engine = FakeEngine(lambda prompt, seed: encode(tokenizer, "x<|im_end|>"))
-    setting = EpisodeSetting(
-        environment_factory=Countdown, config=EpisodeConfig(on_error="drop"), template_kwargs={"enable_thinking": False}
-    )
+    config = EpisodeConfig(on_error="drop", on_rewrite="raise")
+    setting = EpisodeSetting(environment_factory=Countdown, config=config, template_kwargs={"enable_thinking": False})
     episode = await run_episode(EngineAgentPolicy(engine, tokenizer, PARAMS), setting, EMPTY)
     assert (episode.failure, episode.sample.status) == (Failure.DATA, Status.FAILED)
     assert "rewrites" in str(episode.error)
