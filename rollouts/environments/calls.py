@@ -11,6 +11,7 @@ the episode is canceled (its result is thrown away, and so is the environment: b
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -186,8 +187,7 @@ async def _call(
     """What a sync or async function returns. Raises EnvironmentFault if it raises or is late."""
     with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
         try:
-            result = await _run_in_thread(function, arguments) if in_thread and not _is_async(function) else function(*arguments)
-            return await result if inspect.isawaitable(result) else result
+            return await call_function(function, arguments, in_thread=in_thread)
         except _PASSING:
             raise
         except Exception as error:  # the environment is the user's: whatever it raises is a fault of its own, by the user's policy
@@ -195,14 +195,20 @@ async def _call(
     raise EnvironmentFault(f"{name} did not return within {timeout_s:g} s {about}: make it faster, or raise the timeout")
 
 
-async def _run_in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """In a thread that starts at once: one that hangs takes none of trio's limited number from others."""
-    boxed = await trio.to_thread.run_sync(lambda: (function(*arguments),), abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
-    return boxed[0]  # boxed, because trio refuses a plain function that returns a coroutine
+async def call_function(function: Callable[..., Any], arguments: tuple[Any, ...] = (), *, in_thread: bool = False) -> Any:
+    """What a user's function returns, sync or async. in_thread: a sync one runs in a thread, which is left behind on cancellation."""
+    if in_thread and not _is_async(function):  # in one that starts at once: one that hangs takes none of trio's limited number from others
+        # boxed, because trio refuses a plain function that returns a coroutine
+        (result,) = await trio.to_thread.run_sync(lambda: (function(*arguments),), abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
+    else:
+        result = function(*arguments)
+    return await result if inspect.isawaitable(result) else result
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
     """Whether a call is sure to give a coroutine."""
+    while isinstance(function, functools.partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 

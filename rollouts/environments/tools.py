@@ -8,10 +8,11 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import trio
 
+from rollouts.environments.calls import call_function
 from rollouts.environments.tool_schemas import Schema, create_schema, fit_value
 from rollouts.errors import ConfigError, EpisodeInterrupted, SandboxError, ToolArgumentError, ToolFault, locate_error
 
@@ -90,7 +91,7 @@ async def call_tool(tool: Tool, arguments: Mapping[str, Any]) -> str:
     """
     with trio.move_on_after(math.inf if tool.timeout_s is None else tool.timeout_s):
         try:
-            result = await _run(tool, arguments)
+            result = await call_function(functools.partial(tool.function, **arguments), in_thread=tool.in_thread)
         except (ToolFault, ToolArgumentError, SandboxError, EpisodeInterrupted):
             raise
         except Exception as error:  # the tool is the user's: whatever it raises, the policy for failed tools decides
@@ -99,16 +100,6 @@ async def call_tool(tool: Tool, arguments: Mapping[str, Any]) -> str:
             raise fault from error
         return _show_result(tool, result)
     raise ToolFault(f"tool {tool.name} did not return within {tool.timeout_s:g} s: make it faster, or raise its timeout_s")
-
-
-async def _run(tool: Tool, arguments: Mapping[str, Any]) -> Any:
-    call = functools.partial(tool.function, **arguments)
-    is_async = inspect.iscoroutinefunction(tool.function) or inspect.iscoroutinefunction(getattr(tool.function, "__call__", None))  # noqa: B004
-    if tool.in_thread and not is_async:  # in a thread that starts at once: one that hangs takes none of trio's limited number from others
-        (result,) = await trio.to_thread.run_sync(lambda: (call(),), abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
-    else:
-        result = call()
-    return await cast("Any", result) if inspect.isawaitable(result) else result
 
 
 def _show_result(tool: Tool, result: Any) -> str:
