@@ -7,6 +7,7 @@ itself would be given and write, with the loss on the actions alone.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from rollouts.datasets import LoadedRows, load_jsonl, load_rl_prompts, load_sft_
 from rollouts.environments.calculator import create_calculator_problems, create_calculator_tool, demonstrate_calculator, grade_answer
 from rollouts.environments.grid_world import (
     RULES,
+    WORDS,
     Cell,
     GridWorld,
     GridWorldConfig,
@@ -35,10 +37,10 @@ from rollouts.environments.protocol import EnvironmentFactory
 from rollouts.environments.tool_calls import create_compact_parser
 from rollouts.environments.tool_environment import ToolEnvironment, describe_tools
 from rollouts.episode_openings import EpisodeSetting
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, DataError, locate_error
 from rollouts.rewards.answers import load_function
 from rollouts.samples import derive_seed
-from rollouts.types import Message, Prompt, Sample
+from rollouts.types import Message, Prompt, Sample, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +56,7 @@ _DEMONSTRATION_SEED = 20_000
 
 
 class DemonstrationPolicy:
-    """A script that acts in the tokens of a model: its texts are tokenized once, with the end of text behind them."""
+    """A script that acts in the tokens of a model: its texts are tokenized once, with the end of a turn behind them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, script: Script) -> None:
         """
@@ -62,15 +64,20 @@ class DemonstrationPolicy:
             tokenizer: of the model that is to learn from it.
             script: of an action request, its text.
         """
-        assert isinstance(tokenizer.eos_token_id, int), f"the tokenizer's eos_token_id is {tokenizer.eos_token_id!r}, expected one id"
         self.tokenizer = tokenizer
-        self._script, self._end = script, tokenizer.eos_token_id
+        self._script = script
 
     async def get_action(self, request: ActionRequest) -> AgentAction:
-        """The action of this turn."""
+        """The action of this turn. Raises ConfigError if neither chat template nor tokenizer has a token that ends it."""
         await trio.lowlevel.checkpoint()
+        end = self.tokenizer.eos_token_id if request.end_of_turn is None else request.end_of_turn
+        if not isinstance(end, int):
+            raise ConfigError(
+                f"the tokenizer's eos_token_id is {end!r}, and its chat template ends a turn with no single token: demonstrations have "
+                "nothing to end an action with. Set eos_token in tokenizer_config.json to the token that does"
+            )
         tokens: Any = self.tokenizer(self._script(request), add_special_tokens=False)["input_ids"]
-        return AgentAction(tokens=(*tokens, self._end))
+        return AgentAction(tokens=(*tokens, end))
 
 
 def create_grid_world_task(config: Config, tokenizer: PreTrainedTokenizerBase, *, seed: int = 12345) -> Task:
@@ -102,7 +109,11 @@ def create_grid_world_task(config: Config, tokenizer: PreTrainedTokenizerBase, *
         ),
         prompts=prompts,
         num_heldout=num_heldout,
-        script=partial(_walk, steps={show_cells(*_read_ends(prompt)): prompt.metadata["ground_truth"][0] for prompt in prompts}),
+        script=partial(
+            _walk,
+            steps={show_cells(*_read_ends(prompt)): prompt.metadata["ground_truth"][0] for prompt in prompts},
+            names={letter: letter if is_small else word for word, letter in WORDS.items()},
+        ),
     )
 
 
@@ -135,7 +146,7 @@ def create_calculator_task(config: Config, tokenizer: PreTrainedTokenizerBase, *
         ),
         prompts=problems,
         num_heldout=num_heldout,
-        script=_calculate,
+        script=partial(_calculate, as_hermes=not is_small),
     )
 
 
@@ -153,7 +164,7 @@ def create_environment_task(config: Config, tokenizer: PreTrainedTokenizerBase, 
     section, data = config.environment, config.data
     assert section.factory is not None, "Config checks that there is one"
     factory, num_heldout = load_function(section.factory), config.evaluation.num_prompts
-    script: Script | None = None if section.expert is None else load_function(section.expert)
+    script = None if section.expert is None else load_expert(section.expert)
     if "sft" in mode and script is None and data.path is None:
         raise ConfigError(
             "SFT needs demonstrations, and there are none: give --environment.expert FILE.py:NAME, a function of an ActionRequest that "
@@ -185,6 +196,22 @@ def create_environment_task(config: Config, tokenizer: PreTrainedTokenizerBase, 
         prepared = prepare_sft_samples(tokenizer, rows, max_length=data.max_length, on_overflow=overflow, skip_bad_rows=data.skip_bad_rows)
         task = replace(task, sft_samples=prepared.rows)
     return replace(task, num_skipped_rows=num_skipped)
+
+
+def load_expert(reference: str) -> Script:
+    """The user's function of an ActionRequest, with messages for what it does wrong. Raises ConfigError if it is not there."""
+    return partial(_ask_expert, expert=load_function(reference), reference=reference)
+
+
+def _ask_expert(request: ActionRequest, *, expert: Callable[[ActionRequest], Any], reference: str) -> str:
+    where = f"environment.expert {reference}, asked for action {request.turn} after {request.messages[-1].content!r:.100},"
+    try:
+        text = expert(request)
+    except Exception as error:  # the function is the user's
+        raise ConfigError(f"{where} raised {type(error).__name__} ({locate_error(error)}): {error}") from error
+    if not isinstance(text, str):
+        raise ConfigError(f"{where} returned {text!r:.200} ({type(text).__name__}), expected the text of the action")
+    return text
 
 
 def load_episode_prompts(path: Path, *, as_messages: bool, skip_bad_rows: bool) -> LoadedRows[Prompt]:
@@ -243,18 +270,29 @@ async def demonstrate(
     script: Script,
     prompts: Sequence[Prompt],
     num: int,
+    say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Sample, ...]:
-    """Episodes of a script, for SFT.
+    """Episodes of a script, for SFT. Those that failed and were to be dropped are left out.
 
     Args:
         prompts: gone through in turn; () = seeds alone.
         num: of episodes.
+        say: is told how many were left out.
 
-    Raises: what run_episode raises; ConfigError if the user's script fails.
+    Raises: what run_episode raises; ConfigError if the user's script fails; DataError if every episode failed.
     """
     numbered = [replace(prompts[i % len(prompts)], index=i) if prompts else Prompt(content="", index=i) for i in range(num)]
     own = replace(setting, seed=derive_seed(setting.seed, _DEMONSTRATION_SEED))
-    return await agent_rollouts_to_samples(DemonstrationPolicy(tokenizer, script), own, numbered)
+    played = await agent_rollouts_to_samples(DemonstrationPolicy(tokenizer, script), own, numbered)
+    kept = tuple(sample for sample in played if sample.status is not Status.FAILED)
+    if played and not kept:
+        raise DataError(
+            f"all {num} episodes of the demonstrations failed, and nothing is left for SFT. The first one: "
+            f"{played[0].metadata.get('error', 'no reason was given')}. Mend the environment, or leave SFT out with --mode rl"
+        )
+    if len(kept) < num:
+        say(f"{num - len(kept)} of {num} demonstrations failed and were left out")
+    return kept
 
 
 def _name_way(prompt: Prompt, world: GridWorldConfig) -> Prompt:
@@ -262,12 +300,12 @@ def _name_way(prompt: Prompt, world: GridWorldConfig) -> Prompt:
     return replace(prompt, metadata={**prompt.metadata, "ground_truth": " ".join(find_way(*_read_ends(prompt), world))})
 
 
-def _walk(request: ActionRequest, steps: Mapping[str, str]) -> str:
-    """A step to the goal or, often, any step. steps: the right one, by what is seen."""
+def _walk(request: ActionRequest, steps: Mapping[str, str], names: Mapping[str, str]) -> str:
+    """A step to the goal or, often, any step. steps: the right one, by what is seen; names: what is written for each."""
     generator = random.Random(request.seed)
     if generator.random() < RANDOM_SHARE:
-        return generator.choice("udlr")
-    return steps[(request.messages[-1].content or "").splitlines()[-1]]
+        return names[generator.choice("udlr")]
+    return names[steps[(request.messages[-1].content or "").splitlines()[-1]]]
 
 
 def _read_ends(prompt: Prompt) -> tuple[Cell, Cell]:
@@ -280,12 +318,21 @@ def _create_generator(request: ActionRequest) -> random.Random:
     return random.Random((request.request_id or "").rpartition("-")[0])
 
 
-def _calculate(request: ActionRequest) -> str:
-    """What an expert does with the problem or, in more than half of the episodes, nothing but to give up."""
+def _calculate(request: ActionRequest, *, as_hermes: bool) -> str:
+    """What an expert does with the problem or, in more than half of the episodes, nothing but to give up.
+
+    Args:
+        as_hermes: whether calls are written as Hermes has them, and not as calc(12*7).
+    """
     generator = _create_generator(request)
     if generator.random() < GIVE_UP_SHARE:
         return "?"
-    expression = (request.messages[0].content or "").splitlines()[-1].rstrip("=")
+    question = next(message for message in request.messages if message.role == "user")  # a system prompt may stand before it
+    expression = (question.content or "").splitlines()[-1].rstrip("=")
     prompt = Prompt(content="", metadata={"expression": expression})
     actions = demonstrate_calculator(prompt, generator)
-    return actions[min(request.turn, len(actions) - 1)]
+    action = actions[min(request.turn, len(actions) - 1)]
+    name, is_call, argument = action.partition("(")
+    if not (as_hermes and is_call):
+        return action
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'e': argument.removesuffix(')')}})}\n</tool_call>"

@@ -148,7 +148,7 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
                 logger.log(before, 0)
             control.say(f"accuracy before SFT: {before['eval_accuracy']:.3f}")
         if start_step < config.sft.num_steps:
-            samples = task.sft_samples if task.demonstrate is None else (*task.sft_samples, *await task.demonstrate())
+            samples = task.sft_samples if task.demonstrate is None else (*task.sft_samples, *await task.demonstrate(control.say))
             await run_sft_training(
                 pipeline,
                 samples,

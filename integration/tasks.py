@@ -34,7 +34,8 @@ class Task:
     max_tokens: int  # of a response, or of all actions of an episode
     num_skipped_rows: int = 0  # bad rows that were left out on request
     episodes: EpisodeSetting | None = None  # None = each prompt has one response
-    demonstrate: Callable[[], Awaitable[tuple[Sample, ...]]] | None = None  # makes what SFT trains on, beside sft_samples
+    # makes what SFT trains on, beside sft_samples; may be given what is told of episodes that were left out
+    demonstrate: Callable[..., Awaitable[tuple[Sample, ...]]] | None = None
 
 
 def create_sort_task(
