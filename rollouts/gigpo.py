@@ -247,10 +247,11 @@ def fill_turn_rewards(
 
     Args:
         step_rewards: # [B, K] of each turn.
-        known: # [B, K] bool, whether somebody said what the turn earned; elsewhere step_rewards are not read.
+        known: # [B, K] bool, whether somebody paid the turn, which is step_rewards != 0 where 0 is what environments say that pay for whole
+            episodes only; elsewhere step_rewards are not read.
         rewards, group_ids: # [B] of the episodes.
         real: # [B, K] bool, whether there is such a turn: the first ones of each row.
-        default_step_reward: of a turn for which nobody said one.
+        default_step_reward: of a turn that nobody paid.
         add_final_reward: whether the episode's reward is added to that of its last turn. None = in groups of which no turn is known: it is
             all that their turns can be compared by.
 

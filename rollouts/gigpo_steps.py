@@ -52,7 +52,7 @@ def system_apply_gigpo_to_batch_steps(
         omega: weight of A_S, at least 0; with combine=interpolate the share of A_E, in [0, 1].
         gamma: discount of step rewards, in [0, 1].
         state_hashing_function: observation_data -> key; equal keys are one anchor state. str or repr for observations that are no JSON.
-        default_step_reward: of steps whose base_reward is None.
+        default_step_reward: of steps whose base_reward is None or 0: an environment that pays for the whole says 0 of every step.
         combine: add_weighted, which is the paper's, interpolate, or your own.
         options: further ones of compute_step_levels.
 
@@ -102,8 +102,8 @@ def compute_step_levels(
         batch, final_scores, omega, gamma, state_hashing_function, default_step_reward, combine: see there.
         similarity_threshold: in (0, 1]: observations, which are then texts, join the first one of their group that is at least so similar
             (gigpo.similarity); state_hashing_function is not called. None = equal keys.
-        add_final_score: whether the final score is added to the reward of the last step; None = in groups of which no step has a
-            base_reward, as where only whole episodes are judged.
+        add_final_score: whether the final score is added to the reward of the last step; None = in groups in which the base_reward of
+            every step is None or 0, as where only whole episodes are judged.
         across_steps: whether an episode counts once for each of its steps in mean and std of A_E (the authors' code), or once (the paper).
         std_level, epsilon, keep_single: see advantages.normalize_by_group.
         group_ids: of each episode; None = the group_index of its steps.
@@ -122,10 +122,9 @@ def compute_step_levels(
     numbers: dict[Hashable, int] = {}
     states = _pad([[numbers.setdefault(key, len(numbers)) for key in row] for row in keys], -1, torch.int64)
     own = _pad([[0.0 if s.base_reward is None else s.base_reward for s in steps] for steps in batch], 0.0, torch.float64)
-    known = _pad([[s.base_reward is not None for s in steps] for steps in batch], False, torch.bool)
     group_column = torch.tensor(groups, dtype=torch.int64)
     step_rewards = fill_turn_rewards(
-        own, known, rewards, group_column, states >= 0, default_step_reward=default_step_reward, add_final_reward=add_final_score
+        own, own != 0, rewards, group_column, states >= 0, default_step_reward=default_step_reward, add_final_reward=add_final_score
     )
     levels = compute_turn_levels(
         rewards,

@@ -1217,8 +1217,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gigpo_steps.py",
         "a step that nobody paid was paid 0",
-        "known = _pad([[s.base_reward is not None for s in steps]",
-        "known = _pad([[True for s in steps]",
+        "own, own != 0, rewards, group_column,",
+        "own, own == own, rewards, group_column,",
         ("test_gigpo_steps.py::test_a_score_is_for_the_episode_and_step_rewards_are_for_the_steps",),
     ),
     Mutation(

@@ -16,9 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity.mapping import load
 
+from rollouts.agent_policies import ScriptedAgentPolicy
 from rollouts.algorithms import dapo
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples, select_rows
+from rollouts.episode_config import EpisodeConfig
+from rollouts.episodes import run_episode
 from rollouts.errors import DataError, RewardError
 from rollouts.estimators import estimate_gigpo
 from rollouts.gigpo import add_weighted, hash_observation, interpolate
@@ -33,7 +36,7 @@ from rollouts.rollout_training import train_on_rollouts
 from rollouts.statistics import group_std
 from rollouts.steps import StepData
 from rollouts.testing import create_tiny_model
-from rollouts.types import Message, Sample, Turn
+from rollouts.types import Message, Prompt, Sample, Turn
 
 
 def make_episode(*steps: tuple[object, float | None], group: int = 0, index: int = 0) -> list[StepData]:
@@ -64,11 +67,11 @@ def test_a_score_is_for_the_episode_and_step_rewards_are_for_the_steps():
     """With rewards of their own, steps do not get the score again: it is A_E alone. A step that nobody paid has the default."""
     episodes = [make_episode(("a", 1.0), ("b", None)), make_episode(("a", 0.0), ("b", 0.5))]
     levels = compute_step_levels(episodes, [0.0, 10.0], gamma=1.0, default_step_reward=0.25, std_level=None)
-    assert levels.rewards.tolist() == [[1.0, 0.25], [0.0, 0.5]]
-    assert levels.returns.tolist() == [[1.25, 0.25], [0.5, 0.5]]
+    assert levels.rewards.tolist() == [[1.0, 0.25], [0.25, 0.5]]
+    assert levels.returns.tolist() == [[1.25, 0.25], [0.75, 0.5]]
     assert levels.episode.tolist() == [-5.0, 5.0]
-    assert levels.step.tolist() == [[0.375, -0.125], [-0.375, 0.125]]
-    assert levels.combined.tolist() == [[-4.625, -5.125], [4.625, 5.125]]
+    assert levels.step.tolist() == [[0.25, -0.125], [-0.25, 0.125]]
+    assert levels.combined.tolist() == [[-4.75, -5.125], [4.75, 5.125]]
     added = compute_step_levels(episodes, [0.0, 10.0], gamma=1.0, std_level=None, add_final_score=True)
     assert added.rewards.tolist() == [[1.0, 0.0], [0.0, 10.5]]
     never = compute_step_levels([make_episode(("a", None))], [3.0], add_final_score=False)
@@ -102,7 +105,7 @@ def test_what_a_step_is_compared_with_is_told():
 # -- against loops
 
 EPISODES = st.lists(
-    st.tuples(st.integers(0, 2), st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.sampled_from([0.5, -1.0, 2.0])), max_size=4)),
+    st.tuples(st.integers(0, 2), st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.sampled_from([0.0, 0.5, -1.0])), max_size=4)),
     min_size=1,
     max_size=6,
 )  # (group, ((observation, base_reward), ...))
@@ -145,10 +148,11 @@ def to_samples(drawn, scores) -> list[Sample]:
 
 
 @settings(max_examples=40)
-@given(EPISODES.filter(lambda drawn: any(steps for _, steps in drawn)), st.booleans(), st.sampled_from([None, True, False]))
-def test_steps_and_the_same_episodes_as_a_batch_agree(drawn, convex, add_final):
+@given(EPISODES.filter(lambda drawn: any(steps for _, steps in drawn)), st.booleans(), st.sampled_from([None, True, False]),
+       st.sampled_from([0.0, -0.1]))  # fmt: skip
+def test_steps_and_the_same_episodes_as_a_batch_agree(drawn, convex, add_final, default):
     scores = [float(b % 3) for b in range(len(drawn))]
-    options = {"gamma": 0.9, "omega": 0.4, "combine": interpolate if convex else add_weighted}
+    options = {"gamma": 0.9, "omega": 0.4, "combine": interpolate if convex else add_weighted, "default_step_reward": default}
     batch = collate_samples(to_samples(drawn, scores))
     episodes = [make_episode(*steps, group=group) for group, steps in drawn]
     steps = system_apply_gigpo_to_batch_steps(episodes, scores, add_final_score=add_final, group_ids=[g for g, _ in drawn], **options)
@@ -156,6 +160,34 @@ def test_steps_and_the_same_episodes_as_a_batch_agree(drawn, convex, add_final):
     from_batch = estimate_gigpo(batch, add_final_reward=add_final, **options)
     torch.testing.assert_close(from_steps.advantages, from_batch.advantages, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(from_steps.returns, from_batch.returns)
+
+
+class Corridor:
+    """Two steps that pay nothing: only the score of the whole episode says what they were worth."""
+
+    def reset(self, config):
+        self.left = 2
+        return "hall"
+
+    def step(self, action):
+        self.left -= 1
+        return "hall", 0.0, self.left == 0, {}
+
+    def get_state_description(self):
+        return ""
+
+    def get_prompt_prefix(self):
+        return ""
+
+
+async def test_a_score_reaches_the_steps_of_real_episodes_that_no_environment_paid():
+    policies = [ScriptedAgentPolicy(["l"]), ScriptedAgentPolicy(["r"])]
+    config, prompt = EpisodeConfig(max_turns=2, chat=False), Prompt(content="", index=0)
+    episodes = [await run_episode(policy, Corridor, prompt, config) for policy in policies]
+    levels = compute_step_levels([episode.steps for episode in episodes], [1.0, 0.0], gamma=0.5, std_level=None)
+    assert [step.base_reward for episode in episodes for step in episode.steps] == [0.0] * 4
+    assert levels.returns.tolist() == [[0.5, 1.0], [0.0, 0.0]]
+    assert levels.step.tolist() == [[0.125, 0.625], [-0.375, -0.375]]
 
 
 # -- against the authors' code
