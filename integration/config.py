@@ -17,6 +17,8 @@ from integration.episode_settings import (
     EnvironmentSection,
     EpisodeSection,
     check_episode_sections,
+    default_turns,
+    observation_tokens,
     resolve_episode_config,
 )
 from rollouts.async_config import AsyncConfig, check_async_config
@@ -50,6 +52,7 @@ OWN_DATA_TASKS = ("gsm8k", "jsonl")  # these cannot be without
 TASKS = (*SELF_MADE_TASKS, *OWN_DATA_TASKS, "environment")
 RESPONSE_TOKENS = {"sort": 8, "sort-long": 10}  # most tokens of a response, unless the user sets it
 OWN_DATA_RESPONSE_TOKENS = 512
+LARGEST_CONTEXT = 4096  # that the built-in model is given where the user says nothing
 CONTEXT_TOKENS = 128  # of the built-in model, where an answer is all
 ENGINE_KINDS = ("inprocess", "vllm", "sglang")
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
@@ -420,6 +423,11 @@ def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
             f"rl.algorithm {name!r} requires segment_log_probs, which rollouts have only where the switch is on: add "
             f"--rl.asynchronous.enabled --{SWITCH}"
         )
+    if "turns" in algorithm.requires and config.task not in EPISODE_TASKS:
+        raise ConfigError(
+            f"rl.algorithm {name!r} compares the steps of episodes, but an episode of the task {config.task!r} is one answer: choose a "
+            f"task with several turns (--task {', '.join(EPISODE_TASKS)}), or another algorithm, as --algorithm grpo"
+        )
     unknown = sorted(algorithm.requires - FILLABLE)
     if unknown:
         raise ConfigError(
@@ -465,13 +473,19 @@ def turn_tokens(config: Config) -> int:
 
 def episode_config(config: Config, *, chat: bool | None = None) -> EpisodeConfig:
     """The limits and policies of an episode. chat: whether the chat template is used, where the user does not say."""
-    return resolve_episode_config(config.episode, max_turns=EPISODE_TASKS[config.task].max_turns, chat=chat)
+    return resolve_episode_config(config.episode, max_turns=default_turns(config.task, config.environment), chat=chat)
 
 
 def context_tokens(config: Config) -> int:
     """Context of the built-in model: the user's, or what the task needs."""
-    default = EPISODE_TASKS[config.task].context if config.task in EPISODE_TASKS else CONTEXT_TOKENS
-    return config.model.max_length or default
+    if config.task not in EPISODE_TASKS:
+        return config.model.max_length or CONTEXT_TOKENS
+    return config.model.max_length or max(EPISODE_TASKS[config.task].context, min(episode_tokens(config), LARGEST_CONTEXT))
+
+
+def episode_tokens(config: Config) -> int:
+    """Most tokens of an episode with the built-in model: its actions and, where the task knows them, observations."""
+    return response_tokens(config) + (episode_config(config).max_turns + 1) * observation_tokens(config.task, config.environment)
 
 
 def check_episode_settings(config: Config) -> None:
@@ -486,12 +500,14 @@ def check_episode_settings(config: Config) -> None:
             f"{SWITCH} is True, but an episode of the task {config.task!r} is begun anew where a weight sync stops it, and has no "
             "segments: leave it out, or compose decoupled(...) without it"
         )
-    actions = response_tokens(config)
-    if config.model.path is None and actions >= context_tokens(config):
+    actions, needed = response_tokens(config), episode_tokens(config)
+    if config.model.path is None and (actions >= context_tokens(config) or needed > context_tokens(config)):
+        is_known = EPISODE_TASKS[config.task].observation > 0
+        shown = f"and what is observed up to {needed - actions}" if is_known else "and what is observed comes on top"
         raise ConfigError(
-            f"the actions of an episode may have {actions} tokens ({episode_config(config).max_turns} turns of {turn_tokens(config)}), and "
-            f"what is observed comes on top, but the built-in model's context has {context_tokens(config)}: give --model.max-length "
-            f"{4 * actions}, or less of --episode.max-turns, --episode.max-tokens or --generation.max-tokens"
+            f"the actions of an episode may have {actions} tokens ({episode_config(config).max_turns} turns of {turn_tokens(config)}), "
+            f"{shown}, but the built-in model's context has {context_tokens(config)}: give --model.max-length "
+            f"{needed if is_known else 4 * actions}, or less of --episode.max-turns, --episode.max-tokens or --generation.max-tokens"
         )
 
 

@@ -20,13 +20,19 @@ class EpisodeDefaults:
     max_turns: int
     turn_tokens: int  # most tokens of an action
     context: int  # tokens of the built-in model, which hold an episode of max_turns
+    observation: int = 0  # tokens that the built-in model is shown before an action, errors aside; 0 = the environment is not known
     settings: tuple[str, ...] = ()  # of the environment section
+    has_tools: bool = False
 
 
 EPISODE_TASKS: Mapping[str, EpisodeDefaults] = MappingProxyType(
     {
-        "grid_world": EpisodeDefaults(max_turns=12, turn_tokens=4, context=256, settings=("size", "num_holes", "step_reward")),
-        "calculator": EpisodeDefaults(max_turns=5, turn_tokens=24, context=256, settings=("max_digits", "max_operations")),
+        "grid_world": EpisodeDefaults(
+            max_turns=12, turn_tokens=4, context=256, observation=8, settings=("size", "num_holes", "step_reward")
+        ),
+        "calculator": EpisodeDefaults(
+            max_turns=5, turn_tokens=24, context=256, observation=16, settings=("max_digits", "max_operations"), has_tools=True
+        ),
         "environment": EpisodeDefaults(max_turns=8, turn_tokens=32, context=1024, settings=("factory", "expert")),
     }
 )
@@ -42,7 +48,7 @@ class EpisodeSection:
     stop_regex: str | None = None  # an action in whose text it is found is the last one
     system_prompt: str | None = None  # before a conversation that has none
     chat: bool | None = None  # whether the chat template is used; None = if the model has one of its own
-    on_rewrite: OnRewrite = "raise"  # the chat template changes what was said before: an error, or a further context
+    on_rewrite: OnRewrite = "branch"  # the chat template changes what was said before: a further context, or an error
     on_environment_error: OnEpisodeError = "raise"  # end the run, begin the episode again, or drop its group
     max_retries: int = 2  # with "retry"
     on_tool_error: OnToolError = "observe"  # a tool that fails: the model is told, or it is an error of the environment
@@ -77,6 +83,21 @@ class EnvironmentSection:
         """The user's number, or the task's."""
         value = getattr(self, name)
         return default if value is None else value
+
+
+def default_turns(task: str, environment: EnvironmentSection) -> int:
+    """Actions of an episode where the user says nothing.
+
+    More of them on a larger map, half as many again as its longest way has, and for more operations, two beside calls and answer.
+    """
+    return max(EPISODE_TASKS[task].max_turns, 3 * ((environment.size or 1) - 1), (environment.max_operations or 0) + 3)
+
+
+def observation_tokens(task: str, environment: EnvironmentSection) -> int:
+    """Tokens that the built-in model is shown before an action: a problem with longer numbers has more of them. 0 = it is not known."""
+    digits, operations = environment.max_digits or 1, environment.max_operations or 1
+    written = (digits + 1) * (operations + 1) + 2  # numbers, operators, = and line ends
+    return max(EPISODE_TASKS[task].observation, written if task == "calculator" else 0)
 
 
 def resolve_episode_config(section: EpisodeSection, *, max_turns: int, chat: bool | None = None) -> EpisodeConfig:
@@ -116,6 +137,12 @@ def check_episode_sections(task: str, episode: EpisodeSection, environment: Envi
         raise ConfigError(
             f"episode.{changed[0]} is {getattr(episode, changed[0])!r}, but an episode of the task {task!r} is one answer: choose a task "
             f"with several turns (--task {', '.join(EPISODE_TASKS)}), or leave --episode.{changed[0].replace('_', '-')} out"
+        )
+    if "on_tool_error" in changed and not EPISODE_TASKS[task].has_tools:
+        owners = " or ".join(name for name, defaults in EPISODE_TASKS.items() if defaults.has_tools)
+        raise ConfigError(
+            f"episode.on_tool_error is {episode.on_tool_error!r}, but the command gives the task {task!r} no tools: add --task {owners}, "
+            "say it to the ToolEnvironment of your own environment, or leave --episode.on-tool-error out"
         )
 
 

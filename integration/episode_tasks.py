@@ -84,15 +84,12 @@ def create_grid_world_task(config: Config, tokenizer: PreTrainedTokenizerBase, *
     """Walk to the corner that is asked for, in a limited number of steps; reward 1 there.
 
     Args:
-        seed: of the problems, which are all pairs of a start and a corner; the held-out pairs are not among the others.
+        seed: of the problems, which are all pairs of a start and a corner. The held-out ones are other starts: no episode of training
+            begins there with that corner, but episodes that begin elsewhere come through, and have it among their states.
+
+    Raises: DataError for a map that there cannot be.
     """
-    environment, limits = config.environment, episode_config(config)
-    world = GridWorldConfig(
-        size=environment.choose("size", GRID_SIZE),
-        num_holes=environment.choose("num_holes", 0),
-        step_reward=environment.choose("step_reward", 0.0),
-        max_steps=limits.max_turns + 1,  # the episode's limit is met first
-    )
+    limits, world = episode_config(config), create_world(config)
     num_free = world.size**2 - world.num_holes
     pairs = create_grid_world_prompts(seed, num_free * (num_free - 1), world)
     prompts = [_name_way(prompt, world) for prompt in pairs if set(prompt.metadata["goal"]) <= {0, world.size - 1}]
@@ -104,8 +101,8 @@ def create_grid_world_task(config: Config, tokenizer: PreTrainedTokenizerBase, *
         tokenizer,
         partial(GridWorld, world, rules="" if is_small else RULES),
         description=(
-            f"walk to a corner of a map of {world.size} x {world.size}{holes} within {limits.max_turns} steps ({RANDOM_SHARE:.0%} of the "
-            "steps of the demonstrations go anywhere, on purpose)"
+            f"walk to a corner of a map of {world.size} x {world.size}{holes} within {limits.max_turns} steps; evaluated from starts that "
+            f"no episode of training begins with ({RANDOM_SHARE:.0%} of the steps of the demonstrations go anywhere, on purpose)"
         ),
         prompts=prompts,
         num_heldout=num_heldout,
@@ -122,12 +119,14 @@ def create_calculator_task(config: Config, tokenizer: PreTrainedTokenizerBase, *
 
     Args:
         seed: of the problems.
-        num_train: problems at most; the held-out ones are not among them.
+        num_train: problems at most; the held-out ones, at most a fifth of all that there are, are not among them.
     """
-    environment, num_heldout = config.environment, config.evaluation.num_prompts
-    digits = environment.choose("max_digits", CALCULATOR_DIGITS)
-    operations = environment.choose("max_operations", CALCULATOR_OPERATIONS)
-    problems = create_calculator_problems(seed, num_heldout + num_train, max_digits=digits, max_operations=operations)
+    digits = config.environment.choose("max_digits", CALCULATOR_DIGITS)
+    operations = config.environment.choose("max_operations", CALCULATOR_OPERATIONS)
+    num_existing = sum(10 ** (digits * (n + 1)) * 3**n for n in range(1, operations + 1))
+    num_problems = min(config.evaluation.num_prompts + num_train, num_existing)
+    num_heldout = min(config.evaluation.num_prompts, num_problems // 5)
+    problems = create_calculator_problems(seed, num_problems, max_digits=digits, max_operations=operations)
     is_small = is_character_tokenizer(tokenizer)
     tool = create_calculator_tool(max_operations=1)
     factory: EnvironmentFactory = partial(ToolEnvironment, [tool], grade=grade_answer, on_tool_error=config.episode.on_tool_error)
@@ -148,6 +147,26 @@ def create_calculator_task(config: Config, tokenizer: PreTrainedTokenizerBase, *
         num_heldout=num_heldout,
         script=partial(_calculate, as_hermes=not is_small),
     )
+
+
+def create_world(config: Config) -> GridWorldConfig:
+    """The map of task grid_world. Raises DataError for one that there cannot be."""
+    environment = config.environment
+    return GridWorldConfig(
+        size=environment.choose("size", GRID_SIZE),
+        num_holes=environment.choose("num_holes", 0),
+        step_reward=environment.choose("step_reward", 0.0),
+        max_steps=episode_config(config).max_turns + 1,  # the episode's limit is met first
+    )
+
+
+def check_task(config: Config) -> None:
+    """Raise ConfigError or DataError for what is wrong with the world of a task and can be known before a run has a directory."""
+    if config.task == "grid_world":
+        create_world(config)
+    for reference in (config.environment.factory, config.environment.expert):
+        if reference is not None:
+            load_function(reference)
 
 
 def create_environment_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = "sft+rl") -> Task:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 from integration.config import RewardSection
 from integration.tasks import Task
@@ -15,15 +16,21 @@ from rollouts.rewards.sandboxed import SandboxedReward
 
 
 def use_own_reward(section: RewardSection, task: Task) -> Task:
-    """The task with the reward function that the user named, if there is one.
+    """The task with the reward function that the user named, if there is one. Raises as load_task_reward."""
+    reward_fn = load_task_reward(section)
+    return task if reward_fn is None else replace(task, reward_fn=reward_fn)
+
+
+def load_task_reward(section: RewardSection) -> Any:
+    """The reward function that the user named, or None.
 
     Raises: ConfigError if it is not there, or there is none to put into a sandbox.
     """
     if section.function is None:
         if section.sandboxed:
             raise ConfigError("reward.sandboxed is True, but reward.function is None: name the function, --reward.function file.py:name")
-        return task
-    return replace(task, reward_fn=SandboxedReward(section.function) if section.sandboxed else load_reward(section.function))
+        return None
+    return SandboxedReward(section.function) if section.sandboxed else load_reward(section.function)
 
 
 @asynccontextmanager

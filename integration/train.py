@@ -21,6 +21,7 @@ from integration.config import Config, create_output_dir
 from integration.display import Progress
 from integration.dry_run import describe_run
 from integration.engines import check_engine
+from integration.episode_tasks import check_task
 from integration.log_levels import log_to_stderr
 from integration.models import check_companions, create_model
 from integration.rewards import check_reward
@@ -36,6 +37,7 @@ from integration.run_directory import (
 from integration.run_directory import compare_settings as compare_settings
 from integration.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
 from integration.summary import draw_curves, summarize_run, tell_story
+from integration.task_rewards import load_task_reward
 from integration.tasks import Task
 from integration.trajectory_writer import load_condition
 from rollouts.checkpoints import lock_run_directory
@@ -128,6 +130,8 @@ def run(command: CommandLine) -> int:
     """Carry out a command line. Returns the exit status."""
     config = command.config
     check_data_given(config)
+    check_task(config)
+    load_task_reward(config.reward)
     if "rl" in command.mode:
         _ = config.algorithm  # what is wrong with it must not be found out after the SFT stage
         check_companions(config)

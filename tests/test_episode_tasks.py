@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from integration.config import Config, EvaluationSection, SFTSection, response_tokens
+from integration.config import Config, EvaluationSection, SFTSection, context_tokens, episode_config, response_tokens
 from integration.episode_settings import EnvironmentSection, EpisodeSection
 from integration.episode_tasks import create_calculator_task, create_grid_world_task
 from integration.train import main
 from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.episode_openings import observation_key
 from rollouts.metrics import read_metrics
 from rollouts.samples import sample_messages
 from rollouts.trajectories import read_samples
@@ -56,7 +57,9 @@ def test_a_grid_world_is_trained_by_gigpo_and_goes_on_bit_by_bit_after_an_interr
     resumed = train("parts", "--resume", "--rl.num-steps", "2", "--rl.eval-every", "1")
     assert resumed == whole
     (sample, *_) = read_samples(Path("whole/rl/trajectories/step_0002.jsonl"))
-    assert sample.turns is not None and len({turn.state for turn in sample.turns}) >= 1
+    assert sample.turns is not None
+    seen = [message.content for message in sample_messages(sample) if message.role == "user"]
+    assert [turn.state for turn in sample.turns] == [observation_key(text) for text in seen[: len(sample.turns)]]
     examples = read_samples(Path("whole/rl/examples.jsonl"))
     assert len(examples) == 4 and all(">" in (sample_messages(example)[0].content or "") for example in examples)
 
@@ -119,6 +122,41 @@ def test_the_settings_of_the_world_change_it():
     assert response_tokens(config) == 12 == task.max_tokens
 
 
+def test_a_larger_world_gets_more_turns_and_a_context_that_holds_them():
+    config = Config(task="grid_world")
+    assert episode_config(config).max_turns == 12 and context_tokens(config) == 256
+    config = Config(task="grid_world", environment=EnvironmentSection(size=10))
+    assert episode_config(config).max_turns == 27 and context_tokens(config) == 27 * 4 + 28 * 8
+    config = Config(task="calculator")
+    assert episode_config(config).max_turns == 5 and context_tokens(config) == 256
+    config = Config(task="calculator", environment=EnvironmentSection(max_operations=6))
+    assert episode_config(config).max_turns == 9 and context_tokens(config) > 9 * 24 + 10 * 16 - 1
+
+
+def test_a_calculator_of_few_problems_holds_out_a_fifth_of_them():
+    config = Config(task="calculator", environment=EnvironmentSection(max_digits=1, max_operations=1))
+    task = create_calculator_task(config, create_char_tokenizer())
+    assert (len(task.heldout_prompts), len(task.train_prompts)) == (60, 240)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--task", "grid_world", "--environment.num-holes", "9"), "num_holes is 9"),
+        (("--environment", "missing.py:Parity", "--mode", "rl"), "missing.py"),
+        (("--environment", "own.py:Parity", "--environment.expert", "own.py:expret"), "did you mean 'expert'"),
+        (("--task", "grid_world", "--reward.function", "own.py:nothing"), "nothing"),
+    ],
+)
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_world_that_is_not_there_is_found_out_before_there_is_a_run(
+    arguments: tuple[str, ...], message: str, dry: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    Path("own.py").write_text(ENVIRONMENT)
+    assert main([*TINY, "--output-dir", "run", *arguments, *dry]) == 2
+    assert message in capsys.readouterr().err and not Path("run/config.json").exists()
+
+
 (ENVIRONMENT,) = re.findall(r"^```python\n(# own.py.*?)^```", (ROOT / "docs" / "agents-runs.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -146,7 +184,10 @@ def test_an_environment_of_ones_own_is_trained(arguments: tuple[str, ...], num_l
         (("--environment.size", "3"), "which has no such setting: add --task grid_world"),
         (("--task", "calculator", "--environment.size", "3"), "the task is 'calculator'"),
         (("--task", "grid_world", "--environment.size", "11"), "environment.size is 11"),
-        (("--task", "grid_world", "--episode.max-turns", "100"), "give --model.max-length"),
+        (("--task", "grid_world", "--episode.max-turns", "1000"), "give --model.max-length 12008"),
+        (("--task", "grid_world", "--episode.max-turns", "30", "--model.max-length", "256"), "what is observed up to 248"),
+        (("--task", "grid_world", "--episode.on-tool-error", "raise"), "gives the task 'grid_world' no tools: add --task calculator"),
+        (("--algorithm", "gigpo"), "an episode of the task 'sort' is one answer"),
         (("--task", "grid_world", "--episode.max-turns", "0"), "episode.max_turns is 0"),
         (("--task", "grid_world", "--episode.stop-regex", "("), "which is no regular expression"),
         (("--task", "grid_world", "--data.path", "rows.jsonl"), "makes its own data"),
