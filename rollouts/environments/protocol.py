@@ -12,7 +12,8 @@
         def get_prompt_prefix(self):
             return "Answer with one digit."
 
-An episode gets an environment of its own from a factory, so an environment need not know of others.
+An episode gets an environment of its own from a factory, so an environment need not know of others. What it returns is copied, and so are
+the parameters that it is given: it may change its own lists in place.
 
 One whose steps make calls with deadlines of their own (tools, a sandbox) may have an attribute `longest_call_s`: seconds, math.inf for
 none. They are added to the deadline of a step (EpisodeConfig.timeout_s), which would else end a call before its own deadline does.
