@@ -344,12 +344,13 @@ def estimate_gigpo(
 
     Args:
         gamma: discount of step rewards, in [0, 1].
-        omega, combine: how the levels become one, see gigpo.add_weighted and gigpo.interpolate.
+        omega, combine: how the levels become one, see gigpo.add_weighted (omega >= 0) and gigpo.interpolate (omega in [0, 1]).
         default_step_reward: of turns whose own reward is 0.
         add_final_reward: whether the reward of the row is added to that of its last turn; None = in groups whose turns all have reward 0,
             as where only whole episodes are judged.
         across_steps, std_level, epsilon, keep_single: see gigpo.episode_advantages.
 
+    Raises: ConfigError for a number out of range.
     Source: Feng et al. 2025 (GiGPO).
     """
     _check_rewards(batch)

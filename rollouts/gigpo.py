@@ -10,6 +10,7 @@ Source: Feng et al. 2025 (Group-in-Group Policy Optimization).
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from rollouts.advantages import discounted_returns, normalize_by_group
 from rollouts.checks import check_shapes
-from rollouts.errors import DataError
+from rollouts.errors import ConfigError, DataError
 from rollouts.statistics import GroupStatistic, group_std
 from rollouts.types import Message, TurnLevels, Turns
 
@@ -41,6 +42,18 @@ def interpolate(episode: Tensor, step: Tensor, omega: float) -> Tensor:
     """omega * A_E + (1 - omega) * A_S. omega in [0, 1]; 1 = the episode alone."""
     assert 0 <= omega <= 1, f"omega is {omega}, expected in [0, 1]: interpolate weighs the levels with omega and 1 - omega"
     return omega * episode + (1 - omega) * step
+
+
+def _check_options(gamma: float, omega: float, combine: Combine, epsilon: float) -> None:
+    """Raises ConfigError for a number out of range."""
+    convex = combine is interpolate
+    for name, value, accepted, expected in (
+        ("gamma", gamma, 0 <= gamma <= 1, "in [0, 1]"),
+        ("omega", omega, 0 <= omega <= (1 if convex else math.inf), "in [0, 1], the share of A_E" if convex else "at least 0"),
+        ("epsilon", epsilon, epsilon >= 0, "at least 0"),
+    ):
+        if not (accepted and math.isfinite(value)):
+            raise ConfigError(f"{name} is {value!r}, expected a finite number {expected}")
 
 
 # -- anchor states
@@ -222,7 +235,9 @@ def gigpo_advantages(
         across_steps, std_level, epsilon, keep_single: see episode_advantages; std_level None is the paper's leave-one-out form up to scale.
 
     Returns: # [N].
+    Raises: ConfigError for gamma, omega or epsilon out of range.
     """
+    _check_options(gamma, omega, combine, epsilon)
     episode = episode_advantages(
         rewards, group_ids, trajectory_ids, across_steps=across_steps, std_level=std_level, epsilon=epsilon, keep_single=keep_single
     )
@@ -256,7 +271,10 @@ def fill_turn_rewards(
             all that their turns can be compared by.
 
     Returns: # [B, K], 0 where there is no turn.
+    Raises: ConfigError if default_step_reward is not finite.
     """
+    if not math.isfinite(default_step_reward):
+        raise ConfigError(f"default_step_reward is {default_step_reward!r}, expected a finite number")
     shape = tuple(real.shape)
     check_shapes(step_rewards=(step_rewards, shape), known=(known, shape), rewards=(rewards, shape[:1]), group_ids=(group_ids, shape[:1]))
     zeros = torch.zeros_like(step_rewards)
@@ -290,7 +308,10 @@ def compute_turn_levels(
         states: # [B, K] int64, number of the state that each turn starts from, compared within a group only; -1 = no such turn.
         step_rewards: # [B, K]; what stands where there is no turn does not matter. See fill_turn_rewards.
         gamma, omega, combine, across_steps, std_level, epsilon, keep_single: see gigpo_advantages.
+
+    Raises: ConfigError for gamma, omega or epsilon out of range.
     """
+    _check_options(gamma, omega, combine, epsilon)
     check_shapes(rewards=(rewards, (states.shape[0],)), group_ids=(group_ids, (states.shape[0],)))
     check_shapes(step_rewards=(step_rewards, tuple(states.shape)))
     real = states >= 0

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollouts.errors import DataError, RewardError
+from rollouts.errors import ConfigError, DataError, RewardError
 from rollouts.gigpo import Combine, add_weighted, compute_turn_levels, fill_turn_rewards, find_similar, hash_observation, spread_turns
 from rollouts.statistics import GroupStatistic, group_std
 from rollouts.steps import StepData
@@ -109,8 +109,11 @@ def compute_step_levels(
         group_ids: of each episode; None = the group_index of its steps.
 
     Raises: DataError for an episode whose steps are not of one group or not in order, one without a step where group_ids is None, or an
-        observation that has no key; RewardError for a score or reward that is not finite. The message names the episode.
+        observation that has no key; RewardError for a score or reward that is not finite. The message names the episode. ConfigError for
+            an option out of range.
     """
+    if similarity_threshold is not None and not 0 < similarity_threshold <= 1:
+        raise ConfigError(f"similarity_threshold is {similarity_threshold!r}, expected in (0, 1], or None")
     if len(final_scores) != len(batch):
         raise DataError(f"there are {len(final_scores)} final scores for {len(batch)} episodes: give one for each")
     groups = _find_groups(batch) if group_ids is None else list(group_ids)

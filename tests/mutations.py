@@ -1215,6 +1215,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_gigpo.py::test_advantages_of_turns_against_loops",),
     ),
     Mutation(
+        "gigpo.py",
+        "a weight may be NaN",
+        "if not (accepted and math.isfinite(value)):",
+        "if value < 0:",
+        ("test_gigpo_steps.py::test_options_out_of_range_are_refused_on_both_paths",),
+    ),
+    Mutation(
         "gigpo_steps.py",
         "a step that nobody paid was paid 0",
         "own, own != 0, rewards, group_column,",
@@ -2119,6 +2126,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         '        clear_folder(self.limits["scratch"])  # wherever the working directory is now\n',
         "",
         ("test_sandbox_pool.py::test_a_call_leaves_nothing_for_the_next_one",),
+    ),
+    Mutation(
+        "sandbox/init.py",
+        "a first process that cannot watch a program says that it did not start",
+        "        except Exception as error:  # whatever it is, the program has run",
+        "        except AssertionError as error:  # whatever it is, the program has run",
+        ("test_sandbox.py::test_a_first_process_that_cannot_watch_ends_the_program_and_is_no_failure_to_start",),
+    ),
+    Mutation(
+        "sandbox/init.py",
+        "any number of files fits into a scratch directory",
+        "if space.f_files - space.f_ffree > MAX_FILES:",
+        "if space.f_files < 0:",
+        ("test_sandbox.py::test_the_number_of_files_has_a_limit[bubblewrap]",),
+    ),
+    Mutation(
+        "sandbox/worker.py",
+        "without fresh processes nothing limits processor time",
+        '            _allow_processor_time(limits["cpu_s"])\n',
+        "",
+        ("test_sandbox_pool.py::test_without_fresh_processes_each_call_has_its_processor_time",),
     ),
     Mutation(
         "sandbox/run.py",

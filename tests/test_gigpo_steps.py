@@ -22,7 +22,7 @@ from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples, select_rows
 from rollouts.episode_config import EpisodeConfig
 from rollouts.episodes import run_episode
-from rollouts.errors import DataError, RewardError
+from rollouts.errors import ConfigError, DataError, RewardError
 from rollouts.estimators import estimate_gigpo
 from rollouts.gigpo import add_weighted, hash_observation, interpolate
 from rollouts.gigpo_steps import (
@@ -291,6 +291,31 @@ def test_observations_are_compared_by_their_canonical_json():
 def test_what_cannot_be_compared_is_named(episodes, scores, options, error, message):
     with pytest.raises(error, match=message):
         system_apply_gigpo_to_batch_steps(episodes, scores, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"omega": math.nan}, "omega is nan, expected a finite number at least 0"),
+        ({"omega": -1.0}, "omega is -1.0"),
+        ({"omega": math.inf}, "omega is inf"),
+        ({"omega": 1.5, "combine": interpolate}, r"omega is 1.5, expected a finite number in \[0, 1\]"),
+        ({"gamma": 1.5}, "gamma is 1.5"),
+        ({"gamma": math.nan}, "gamma is nan"),
+        ({"epsilon": -1e-6}, "epsilon is -1e-06"),
+        ({"default_step_reward": math.nan}, "default_step_reward is nan"),
+    ],
+)
+def test_options_out_of_range_are_refused_on_both_paths(options, message):
+    with pytest.raises(ConfigError, match=message):
+        system_apply_gigpo_to_batch_steps([make_episode(*steps) for _, steps in TWO], [1.0, 0.0], **options)
+    with pytest.raises(ConfigError, match=message):
+        estimate_gigpo(collate_samples(to_samples(TWO, [1.0, 0.0])), **options)
+
+
+def test_a_similarity_out_of_range_is_refused():
+    with pytest.raises(ConfigError, match=r"similarity_threshold is 1\.5"):
+        compute_step_levels([make_episode(("a", 1.0))], [1.0], similarity_threshold=1.5)
 
 
 def test_similar_states_of_a_group_of_samples_become_one():
