@@ -53,6 +53,16 @@ def no_survivors() -> Iterator[dict[str, str]]:
     assert marked(marker) == []
 
 
+def first_process(marker: str) -> int:
+    """The first process of the one namespace whose processes have the marker, as seen from here."""
+    for pid in marked(marker):
+        with suppress(OSError):
+            line = next(line for line in Path("/proc", str(pid), "status").read_text().splitlines() if line.startswith("NSpid:"))
+            if len(ids := line.split()[1:]) > 1 and ids[-1] == "1":
+                return pid
+    raise AssertionError(f"no first process of a namespace among {marked(marker)}")
+
+
 def wait_until_gone(marker: str) -> None:
     """Until no process has the marker."""
     deadline = time.monotonic() + PATIENCE_S

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import trio
-from sandboxes import ALL_LEVELS, ISOLATED, no_survivors
+from sandboxes import ALL_LEVELS, ISOLATED, MARKER, first_process, no_survivors
 
 import rollouts.sandbox.run
 from rollouts.errors import ConfigError, SandboxError
@@ -247,6 +249,7 @@ async def test_a_flood_of_output_is_cut(stream: str, level: Confinement):
     result = await run(f"import sys\nwhile True: sys.{stream}.write('x' * 5000)", level, SandboxLimits(wall_s=60.0, output_bytes=20_000))
     assert result.failure == SandboxFailure.OUTPUT
     assert (len(result.stdout), len(result.stderr)) == ((20_000, 0) if stream == "stdout" else (0, 20_000))
+    assert 0 < result.duration_s < 60
 
 
 @pytest.mark.parametrize("level", ALL_LEVELS)
@@ -324,6 +327,34 @@ for number in range(100):
     written, said = await ask("[written, [errno.errorcode[n] for n in said]]", level, setup, limits=limits)  # type: ignore[misc]
     assert 500_000 < written <= 1 << 20
     assert "ENOSPC" in said
+
+
+@pytest.mark.parametrize("level", ISOLATED)
+async def test_the_number_of_files_has_a_limit(level: Confinement):
+    code = "import os, time\nos.mkdir('a')\nfor i in range(10_100): os.symlink('x', f'a/{i}')\ntime.sleep(1000)"
+    result = await run(code, level)
+    assert result.failure == (SandboxFailure.FILE if level.name == "bubblewrap" else SandboxFailure.RAISED), result  # OSError in namespaces
+
+
+@pytest.mark.parametrize("level", ISOLATED)
+async def test_a_first_process_that_cannot_watch_ends_the_program_and_is_no_failure_to_start(level: Confinement):
+    results: list[SandboxResult] = []
+    with no_survivors() as environment:
+
+        async def start() -> None:
+            code = "open('started', 'w'); import time; time.sleep(1000)"
+            results.append(await run_confined(code, limits=PATIENT, confinement=level, environment=environment))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(start)
+            started = False
+            while not started:
+                await trio.sleep(0.02)
+                with suppress(AssertionError, OSError):
+                    first = first_process(environment[MARKER])
+                    started = Path(f"/proc/{first}/root/scratch/started").exists()
+            resource.prlimit(first, resource.RLIMIT_NOFILE, (0, 0))
+    assert [result.failure for result in results] == [SandboxFailure.DIED]
 
 
 @pytest.mark.parametrize("level", ALL_LEVELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 import trio
-from sandboxes import ALL_LEVELS, ISOLATED, MARKER, marked, no_survivors, wait_until_gone
+from sandboxes import ALL_LEVELS, ISOLATED, MARKER, first_process, marked, no_survivors, wait_until_gone
 
 from rollouts.errors import SandboxError
 from rollouts.sandbox.confinement import Confinement
-from rollouts.sandbox.limits import SandboxFailure, SandboxLimits
+from rollouts.sandbox.limits import CallResult, SandboxFailure, SandboxLimits
 from rollouts.sandbox.pool import SandboxPool
 from rollouts.sandbox.reward_code import execute_code, execute_user_reward_code, open_code_pool
 
@@ -291,6 +292,44 @@ async def test_without_fresh_processes_state_stays_and_a_hung_worker_is_replaced
             assert pool.num_started == 3
 
 
+LIMITED = """
+import resource, time
+calls = 0
+def score(payload):
+    global calls
+    calls += 1
+    if payload == "limits":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    start = time.process_time()
+    while payload == "loop" or time.process_time() < start + 0.4:
+        if payload in ("limits", "nothing"):
+            break
+    return calls
+"""
+
+
+async def test_without_fresh_processes_each_call_has_its_processor_time(tmp_path: Path):
+    (tmp_path / "limited.py").write_text(LIMITED)
+    limits = SandboxLimits(wall_s=100.0, cpu_s=0.5)
+    with no_survivors() as environment:
+        options = {"num_workers": 1, "fresh_process": False, "environment": environment}
+        async with SandboxPool(f"{tmp_path}/limited.py:score", limits=limits, **options) as pool:
+            assert [(await pool.call("work")).value for _ in range(3)] == [1, 2, 3]
+            result = await pool.call("loop")
+            assert (result.failure, result.error) == (SandboxFailure.CPU, "used more than 0.5 s of processor time")
+            assert pool.num_started == 1
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+async def test_a_worker_whose_limits_were_changed_is_replaced(level: Confinement, tmp_path: Path):
+    (tmp_path / "limited.py").write_text(LIMITED)
+    with no_survivors() as environment:
+        options = {"num_workers": 1, "fresh_process": False, "environment": environment}
+        async with SandboxPool(f"{tmp_path}/limited.py:score", limits=LIMITS, confinement=level, **options) as pool:
+            assert [(await pool.call(payload)).value for payload in ("nothing", "limits", "nothing")] == [1, 2, 1]
+            assert pool.num_started == 2
+
+
 async def test_many_calls_need_as_many_workers_as_the_pool_has(rewards: str):
     results: list[Any] = []
     with no_survivors() as environment:
@@ -356,6 +395,38 @@ async def test_a_pool_that_is_closed_during_a_call_ends_it_with_an_error(rewards
         await pool.call(1)
 
 
+async def test_a_pool_that_is_closed_while_a_worker_starts_says_so(rewards: str):
+    with no_survivors() as environment:
+        for wait_s in (0.0, 0.03):
+            pool = SandboxPool(rewards, num_workers=2, limits=LIMITS, environment=environment)
+
+            async def call() -> None:
+                with pytest.raises(SandboxError, match="closed"):
+                    await pool.call("hang")  # noqa: B023  (this round's)
+
+            async with trio.open_nursery() as nursery:
+                async with pool:
+                    for _ in range(2):
+                        nursery.start_soon(call)
+                    while pool.num_started < 2:
+                        await trio.lowlevel.checkpoint()
+                    await trio.sleep(wait_s)
+
+
+@pytest.mark.parametrize("level", ALL_LEVELS)
+async def test_errors_do_not_control_a_terminal(level: Confinement, tmp_path: Path):
+    clear = "raise ValueError('\\x1b[2Jfake \\x9b31m \\u202e\\u00e9\\n\\tnext')"
+    async with open_code_pool(limits=LIMITS, confinement=level) as pool:
+        result = await execute_code(f"def f():\n    {clear}", "f", {}, pool=pool)
+    assert result.error.startswith("ValueError: \\x1b[2Jfake \\x9b31m \\u202e\u00e9\n\tnext\n")
+    (tmp_path / "bad.py").write_text(clear)
+    with pytest.raises(SandboxError) as caught:
+        async with SandboxPool(f"{tmp_path}/bad.py:f", limits=LIMITS, confinement=level):
+            pass
+    assert "\\x1b[2Jfake" in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
 async def test_a_worker_that_ended_before_the_call_is_replaced_without_a_word(rewards: str):
     with no_survivors() as environment:
         async with SandboxPool(rewards, num_workers=1, limits=LIMITS, environment=environment) as pool:
@@ -366,6 +437,38 @@ async def test_a_worker_that_ended_before_the_call_is_replaced_without_a_word(re
             await trio.to_thread.run_sync(wait_until_gone, environment[MARKER])
             assert (await pool.call(2)).value[2] == 2
             assert pool.num_started == 2
+
+
+async def test_any_number_of_idle_workers_may_have_ended(rewards: str):
+    with no_survivors() as environment:
+        async with SandboxPool(rewards, num_workers=3, limits=LIMITS, environment=environment) as pool:
+            async with trio.open_nursery() as nursery:
+                for number in range(3):
+                    nursery.start_soon(pool.call, number)
+            assert pool.num_started == 3
+            for process in pool.process_ids():
+                os.kill(process, signal.SIGKILL)
+            await trio.to_thread.run_sync(wait_until_gone, environment[MARKER])
+            assert (await pool.call(2)).value[2] == 2
+            assert pool.num_started == 4
+
+
+@pytest.mark.parametrize("level", ISOLATED)
+async def test_a_call_whose_sandbox_cannot_watch_is_not_made_again(level: Confinement, rewards: str):
+    with no_survivors() as environment:
+        async with SandboxPool(rewards, num_workers=1, limits=LIMITS, confinement=level, environment=environment) as pool:
+            results: list[CallResult] = []
+
+            async def call() -> None:
+                results.append(await pool.call("hang"))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(call)
+                await trio.sleep(0.3)
+                resource.prlimit(first_process(environment[MARKER]), resource.RLIMIT_NOFILE, (0, 0))
+            assert [result.failure for result in results] == [SandboxFailure.DIED]
+            assert pool.num_started == 1
+            assert (await pool.call(2)).value[2] == 2
 
 
 @pytest.mark.parametrize("level", ALL_LEVELS)

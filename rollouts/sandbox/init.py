@@ -34,6 +34,7 @@ from rollouts.sandbox.kernel import (
 )  # fmt: skip
 from rollouts.sandbox.landlock import restrict
 from rollouts.sandbox.messages import encode_message, read_message, write_all
+from rollouts.sandbox.mounts import MAX_FILES, build_root
 from rollouts.sandbox.processes import clear_folder, close_all_but, kill_descendants, set_limit
 from rollouts.sandbox.seccomp import filter_system_calls
 
@@ -74,7 +75,10 @@ def _run(config: dict[str, Any], control: int, status: int) -> int:
     try:
         child = _start(config, status, scratch)
         write_all(status, encode_message({"started": child}))
-        report = _watch(config, child, control)
+        try:
+            report = _watch(config, child, control)
+        except Exception as error:  # whatever it is, the program has run: it must not be taken for one that did not start
+            report = {"killed_by": "died", "why": f"{type(error).__name__}: {error}"}
         if not config["isolated"]:
             kill_descendants()
     finally:
@@ -88,8 +92,6 @@ def _run(config: dict[str, Any], control: int, status: int) -> int:
 
 def _enter_namespaces(config: dict[str, Any]) -> None:
     """Go on as the first process of new namespaces; the process that called waits for its end in a fork of its own and ends with it."""
-    from rollouts.sandbox.mounts import build_root
-
     user, group = os.geteuid(), os.getegid()
     unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP)
     for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
@@ -196,6 +198,9 @@ def _watch(config: dict[str, Any], child: int, control: int) -> dict[str, Any]:
                 return {"killed_by": "processes", "duration_s": duration}
             if memory > limits["memory_bytes"]:
                 return {"killed_by": "memory", "duration_s": duration}
+            space = os.statvfs(config["scratch"])
+            if space.f_files - space.f_ffree > MAX_FILES:
+                return {"killed_by": "file", "duration_s": duration}
             interval, ticks = (WATCH_IDLE_S if count == 0 and now == ticks and skipped >= 0 else WATCH_S), now
 
 

@@ -12,6 +12,11 @@ from rollouts.errors import ConfigError, SandboxError
 MEGABYTE = 1 << 20
 
 
+def printable(text: str) -> str:
+    """Text that nobody trusts, for messages: characters that control a terminal, or that are not seen, as escapes."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode() for letter in text)
+
+
 @dataclass(frozen=True)
 class SandboxLimits:
     """What a program, or one call of a pool's function, may use.
@@ -45,7 +50,7 @@ class SandboxFailure(StrEnum):
     CPU = "cpu"
     MEMORY = "memory"  # of all processes together; one process alone gets a MemoryError, which is RAISED
     PROCESSES = "processes"
-    FILE = "file"  # ended by SIGXFSZ; Python programs get an OSError instead
+    FILE = "file"  # ended by SIGXFSZ, of which Python programs get an OSError instead; or too many files
     OUTPUT = "output"
     DIED = "died"  # ended without a result: an exit before the end of the call, or a signal
     RESULT = "result"  # what was returned is no JSON
@@ -59,7 +64,7 @@ class SandboxResult:
     returncode: int | None  # exit status; minus the number of a signal that ended it; None where the sandbox was killed
     stdout: bytes  # at most output_bytes
     stderr: bytes
-    duration_s: float  # from the program's start to its end, without the start of the sandbox
+    duration_s: float  # from the program's start to its end, without the start of the sandbox (which counts for OUTPUT)
 
     @property
     def ok(self) -> bool:

@@ -22,6 +22,7 @@ from rollouts.sandbox.kernel import (
     unmount,
 )  # fmt: skip
 
+MAX_FILES = 10_000  # and folders, in the scratch directory; where this mount is not ours init looks
 OUTSIDE = "/.outside"  # where the former root is while the new one is built
 
 
@@ -39,7 +40,7 @@ def build_root(config: dict[str, Any]) -> None:
         os.symlink(target, path)
     scratch: str = config["scratch"]
     os.makedirs(scratch)
-    mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, f"size={config['limits']['file_bytes']},nr_inodes=10000,mode=700")
+    mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, f"size={config['limits']['file_bytes']},nr_inodes={MAX_FILES},mode=700")
     os.makedirs("/proc")
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid")
     make_read_only("/proc", recursive=False)

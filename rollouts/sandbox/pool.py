@@ -29,9 +29,9 @@ import trio
 from rollouts.errors import SandboxError
 from rollouts.sandbox.confinement import PACKAGE, Confinement, package_folders, plan_layout
 from rollouts.sandbox.launch import STARTUP_S, Plan, Sandbox
-from rollouts.sandbox.limits import CallResult, SandboxFailure, SandboxLimits
+from rollouts.sandbox.limits import CallResult, SandboxFailure, SandboxLimits, printable
 from rollouts.sandbox.messages import LENGTH_BYTES, encode_message
-from rollouts.sandbox.run import find_confinement
+from rollouts.sandbox.run import SIGXCPU, find_confinement
 
 HEADER_BYTES = 1 << 20  # of a worker's message besides the answer: what the call printed is in it
 BACKUP_S = 5.0  # after a call's deadline, until a worker that does not hold it is killed
@@ -139,11 +139,13 @@ class SandboxPool:
         except (TypeError, ValueError, RecursionError) as error:
             raise SandboxError(f"the payload of a call is not JSON: {type(error).__name__}: {error}") from error
         async with self._limiter:
-            for _ in range(2):  # a worker may have ended before the call, through no fault of the call's
+            tries = 0
+            while tries < 2:  # a worker may have ended before the call, through no fault of the call's
+                tries += not self._idle  # of new workers only: any number of idle ones may have ended
                 result = await self._call_once(request, nonce)
                 if result is not None:
                     return result
-        raise SandboxError(f"two workers of the sandbox ended before they took a call ({self._plan.confinement.name})")
+        raise SandboxError(f"two new workers of the sandbox ended before they took a call ({self._plan.confinement.name})")
 
     async def _call_once(self, request: bytes, nonce: str) -> CallResult | None:
         """A call on a worker; None where the worker had ended before."""
@@ -174,8 +176,10 @@ class SandboxPool:
         self._workers.append(worker)
         try:
             await worker.start()
-        except BaseException:
+        except BaseException as error:
             await self._discard(worker)
+            if isinstance(error, Exception) and not self._open:  # its pipes were closed while they were used
+                raise SandboxError("the pool of sandboxes was closed while a worker started") from error
             raise
         return worker
 
@@ -246,10 +250,10 @@ class _Worker:
             if message is None:
                 report = await self.sandbox.report()
                 self.errors.seek(0)
-                said = self.errors.read(2000).decode(errors="replace").strip()
+                said = printable(self.errors.read(2000).decode(errors="replace").strip())
                 raise SandboxError(f"sandbox ({name}): the worker ended before it was ready: {report.get('killed_by') or said or report}")
             if "ready" not in message:
-                raise SandboxError(f"sandbox ({name}): {self._module} cannot be loaded: {message.get('error')}")
+                raise SandboxError(f"sandbox ({name}): {self._module} cannot be loaded: {printable(str(message.get('error')))}")
             return
         raise SandboxError(f"sandbox ({name}): the worker was not ready within {STARTUP_S} s; does its module compute when it is imported?")
 
@@ -276,17 +280,20 @@ class _Worker:
                         return _read_answer(header, bytes(body), limits), True
                     except (TypeError, ValueError):
                         return _broken(), False
-            with suppress(SandboxError):
+            try:
                 return self._explain_end(await self.sandbox.report(), started), False
-            return None, False
+            except SandboxError as error:
+                return CallResult(None, SandboxFailure.DIED, str(error)) if started else None, False
         return CallResult(None, SandboxFailure.WALL, f"took longer than {limits.wall_s} s", duration_s=limits.wall_s), False
 
     def _explain_end(self, report: Mapping[str, Any], started: bool) -> CallResult | None:
         """What to say of a call whose worker ended."""
         if not started:
             return None
-        failure = SandboxFailure(report.get("killed_by", SandboxFailure.DIED))
-        return CallResult(None, failure, describe_failure(failure, self.plan.limits, report.get("returncode")))
+        exceeded = SandboxFailure.CPU if report.get("returncode") == -SIGXCPU else SandboxFailure.DIED  # the worker's own, without a fork
+        failure = SandboxFailure(report.get("killed_by", exceeded))
+        why = f" ({report['why']})" if "why" in report else ""
+        return CallResult(None, failure, describe_failure(failure, self.plan.limits, report.get("returncode")) + why)
 
     async def _receive(self) -> dict[str, Any] | None:
         """One message; None where the worker ended; empty where it is none of ours."""
@@ -333,7 +340,7 @@ def describe_failure(failure: SandboxFailure, limits: SandboxLimits, returncode:
         case SandboxFailure.PROCESSES:
             return f"ran more than {limits.num_processes} processes and threads"
         case SandboxFailure.FILE:
-            return f"wrote a file of more than {limits.file_bytes} bytes"
+            return f"wrote a file of more than {limits.file_bytes} bytes, or too many files"
         case SandboxFailure.OUTPUT:
             return f"wrote more than {limits.output_bytes} bytes of output"
         case SandboxFailure.RESULT:
@@ -368,4 +375,4 @@ def _read_answer(header: Mapping[str, Any], body: bytes, limits: SandboxLimits) 
     failure = answer.get("failure")
     known = (SandboxFailure.RAISED, SandboxFailure.RESULT, SandboxFailure.OUTPUT)
     kind = next((other for other in known if failure == other), SandboxFailure.RAISED)
-    return CallResult(None, kind, str(answer.get("error", ""))[:8000], printed, duration)
+    return CallResult(None, kind, printable(str(answer.get("error", "")))[:8000], printed, duration)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import trio
@@ -152,6 +153,7 @@ async def _run(plan: Plan, stdin: bytes) -> SandboxResult:
     pipes = given, out, err = _Pipe(True), _Pipe(False), _Pipe(False)
     report: dict[str, Any] = {}
     sandbox: Sandbox | None = None
+    start = monotonic()
     try:
         try:
             sandbox = Sandbox(plan, stdin=given.theirs, stdout=out.theirs, stderr=err.theirs)
@@ -164,8 +166,10 @@ async def _run(plan: Plan, stdin: bytes) -> SandboxResult:
                 nursery.start_soon(out.collect, plan.limits.output_bytes, scope)
                 nursery.start_soon(err.collect, plan.limits.output_bytes, scope)
                 await sandbox.configure()
+                start = monotonic()
                 report = await sandbox.report()
     finally:
+        measured = monotonic() - start
         for pipe in pipes:
             with trio.CancelScope(shield=True):
                 await pipe.stream.aclose()
@@ -180,7 +184,7 @@ async def _run(plan: Plan, stdin: bytes) -> SandboxResult:
         said = bytes(err.data[:2000]).decode(errors="replace").strip()
         raise SandboxError(f"sandbox ({plan.confinement.name}): could not be made: {said or 'it was killed'}")
     failure = SandboxFailure.OUTPUT if exceeded else _classify(report, plan.limits)
-    return SandboxResult(failure, report.get("returncode"), bytes(out.data), bytes(err.data), report.get("duration_s", 0.0))
+    return SandboxResult(failure, report.get("returncode"), bytes(out.data), bytes(err.data), report.get("duration_s", measured))
 
 
 def _classify(report: Mapping[str, Any], limits: SandboxLimits) -> SandboxFailure | None:

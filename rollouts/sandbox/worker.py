@@ -10,6 +10,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import math
 import os
 import resource
 import select
@@ -28,6 +29,7 @@ from rollouts.sandbox.processes import clear_folder, kill_descendants, kill_othe
 
 Function = Callable[[Any], Any]
 FOLDER = os.path.dirname(__file__)
+NUM_LIMITS = 16  # kinds of limits that Linux has
 
 
 def load_source(source: str, name: str) -> types.ModuleType:
@@ -107,6 +109,7 @@ def serve(worker: dict[str, Any], limits: dict[str, Any], isolated: bool) -> NoR
         answer.set_error(error)
         write_all(results, encode_message(answer.message))
         os._exit(1)
+    own = _own_limits()
     gc.collect()
     gc.freeze()  # so that forks do not copy what is loaded
     write_all(results, encode_message(answer.message))
@@ -120,9 +123,26 @@ def serve(worker: dict[str, Any], limits: dict[str, Any], isolated: bool) -> NoR
             header, body = Call(function, request["payload"], limits, (requests, results)).run(isolated)
         else:
             start = time.monotonic()
+            _allow_processor_time(limits["cpu_s"])
             body = answer_call(function, request["payload"], limits["output_bytes"])[LENGTH_BYTES:]
             header = {"duration_s": time.monotonic() - start}
+            resource.setrlimit(resource.RLIMIT_CPU, own[resource.RLIMIT_CPU])
         write_all(results, encode_message({"nonce": request["nonce"], "body_bytes": len(body), **header}) + body)
+        if _own_limits() != own:
+            os._exit(1)  # the pool takes another worker for the next call
+
+
+def _own_limits() -> list[tuple[int, int]]:
+    """Limits of this process, by their number."""
+    return [resource.getrlimit(kind) for kind in range(NUM_LIMITS)]
+
+
+def _allow_processor_time(seconds: float) -> None:
+    """So much more processor time for this process, in whole seconds; then a SIGXCPU ends it."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    wanted = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 class Call:
