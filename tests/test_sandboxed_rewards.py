@@ -116,6 +116,38 @@ async def test_programs_are_paid_for_the_tests_that_they_pass():
         assert rewards(await score_group((half, sample(slow, tests=TESTS)), reward_fn, UNHURRIED)) == pytest.approx([2 / 3, 1 / 3])
 
 
+RIGHT_PROGRAMS = {
+    "Counter": ("from collections import Counter\ndef f(x): return Counter(x)", "assert f('aab') == {'a': 2, 'b': 1}"),
+    "defaultdict": (
+        "from collections import defaultdict\ndef f(x):\n    d = defaultdict(list)\n    d[1].append((x,))\n    return d",
+        "assert f(2) == {1: [(2,)]}",
+    ),
+    "frozenset": ("def f(x): return frozenset(x)", "assert f([1, 2]) == {1, 2}"),
+    "empty set": ("def f(x): return set(x)", {"call": "sorted(f([]))", "expected": []}),
+    "namedtuple": (
+        "from collections import namedtuple\nP = namedtuple('P', 'a b')\ndef f(x): return [P(x, x)]",
+        "assert f(1) == [(1, 1)]",
+    ),
+    "subclasses": ("class I(int):\n    __repr__ = lambda s: 'I'\ndef f(x): return {I(x): I(x)}", "assert f(2) == {2: 2}"),
+    "True for 1": ("def f(x): return [x > 0, True]", "assert f(1) == [1, 1]"),
+    "1 for True": ("def f(x): return 1", "assert f(1) == True"),
+    "scalars of numpy": ("import numpy as np\ndef f(x): return [np.float64(x), np.int64(x)]", "assert f(2) == [2.0, 2]"),
+    "a long list": ("def f(x): return list(range(x))", f"assert f(4000) == {list(range(4000))}"),
+    "a long number": ("def f(x): return 10**x", {"call": "f(5000)", "expected": 10**5000}),
+}
+
+
+async def test_right_programs_pass_whatever_type_their_values_have():
+    async with CodeReward(limits=QUICK).open_reward() as reward_fn:
+        group = tuple(sample(program, tests=[test]) for program, test in RIGHT_PROGRAMS.values())
+        scored = await score_group(group, reward_fn, UNHURRIED)
+        found = dict(zip(RIGHT_PROGRAMS, scored or (), strict=True))
+        assert {name: s.metadata["reward_reason"] for name, s in found.items() if s.reward != 1.0} == {}
+        is_one = ["assert f(1) is True"]
+        wrong = [sample(f"def f(x): return {value}", tests=is_one) for value in ("1", "True")]
+        assert rewards(await score_group(tuple(wrong), reward_fn, UNHURRIED)) == [0.0, 1.0]
+
+
 def test_tests_and_programs_are_read():
     assert parse_tests(TESTS, "x") == [
         CodeTest(expression="add(2, 3)", expected=5),
@@ -123,7 +155,7 @@ def test_tests_and_programs_are_read():
         CodeTest(expression="bool(add(1, 1) > 1)", expected=True),
     ]
     assert parse_tests(["assert f() is None", "assert f() == g()"], "x") == [
-        CodeTest(expression="f()", expected=None),
+        CodeTest(expression="f()", expected=None, is_identical=True),
         CodeTest(expression="bool(f() == g())", expected=True),
     ]
     for bad in (None, [], "assert f()", [5], ["f()"], ["assert"], [{"call": "f()"}], [{"stdin": 1, "stdout": ""}], ["x = 1\nassert x"]):
@@ -131,7 +163,14 @@ def test_tests_and_programs_are_read():
             parse_tests(bad, "x")
     assert extract_program("a\n```py\nfirst\n```\n```\nsecond\n```") == "second\n" and extract_program("x = 1") == "x = 1"
     one = CodeTest(expression="f()", expected=1)
-    assert compare_value(one, {"value": "1"}) is None and compare_value(one, {"value": "True"}) is not None
+    assert compare_value(one, {"value": "1"}) is None and compare_value(one, {"value": "True"}) is None
+    assert parse_tests(["assert f() is True"], "x") == [CodeTest(expression="f()", expected=True, is_identical=True)]
+    identical = CodeTest(expression="f()", expected=True, is_identical=True)
+    assert compare_value(identical, {"value": "True"}) is None and compare_value(identical, {"value": "1"}) is not None
+    for large in ("assert f() == '" + "a" * 300 + "'", {"call": "f()", "expected": list(range(100))}):
+        assert parse_tests([large], "x")
+        with pytest.raises(RewardError, match=r"expect values of \d+ characters, more than the 250"):
+            parse_tests([large], "x", most_text=250)
     for bad in ({"value": "[" * 5000}, {"value": "9" * 9999}, {"value": 1}, {"error": "E"}, None, [], {"value": "f()"}):
         assert compare_value(one, bad) is not None
 

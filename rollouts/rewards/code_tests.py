@@ -9,12 +9,15 @@ metadata["tests"] of a prompt is a list of tests, in any of these forms:
     {"stdin": "2 3", "stdout": "5"}                the whole program is run; white space at the ends of lines does not count
 
 A program never sees what is expected of it, so it cannot print, return or exit its way to a reward: it has to compute. Only an assert of
-another form ("assert is_even(2)", "assert abs(f(2) - 0.5) < 1e-6") is decided where the program runs, which could cheat in it.
+another form ("assert is_even(2)", "assert abs(f(2) - 0.5) < 1e-6") is decided where the program runs, which could cheat in it: a program
+with `bool = lambda x: True` passes it.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
+import json
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -25,8 +28,9 @@ import trio
 
 from rollouts.errors import RewardError
 from rollouts.rewards.calls import RewardFn, UnopenedReward
+from rollouts.rewards.literals import write_literal
 from rollouts.rewards.results import EvaluateResult, MetricResult
-from rollouts.samples import describe_sample
+from rollouts.samples import describe_sample, show_value
 from rollouts.sandbox.confinement import Confinement
 from rollouts.sandbox.limits import SandboxLimits
 from rollouts.sandbox.pool import SandboxPool
@@ -35,15 +39,16 @@ from rollouts.sandbox.run import find_confinement, run_confined
 from rollouts.types import Sample
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-_MOST_TEXT = 10_000  # characters of a value that are compared
+_WRITE_LITERAL = inspect.getsource(write_literal).replace(": Any", "")  # a program may have its own Any
 
 _HARNESS = f"""
+{_WRITE_LITERAL}
 
-def _values_of_expressions(expressions):
+def _values_of_expressions(expressions, most_text):
     values = []
     for expression in expressions:
         try:
-            values.append({{"value": repr(eval(expression, globals()))[:{_MOST_TEXT}]}})
+            values.append({{"value": write_literal(eval(expression, globals()))[:most_text]}})
         except Exception as error:
             values.append({{"error": (type(error).__name__ + ": " + str(error))[:500]}})
     return values
@@ -58,6 +63,7 @@ class CodeTest:
     expected: Any = None
     stdin: str | None = None
     stdout: str = ""
+    is_identical: bool = False  # the test says `is`: 1 is not True there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +101,7 @@ class _CodeTests:
     has_own_deadline: bool = True  # limits of the pool and of each program
 
     async def __call__(self, sample: Sample) -> EvaluateResult:
-        tests = parse_tests(sample.metadata.get("tests"), describe_sample(sample))
+        tests = parse_tests(sample.metadata.get("tests"), describe_sample(sample), most_text=self.settings.limits.output_bytes)
         program = extract_program(sample.response)
         problems = await self._test_expressions(program, [test for test in tests if test.stdin is None])
         for test in tests:
@@ -113,7 +119,7 @@ class _CodeTests:
         return [problem for test in tests for problem in await self._call_program(program, [test])]
 
     async def _call_program(self, program: str, tests: Sequence[CodeTest]) -> list[str | None]:
-        arguments = {"expressions": [test.expression for test in tests]}
+        arguments = {"expressions": [test.expression for test in tests], "most_text": self.settings.limits.output_bytes}
         result = await execute_code(program + _HARNESS, "_values_of_expressions", arguments, pool=self.pool)
         if not result.ok:
             return [f"the program failed: {result.error}"] * len(tests)
@@ -141,11 +147,24 @@ def extract_program(response: str) -> str:
     return blocks[-1] if blocks else response
 
 
-def parse_tests(tests: Any, where: str) -> list[CodeTest]:
-    """metadata["tests"] as tests. Raises RewardError if it is no list of them, or an empty one."""
+def parse_tests(tests: Any, where: str, *, most_text: int | None = None) -> list[CodeTest]:
+    """metadata["tests"] as tests.
+
+    Args:
+        most_text: characters of JSON that the values of all expressions together may have, since longer ones do not leave the sandbox.
+
+    Raises: RewardError if it is no list of tests, or an empty one, or more is expected than can leave the sandbox.
+    """
     if not isinstance(tests, (list, tuple)) or not tests:
-        raise RewardError(f"metadata['tests'] of {where} is {tests!r:.200}, expected a list of at least one test")
-    return [_parse_test(test, where) for test in cast("Sequence[Any]", tests)]
+        raise RewardError(f"metadata['tests'] of {where} is {show_value(tests)}, expected a list of at least one test")
+    parsed = [_parse_test(test, where) for test in cast("Sequence[Any]", tests)]
+    size = sum(len(json.dumps({"value": write_literal(test.expected)})) + 2 for test in parsed if test.stdin is None)
+    if most_text is not None and size + 2 > most_text:
+        raise RewardError(
+            f"the tests of {where} expect values of {size} characters, more than the {most_text} that a sandbox gives back: "
+            "raise limits.output_bytes of the CodeReward, or test smaller values"
+        )
+    return parsed
 
 
 def _parse_test(test: Any, where: str) -> CodeTest:
@@ -158,7 +177,8 @@ def _parse_test(test: Any, where: str) -> CodeTest:
         if set(entries) == {"stdin", "stdout"} and isinstance(entries["stdin"], str) and isinstance(entries["stdout"], str):
             return CodeTest(stdin=entries["stdin"], stdout=entries["stdout"])
     raise RewardError(
-        f"a test of {where} is {test!r:.200}, expected 'assert ...', {{'call': ..., 'expected': ...}} or {{'stdin': ..., 'stdout': ...}}"
+        f"a test of {where} is {show_value(test)}, expected 'assert ...', "
+        f"{{'call': ..., 'expected': ...}} or {{'stdin': ..., 'stdout': ...}}"
     )
 
 
@@ -172,7 +192,9 @@ def _parse_assert(test: str, where: str) -> CodeTest:
     condition = body[0].test
     if isinstance(condition, ast.Compare) and len(condition.ops) == 1 and isinstance(condition.ops[0], ast.Eq | ast.Is):
         try:
-            return CodeTest(expression=ast.unparse(condition.left), expected=_as_json(ast.literal_eval(condition.comparators[0])))
+            expected = _as_json(ast.literal_eval(condition.comparators[0]))
+            is_identical = isinstance(condition.ops[0], ast.Is)
+            return CodeTest(expression=ast.unparse(condition.left), expected=expected, is_identical=is_identical)
         except (ValueError, TypeError):  # the right side is no literal
             pass
     return CodeTest(expression=f"bool({ast.unparse(condition)})", expected=True)
@@ -185,11 +207,11 @@ def compare_value(test: CodeTest, answer: Any) -> str | None:
         error = cast("Mapping[str, Any]", answer).get("error") if isinstance(answer, Mapping) else answer
         return f"{test.expression} failed: {error!s:.500}"
     try:
-        found = _as_json(ast.literal_eval(text[:_MOST_TEXT]))
-        equal = bool(found == test.expected) and isinstance(found, bool) == isinstance(test.expected, bool)
+        found = _as_json(ast.literal_eval(text)) if len(text) <= 8 * len(write_literal(test.expected)) + 10_000 else ...
+        equal = bool(found == test.expected) and (not test.is_identical or type(found) is type(test.expected))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # not a literal, or one made to harm
         equal = False
-    return None if equal else f"{test.expression} is {text:.100}, expected {test.expected!r:.100}"
+    return None if equal else f"{test.expression} is {text:.100}, expected {show_value(test.expected, 100)}"
 
 
 def _as_json(value: Any) -> Any:
