@@ -2234,6 +2234,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "agent_integration.py",
+        "calls that stand in the text are taught twice",
+        "return replace(message, tool_calls=None) if (found if calls_in_text is None else calls_in_text) else message",
+        "return message",
+        ("test_agents.py::test_an_expert_teaches_each_call_once",),
+    ),
+    Mutation(
+        "environments/calls.py",
+        "the deadline of a step ends a tool before its own does",
+        "most = None if timeout_s is None else timeout_s + _longest_call_s(environment)",
+        "most = None if timeout_s is None else timeout_s + 0 * _longest_call_s(environment)",
+        ("test_tool_environment.py::test_the_deadline_of_a_tool_is_its_own_whatever_the_episode_allows_a_step",),
+    ),
+    Mutation(
+        "agent_integration.py",
         "tokens outside of turns are trained on, and nobody notices",
         "if any(mask > 0 and not kept for mask, kept in zip(sample.loss_mask, inside, strict=True)):",
         "if sample.turns == ():",
