@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,24 @@ def test_step_outputs_are_rewards_of_turns():
     assert named.turns is not None and [turn.reward for turn in named.turns] == [-1.0, 11.0]
     with pytest.raises(RewardError, match=r"'step0' names a step that 2 step outputs are about; .*0 names a step that 2"):
         with_reward(sample, EvaluateResult(1.0, step_outputs=(StepOutput("step0", 1.0), StepOutput(0, 1.0))))
+
+
+def test_a_score_for_the_whole_episode_replaces_what_its_turns_were_paid():
+    sample = make_episode(metadata={**make_episode().metadata, "environment_reward": 21.0})
+    scored = with_reward(sample, EvaluateResult(0.5))
+    assert scored.reward == 0.5 and scored.turns is not None and [turn.reward for turn in scored.turns] == [0.0, 0.0]
+    assert scored.metadata["environment_reward"] == 21.0
+    (by_number,) = score_now((sample,), lambda sample: 0.5)
+    assert by_number.turns == scored.turns
+    kept = with_reward(sample, EvaluateResult(0.5, step_outputs=()))  # it judges steps, and has nothing to say about these
+    assert kept.turns == sample.turns
+
+
+def test_what_was_aligned_with_what_is_told(caplog):
+    with caplog.at_level(logging.DEBUG, logger="rollouts.rewards"):
+        with_reward(make_episode(), EvaluateResult(1.0, step_outputs=(StepOutput("step1", 0.5),)))
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].endswith("step_index 'step1' is turn 1 (assistant message 1), reward 0.5")
 
 
 def test_examples_in_the_prompt_are_counted_but_are_no_turns():

@@ -13,9 +13,9 @@ import torch
 
 from rollouts.advantages import penalize_overlong
 from rollouts.config import RewardConfig, check_setting
-from rollouts.rewards.calls import Judgement, RewardFn, judge_now, judge_samples
+from rollouts.rewards.calls import Judgement, RewardFn, describe_reward, judge_now, judge_samples
 from rollouts.rewards.results import parse_result
-from rollouts.samples import check_reward, compute_response_lengths, with_reward
+from rollouts.samples import check_reward, compute_response_lengths
 from rollouts.steps import Trajectory
 from rollouts.types import Group, Sample, Status
 
@@ -94,7 +94,8 @@ async def score_group(group: Group, reward_fn: RewardFn, config: RewardConfig | 
 
 def score_now(group: Group, reward_fn: RewardFn) -> Group:
     """The group with a reward on every sample, by a sync function that is called here: no deadline, and the first failure is raised."""
-    return tuple(with_reward(sample, value) for sample, value in zip(group, judge_now(reward_fn, group), strict=True))
+    name, values = describe_reward(reward_fn), judge_now(reward_fn, group)
+    return tuple(parse_result(value, sample, name).apply_to(sample) for sample, value in zip(group, values, strict=True))
 
 
 def summarize_rewards(samples: Sequence[Sample]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,9 @@ from typing import Any, SupportsFloat, cast
 
 from rollouts.errors import RewardError
 from rollouts.samples import describe_sample, is_finite, is_finite_number, sample_messages, show_value
-from rollouts.types import Sample
+from rollouts.types import Sample, Turn
+
+_logger = logging.getLogger(__name__)
 
 METADATA_OF_REWARDS = frozenset({"reward_metrics", "reward_steps", "reward_reason", "reward_error", "num_reward_retries"})
 """Keys of Sample.metadata that scoring writes."""
@@ -107,8 +110,9 @@ class EvaluateResult:
     def apply_to(self, sample: Sample) -> Sample:
         """The sample with this as its reward: with_reward(sample, result) does the same.
 
-        The score is sample.reward; a step output is the reward of the turn that it names, and turns that none names keep theirs;
-        metadata gets "reward_metrics", "reward_steps" and "reward_reason", as far as there are any.
+        The score is sample.reward. With step_outputs each is the reward of the turn that it names, and turns that none names keep theirs.
+        Without, the whole episode is all that is judged: its turns have reward 0, and what the environment paid is left in
+        metadata["environment_reward"]. metadata gets "reward_metrics", "reward_steps" and "reward_reason", as far as there are any.
 
         Raises: RewardError if the result is not valid, or a step output names no step of the sample or one that another names, too.
         """
@@ -121,7 +125,7 @@ class EvaluateResult:
             metadata["reward_steps"] = [output.to_dict() for output in self.step_outputs]
         if self.reason:
             metadata["reward_reason"] = self.reason
-        turns = _reward_turns(sample, self.step_outputs or ())
+        turns = _reward_turns(sample, self.step_outputs)
         return replace(sample, reward=float(self.score), turns=turns, metadata=metadata)
 
     def to_dict(self) -> dict[str, Any]:
@@ -191,13 +195,22 @@ def as_result(value: Any, name: str, where: str) -> EvaluateResult:
     return EvaluateResult(number)
 
 
-def _reward_turns(sample: Sample, outputs: Sequence[StepOutput]) -> Any:
-    """The turns of a sample with the rewards of the steps that are named; of a sample that is no episode, None."""
+def _reward_turns(sample: Sample, outputs: Sequence[StepOutput] | None) -> tuple[Turn, ...] | None:
+    """The turns of a sample with the rewards of the steps that are named, or 0 where no steps are judged; None for one without turns."""
+    if outputs is None and sample.turns is not None:
+        return tuple(replace(turn, reward=0.0) for turn in sample.turns)
     if not outputs:
         return sample.turns
-    places, problems = match_steps(outputs, name_turns(sample))
+    steps = name_turns(sample)
+    places, problems = match_steps(outputs, steps)
     if problems:
         raise RewardError(f"step outputs do not fit {describe_sample(sample)}: {'; '.join(problems.values())}")
+    for number, place in places.items():
+        output = outputs[number]
+        _logger.debug(
+            "%s: step_index %r is turn %d (assistant message %d), reward %g",
+            describe_sample(sample), output.step_index, place, steps[place][0], output.base_reward,
+        )  # fmt: skip
     if sample.turns is None:
         return None
     rewards = {place: float(outputs[number].base_reward) for number, place in places.items()}
