@@ -423,11 +423,6 @@ def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
             f"rl.algorithm {name!r} requires segment_log_probs, which rollouts have only where the switch is on: add "
             f"--rl.asynchronous.enabled --{SWITCH}"
         )
-    if "turns" in algorithm.requires and config.task not in EPISODE_TASKS:
-        raise ConfigError(
-            f"rl.algorithm {name!r} compares the steps of episodes, but an episode of the task {config.task!r} is one answer: choose a "
-            f"task with several turns (--task {', '.join(EPISODE_TASKS)}), or another algorithm, as --algorithm grpo"
-        )
     unknown = sorted(algorithm.requires - FILLABLE)
     if unknown:
         raise ConfigError(
@@ -438,6 +433,11 @@ def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"rl.samples_per_prompt is 1, but rl.algorithm {name!r} compares each answer with the others to its prompt, and would learn "
             "nothing: give at least 2, or choose an algorithm that needs no others (reinforce, remax, reinforce_plus_plus, ppo)"
+        )
+    if "turns" in algorithm.requires and config.task not in EPISODE_TASKS:
+        raise ConfigError(
+            f"rl.algorithm {name!r} compares the steps of episodes, but an episode of the task {config.task!r} is one answer: choose a "
+            f"task with several turns (--task {', '.join(EPISODE_TASKS)}), or another algorithm, as --algorithm grpo"
         )
     if config.reference.path is not None and "ref_log_probs" not in algorithm.requires:
         raise ConfigError(

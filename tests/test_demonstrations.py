@@ -61,7 +61,7 @@ def test_a_system_prompt_before_the_problem_changes_nothing():
 
 def test_demonstrations_end_as_the_chat_template_ends_a_turn():
     tokenizer = create_merging_tokenizer("<|endoftext|>")
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    (end,) = tokenizer("<|im_end|>", add_special_tokens=False)["input_ids"]
     for sample in play(create_grid_world_task, Config(task="grid_world", **SIZES), tokenizer):
         assert sample.turns is not None and {sample.tokens[turn.end - 1] for turn in sample.turns} == {end}
 
