@@ -1,7 +1,7 @@
 """--log-level: how much of what goes on is told on stderr. Quiet unless something is wrong.
 
 --log-level info                                    summaries of episodes, and the like
---log-level debug                                   every step of every episode, what was aligned with what, what advantages are made of
+--log-level debug                                   every step of every episode, which turn a judged step is, what advantages are made of
 --log-level warning,rollouts.rollout_training=debug            of one module alone
 """
 

@@ -31,7 +31,7 @@ from rollouts.trajectory_records import TrajectoryRecord, derive_steps
 from rollouts.types import Message, Sample
 
 _LABEL = 12  # columns of a label
-_NAMED_INFO = frozenset({"state", "anchor", "num_visits", "episode_advantage", "step_advantage"})  # of step_info, shown in words
+_NAMED_INFO = frozenset({"state", "gigpo"})  # of step_info, shown in words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +184,13 @@ def _show_steps(one: Shown, palette: Palette) -> list[Text]:
 
 
 def _describe_step(step: StepData) -> str:
-    info = step.step_info
+    made_of = step.step_info.get("gigpo")
+    info = step.step_info | (cast("dict[str, Any]", made_of) if isinstance(made_of, dict) else {})
     numbers = {"reward": step.base_reward, "return": step.return_to_go, "value": step.policy_value_estimate}
     parts = [f"{name} {format_number(value)}" for name, value in numbers.items() if value is not None]
     signed = {"advantage": step.advantage, "of the episode": info.get("episode_advantage"), "of the step": info.get("step_advantage")}
     parts += [f"{name} {format_signed(value)}" for name, value in signed.items() if isinstance(value, int | float)]
-    visits = f", visited {_count(info['num_visits'], 'time')}" if isinstance(info.get("num_visits"), int) else ""
+    visits = f", visited {_count(info['anchor_size'], 'time')}" if isinstance(info.get("anchor_size"), int) else ""
     parts += [f"state {_shorten(str(info['state']))}{visits}"] if info.get("state") is not None else []
     parts += ["the last"] if step.is_done else []
     return f": {', '.join(parts)}" if parts else ""

@@ -18,10 +18,10 @@ from rollouts.types import Sample, TrainBatch, Turns
 class TurnEstimate:
     """What the advantage of one turn is made of, where the estimator compares turns (GiGPO)."""
 
-    reward: float  # of the turn, with what the estimator added to it
+    step_reward: float  # of the turn, with what the estimator added to it
     return_to_go: float  # G_k, discounted rewards from the turn on
     anchor: int  # number of the turns that it is compared with, in this training step only: those of its group from the same state
-    num_visits: int  # how many they are, in the whole training step, itself among them
+    anchor_size: int  # how many they are, in the whole training step, itself among them
     episode_advantage: float  # A_E
     step_advantage: float  # A_S
     advantage: float  # both combined
@@ -128,7 +128,7 @@ def _describe_turns(turns: Turns | None, row: int) -> tuple[TurnEstimate, ...] |
     anchors = levels.anchors[row]
     count = int((anchors >= 0).sum())  # turns are the first columns of a row
     columns = {
-        "reward": levels.rewards,
+        "step_reward": levels.rewards,
         "return_to_go": levels.returns,
         "step_advantage": levels.step,
         "advantage": levels.combined,
@@ -138,7 +138,7 @@ def _describe_turns(turns: Turns | None, row: int) -> tuple[TurnEstimate, ...] |
     return tuple(
         TurnEstimate(
             anchor=anchor,
-            num_visits=int((levels.anchors == anchor).sum()),
+            anchor_size=int((levels.anchors == anchor).sum()),
             episode_advantage=episode,
             **{name: column[k] for name, column in numbers.items()},
         )
@@ -159,8 +159,8 @@ def derive_steps(record: TrajectoryRecord) -> Steps:
     """The steps of a record: those that it has, or what its sample says of them; none for a sample that is no episode.
 
     Of each of Sample.turns: its tokens, log-probs and reward, the mean advantage of its trained tokens, and, where metadata["messages"]
-    has the conversation, the text of the action and what came before it. step_info has the state key of the turn as "state", and what its
-    advantage is made of where the algorithm compares turns: see TurnEstimate.
+    has the conversation, the text of the action and what came before it. step_info has the state key of the turn as "state", and as
+    "gigpo" what its advantage is made of where the algorithm compares turns: see TurnEstimate and gigpo_steps.describe_turns.
     """
     sample, estimate = record.sample, record.estimate
     if record.steps or not sample.turns:
@@ -187,7 +187,7 @@ def derive_steps(record: TrajectoryRecord) -> Steps:
                 policy_tokens=sample.tokens[place],
                 policy_logprobs=None if sample.rollout_log_probs is None else sample.rollout_log_probs[place],
                 is_done=k == len(sample.turns) - 1,
-                step_info=({} if turn.state is None else {"state": turn.state}) | _step_info(known),
+                step_info=({} if turn.state is None else {"state": turn.state}) | ({} if known is None else {"gigpo": dict(vars(known))}),
                 base_reward=turn.reward,
                 return_to_go=None if known is None else known.return_to_go,
                 advantage=math.fsum(advantages) / len(advantages) if advantages else None,
@@ -196,11 +196,6 @@ def derive_steps(record: TrajectoryRecord) -> Steps:
             )
         )
     return tuple(steps)
-
-
-def _step_info(turn: TurnEstimate | None) -> dict[str, Any]:
-    names = ("anchor", "num_visits", "episode_advantage", "step_advantage")
-    return {} if turn is None else {name: getattr(turn, name) for name in names}
 
 
 def attach_estimates(samples: Sequence[Sample], wanted: Iterable[Sample], batch: TrainBatch | None) -> tuple[TrajectoryRecord, ...]:

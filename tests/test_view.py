@@ -23,6 +23,8 @@ from integration.view_tokens import Palette, Token, make_safe, split_text
 from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.estimators import estimate_gigpo
+from rollouts.gigpo import hash_observation
+from rollouts.gigpo_steps import system_apply_gigpo_to_batch_steps
 from rollouts.steps import StepData
 from rollouts.trajectories import read_records, write_records, write_samples, write_steps
 from rollouts.trajectory_records import Estimate, TrajectoryRecord, attach_estimates, derive_steps
@@ -247,6 +249,25 @@ def test_a_file_of_single_steps_shows_the_same_steps(capsys, tmp_path: Path, tok
     assert "  sample 0: reward 1, 2 steps\n" in out
     assert out.count("  sample ") == 2
     assert see(capsys, tmp_path / "f.jsonl", "--min-reward", 0.5).count("  sample ") == 1
+
+
+def test_steps_with_the_advantages_of_gigpo_show_what_these_are_made_of(capsys, tmp_path: Path):
+    episodes = [
+        [StepData(system_step_index=0, observation_data="a", action_taken="x", raw_policy_output="x", base_reward=reward, sample_index=i)]
+        for i, reward in enumerate((1.0, 0.0))
+    ]
+    steps = [step for row in system_apply_gigpo_to_batch_steps(episodes, [1.0, 0.0], std_level=None) for step in row]
+    write_steps(tmp_path / "f.jsonl", steps)
+    out = see(capsys, tmp_path / "f.jsonl")
+    state = f"{hash_observation('a')[:8]}..."
+    assert f"advantage +1, of the episode +0.5, of the step +0.5, state {state}, visited 2 times\n" in out and "info" not in out
+
+
+def test_steps_of_a_sample_and_steps_of_an_episode_have_one_vocabulary():
+    (first, _) = episode_records()
+    derived = derive_steps(first)[0].step_info["gigpo"]
+    (told, _), _ = system_apply_gigpo_to_batch_steps([derive_steps(record) for record in episode_records()], [1.0, 0.25], gamma=0.5)
+    assert set(derived) == set(told.step_info["gigpo"]) - {"state"}
 
 
 def test_a_step_shows_what_became_of_its_action(capsys, tmp_path: Path):
