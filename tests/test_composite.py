@@ -103,6 +103,26 @@ async def test_a_part_that_bounds_its_own_time_may_wait_for_it(autojump_clock):
         assert scored is not None and scored[0].reward == 1.0
 
 
+async def test_beside_a_part_that_bounds_its_own_time_the_others_keep_their_deadline(autojump_clock):
+    class Waits:
+        has_own_deadline = True
+
+        async def __call__(self, sample: Sample) -> float:
+            await trio.sleep(60)
+            return 1.0
+
+    async def hangs(sample: Sample) -> float:
+        await trio.sleep(10**6 if sample.response == "bad" else 0)
+        return 1.0
+
+    inner = create_composite_reward({"waits": (Waits(), 0.5), "hangs": (hangs, 0.5)})
+    for composite in (inner, create_composite_reward({"inner": (inner, 0.5), "length": (length_async, 0.5)})):
+        scored = await score_group(make_group("4", "bad"), composite, RewardConfig(timeout_s=30, on_error="zero"))
+        assert scored is not None and [sample.reward for sample in scored] == [1.0, 0.0]
+        assert "did not return within 30 s" in scored[1].metadata["reward_error"]
+    assert trio.current_time() < 1000
+
+
 def test_step_outputs_are_weighted_and_added():
     def first(sample: Sample) -> EvaluateResult:
         return EvaluateResult(1.0, step_outputs=(StepOutput(0, 1.0, {"m": MetricResult(1.0)}, "a"), StepOutput(1, 2.0)))

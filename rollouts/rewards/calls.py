@@ -26,7 +26,8 @@ RewardFn: TypeAlias = Callable[[Sample], Any]
 """Sample -> a finite number (float, int, bool, 0-d array or tensor) or an EvaluateResult, or an awaitable of one.
 
 One with has_own_deadline = True bounds the time of its calls by itself: RewardConfig.timeout_s, which a call also spends waiting for a free
-worker, is then not applied. One with reward_name is called so in messages.
+worker, is then not applied; if it has limit_calls(timeout_s), that gives the function that is called in its place, whose parts without
+such a bound have this one. One with reward_name is called so in messages.
 """
 
 Outcome: TypeAlias = "tuple[Any] | RewardError"
@@ -83,6 +84,8 @@ async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: 
     if not samples:
         return []
     if getattr(reward_fn, "has_own_deadline", False):
+        limit_calls = getattr(reward_fn, "limit_calls", None)
+        reward_fn = reward_fn if limit_calls is None else limit_calls(config.timeout_s)
         config = replace(config, timeout_s=None)
     if isinstance(reward_fn, GroupReward):
         return await _judge_together(reward_fn, samples, config)

@@ -159,11 +159,16 @@ class CompositeGroupReward:
 
     functions: Mapping[str, RewardFn]
     weights: Mapping[str, float]
+    timeout_s: float | None = None  # of each call of a component that has no deadline of its own
 
     @property
     def has_own_deadline(self) -> bool:
         """Whether a component has a deadline of its own, which may wait for a worker: then the composite waits for all of them."""
         return any(getattr(function, "has_own_deadline", False) for function in self.functions.values())
+
+    def limit_calls(self, timeout_s: float | None) -> CompositeGroupReward:
+        """The composite with a deadline for each component that has none of its own; see calls.RewardFn."""
+        return replace(self, timeout_s=timeout_s)
 
     async def __call__(self, sample: Sample) -> EvaluateResult:
         """The combined result of a group of one."""
@@ -175,7 +180,7 @@ class CompositeGroupReward:
         judgements: dict[str, list[Judgement]] = {}
 
         async def judge(name: str, function: RewardFn) -> None:
-            judgements[name] = await judge_samples(function, samples, RewardConfig(timeout_s=None))  # the caller has a deadline
+            judgements[name] = await judge_samples(function, samples, RewardConfig(timeout_s=self.timeout_s))
 
         async with trio.open_nursery() as nursery:
             for name, function in self.functions.items():
