@@ -208,6 +208,14 @@ def test_plain_prompts_need_no_template():
         render_tokens(Sample(prompt=CHAT, response="3", tokens=(1,), loss_mask=(1.0,)), tokenizer=tokenizer)
 
 
+def test_an_answer_that_was_cut_off_has_no_end_of_turn():
+    tokenizer: Any = create_char_tokenizer()
+    cut = Sample(prompt=CHAT, response="3", tokens=(1,), loss_mask=(1.0,), status=Status.TRUNCATED)
+    for to_turn_end in (False, True):
+        text = tokenizer.decode(render_tokens(cut, tokenizer=tokenizer, to_turn_end=to_turn_end))
+        assert text.endswith("assistant: 3"), text
+
+
 # as a reward function
 
 

@@ -25,7 +25,7 @@ from rollouts.backends.outputs import get_value_head
 from rollouts.backends.reward_models import load_reward_model, reads_turn_end
 from rollouts.backends.token_spec import describe_tokenizer, explain_token_differences
 from rollouts.batching import plan_microbatches
-from rollouts.chat import prepare_sft_sample, render_messages, tokenize_conversation
+from rollouts.chat import prepare_sft_sample, render_messages, special_ids, tokenize_conversation
 from rollouts.errors import ConfigError, DataError, RewardError
 from rollouts.packing import pack_padded, run_packed, use_packed_attention
 from rollouts.rewards.gathering import GatheredReward, gather_calls
@@ -179,7 +179,8 @@ def render_tokens(sample: Sample, *, tokenizer: PreTrainedTokenizerBase, to_turn
     stand behind each other, and the end-of-text token behind them if the response is complete.
 
     Args:
-        to_turn_end: leave out what the template puts behind the last assistant message (see reads_turn_end).
+        to_turn_end: leave out what the template puts behind the last assistant message (see reads_turn_end). Of an answer that was cut
+            off its end-of-turn token is left out, too, whatever this says: the model did not write one.
 
     Raises: DataError if messages are to be rendered without a template, or the template refuses them.
     """
@@ -187,9 +188,11 @@ def render_tokens(sample: Sample, *, tokenizer: PreTrainedTokenizerBase, to_turn
         tokens = prepare_sft_sample(tokenizer, {"prompt": sample.prompt, "completion": sample.response}).tokens
         return tokens if sample.status is not Status.TRUNCATED else tokens[:-1]
     messages = sample_messages(sample)
-    if to_turn_end:
+    is_cut = sample.status is Status.TRUNCATED and messages[-1].role == "assistant"
+    if to_turn_end or is_cut:
         tokenized = tokenize_conversation(tokenizer, messages, last_assistant_only=True)
-        return tokenized.tokens[: tokenized.spans[-1][1]]
+        end = tokenized.spans[-1][1]
+        return tokenized.tokens[: end - 1 if is_cut and tokenized.tokens[end - 1] in special_ids(tokenizer) else end]
     text = render_messages(tokenizer, messages, template_kwargs={})
     return cast("list[int]", tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
