@@ -153,10 +153,10 @@ async def run_reward_model(config: RewardModelConfig, output_dir: Path, control:
         if finished_checkpoint(checkpoint_dir, config.training.num_steps) is None:
             return None
         unfinished, target = output_dir / f".{MODEL_DIRECTORY}", output_dir / MODEL_DIRECTORY
-        for directory in (unfinished, target):
-            shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         await pipeline.export_weights(unfinished).result()
+        shutil.rmtree(target, ignore_errors=True)  # of an earlier part of this run; not before the new one is there
         unfinished.rename(target)
     return target
 
