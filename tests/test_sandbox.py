@@ -332,7 +332,7 @@ for number in range(100):
 @pytest.mark.parametrize("level", ISOLATED)
 async def test_the_number_of_files_has_a_limit(level: Confinement):
     code = "import os, time\nos.mkdir('a')\nfor i in range(10_100): os.symlink('x', f'a/{i}')\ntime.sleep(1000)"
-    result = await run(code, level)
+    result = await run(code, level, SandboxLimits(wall_s=15.0))
     assert result.failure == (SandboxFailure.FILE if level.name == "bubblewrap" else SandboxFailure.RAISED), result  # OSError in namespaces
 
 

@@ -310,7 +310,7 @@ def score(payload):
 
 async def test_without_fresh_processes_each_call_has_its_processor_time(tmp_path: Path):
     (tmp_path / "limited.py").write_text(LIMITED)
-    limits = SandboxLimits(wall_s=100.0, cpu_s=0.5)
+    limits = SandboxLimits(wall_s=20.0, cpu_s=0.5)
     with no_survivors() as environment:
         options = {"num_workers": 1, "fresh_process": False, "environment": environment}
         async with SandboxPool(f"{tmp_path}/limited.py:score", limits=limits, **options) as pool:
