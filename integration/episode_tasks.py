@@ -169,6 +169,23 @@ def check_task(config: Config) -> None:
             load_function(reference)
 
 
+def count_demonstrations(config: Config) -> int:
+    """Episodes that a script plays for SFT: no more than its steps have rows."""
+    if config.task == "environment" and config.environment.expert is None:
+        return 0
+    return min(NUM_DEMONSTRATIONS, config.sft.num_steps * config.sft.batch_size)
+
+
+def check_demonstrations(before: Config, after: Config) -> None:
+    """Raise ConfigError if a resumed run would shuffle other demonstrations than the interrupted one did."""
+    old, new = count_demonstrations(before), count_demonstrations(after)
+    if before.task == after.task and old != new:
+        raise ConfigError(
+            f"--resume with sft.num_steps: {before.sft.num_steps} -> {after.sft.num_steps}, for which {new} demonstrations would be played "
+            f"instead of {old}, in another order than so far: leave --sft.num-steps out, or begin a new run"
+        )
+
+
 def create_environment_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = "sft+rl") -> Task:
     """Episodes in an environment of the user's, which config.environment.factory names.
 
@@ -259,7 +276,6 @@ def _create_task(
 ) -> Task:
     """A task of episodes. prompts: the first num_heldout are held out; None = seeds alone."""
     thinking = config.generation.enable_thinking
-    num_demonstrations = min(NUM_DEMONSTRATIONS, config.sft.num_steps * config.sft.batch_size)
     setting = EpisodeSetting(
         environment_factory=factory,
         config=episode_config(config, chat=False if is_character_tokenizer(tokenizer) else None),
@@ -279,7 +295,7 @@ def _create_task(
         reward_fn=None,
         max_tokens=response_tokens(config),
         episodes=setting,
-        demonstrate=None if script is None else partial(demonstrate, tokenizer, setting, script, train, num_demonstrations),
+        demonstrate=None if script is None else partial(demonstrate, tokenizer, setting, script, train, count_demonstrations(config)),
     )
 
 

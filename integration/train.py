@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 import trio
 
-from integration.command_line import RUN_FILE, CommandLine, Mode, parse_command_line
+from integration.command_line import CONFIG_FILE, RUN_FILE, CommandLine, Mode, parse_command_line
 from integration.config import Config, create_output_dir
 from integration.display import Progress
 from integration.dry_run import describe_run
 from integration.engines import check_engine
-from integration.episode_tasks import check_task
+from integration.episode_settings import EPISODE_TASKS
+from integration.episode_tasks import check_demonstrations, check_task
 from integration.log_levels import log_to_stderr
 from integration.models import check_companions, create_model
 from integration.rewards import check_reward
@@ -41,6 +42,7 @@ from integration.task_rewards import load_task_reward
 from integration.tasks import Task
 from integration.trajectory_writer import load_condition
 from rollouts.checkpoints import lock_run_directory
+from rollouts.config import load_config
 from rollouts.errors import raise_single_errors
 from rollouts.metrics import CompositeLogger, JSONLLogger, read_metrics
 
@@ -98,6 +100,9 @@ def favor_computation() -> Generator[None]:
 
 def prepare_run(command: CommandLine, output_dir: Path) -> None:
     """Make a new run directory, or bring that of an interrupted run to its newest checkpoint. Raises as prepare_directory."""
+    saved = output_dir / CONFIG_FILE
+    if command.resume and "sft" in command.mode and command.config.task in EPISODE_TASKS and saved.exists():
+        check_demonstrations(load_config(Config, saved), command.config)
     prepare_directory(
         output_dir,
         command.config,

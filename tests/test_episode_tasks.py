@@ -12,9 +12,10 @@ import torch
 
 from integration.config import Config, EvaluationSection, SFTSection, context_tokens, episode_config, response_tokens
 from integration.episode_settings import EnvironmentSection, EpisodeSection
-from integration.episode_tasks import create_calculator_task, create_grid_world_task
+from integration.episode_tasks import check_demonstrations, create_calculator_task, create_grid_world_task
 from integration.train import main
 from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.config import save_config
 from rollouts.episode_openings import observation_key
 from rollouts.metrics import read_metrics
 from rollouts.samples import sample_messages
@@ -62,6 +63,14 @@ def test_a_grid_world_is_trained_by_gigpo_and_goes_on_bit_by_bit_after_an_interr
     assert [turn.state for turn in sample.turns] == [observation_key(text) for text in seen[: len(sample.turns)]]
     examples = read_samples(Path("whole/rl/examples.jsonl"))
     assert len(examples) == 4 and all(">" in (sample_messages(example)[0].content or "") for example in examples)
+
+
+def test_a_resumed_run_is_not_given_other_demonstrations(capsys: pytest.CaptureFixture[str]):
+    check_demonstrations(*(Config(task="grid_world", sft=SFTSection(num_steps=steps)) for steps in (64, 100)))  # all there are, twice
+    Path("run").mkdir()
+    save_config(Config(task="grid_world", sft=SFTSection(num_steps=2)), Path("run/config.json"))
+    assert main(["--mode", "sft", "--task", "grid_world", "--output-dir", "run", "--resume", "--sft.num-steps", "4"]) == 2
+    assert "sft.num_steps: 2 -> 4, for which 256 demonstrations would be played instead of 128" in capsys.readouterr().err
 
 
 def test_a_calculator_is_trained_with_tool_calls(capsys: pytest.CaptureFixture[str]):
