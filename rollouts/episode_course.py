@@ -262,7 +262,7 @@ class Course:
             metadata=metadata,
         )
         _logger.info(
-            "episode of %s: %d steps, ended by %s, score %g%s",
+            "episode of %s: %d steps, ended by %s, paid %g by its environment%s",
             describe_sample(sample),
             len(steps),
             self._stop_reason.value,

@@ -239,6 +239,7 @@ class RLRun:
             kl_coef=None if kl_control is None else kl_control.kl_coef,
             current_version=self.served.version + step % config.sync_every / config.sync_every,
             on_estimate=None if self._on_estimates is None else partial(self._on_estimates, step + 1, rollouts),
+            samples=samples,
         )
         if kl_control is not None and "reference_kl" in metrics and not only_critic:
             self._kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))

@@ -22,7 +22,7 @@ from rollouts.kl_control import measure_kl
 from rollouts.loss_weights import token_mean
 from rollouts.losses import value_loss
 from rollouts.requirements import POLICY_COLUMNS, SAMPLE_COLUMNS
-from rollouts.samples import derive_seed
+from rollouts.samples import derive_seed, describe_sample
 from rollouts.training_steps import (
     Metrics,
     PendingForward,
@@ -32,7 +32,7 @@ from rollouts.training_steps import (
     submit_forward,
     submit_optimizer_step,
 )
-from rollouts.types import Algorithm, LossFn, LossOutput, TokenOutputs, TrainBatch, TurnLevels
+from rollouts.types import Algorithm, LossFn, LossOutput, Sample, TokenOutputs, TrainBatch, TurnLevels
 
 _logger = logging.getLogger(__name__)
 
@@ -173,6 +173,7 @@ async def train_on_rollouts(
     kl_coef: float | None = None,
     current_version: float | None = None,
     on_estimate: OnEstimate | None = None,
+    samples: Sequence[Sample] = (),
 ) -> Metrics:
     """Train on one rollout batch: estimate once, then num_epochs x num_minibatches optimizer steps of the policy, and of the critic.
 
@@ -191,6 +192,7 @@ async def train_on_rollouts(
         current_version: of the weights that train, for algorithms that look at the age of tokens: that of the engines, plus the part of
             the way to the next sync that the trainer has gone since the last one; see TrainBatch.policy_versions.
         on_estimate: given what algorithm.estimate returned, checked, for example to write some of it to a file.
+        samples: of the rows, in their order; only read to name them, their groups and their states at DEBUG.
 
     A batch without a token to train on changes nothing; its metrics are num_tokens and num_updates, both 0.
 
@@ -227,7 +229,7 @@ async def train_on_rollouts(
         batch = check_advantages(batch)  # an estimator of the user's own need not have done it
     if batch.turns is not None and batch.turns.levels is not None:
         metrics |= summarize_anchors(batch.turns.levels.anchors)
-        _tell_turns(batch.turns.levels)
+        _tell_turns(batch.turns.levels, samples)
     if on_estimate is not None:
         written = on_estimate(batch)
         if inspect.isawaitable(written):
@@ -250,11 +252,16 @@ async def train_on_rollouts(
     return metrics | {"num_updates": float(len(policy_steps))}
 
 
-def _tell_turns(levels: TurnLevels) -> None:
-    if _logger.isEnabledFor(logging.DEBUG):
-        for row in range(len(levels.episode)):
-            for turn, told in enumerate(describe_turns(levels, row)):
-                _logger.debug("row %d turn %d: %s", row, turn, " ".join(f"{name}={value:.4g}" for name, value in told.items()))
+def _tell_turns(levels: TurnLevels, samples: Sequence[Sample]) -> None:
+    if not _logger.isEnabledFor(logging.DEBUG):
+        return
+    assert not samples or len(samples) == len(levels.episode), f"{len(samples)} samples for {len(levels.episode)} rows"
+    for row in range(len(levels.episode)):
+        name = describe_sample(samples[row]) if samples else f"row {row}"
+        states = [turn.state for turn in samples[row].turns or ()] if samples else []
+        for turn, told in enumerate(describe_turns(levels, row)):
+            state = f" state={states[turn]}" if turn < len(states) else ""
+            _logger.debug("%s turn %d: %s%s", name, turn, " ".join(f"{key}={value:.4g}" for key, value in told.items()), state)
 
 
 async def _mean_results(steps: Sequence[PendingOptimizerStep]) -> Metrics:

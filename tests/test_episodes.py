@@ -689,7 +689,7 @@ async def test_steps_are_logged_at_debug_and_summaries_at_info(caplog):
                  "value None", "reward 0.5", "info {'name': 'step2'}", "'role': 'assistant'"):  # fmt: skip
         assert part in steps[1]
     (summary,) = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert summary == "episode of sample 5 (group 5): 3 steps, ended by done, score 1.5"
+    assert summary == "episode of sample 5 (group 5): 3 steps, ended by done, paid 1.5 by its environment"
 
 
 async def test_nothing_is_logged_by_default(caplog):

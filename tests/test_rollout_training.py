@@ -332,13 +332,26 @@ def test_explained_variance_is_1_for_perfect_values_and_0_for_constant_ones():
 
 
 def make_episodes() -> TrainBatch:
+    """The episodes of make_episode_samples as a batch."""
+    return collate_samples(make_episode_samples())
+
+
+def make_episode_samples() -> list[Sample]:
     """Two episodes of a group: both begin in one state, where the first chose better; and one that has nobody to be compared with."""
-    samples = [
+    return [
         Sample(tokens=tuple(range(3, 10)), loss_mask=(0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0), rollout_log_probs=(0.0, 0.0, *(-4.0,) * 5),
                index=i, group_index=i // 2, reward=float(i == 0), turns=(Turn(start=2, end=4, state="hall"), Turn(start=5, end=7)))
         for i in range(3)
     ]  # fmt: skip
-    return collate_samples(samples)
+
+
+async def test_turns_are_told_by_sample_group_and_state(caplog):
+    samples = make_episode_samples()
+    with caplog.at_level(logging.DEBUG, logger="rollouts.rollout_training"):
+        await train_on_rollouts(create_pytorch_backend(create_tiny_model(), lr=0.0), collate_samples(samples), gigpo(), samples=samples)
+    assert caplog.messages[0].startswith("sample 0 (group 0) turn 0: episode_advantage=0.7071 ")
+    assert caplog.messages[0].endswith(" state=hall")
+    assert caplog.messages[5].startswith("sample 2 (group 1) turn 1: ")
 
 
 async def test_what_turns_are_compared_with_is_measured_and_told(caplog):
