@@ -40,7 +40,7 @@ def test_the_code_of_a_guide_runs(name: str, tmp_path: Path):
     assert f"{expected} passed" in out, out[-500:]
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", (*GUIDES, "agents-runs.md", "gigpo.md"))
 def test_links_of_a_guide_lead_somewhere(name: str):
     text = (ROOT / "docs" / name).read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):

@@ -77,7 +77,7 @@ def _run(config: dict[str, Any], control: int, status: int) -> int:
         write_all(status, encode_message({"started": child}))
         try:
             report = _watch(config, child, control)
-        except Exception as error:  # whatever it is, the program has run: it must not be taken for one that did not start
+        except (OSError, ValueError, MemoryError) as error:  # the program has run: it must not be taken for one that did not start
             report = {"killed_by": "died", "why": f"{type(error).__name__}: {error}"}
         if not config["isolated"]:
             kill_descendants()
