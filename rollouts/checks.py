@@ -1,9 +1,14 @@
-"""Assertion helpers whose messages carry the field name and the offending value.
+"""Assertion helpers whose messages carry the field name and the offending value; and how a user's function is to be called.
 
-They are for programmer errors at module boundaries; what a user or the world can cause raises an exception instead.
+Assertions are for programmer errors at module boundaries; what a user or the world can cause raises an exception instead.
 """
 
 from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -35,3 +40,10 @@ def check_finite(name: str, tensor: Tensor, where: Tensor | None = None) -> None
         bad = bad & (where != 0)
     count = int(bad.sum())
     assert count == 0, f"{name} holds {count} non-finite entries, the first at index {bad.nonzero()[0].tolist()}"
+
+
+def is_async_function(function: Callable[..., Any]) -> bool:
+    """Whether a call gives a coroutine: an `async def`, a functools.partial of one, or an object with an async __call__."""
+    while isinstance(function, functools.partial):
+        function = cast("functools.partial[Any]", function).func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 import trio
 
+from rollouts.checks import is_async_function as is_async_function
 from rollouts.config import RolloutConfig
 from rollouts.errors import CheckpointError, GenerationError
 from rollouts.types import Group, Prompt, Sample, Status
@@ -66,13 +67,6 @@ def check_saved_groups(state: Mapping[str, Any], config: RolloutConfig) -> None:
 def is_finished(group: Group) -> bool:
     """Whether every sample of the group has come to its end."""
     return all(sample.status not in UNFINISHED for sample in group)
-
-
-def is_async_function(function: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine: an `async def`, a functools.partial of one, or an object with an async __call__."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def describe_function(function: Callable[..., Any]) -> str:

@@ -11,7 +11,6 @@ the episode is canceled (its result is thrown away, and so is the environment: b
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
@@ -21,6 +20,7 @@ from typing import Any, SupportsFloat, cast
 
 import trio
 
+from rollouts.checks import is_async_function
 from rollouts.environments.observations import copy_json, find_non_json, find_observation_fault
 from rollouts.environments.protocol import Environment, EnvironmentConfig, EnvironmentFactory, EnvironmentStep
 from rollouts.errors import DataError, EngineError, EnvironmentFault, EpisodeError, EpisodeInterrupted, SandboxError, locate_error
@@ -197,19 +197,14 @@ async def _call(
 
 async def call_function(function: Callable[..., Any], arguments: tuple[Any, ...] = (), *, in_thread: bool = False) -> Any:
     """What a user's function returns, sync or async. in_thread: a sync one runs in a thread, which is left behind on cancellation."""
-    if in_thread and not _is_async(function):  # in one that starts at once: one that hangs takes none of trio's limited number from others
+    if in_thread and not is_async_function(
+        function
+    ):  # in one that starts at once: one that hangs takes none of trio's limited number from others
         # boxed, because trio refuses a plain function that returns a coroutine
         (result,) = await trio.to_thread.run_sync(lambda: (function(*arguments),), abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
     else:
         result = function(*arguments)
     return await result if inspect.isawaitable(result) else result
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call is sure to give a coroutine."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 async def _close(environment: Any, timeout_s: float | None, in_thread: bool) -> EnvironmentFault | None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import trio
 
+from rollouts.checks import is_async_function
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards.results import EvaluateResult, parse_result
@@ -89,7 +90,7 @@ async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: 
         config = replace(config, timeout_s=None)
     if isinstance(reward_fn, GroupReward):
         return await _judge_together(reward_fn, samples, config)
-    begun = [] if is_async(reward_fn) else await _call_in_turn(reward_fn, samples, config)
+    begun = [] if is_async_function(reward_fn) else await _call_in_turn(reward_fn, samples, config)
     if len(samples) == 1:
         return [await _judge_sample(reward_fn, samples[0], config, begun[0] if begun else None)]
     judgements: dict[int, Judgement] = {}
@@ -135,13 +136,6 @@ def check_values(values: Any, num_samples: int, name: str) -> list[Any]:
             f"reward function {name} returned {len(found)} results for {num_samples} samples, expected one for each, in order"
         )
     return found
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call is sure to give a coroutine: an `async def`, an object with an async __call__, or a partial of one of them."""
-    while isinstance(function, functools.partial):
-        function = cast("functools.partial[Any]", function).func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def describe_reward(function: Any) -> str:
@@ -205,7 +199,7 @@ async def _call_until(call: Callable[[], Any], name: str, where: str, config: Re
     with trio.move_on_after(_timeout(config)):
         if outcome is None:
             attempt = functools.partial(_attempt, call, name, where)
-            outcome = attempt() if is_async(call) else await _run_in_thread(attempt)
+            outcome = attempt() if is_async_function(call) else await _run_in_thread(attempt)
         if isinstance(outcome, tuple) and inspect.isawaitable(outcome[0]):
             try:
                 outcome = (await outcome[0],)

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import trio
 
+from rollouts.checks import is_async_function
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards.calls import (
@@ -19,7 +20,6 @@ from rollouts.rewards.calls import (
     RewardSource,
     UnopenedReward,
     describe_reward,
-    is_async,
     judge_samples,
 )
 from rollouts.rewards.results import EvaluateResult, MetricResult, StepOutput, parse_result
@@ -51,7 +51,7 @@ def create_composite_reward(components: Components, *, total: float | None = 1.0
             raise ConfigError(f"component {name!r} is {function!r}, expected a reward function")
     if any(isinstance(function, RewardSource) for function in functions.values()):
         return CompositeSource(functions, weights)
-    if any(isinstance(function, GroupReward) or is_async(function) for function in functions.values()):
+    if any(isinstance(function, GroupReward) or is_async_function(function) for function in functions.values()):
         return CompositeGroupReward(functions, weights)
     return CompositeReward(functions, weights)
 

@@ -20,10 +20,11 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
+from rollouts.checks import is_async_function
 from rollouts.config import suggest
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards.answers import load_function
-from rollouts.rewards.calls import check_values, describe_reward, is_async
+from rollouts.rewards.calls import check_values, describe_reward
 from rollouts.rewards.results import EvaluateResult, as_result
 from rollouts.samples import describe_sample, sample_messages
 from rollouts.types import Message, Sample
@@ -151,7 +152,7 @@ def reward_function(function: Callable[..., Any] | None = None, /, *, mode: Rewa
         return functools.partial(reward_function, mode=mode)
     if not callable(function):
         raise ConfigError(f"@reward_function is on {function!r}, expected a function(messages, ...)")
-    return dict(_CLASSES)[mode, is_async(function)](function)
+    return dict(_CLASSES)[mode, is_async_function(function)](function)
 
 
 def load_reward(reference: str) -> Any:

@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from rollouts.checks import is_async_function
 from rollouts.errors import ConfigError, RewardError
-from rollouts.rewards.calls import describe_reward, is_async
+from rollouts.rewards.calls import describe_reward
 from rollouts.rewards.results import name_turns
 from rollouts.samples import describe_sample, sample_messages
 from rollouts.steps import Trajectory
@@ -80,7 +81,7 @@ def adapt_trajectory_reward(reward_fn: Callable[..., Any], environment: Any = No
     async def reward_async(sample: Sample) -> Any:
         return await reward(sample)
 
-    chosen = reward_async if is_async(reward_fn) else reward
+    chosen = reward_async if is_async_function(reward_fn) else reward
     chosen.__qualname__ = name
     return chosen
 
