@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import trio
 
-from integration.config import ENGINE_KINDS, Config, EngineSection
+from integration.config import Config
+from integration.sections import ENGINE_KINDS, EngineSection
 from rollouts.backends.factory import load_hf_model, load_tokenizer, parse_device
 from rollouts.config import suggest
 from rollouts.engines.inprocess import InProcessEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from integration.config import BackendSection, ModelSection
+from integration.sections import BackendSection, ModelSection
 from rollouts.config import OptimizerConfig, RewardModelTrainingConfig, check_count, check_positive, suggest
 from rollouts.errors import ConfigError
 

@@ -24,7 +24,6 @@ from integration.config import (
     count_rl_updates,
     create_rl_algorithm,
     generation_config,
-    resolve_filter,
     response_tokens,
     reward_config,
     rl_training_config,
@@ -37,6 +36,7 @@ from integration.episode_tasks import create_calculator_task, create_environment
 from integration.ledger import Ledger
 from integration.models import check_companions, create_backend, create_companions, create_model, find_directory, open_companions
 from integration.rewards import open_training_reward
+from integration.sections import resolve_filter
 from integration.task_rewards import open_task, use_own_reward
 from integration.tasks import Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
 from integration.trajectory_writer import TrajectoryWriter

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from integration.config import Config, EvaluationSection, ModelSection, RLSection, SFTSection
+from integration.config import Config
+from integration.sections import EvaluationSection, ModelSection, RLSection, SFTSection
 from rollouts.config import CheckpointConfig, OptimizerConfig
 
 

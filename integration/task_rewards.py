@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from integration.config import RewardSection
+from integration.sections import RewardSection
 from integration.tasks import Task
 from rollouts.errors import ConfigError
 from rollouts.rewards.calls import RewardSource

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from integration.config import TrajectorySection
+from integration.sections import TrajectorySection
 from rollouts.errors import ConfigError, DataError
 from rollouts.rewards.answers import load_function
 from rollouts.samples import describe_sample

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from integration.command_line import CONFIG_FILE, RUN_FILE
-from integration.config import ModelSection
+from integration.sections import ModelSection
 from integration.view_tokens import Decode
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.checkpoints import list_checkpoints

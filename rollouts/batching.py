@@ -271,8 +271,22 @@ def split_microbatches(batch: TrainBatch, *, max_tokens: int | None = None, max_
     return [select_rows(batch, rows) for rows in plan]
 
 
+def plan_shards(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
+    """Deal rows to data-parallel ranks so that the largest number of tokens is small: the longest first, each to the rank with the fewest.
+
+    Args:
+        lengths: real tokens of each row.
+        num_shards: at least 1; with fewer rows than that the last shards are empty.
+
+    Returns: the positions of each shard's rows, ascending. A pure function, so that every rank can compute it alone.
+    """
+    assert num_shards >= 1, f"num_shards is {num_shards}, expected at least 1"
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    return [sorted(rows) for rows in _deal_rows(lengths, order, num_shards)]
+
+
 def shard_rows(batch: TrainBatch, num_shards: int) -> list[TrainBatch]:
-    """Split a batch over data-parallel ranks, balanced by tokens. Deterministic, so every rank can compute it alone.
+    """Split a batch over data-parallel ranks by plan_shards.
 
     Args:
         num_shards: in [1, B]; each shard gets at least one row.
@@ -280,9 +294,32 @@ def shard_rows(batch: TrainBatch, num_shards: int) -> list[TrainBatch]:
     Returns: num_shards batches, each trimmed to its longest row; rows keep their order.
     """
     assert 1 <= num_shards <= batch.num_rows, f"num_shards is {num_shards}, expected between 1 and the {batch.num_rows} rows"
-    lengths: list[int] = batch.lengths.tolist()
+    return [select_rows(batch, rows) for rows in plan_shards(batch.lengths.tolist(), num_shards)]
+
+
+def plan_sharded_microbatches(lengths: Sequence[int], *, max_tokens: int, num_shards: int) -> list[list[int]]:
+    """Micro-batches for data-parallel ranks: as few as can be, so that no rank has more than max_tokens in any of them.
+
+    Args:
+        lengths: real tokens of each row.
+        max_tokens: most tokens of one rank's part; a longer row is alone in its part.
+        num_shards: ranks that a micro-batch is dealt to by plan_shards.
+
+    Returns: the positions of each micro-batch's rows, ascending; every row exactly once. With one shard what plan_microbatches gives.
+    """
+    if num_shards == 1:
+        return plan_microbatches(lengths, max_tokens=max_tokens)
+
+    def fits(rows: Sequence[int]) -> bool:
+        sizes = [lengths[row] for row in rows]
+        return all(len(part) <= 1 or sum(sizes[i] for i in part) <= max_tokens for part in plan_shards(sizes, num_shards))
+
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    return [select_rows(batch, sorted(rows)) for rows in _deal_rows(lengths, order, num_shards)]
+    for count in range(max(1, -(-sum(lengths) // (max_tokens * num_shards))), len(lengths) + 1):
+        plan = sorted(sorted(rows) for rows in _deal_rows(lengths, order, count))
+        if all(fits(rows) for rows in plan):
+            return plan
+    raise AssertionError(f"single rows always fit, expected a plan for {len(lengths)} of them")
 
 
 def cumulative_lengths(lengths: Tensor) -> Tensor:

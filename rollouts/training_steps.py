@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from rollouts.backends.protocol import CheckpointingBackend, Future, OutputFn, TrainingBackend
-from rollouts.batching import plan_microbatches, select_rows
+from rollouts.backends.protocol import CheckpointingBackend, Future, OutputFn, ShardsRows, TrainingBackend
+from rollouts.batching import plan_sharded_microbatches, select_rows
 from rollouts.checkpoints import save_checkpoint
 from rollouts.errors import ConfigError
 from rollouts.losses import merge_metrics
@@ -55,12 +55,18 @@ def submit_optimizer_step(
         batch: the rows of one optimizer step, advantages filled where the loss reads them.
         loss: (TokenOutputs, TrainBatch) -> LossOutput.
         weigh: TrainBatch -> loss_weights [B, T].
-        max_tokens_per_microbatch: most real tokens in one forward_backward; a longer row gets one of its own.
+        max_tokens_per_microbatch: most real tokens that one process has in a forward_backward; a longer row is alone there.
     """
     batch = select_trained_rows(replace(batch, loss_weights=weigh(batch)))
-    plan = plan_microbatches(batch.lengths.tolist(), max_tokens=max_tokens_per_microbatch)
+    plan = plan_backend_microbatches(backend, batch.lengths.tolist(), max_tokens_per_microbatch)
     parts = tuple(backend.forward_backward(select_rows(batch, rows), loss, with_entropy=with_entropy) for rows in plan)
     return PendingOptimizerStep(parts=parts, update=backend.optim_step())
+
+
+def plan_backend_microbatches(backend: TrainingBackend, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Positions of the rows of each call, so that no process of the backend has more than max_tokens at once."""
+    num_shards = backend.num_shards if isinstance(backend, ShardsRows) else 1
+    return plan_sharded_microbatches(lengths, max_tokens=max_tokens, num_shards=num_shards)
 
 
 def find_trained_rows(batch: TrainBatch) -> list[int]:
@@ -114,7 +120,7 @@ def submit_forward(
 ) -> PendingForward:
     """backend.forward over a batch of any size, micro-batch by micro-batch. Rows without a trained token are not computed."""
     trained = find_trained_rows(batch)
-    plan = plan_microbatches([int(batch.lengths[row]) for row in trained], max_tokens=max_tokens_per_microbatch) if trained else []
+    plan = plan_backend_microbatches(backend, [int(batch.lengths[row]) for row in trained], max_tokens_per_microbatch) if trained else []
     parts = tuple(tuple(trained[i] for i in part) for part in plan)
     futures = tuple(backend.forward(select_rows(batch, rows), output_fn, with_entropy=with_entropy) for rows in parts)
     return PendingForward(batch, parts, futures)

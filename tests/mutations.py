@@ -1251,7 +1251,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         fast=True,
     ),
     Mutation(
-        "backends/pytorch.py",
+        "backends/model_pass.py",
         "a backend does not read the contexts",
         "packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)",
         "packed = pack_padded(batch.tokens, batch.lengths)",

@@ -13,8 +13,9 @@ import pytest
 from forked import Child, run
 from resident_prompts import find_prompts
 
-from integration.config import Config, RLSection
+from integration.config import Config
 from integration.ledger import Ledger, read_ledger
+from integration.sections import RLSection
 from integration.train import main
 from rollouts.async_config import AsyncConfig
 from rollouts.char_tokenizer import create_char_tokenizer

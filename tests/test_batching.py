@@ -18,6 +18,8 @@ from rollouts.batching import (
     pack_rows,
     plan_microbatches,
     plan_minibatches,
+    plan_sharded_microbatches,
+    plan_shards,
     prepare_grpo_batch,
     prepare_sft_batch,
     select_rows,
@@ -415,3 +417,19 @@ def test_log_probs_do_not_depend_on_the_side_or_width_of_padding():
     alone = torch.cat([trained_log_probs([sample], "right") for sample in samples])
     for side in ("right", "left"):
         torch.testing.assert_close(trained_log_probs(samples, side), alone, atol=1e-5, rtol=1e-5)
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), max_tokens=st.integers(1, 60), num_shards=st.integers(1, 5))
+def test_sharded_microbatches_hold_every_row_once_and_no_rank_gets_too_much(lengths, max_tokens, num_shards):
+    plan = plan_sharded_microbatches(lengths, max_tokens=max_tokens, num_shards=num_shards)
+    assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
+    assert all(rows for rows in plan)
+    for rows in plan:
+        for part in plan_shards([lengths[row] for row in rows], num_shards):
+            assert len(part) <= 1 or sum(lengths[rows[i]] for i in part) <= max_tokens
+    if num_shards == 1:
+        assert plan == plan_microbatches(lengths, max_tokens=max_tokens)
+
+
+def test_shards_without_rows_come_last_and_are_empty():
+    assert plan_shards([3, 9], 4) == [[1], [0], [], []]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from integration.command_line import CONFIG_FILE, RUN_FILE, parse_command_line
-from integration.config import Config, RLSection, SFTSection
+from integration.config import Config
+from integration.sections import RLSection, SFTSection
 from integration.train import main
 from rollouts.config import OptimizerConfig, save_config
 from rollouts.errors import ConfigError
@@ -117,7 +118,12 @@ def test_what_is_wrong_with_an_algorithm_is_said_in_one_line_as_everything_else(
     assert expression != "own.py:own" or printed.err.endswith("own.py:2)\n")
 
 
-PYTHON = "from integration.config import Config, RLSection\nconfig = Config(seed=5, rl=RLSection(num_steps=2, prompts_per_step=4))\n"
+PYTHON = """
+from integration.config import Config
+from integration.sections import RLSection
+
+config = Config(seed=5, rl=RLSection(num_steps=2, prompts_per_step=4))
+"""
 TOML = "seed = 5\n[rl]\nnum_steps = 2\nprompts_per_step = 4\n"
 JSON = json.dumps({"seed": 5, "rl": {"num_steps": 2, "prompts_per_step": 4}})
 

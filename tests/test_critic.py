@@ -282,7 +282,7 @@ async def test_the_first_steps_can_train_the_critic_alone():
     history = await run(parts, replace(CONFIG, num_steps=2, critic_warmup_steps=2))
     after = await parts["backend"].get_weights().result()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert parts["critic"].num_updates == 4
+    assert parts["critic"].counts.num_updates == 4
     assert [metrics["num_updates"] for metrics in history] == [0.0, 0.0]
     assert all("critic_loss" in metrics and "loss" not in metrics and metrics["num_tokens"] > 0 for metrics in history)
     parts = make_run()

@@ -10,9 +10,10 @@ import pytest
 import trio
 from chat_templates import CHATML, create_bpe_tokenizer
 
-from integration.config import Config, EvaluationSection, SFTSection
+from integration.config import Config
 from integration.episode_settings import EpisodeSection
 from integration.episode_tasks import DemonstrationPolicy, create_calculator_task, create_grid_world_task, demonstrate, load_expert
+from integration.sections import EvaluationSection, SFTSection
 from rollouts.agent_integration import agent_rollouts_to_samples
 from rollouts.agent_policies import ActionRequest
 from rollouts.char_tokenizer import create_char_tokenizer

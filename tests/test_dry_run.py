@@ -7,19 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from integration.config import (
-    Config,
-    CriticSection,
-    DataSection,
-    EngineSection,
-    GenerationSection,
-    ModelSection,
-    RLSection,
-    SFTSection,
-    response_tokens,
-)
+from integration.config import Config, response_tokens
 from integration.dry_run import count_parameters, derive_numbers, describe_run, format_bytes
 from integration.models import create_model, read_model_config
+from integration.sections import CriticSection, DataSection, EngineSection, GenerationSection, ModelSection, RLSection, SFTSection
 from integration.stages import create_task
 from integration.train import main
 from rollouts.config import from_dict

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.config import Config, EngineSection, EvaluationSection, ModelSection, RLSection
+from integration.config import Config
 from integration.engines import (
     check_engine,
     create_inference_engine,
@@ -20,6 +20,7 @@ from integration.engines import (
     raise_open_file_limit,
 )
 from integration.models import create_model
+from integration.sections import EngineSection, EvaluationSection, ModelSection, RLSection
 from integration.stages import RunControl, run_rl
 from integration.tasks import create_sort_task
 from integration.train import main

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from integration.config import Config, EvaluationSection, SFTSection, context_tokens, episode_config, response_tokens
+from integration.config import Config, context_tokens, episode_config, response_tokens
 from integration.episode_settings import EnvironmentSection, EpisodeSection
 from integration.episode_tasks import check_demonstrations, create_calculator_task, create_grid_world_task
+from integration.sections import EvaluationSection, SFTSection
 from integration.train import main
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import save_config

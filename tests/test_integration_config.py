@@ -11,9 +11,17 @@ import pytest
 from integration.algorithm_expression import PRESETS
 from integration.algorithm_facts import learns_from_single_samples
 from integration.config import (
+    Config,
+    count_rl_updates,
+    create_output_dir,
+    generation_config,
+    reward_config,
+    rl_training_config,
+    sft_training_config,
+)
+from integration.sections import (
     FILTERS,
     BackendSection,
-    Config,
     DataSection,
     EngineSection,
     GenerationSection,
@@ -21,13 +29,7 @@ from integration.config import (
     RewardSection,
     RLSection,
     SFTSection,
-    count_rl_updates,
-    create_output_dir,
-    generation_config,
     resolve_filter,
-    reward_config,
-    rl_training_config,
-    sft_training_config,
 )
 from rollouts import estimators
 from rollouts.algorithms import grpo

@@ -13,8 +13,9 @@ import pytest
 
 from integration.algorithm_expression import resolve_algorithm
 from integration.command_line import parse_command_line, read_config_file
-from integration.config import Config, resolve_filter
+from integration.config import Config
 from integration.dry_run import describe_run
+from integration.sections import resolve_filter
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import to_dict
 from rollouts.testing import create_tiny_model

@@ -12,8 +12,9 @@ import torch
 
 from integration import models
 from integration.algorithm_expression import resolve_algorithm
-from integration.config import (
-    Config,
+from integration.config import Config, create_kl_control
+from integration.models import Companions, check_companions, create_companions, create_model
+from integration.sections import (
     CriticSection,
     EvaluationSection,
     KLControlSection,
@@ -21,9 +22,7 @@ from integration.config import (
     ReferenceSection,
     RLSection,
     TrajectorySection,
-    create_kl_control,
 )
-from integration.models import Companions, check_companions, create_companions, create_model
 from integration.stages import RunControl, run_rl
 from integration.tasks import create_sort_task
 from rollouts.algorithms import decoupled, grpo, ppo

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from integration.config import Config, RLSection
+from integration.config import Config
+from integration.sections import RLSection
 from integration.summary import draw_curves, summarize_run, tell_story
 from rollouts.trajectories import write_samples
 from rollouts.types import Sample

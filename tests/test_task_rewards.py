@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.config import RewardSection
+from integration.sections import RewardSection
 from integration.task_rewards import open_task, use_own_reward
 from integration.tasks import create_sort_task
 from integration.train import main

@@ -250,7 +250,10 @@ def test_an_unknown_key_in_a_configuration_file_is_refused_with_a_suggestion(cap
 def test_configuration_files_of_all_kinds_are_read(capsys, tmp_path: Path):
     (tmp_path / "a.toml").write_text("seed = 7\n[rl]\nnum_steps = 4\n")
     (tmp_path / "a.json").write_text('{"seed": 7, "rl": {"num_steps": 4}}')
-    (tmp_path / "a.py").write_text("from integration.config import Config, RLSection\nconfig = Config(seed=7, rl=RLSection(num_steps=4))\n")
+    (tmp_path / "a.py").write_text(
+        "from integration.config import Config\nfrom integration.sections import RLSection\n"
+        "config = Config(seed=7, rl=RLSection(num_steps=4))\n"
+    )
     for name in ("a.toml", "a.json", "a.py"):
         assert main(["--config", str(tmp_path / name), "--dry-run", "--rl.num-minibatches", "4"]) == 0
         out = capsys.readouterr().out

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from integration.config import TrajectorySection
+from integration.sections import TrajectorySection
 from integration.trajectory_writer import TrajectoryWriter, load_condition
 from rollouts.algorithms import dr_grpo, grpo
 from rollouts.batching import collate_samples

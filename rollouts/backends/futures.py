@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar, cast
 import trio
 from torch import Tensor
 
-from rollouts.backends.protocol import CheckpointingBackend, DescribesOutputs, Future, OutputFn, TrainingBackend
+from rollouts.backends.protocol import CheckpointingBackend, DescribesOutputs, Future, OutputFn, ShardsRows, TrainingBackend
 from rollouts.backends.token_spec import DescribesTokens, TokenSpec
 from rollouts.errors import BackendError, raise_single_errors
 from rollouts.types import LossFn, TrainBatch
@@ -102,6 +102,11 @@ class Pipeline:
     def computes(self) -> frozenset[str] | None:
         """See DescribesOutputs."""
         return self.backend.computes if isinstance(self.backend, DescribesOutputs) else None
+
+    @property
+    def num_shards(self) -> int:
+        """See ShardsRows."""
+        return self.backend.num_shards if isinstance(self.backend, ShardsRows) else 1
 
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> Future[Tensor]:
         """See TrainingBackend."""

@@ -67,6 +67,16 @@ class DescribesOutputs(Protocol):
 
 
 @runtime_checkable
+class ShardsRows(Protocol):
+    """A backend that deals the rows of each call to several processes, which compute at the same time."""
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many parts the rows of a call are dealt; what fits into one process fits into each of them."""
+        ...
+
+
+@runtime_checkable
 class CheckpointingBackend(Protocol):
     """A backend that can save and restore all of its state. The loops check for it before they promise a checkpoint."""
 

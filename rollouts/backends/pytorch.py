@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from rollouts.backends.futures import ImmediateTrainFuture
+from rollouts.backends.model_pass import check_head, move_batch, run_rows
 from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.backends.protocol import OutputFn
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
-from rollouts.episode_columns import map_turns
-from rollouts.errors import BackendError, CheckpointError
+from rollouts.backends.updates import Scheduler, UpdateCounts, check_skipped_updates, update_parameters
+from rollouts.backends.weight_stream import check_architecture, stream_weights
+from rollouts.errors import CheckpointError
 from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
-from rollouts.packing import pack_padded, run_packed, use_packed_attention
+from rollouts.packing import use_packed_attention
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRAINER_FILE = "trainer_state.pt"
-
-
-class Scheduler(Protocol):
-    """A learning-rate schedule as in torch.optim.lr_scheduler."""
-
-    def step(self) -> None:
-        """Advance by one optimizer step."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go there."""
-        ...
 
 
 class PyTorchTrainingBackend:
@@ -97,15 +80,14 @@ class PyTorchTrainingBackend:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.weight_version = weight_version
-        self.num_updates = 0  # optimizer steps, skipped ones included
+        self.counts = UpdateCounts()
         self._compute_dtype = compute_dtype
         self._max_grad_norm = max_grad_norm
         self._chunk_size = chunk_size
         self._max_skipped_updates = max_skipped_updates
-        self._num_skipped_in_a_row = 0
         self._has_gradient = False
         self._compute_outputs = compute_outputs
-        self._check_head()
+        check_head(self.model, compute_outputs, self._options(), self.device)
 
     @property
     def token_spec(self) -> TokenSpec:
@@ -123,13 +105,13 @@ class PyTorchTrainingBackend:
         """output_fn of the model's outputs, without gradient, on the CPU."""
         self.model.eval()
         with torch.no_grad():
-            outputs = self._run(_to_device(batch, self.device), with_entropy)
+            outputs = self._run(move_batch(batch, self.device), with_entropy)
         return ImmediateTrainFuture(output_fn(outputs).cpu(), "forward")
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
         """Add the gradient of loss_fn on this batch."""
         self.model.train()
-        batch = _to_device(batch, self.device)
+        batch = move_batch(batch, self.device)
         loss, metrics = loss_fn(self._run(batch, with_entropy), batch)
         loss.backward()
         self._has_gradient = True
@@ -145,31 +127,14 @@ class PyTorchTrainingBackend:
         Raises: BackendError after max_skipped_updates of them in a row.
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm))
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        finite = math.isfinite(norm)
-        if finite:
-            self.optimizer.step()
-            self._num_skipped_in_a_row = 0
-        else:
-            self._num_skipped_in_a_row += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        metrics, self.counts = update_parameters(self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm)
         self._has_gradient = False
-        self.num_updates += 1
-        if self.scheduler is not None:
-            self.scheduler.step()
-        if self._num_skipped_in_a_row >= self._max_skipped_updates:
-            raise BackendError(
-                f"the gradient was not finite in {self._num_skipped_in_a_row} updates in a row (norm {norm}): "
-                "look for infinite log-probs or rewards, lower the learning rate, or use float32"
-            )
-        return ImmediateTrainFuture({"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)}, "optim_step")
+        check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)
+        return ImmediateTrainFuture(metrics, "optim_step")
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
         """A copy of the weights on the CPU, tied ones under each of their names."""
-        weights = {name: value.detach().to("cpu", copy=True) for name, value in self.model.state_dict().items()}
-        return ImmediateTrainFuture(cast("Mapping[str, Tensor]", weights), "get_weights")
+        return ImmediateTrainFuture(dict(stream_weights(self.model)), "get_weights")
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
         """Replace the weights. Raises CheckpointError if a name or shape does not fit."""
@@ -187,8 +152,8 @@ class PyTorchTrainingBackend:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-            "num_updates": self.num_updates,
-            "num_skipped_in_a_row": self._num_skipped_in_a_row,
+            "num_updates": self.counts.num_updates,
+            "num_skipped_in_a_row": self.counts.num_skipped_in_a_row,
             "weight_version": self.weight_version,
         }
         torch.save(state, directory / TRAINER_FILE)
@@ -196,7 +161,7 @@ class PyTorchTrainingBackend:
 
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore what save_checkpoint wrote. Raises CheckpointError saying what does not fit."""
-        self._check_architecture(directory)
+        check_architecture(self.model, directory)
         weights = read_weights(directory)
         check_weights_fit(self.model, weights, str(directory))
         copy_weights(self.model, weights)
@@ -215,8 +180,7 @@ class PyTorchTrainingBackend:
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
-        self.num_updates = int(state["num_updates"])
-        self._num_skipped_in_a_row = int(state["num_skipped_in_a_row"])
+        self.counts = UpdateCounts(int(state["num_updates"]), int(state["num_skipped_in_a_row"]))
         self.weight_version = int(state["weight_version"])
         self.optimizer.zero_grad(set_to_none=True)
         self._has_gradient = False
@@ -234,37 +198,7 @@ class PyTorchTrainingBackend:
     # -- parts
 
     def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
-        """Packed forward pass, then what compute_outputs reads off it, at its place in [B, T]."""
-        packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16):
-            hidden = run_packed(self.model, packed)  # [N, H]
-        options = OutputOptions(compute_dtype=self._compute_dtype, chunk_size=self._chunk_size, with_entropy=with_entropy)
-        return self._compute_outputs(self.model, hidden, packed, batch.temperatures, options)
+        return run_rows(self.model, batch, self._compute_outputs, self._options(with_entropy))
 
-    def _check_head(self) -> None:
-        """Raise ConfigError, before anything is trained, if the model has not the head that compute_outputs reads."""
-        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
-        packed = pack_padded(tokens, torch.full((1,), 2, device=self.device))
-        hidden = torch.zeros((2, self.model.config.get_text_config().hidden_size), device=self.device)
-        with torch.no_grad():
-            self._compute_outputs(self.model, hidden, packed, None, OutputOptions(compute_dtype=self._compute_dtype))
-
-    def _check_architecture(self, directory: Path) -> None:
-        try:
-            found = cast("dict[str, Any]", json.loads((directory / "config.json").read_text()))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{directory} has no readable config.json: it is not a model directory ({error})") from error
-        expected = self.model.config.to_dict()
-        names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        differing = [f"{n} is {found[n]!r}, expected {expected[n]!r}" for n in names if n in found and found[n] != expected.get(n)]
-        if differing:
-            raise CheckpointError(f"{directory} is a checkpoint of another architecture: {'; '.join(differing)}")
-
-
-def _to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    if batch.tokens.device == device:
-        return batch
-    moved: dict[str, Any] = {f.name: getattr(batch, f.name).to(device) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
-    if batch.turns is not None:
-        moved["turns"] = map_turns(batch.turns, lambda column: column.to(device))
-    return replace(batch, **moved)
+    def _options(self, with_entropy: bool = False) -> OutputOptions:
+        return OutputOptions(compute_dtype=self._compute_dtype, chunk_size=self._chunk_size, with_entropy=with_entropy)
