@@ -315,7 +315,8 @@ def plan_sharded_microbatches(lengths: Sequence[int], *, max_tokens: int, num_sh
         return all(len(part) <= 1 or sum(sizes[i] for i in part) <= max_tokens for part in plan_shards(sizes, num_shards))
 
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    for count in range(max(1, -(-sum(lengths) // (max_tokens * num_shards))), len(lengths) + 1):
+    fewest = -(-sum(lengths) // (max_tokens * num_shards))  # as if rows could be cut
+    for count in range(min(max(1, fewest), len(lengths)), len(lengths) + 1):
         plan = sorted(sorted(rows) for rows in _deal_rows(lengths, order, count))
         if all(fits(rows) for rows in plan):
             return plan
