@@ -756,7 +756,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "advantage = torch.where(on, here, advantage)",
         "advantage = torch.where(on, here, _at(gamma, t) * _at(lam, t) * advantage)",
         (parity("advantages/verl_gae"),),
-        fast=True,
     ),
     Mutation(
         "advantages.py",
@@ -960,7 +959,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tuple(place for place in places if known[place] != current_version)",
         "places",
         ("test_proximal_recompute.py::test_the_second_time_changes_nothing_and_asks_nobody",),
-        fast=True,
     ),
     Mutation(
         "proximal.py",
@@ -1248,7 +1246,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if context_ids is None else find_context_starts(context_ids)",
         "if True else find_context_starts(context_ids)",
         ("test_episode_columns.py::test_each_context_is_packed_as_a_row_of_its_own",),
-        fast=True,
     ),
     Mutation(
         "backends/model_pass.py",
@@ -2090,7 +2087,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "os.closerange(first, 1 << 30)",
         "os.closerange(first, 1024)",
         ("test_sandbox.py::test_all_descriptors_are_closed_but_those_that_are_kept",),
-        fast=True,
     ),
     Mutation(
         "sandbox/processes.py",

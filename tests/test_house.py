@@ -7,6 +7,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,25 @@ FILES = sorted((ROOT / "rollouts").rglob("*.py"))
 ALL_FILES = [*FILES, *sorted((ROOT / "integration").rglob("*.py"))]
 
 
+def of_each(paths: Iterable[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """One test over many files, which tells all that are wrong together: a test for each of them takes pytest longer than the check."""
+
+    def decorate(check: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            wrong: list[str] = []
+            for path in paths:
+                try:
+                    check(path)
+                except AssertionError as error:
+                    wrong.append(f"{path.relative_to(ROOT)}: {error}")
+            assert not wrong, "\n".join(wrong)
+
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
+
+
 @functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
@@ -87,7 +107,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.name != "__init__.py"], ids=lambda p: str(p.relative_to(ROOT)))
+@of_each([p for p in FILES if p.name != "__init__.py"])
 def test_imports_follow_the_layers(path: Path):
     own = name_of(path)
     layer = layer_of(own)
@@ -114,12 +134,12 @@ def all_imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+@of_each(FILES)
 def test_the_library_does_not_know_its_applications(path: Path):
     assert not all_imports(path) & {"integration", "tests", "benchmarks", "examples"}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.name != "__init__.py" and layer_of(name_of(p)) <= 1], ids=lambda p: p.stem)
+@of_each([p for p in FILES if p.name != "__init__.py" and layer_of(name_of(p)) <= 1])
 def test_pure_layers_have_no_clock_network_concurrency_or_global_randomness(path: Path):
     assert not all_imports(path) & {"time", "datetime", "random", "threading", "subprocess", "socket", "httpx", "trio"}
 
@@ -133,7 +153,7 @@ NAMES_OF_CHOICES = {  # what a configuration or a command line names; everywhere
 }
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.stem in LAYERS[1] and p.parent.name == "rollouts"], ids=lambda p: p.stem)
+@of_each([p for p in FILES if p.stem in LAYERS[1] and p.parent.name == "rollouts"])
 def test_pure_functions_are_not_told_what_to_do_by_strings(path: Path):
     tree, own = parse(path), NAMES_OF_CHOICES.get(path.stem, set())
     named = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
@@ -156,7 +176,7 @@ def is_mutable(value: ast.expr | None) -> bool:
 RUNS_SOURCE_CODE = ROOT / "rollouts" / "sandbox" / "worker.py"  # inside of a sandbox, and nowhere else
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+@of_each(FILES)
 def test_no_hidden_globals_prints_or_environment(path: Path):
     tree = parse(path)
     for node in tree.body:
@@ -178,7 +198,7 @@ def is_unpickler(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "Unpickler"
 
 
-@pytest.mark.parametrize("path", ALL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+@of_each(ALL_FILES)
 def test_nothing_unsafe_is_loaded(path: Path):
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -198,7 +218,7 @@ def test_nothing_unsafe_is_loaded(path: Path):
                 assert keywords.get("weights_only") is True, f"{path}:{node.lineno} unpickles"
 
 
-@pytest.mark.parametrize("path", ALL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+@of_each(ALL_FILES)
 def test_a_broad_except_reports_or_raises_again(path: Path):
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.ExceptHandler) and (node.type is None or getattr(node.type, "id", "") in {"Exception", "BaseException"}):
@@ -207,7 +227,7 @@ def test_a_broad_except_reports_or_raises_again(path: Path):
             assert ends or kept, f"{path}:{node.lineno} swallows every exception"
 
 
-@pytest.mark.parametrize("path", [p for p in ALL_FILES if p.name != "__init__.py"], ids=lambda p: str(p.relative_to(ROOT)))
+@of_each([p for p in ALL_FILES if p.name != "__init__.py"])
 def test_public_things_have_docstrings(path: Path):
     tree = parse(path)
     assert ast.get_docstring(tree), f"{path} has no docstring"
@@ -216,7 +236,7 @@ def test_public_things_have_docstrings(path: Path):
             assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
 
 
-@pytest.mark.parametrize("path", ALL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+@of_each(ALL_FILES)
 def test_nothing_is_left_for_later(path: Path):
     text = path.read_text()
     for word in ("TODO", "FIXME", "XXX", "NotImplementedError"):
@@ -226,7 +246,7 @@ def test_nothing_is_left_for_later(path: Path):
 PLACES = ("/work/", "../shared", "shared/", "/tmp/", "/root/", "/home/")
 
 
-@pytest.mark.parametrize("path", [*ALL_FILES, ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))
+@of_each([*ALL_FILES, ROOT / "README.md"])
 def test_nothing_names_a_place_on_one_machine(path: Path):
     text = path.read_text()
     for place in PLACES:
