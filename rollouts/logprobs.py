@@ -156,14 +156,15 @@ def chunked_log_probs(
     assert hidden.dim() == 2 and weight.dim() == 2, f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
     assert hidden.shape[0] == targets.shape[0], f"{hidden.shape[0]} hidden states for {targets.shape[0]} targets"
     assert chunk_size >= 1, f"chunk_size is {chunk_size}, expected at least 1"
-    log_probs, entropy = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperatures, chunk_size, with_entropy)
+    log_probs, entropy, _ = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperatures, chunk_size, with_entropy)
     return log_probs, (entropy if with_entropy else None)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
+    """In the form with setup_context, which torch.func.grad differentiates as well."""
+
     @staticmethod
     def forward(
-        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -171,7 +172,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         temperatures: Tensor | None,
         chunk_size: int,
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         precise = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.empty(hidden.shape[0], dtype=precise, device=hidden.device)
         log_z = torch.empty_like(log_probs)
@@ -185,14 +186,21 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if with_entropy:
                 log_p = logits.sub_(log_z[rows, None]).clamp_(min=torch.finfo(precise).min)  # 0 * log 0 = 0
                 entropy[rows] = -(log_p.exp().mul_(log_p)).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, log_z, entropy)
-        ctx.chunk_size, ctx.with_entropy = chunk_size, with_entropy
-        return log_probs, entropy
+        return log_probs, entropy, log_z
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        hidden, weight, bias, targets, temperatures, chunk_size, with_entropy = inputs
+        _, entropy, log_z = output
+        ctx.mark_non_differentiable(log_z)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, log_z, entropy)
+        ctx.chunk_size, ctx.with_entropy = chunk_size, with_entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperatures, log_z, entropy = ctx.saved_tensors
-        grad_log_probs, grad_entropy = grads
+        grad_log_probs, grad_entropy, _ = grads
         precise = torch.promote_types(hidden.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=precise, device=weight.device) if ctx.needs_input_grad[1] else None
