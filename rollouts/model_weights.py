@@ -31,9 +31,32 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     return weights
 
 
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether peft has put adapters into the model, whose parameters then have other names than those of the plain model."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def base_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The state dict under the names of the plain model: of a model with adapters the weights below them, without the adapters."""
+    state = model.state_dict()
+    if not has_adapters(model):
+        return state
+    return {plain_name(name): value for name, value in state.items() if not is_adapter_name(name)}
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether a parameter of a model with adapters is part of one."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def plain_name(name: str) -> str:
+    """What a parameter below an adapter is called in the plain model."""
+    return name.replace(".base_layer.", ".")
+
+
 def check_weights_fit(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Raise CheckpointError unless the weights have the names and shapes of the model's; tied weights may appear once."""
-    own = model.state_dict()
+    own = base_weights(model)
     first_name: dict[int, str] = {}
     tied = {name: first_name.setdefault(value.data_ptr(), name) for name, value in own.items()}
     given = {tied[name] for name in weights if name in tied}
@@ -52,8 +75,8 @@ def check_weights_fit(model: torch.nn.Module, weights: Mapping[str, Tensor], sou
 
 
 def copy_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Overwrite the model's weights with those given, which check_weights_fit has accepted."""
-    own = cast("Any", model.state_dict())
+    """Overwrite the model's weights with those given, which check_weights_fit has accepted; adapters stay as they are."""
+    own = cast("Any", base_weights(model))
     with torch.no_grad():
         for name, value in weights.items():
             own[name].copy_(value)

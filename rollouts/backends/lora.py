@@ -1,0 +1,211 @@
+"""LoRA: low-rank adapters on the linear layers of a frozen model. Only they are trained; everybody else sees the merged weights.
+
+    y = W x + scale * B (A dropout(x)),    scale = alpha / rank,    B = 0 at the beginning (Hu et al. 2021, section 4.1)
+
+peft puts the adapters into the Hugging Face model in place, so a forward pass, packed or not, is called as before. What leaves a backend
+(snapshots, exports, the top of a checkpoint) is W + scale * B A under the names of the plain model, see weight_stream; the adapters
+themselves are in a checkpoint's directory "adapter", see adapter_files.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from rollouts.config import check_count, check_not_negative, check_positive, check_setting
+from rollouts.errors import ConfigError
+from rollouts.model_weights import has_adapters, plain_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ALL_LINEAR = "all-linear"
+ADAPTER_NAME = "default"
+"""Under which peft knows the one adapter that a model has here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Which adapters a model is given. Biases, norms and embeddings are never trained beside them."""
+
+    rank: int = 16  # of B A; at most the sizes of a layer
+    alpha: float | None = None  # the change is scaled by alpha / rank; None = 2 * rank, so by 2
+    dropout: float = 0.0  # of an adapter's input, in training only
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)  # ends of names, as ("q_proj", "v_proj"); all-linear = all but the output layer
+    use_rslora: bool = False  # scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)
+    seed: int = 0  # of A; B begins as 0
+    save_base: bool = False  # write the frozen weights into each checkpoint, too: it then needs no other directory
+
+    def __post_init__(self) -> None:
+        check_positive(self, "rank")
+        check_count(self, "seed")
+        check_not_negative(self, "dropout")
+        check_setting(self.dropout < 1, "LoRAConfig.dropout", self.dropout, "less than 1")
+        check_setting(self.alpha is None or self.alpha > 0, "LoRAConfig.alpha", self.alpha, "more than 0, or None for 2 * rank")
+        named = len(self.target_modules) > 0 and not any(len(name) == 1 for name in self.target_modules)  # a str is letters
+        check_setting(named, "LoRAConfig.target_modules", self.target_modules, 'a tuple of names, as ("q_proj", "v_proj")')
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        alpha = 2 * self.rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Freeze a model and put adapters into it, in place. What it computes is unchanged until they are trained.
+
+    A is drawn from U(-1 / sqrt(in), 1 / sqrt(in)), as peft does, by config.seed and the name of the layer alone.
+
+    Raises: ConfigError if peft is missing, if the model has adapters or is no causal language model, or for targets that it does not have.
+    """
+    if has_adapters(model):
+        raise ConfigError(f"this {type(model).__name__} has adapters already: load it anew, or merge them with copy_without_adapters")
+    if model.get_output_embeddings() is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no output layer over a vocabulary: adapters are for a causal language model; train a critic or a "
+            "reward model without lora"
+        )
+    peft = _import_peft()
+    targets = find_targets(model, config)
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=2 * config.rank if config.alpha is None else config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        use_rslora=config.use_rslora,
+        bias="none",
+    )
+    with torch.random.fork_rng(devices=[]):
+        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME)
+    init_adapters(model, config.seed)
+
+
+def find_targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
+    """Full names of the layers that get an adapter. Raises ConfigError for a name that is of no layer, or of one that cannot have one."""
+    head = model.get_output_embeddings()
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head}
+    if config.target_modules == (ALL_LINEAR,):
+        found = set(linear)
+    else:
+        found: set[str] = set()
+        for target in config.target_modules:
+            matching = {name for name in linear if name == target or name.endswith(f".{target}")}
+            if not matching:
+                known = sorted({name.rpartition(".")[2] for name in linear})
+                raise ConfigError(
+                    f"lora.target_modules has {target!r}, but no linear layer below the output layer of {type(model).__name__} is called "
+                    f"so: choose from {', '.join(known)}, or {ALL_LINEAR} alone"
+                )
+            found |= matching
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no linear layers below its output layer, and adapters are for those")
+    return [name for name in linear if name in found]
+
+
+def init_adapters(model: torch.nn.Module, seed: int) -> None:
+    """Set the adapters to their beginning: A by the seed and the name of its layer, B to 0. Of a sharded model all ranks must call."""
+    with torch.no_grad():
+        for name, layer in adapted_layers(model):
+            a, b = adapter_of(layer)
+            bound = 1 / math.sqrt(a.shape[1])
+            generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]))
+            assign(a, (torch.rand(a.shape, generator=generator) * 2 - 1) * bound)
+            b.zero_()
+
+
+def zero_adapters(model: torch.nn.Module) -> None:
+    """Set every B to 0, so that the model computes what its base does."""
+    with torch.no_grad():
+        for _, layer in adapted_layers(model):
+            adapter_of(layer)[1].zero_()
+
+
+def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name in the plain model, layer of peft) of each layer that has an adapter; none where has_adapters is False."""
+    if has_adapters(model):
+        for name, module in model.named_modules():
+            if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+                yield plain_name(name), module
+
+
+def adapter_of(layer: Any) -> tuple[Tensor, Tensor]:
+    """The parameters A [rank, in] and B [out, rank] of a layer."""
+    return layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
+
+
+def assign(parameter: Tensor, value: Tensor) -> None:
+    """Overwrite a parameter, of which each rank holds a part if it is a DTensor, by a whole tensor that all ranks have."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        parameter.copy_(value)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    placements = cast("Any", parameter).placements
+    parameter.copy_(distribute_tensor(value.to(mesh.device_type), mesh, placements))
+
+
+@contextmanager
+def adapters_off(model: torch.nn.Module) -> Generator[None]:
+    """Run the block with a model that computes what its base does. What requires a gradient is not changed, unlike by peft's own switch."""
+    layers = [layer for _, layer in adapted_layers(model)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale * B A, computed in float32, in the dtype of W. weight: # [out, in]; a: # [rank, in]; b: # [out, rank]."""
+    return (weight.float() + (b.float() @ a.float()) * scale).to(weight.dtype)
+
+
+def copy_without_adapters(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy as a plain model, adapters merged; a deep copy where there are none."""
+    copied = copy.deepcopy(model)
+    if has_adapters(model):
+        with torch.no_grad():
+            for name, layer in list(adapted_layers(copied)):
+                base = layer.base_layer
+                base.weight.copy_(merge_weight(base.weight, *adapter_of(layer), layer.scaling[ADAPTER_NAME]))
+                copied.set_submodule(name, base)
+        del copied.peft_config
+        copied.requires_grad_(True)
+    return copied
+
+
+def count_lora_parameters(model_config: Any, lora: LoRAConfig) -> int:
+    """Trained parameters of the adapters on a model that is known by its Hugging Face configuration. No memory is taken for them.
+
+    Raises: ConfigError if it does not describe a causal language model, or for targets that it does not have.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(model_config))
+    except (ValueError, ImportError, OSError) as error:
+        raise ConfigError(f"the model configuration ({type(model_config).__name__}) is not of a causal language model: {error}") from error
+    layers = [cast("torch.nn.Linear", model.get_submodule(name)) for name in find_targets(model, lora)]
+    return sum(lora.rank * (layer.in_features + layer.out_features) for layer in layers)
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"adapters need the package peft, which cannot be imported ({error}): pip install 'rollouts[lora]'") from error
+    return peft
