@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors", "checks", "types", "steps"),
     (
+        "weight_plan",
         "chat", "samples", "filters", "episode_columns", "batching", "logprobs", "statistics", "advantages", "gigpo", "gigpo_steps",
         "loss_weights", "kl", "surrogates", "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness",
         "estimators", "algorithms", "config_json", "config", "async_config", "chat_templates", "episode_config",

@@ -10,7 +10,7 @@ async with open_pipeline(backend) as pipeline:
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -18,10 +18,19 @@ from typing import Any, Generic, TypeVar, cast
 import trio
 from torch import Tensor
 
-from rollouts.backends.protocol import CheckpointingBackend, DescribesOutputs, Future, OutputFn, ShardsRows, TrainingBackend
+from rollouts.backends.protocol import (
+    CheckpointingBackend,
+    DescribesOutputs,
+    Future,
+    OutputFn,
+    ShardsRows,
+    StreamsWeights,
+    TrainingBackend,
+)
 from rollouts.backends.token_spec import DescribesTokens, TokenSpec
 from rollouts.errors import BackendError, raise_single_errors
 from rollouts.types import LossFn, TrainBatch
+from rollouts.weight_plan import WeightSpec
 
 T = TypeVar("T")
 
@@ -189,6 +198,31 @@ class CheckpointingPipeline(Pipeline):
         return self._submit("export_weights", lambda: self._saver.export_weights(directory))
 
 
+class StreamingPipeline(CheckpointingPipeline):
+    """A CheckpointingPipeline over a backend that also hands its weights over a few at a time."""
+
+    def __init__(self, backend: TrainingBackend, saver: CheckpointingBackend, stream: StreamsWeights) -> None:
+        super().__init__(backend, saver)
+        self._stream = stream
+
+    def describe_weights(self) -> Future[tuple[WeightSpec, ...]]:
+        """See StreamsWeights."""
+        return self._submit("describe_weights", self._stream.describe_weights)
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> Future[Mapping[str, Tensor]]:
+        """See StreamsWeights."""
+        return self._submit("gather_weights", lambda: self._stream.gather_weights(names, keep_device=keep_device))
+
+
+def _create_pipeline(backend: TrainingBackend) -> Pipeline:
+    """With what the backend can do."""
+    if not isinstance(backend, CheckpointingBackend):
+        return Pipeline(backend)
+    if isinstance(backend, StreamsWeights):
+        return StreamingPipeline(backend, backend, backend)
+    return CheckpointingPipeline(backend, backend)
+
+
 @asynccontextmanager
 async def open_pipeline(backend: TrainingBackend) -> AsyncGenerator[Pipeline]:
     """Run a backend's jobs in one worker thread, in the order of submission, so that training and the event loop overlap.
@@ -196,9 +230,9 @@ async def open_pipeline(backend: TrainingBackend) -> AsyncGenerator[Pipeline]:
     The block waits for submitted jobs when it ends. A job's error goes to whoever awaits its future; one that nobody awaited is raised
     here (several as a group). If the block itself raises, jobs that have not begun are dropped. The backend stays usable afterwards.
 
-    Yields: a TrainingBackend, and a CheckpointingBackend if `backend` is one.
+    Yields: a TrainingBackend, a CheckpointingBackend if `backend` is one, and then StreamsWeights if it is that, too.
     """
-    pipeline = CheckpointingPipeline(backend, backend) if isinstance(backend, CheckpointingBackend) else Pipeline(backend)
+    pipeline = _create_pipeline(backend)
     try:
         with raise_single_errors():
             async with trio.open_nursery() as nursery:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
+from rollouts.weight_plan import WeightSpec
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -73,6 +74,28 @@ class ShardsRows(Protocol):
     @property
     def num_shards(self) -> int:
         """Into how many parts the rows of a call are dealt; what fits into one process fits into each of them."""
+        ...
+
+
+@runtime_checkable
+class StreamsWeights(Protocol):
+    """A backend that hands its weights over a few at a time, so that no process ever holds the whole model for a transfer.
+
+    Who transfers asks: what there is, then for one bucket of names after another, awaiting each. No update of the weights may be submitted
+    in between, or engines would get a mixture. Asking, instead of being called with each bucket, keeps the backend's thread and its
+    collectives free while engines take their time.
+    """
+
+    def describe_weights(self) -> Future[tuple[WeightSpec, ...]]:
+        """Resolves to names, dtypes and shapes of all weights; tied ones once, under their first name."""
+        ...
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> Future[Mapping[str, Tensor]]:
+        """Resolves to whole tensors of these names, in this order, which later steps do not change.
+
+        Args:
+            keep_device: leave them on the model's device, for a transfer from GPU to GPU; else they are on the CPU.
+        """
         ...
 
 
