@@ -1,0 +1,141 @@
+"""Memory: what a training step takes at its peak, beside what `--dry-run` says.
+
+    nice python -m benchmarks.memory [--sizes small medium large] [--tokens 1024] [--repeats 3] [--device cpu|cuda] [--output FILE.json]
+
+Each measurement is a process of its own (two for FSDP on two ranks), in which a backend makes three optimizer steps of two micro-batches. On a CPU
+the peak is that of resident memory (VmHWM, set back when the model is made), the parts of the process that are there without a model included; on
+a GPU it is what torch's allocator held at most. Nothing else is measured on a GPU, so context and libraries (about 0.5 GiB) come on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import memory_mb, print_table, write_json
+from integration.budget import PROCESS_BYTES, Sharding, Training, training_parts
+from integration.budget_sizes import read_sizes
+from rollouts.backends.factory import create_adamw_optimizer
+from rollouts.batching import collate_samples
+from rollouts.loss_weights import token_mean
+from rollouts.losses import sft_loss
+from rollouts.types import Sample, TrainBatch
+
+SIZES: dict[str, dict[str, Any]] = {  # 10, 60 and 250 million parameters
+    "small": {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "head_dim": 64},
+    "medium": {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 13, "num_attention_heads": 8,
+               "num_key_value_heads": 4, "head_dim": 64},
+    "large": {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 16,
+              "num_key_value_heads": 8, "head_dim": 64},
+}  # fmt: skip
+MIB = 2**20
+ROW_TOKENS = 128
+STEPS, MICRO_BATCHES = 3, 2
+
+
+def create_config(size: str) -> Any:
+    """A Qwen3 configuration."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**SIZES[size], max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0)
+
+
+def create_batch(size: str, tokens: int, seed: int) -> TrainBatch:
+    """Rows of 128 random tokens, so many tokens in all."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(3, SIZES[size]["vocab_size"], (max(tokens // ROW_TOKENS, 1), ROW_TOKENS), generator=generator).tolist()
+    batch = collate_samples([Sample(tokens=tuple(row), loss_mask=(0.0, *(1.0,) * (len(row) - 1)), index=i) for i, row in enumerate(rows)])
+    return replace(batch, loss_weights=token_mean(batch))
+
+
+def create_backend(size: str, device: str) -> Any:
+    """The backend of this process: FSDP where there are several, else the PyTorch backend."""
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(create_config(size)).to(device)  # type: ignore[arg-type]
+    from rollouts.backends.pytorch import PyTorchTrainingBackend
+
+    return PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-4), device=device)
+
+
+def measure_here(size: str, tokens: int, device: str) -> dict[str, float]:
+    """Make the steps in this process. Returns bytes: at the peak, and resident before there was a model."""
+    before = memory_mb("VmRSS") * MIB
+    backend = create_backend(size, device)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    batches = [create_batch(size, tokens * num_ranks, seed) for seed in range(MICRO_BATCHES)]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to what is resident now
+    for _ in range(STEPS):
+        for batch in batches:
+            backend.forward_backward(batch, sft_loss)
+        backend.optim_step()
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else memory_mb("VmHWM") * MIB
+    return {"peak": float(peak), "before": before}
+
+
+def estimate(size: str, tokens: int, num_ranks: int, device: str) -> int:
+    """What the formulae of --dry-run say of the same step, bytes in each process."""
+    training = Training(tokens=tokens, sharding=Sharding(num_ranks=num_ranks) if num_ranks > 1 else None)
+    parts = training_parts(read_sizes(create_config(size)), training)
+    return sum(part.size for part in parts) + (PROCESS_BYTES if device == "cpu" else 0)
+
+
+def measure_in_processes_of_their_own(size: str, tokens: int, num_ranks: int, device: str) -> dict[str, float]:
+    """Start the measurement alone. Returns that of the rank with the higher peak."""
+    arguments = ["benchmarks.memory", "--child", size, "--tokens", str(tokens), "--device", device]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return max(found, key=lambda result: result["peak"])
+
+
+def main() -> None:
+    """Parse arguments, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=list(SIZES))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch of one process")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(measure_here(arguments.child, arguments.tokens, arguments.device)), flush=True)
+        return
+    table: dict[str, dict[str, float]] = {}
+    for size in arguments.sizes:
+        for num_ranks in arguments.ranks:
+            options = (size, arguments.tokens, num_ranks, arguments.device)
+            found = [measure_in_processes_of_their_own(*options) for _ in range(arguments.repeats)]
+            peak, expected = statistics.median(result["peak"] for result in found), estimate(*options)
+            table[f"{size}, {num_ranks} rank{'s' * (num_ranks > 1)}"] = {
+                "measured MiB": peak / MIB,
+                "lowest": min(result["peak"] for result in found) / MIB,
+                "highest": max(result["peak"] for result in found) / MIB,
+                "estimate": expected / MIB,
+                "est./measured": expected / peak,
+            }
+            print_table("", table)
+    write_json(arguments.output, {"tokens": arguments.tokens, "device": arguments.device, "memory": table})
+
+
+if __name__ == "__main__":
+    main()

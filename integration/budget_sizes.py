@@ -1,0 +1,99 @@
+"""What a budget needs to know of a model: its sizes, read off the configuration without weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollouts.errors import ConfigError
+from rollouts.packing import get_decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """Sizes of a decoder. Counts of parameters have tied ones once."""
+
+    num_parameters: int
+    layer_parameters: int  # of the largest decoder layer
+    root_parameters: int  # outside of the decoder layers: embedding, last norm, output layer
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int  # of the gated MLP; of a mixture of experts: of all experts that see one token
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    is_tied: bool  # output layer and embedding are one matrix
+    has_qk_norm: bool  # queries and keys are normalized, as in Qwen3
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys of all heads, which is that of the values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output layer."""
+        return self.vocab_size * self.hidden_size
+
+
+def read_sizes(model_config: Any, *, trust_remote_code: bool = False) -> ModelSizes:
+    """The sizes of the model that a Hugging Face configuration describes. No memory is taken for its weights.
+
+    Raises: ConfigError if it does not describe a causal language model with decoder layers.
+    """
+    model = create_empty_model(model_config, trust_remote_code=trust_remote_code)
+    config = model_config.get_text_config()  # the language model, where there are others beside it
+    layers = getattr(get_decoder(model), "layers", None)
+    num_layers = int(config.num_hidden_layers)
+    total = sum(p.numel() for p in model.parameters())
+    if layers is None:  # an older layout of modules: everything but the embedding is taken for layers
+        in_layers = [(total - config.vocab_size * config.hidden_size) // num_layers] * num_layers
+    else:
+        in_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    names = {name.rsplit(".", 2)[-2] for name, _ in model.named_parameters() if name.count(".") >= 2}
+    return ModelSizes(
+        num_parameters=total,
+        layer_parameters=max(in_layers),
+        root_parameters=total - sum(in_layers),
+        num_layers=num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=_intermediate_size(config),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        is_tied=bool(getattr(model_config, "tie_word_embeddings", False)),
+        has_qk_norm="q_norm" in names,
+    )
+
+
+def create_empty_model(model_config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The model that a configuration describes, on the meta device: shapes and names without memory.
+
+    Raises: ConfigError if it does not describe a causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+    except (ValueError, ImportError, OSError) as error:
+        raise ConfigError(f"the model configuration ({type(model_config).__name__}) is not of a causal language model: {error}") from error
+    return model
+
+
+def _intermediate_size(config: Any) -> int:
+    """Width of the MLP that one token goes through."""
+    experts, width = getattr(config, "num_experts_per_tok", None), getattr(config, "moe_intermediate_size", None)
+    if experts and width:
+        return int(experts * width)
+    return int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size)

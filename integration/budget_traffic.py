@@ -1,0 +1,96 @@
+"""How many bytes a run sends: from sizes and layout to bytes of each process for a step, a weight sync, a batch of rollouts. Pure.
+
+With FSDP each rank receives, for a model of P parameters in n shards, b bytes a parameter where it is gathered and 4 where gradients are summed
+(Rajbhandari et al. 2020, section 7.2: 3 P in all with stage 3, against 2 P of an all-reduce):
+
+    all-gather before the forward pass     (n - 1) / n  b P
+    all-gather before the backward pass    (n - 1) / n  b (P - root)   full_shard and hybrid_shard; the root stays, and with shard_grad_op all
+    reduce-scatter of gradients            (n - 1) / n  4 P
+    all-reduce over m replicas             2 (m - 1) / m  4 P / n      hybrid_shard and no_shard
+
+for each micro-batch: sums are sent after every backward pass, since whole gradients that wait would be what sharding is to avoid. So fewer and
+larger micro-batches mean less traffic, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from integration.budget import FLOAT, Sharding, Training, wrapped_parameters
+from integration.budget_sizes import ModelSizes
+
+ROW_BYTES = 36  # of a token of a batch: its id, its place in the masks and weights, two or three log-probs, advantage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Bandwidths in bytes a second that one process can receive with while the others do as well."""
+
+    node: float = 200e9  # between processes of one node: about half of the 450 GB/s of NVLink 4 in each direction
+    network: float = 25e9  # between nodes: 400 Gbit/s for each GPU, half of which is reached
+    ranks_per_node: int = 8
+
+    def bandwidth(self, num_ranks: int) -> float:
+        """Of a collective over so many neighboring ranks: a ring is as fast as its slowest link."""
+        return self.node if num_ranks <= self.ranks_per_node else self.network
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that one process receives, and the seconds they take on the links."""
+
+    name: str
+    size: int
+    seconds: float
+
+
+def pass_traffic(sizes: ModelSizes, training: Training, links: Links, *, with_gradient: bool = True) -> list[Transfer]:
+    """Of one rank, for one micro-batch. with_gradient: False = a forward pass alone, as for old log-probs or a reference."""
+    sharding = training.sharding
+    if sharding is None:
+        return []
+    shards, replicas = sharding.shards, sharding.replicas
+    width = 2 if training.precision == "bfloat16" else FLOAT
+    layer, root = wrapped_parameters(sizes, sharding)
+    received = (shards - 1) / shards
+    trained = sizes.num_parameters if training.trained_parameters is None else training.trained_parameters
+    again = 0 if sharding.sharding_strategy == "shard_grad_op" or layer == 0 else sizes.num_parameters - root
+    inside = links.bandwidth(shards)
+    across = links.bandwidth(sharding.num_ranks)
+    sizes_of = {"all-gather, forward": received * width * sizes.num_parameters}
+    if with_gradient:
+        sizes_of["all-gather, backward"] = received * width * again
+        sizes_of["reduce-scatter of gradients"] = received * FLOAT * trained
+        sizes_of["all-reduce over replicas"] = 2 * (replicas - 1) / replicas * FLOAT * trained / shards
+    return [
+        Transfer(name, ceil(size), size / (across if name.startswith("all-reduce") else inside)) for name, size in sizes_of.items() if size
+    ]
+
+
+def sync_traffic(sizes: ModelSizes, *, sharding: Sharding | None, links: Links, num_engines: int, width: int = FLOAT) -> list[Transfer]:
+    """Of one weight sync: shards gathered tensor by tensor, then whole weights to each engine.
+
+    Args:
+        num_engines: processes that take the weights, 0 = one in the process of rank 0.
+        width: bytes of a number as it is sent.
+    """
+    transfers: list[Transfer] = []
+    if sharding is not None and sharding.shards > 1:
+        gathered = (sharding.shards - 1) / sharding.shards * FLOAT * sizes.num_parameters
+        transfers.append(Transfer("gathered on every rank", ceil(gathered), gathered / links.bandwidth(sharding.shards)))
+    if num_engines:
+        size = width * sizes.num_parameters
+        transfers.append(Transfer("to each engine", size, size / links.network))
+    return transfers
+
+
+def rows_traffic(tokens: int, *, num_ranks: int, links: Links) -> Transfer:
+    """Rows of a batch of so many tokens that rank 0 sends to the others, of which each gets its own."""
+    size = ROW_BYTES * tokens * (num_ranks - 1) / num_ranks
+    return Transfer("rows from rank 0", ceil(size), size / links.bandwidth(num_ranks))
+
+
+def count_microbatches(tokens: int, *, max_tokens: int, num_ranks: int) -> int:
+    """Passes of a rank over so many tokens of all ranks together; at least 1."""
+    return max(1, ceil(tokens / (max_tokens * num_ranks)))
