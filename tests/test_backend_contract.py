@@ -1,4 +1,9 @@
-"""What every training backend promises. A backend joins by one line in BACKENDS: (model) -> context manager that gives the backend."""
+"""What every training backend promises, asked through its protocol alone.
+
+A backend joins by one line in BACKENDS: a function (model, **settings) -> asynchronous context manager that gives the backend, with AdamW
+or another optimizer whose first update at settings REVEALING is -lr / eps times the gradient. The settings are keywords of
+create_backend_with_scheduler; the backend has the character tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from rollouts.algorithms import dapo
 from rollouts.backends.factory import create_backend_with_scheduler
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import CheckpointingBackend
+from rollouts.backends.torch_func import create_torch_func_backend
 from rollouts.batching import collate_samples, select_rows
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.episode_columns import find_context_starts
@@ -26,22 +32,31 @@ from rollouts.testing import create_tiny_model
 from rollouts.types import Sample
 
 
-def create_direct(model):
-    return create_backend_with_scheduler(model, lr=1e-2, total_steps=20, warmup_steps=3, tokenizer=create_char_tokenizer())
+SETTINGS = {"lr": 1e-2, "total_steps": 20, "warmup_steps": 3}
+REVEALING = {"lr": 1e6, "eps": 1e6, "max_grad_norm": float("inf"), "total_steps": 1}  # what an update subtracts is the gradient
+
+
+def create_direct(model, **settings):
+    return create_backend_with_scheduler(model, tokenizer=create_char_tokenizer(), **settings)
 
 
 @asynccontextmanager
-async def direct_backend(model):
-    yield create_direct(model)
+async def direct_backend(model, **settings):
+    yield create_direct(model, **(settings or SETTINGS))
 
 
 @asynccontextmanager
-async def pipelined_backend(model):
-    async with open_pipeline(create_direct(model)) as pipeline:
+async def pipelined_backend(model, **settings):
+    async with open_pipeline(create_direct(model, **(settings or SETTINGS))) as pipeline:
         yield pipeline
 
 
-BACKENDS = [direct_backend, pipelined_backend]
+@asynccontextmanager
+async def torch_func_backend(model, **settings):
+    yield create_torch_func_backend(model, tokenizer=create_char_tokenizer(), **({"schedule": "cosine"} | (settings or SETTINGS)))
+
+
+BACKENDS = [direct_backend, pipelined_backend, torch_func_backend]
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda b: b.__name__)
@@ -61,10 +76,15 @@ def make_batch(seed: int = 0, temperature: float = 1.0, rows: int = 7):
 
 
 async def gradients(open_backend, batches, loss_fn=sft_loss):
+    """The gradient of each trained weight, and what forward_backward said."""
     model = create_tiny_model()
-    async with open_backend(model) as backend:
+    names = [name for name, _ in model.named_parameters()]
+    async with open_backend(model, **REVEALING) as backend:
+        before = await backend.get_weights().result()
         results = [await backend.forward_backward(batch, loss_fn).result() for batch in batches]
-        return [p.grad.clone() for p in model.parameters()], results
+        await backend.optim_step().result()
+        after = await backend.get_weights().result()
+    return [before[name] - after[name] for name in names], results
 
 
 def assert_close(left, right):

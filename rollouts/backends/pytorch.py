@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,17 +14,20 @@ from rollouts.backends.model_pass import check_head, move_batch, run_rows
 from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.backends.protocol import OutputFn
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
+from rollouts.backends.trainer_files import TRAINER_FILE, export_model, read_trainer_state, write_trainer_state
 from rollouts.backends.updates import Scheduler, UpdateCounts, check_skipped_updates, update_parameters
+from rollouts.backends.weight_gather import describe_model_weights, gather_model_weights
 from rollouts.backends.weight_stream import check_architecture, stream_weights
 from rollouts.errors import CheckpointError
 from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
 from rollouts.packing import use_packed_attention
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
+from rollouts.weight_plan import WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TRAINER_FILE = "trainer_state.pt"
+KIND = "pytorch"
 
 
 class PyTorchTrainingBackend:
@@ -142,6 +144,16 @@ class PyTorchTrainingBackend:
         copy_weights(self.model, weights)
         return ImmediateTrainFuture(None, "load_weights")
 
+    # -- StreamsWeights
+
+    def describe_weights(self) -> ImmediateTrainFuture[tuple[WeightSpec, ...]]:
+        """Names, dtypes and shapes of the weights."""
+        return ImmediateTrainFuture(describe_model_weights(self.model), "describe_weights")
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """Copies of the weights of these names."""
+        return ImmediateTrainFuture(gather_model_weights(self.model, names, keep_device=keep_device), "gather_weights")
+
     # -- CheckpointingBackend
 
     def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
@@ -156,7 +168,7 @@ class PyTorchTrainingBackend:
             "num_skipped_in_a_row": self.counts.num_skipped_in_a_row,
             "weight_version": self.weight_version,
         }
-        torch.save(state, directory / TRAINER_FILE)
+        write_trainer_state(directory, KIND, state)
         return ImmediateTrainFuture(None, "save_checkpoint")
 
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
@@ -165,18 +177,13 @@ class PyTorchTrainingBackend:
         weights = read_weights(directory)
         check_weights_fit(self.model, weights, str(directory))
         copy_weights(self.model, weights)
-        path = directory / TRAINER_FILE
-        if not path.is_file():
-            raise CheckpointError(
-                f"{directory} has no {TRAINER_FILE}: it is a model, not a checkpoint of this backend; load it as --model.path"
-            )
+        state = read_trainer_state(directory, KIND)
         try:
-            state = cast("dict[str, Any]", torch.load(path, weights_only=True, map_location="cpu"))
             self.optimizer.load_state_dict(state["optimizer"])
             if self.scheduler is not None and state["scheduler"] is not None:
                 self.scheduler.load_state_dict(state["scheduler"])
         except (RuntimeError, ValueError, KeyError, EOFError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be restored into this optimizer: {error}") from error
+            raise CheckpointError(f"{directory / TRAINER_FILE} cannot be restored into this optimizer: {error}") from error
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
@@ -188,11 +195,7 @@ class PyTorchTrainingBackend:
 
     def export_weights(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
-        self.model.save_pretrained(directory)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(directory)
-        for path in directory.glob("*.safetensors"):
-            os.chmod(path, 0o644)  # written 0600; a server may run as another user
+        export_model(self.model, self.tokenizer, directory)
         return ImmediateTrainFuture(None, "export_weights")
 
     # -- parts

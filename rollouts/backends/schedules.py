@@ -90,6 +90,11 @@ def create_scheduler(
     optimizer: torch.optim.Optimizer, schedule: Schedule, *, warmup_steps: int = 0, total_steps: int = 1, min_lr_ratio: float = 0.0
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """A schedule by name; total_steps counts optimizer steps, warm-up included."""
-    decay = partial(warmup_cosine if schedule == "cosine" else warmup_linear, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
-    factor: Callable[[int], float] = partial(warmup_constant if schedule == "constant" else decay, warmup_steps=warmup_steps)
+    factor = choose_factor(schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def choose_factor(schedule: Schedule, *, warmup_steps: int = 0, total_steps: int = 1, min_lr_ratio: float = 0.0) -> Callable[[int], float]:
+    """The factor of the learning rate of each optimizer step, by the name of its curve; see create_scheduler."""
+    decay = partial(warmup_cosine if schedule == "cosine" else warmup_linear, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
+    return partial(warmup_constant if schedule == "constant" else decay, warmup_steps=warmup_steps)

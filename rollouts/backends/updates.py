@@ -55,9 +55,13 @@ def update_parameters(
     optimizer.zero_grad(set_to_none=True)
     if scheduler is not None:
         scheduler.step()
+    return {"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)}, count_update(counts, finite=finite)
+
+
+def count_update(counts: UpdateCounts, *, finite: bool) -> UpdateCounts:
+    """The counts after an update that was applied, or, where its gradient was not finite, skipped."""
     skipped = 0 if finite else counts.num_skipped_in_a_row + 1
-    counts = replace(counts, num_updates=counts.num_updates + 1, num_skipped_in_a_row=skipped)
-    return {"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)}, counts
+    return replace(counts, num_updates=counts.num_updates + 1, num_skipped_in_a_row=skipped)
 
 
 def check_skipped_updates(counts: UpdateCounts, norm: float, *, max_skipped_updates: int) -> None:

@@ -1,0 +1,252 @@
+"""The functional PyTorch backend: rollouts.backends.functional over a Hugging Face model, behind the protocol of training backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from rollouts.backends.factory import load_hf_model, load_tokenizer, parse_dtype
+from rollouts.backends.functional import AdamW, ForwardFn, Parameters, accumulate_gradient, apply_update, create_state
+from rollouts.backends.futures import ImmediateTrainFuture
+from rollouts.backends.model_pass import check_head, move_batch, run_rows
+from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
+from rollouts.backends.protocol import OutputFn
+from rollouts.backends.schedules import Schedule, choose_factor
+from rollouts.backends.token_spec import TokenSpec, describe_tokens
+from rollouts.backends.trainer_files import export_model, read_trainer_state, write_trainer_state
+from rollouts.backends.updates import UpdateCounts, check_skipped_updates
+from rollouts.backends.weight_stream import check_architecture, stream_weights
+from rollouts.errors import CheckpointError
+from rollouts.model_weights import check_weights_fit, read_weights
+from rollouts.packing import use_packed_attention
+from rollouts.types import LossFn, TokenOutputs, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+KIND = "torch_func"
+
+
+def create_forward(model: PreTrainedModel, compute_outputs: ComputeOutputs, options: OutputOptions, *, training: bool) -> ForwardFn:
+    """The model as a pure function of its parameters: packed rows, log-probs in chunks.
+
+    Args:
+        model: prepared by packing.use_packed_attention; only its structure counts, the numbers come as an argument.
+        training: with dropout.
+    """
+    caller = _Caller(model)
+
+    def forward(parameters: Parameters, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
+        model.train(training)
+        run = partial(run_rows, batch=batch, compute_outputs=compute_outputs, options=replace(options, with_entropy=with_entropy))
+        named = {f"model.{name}": value for name, value in parameters.items()}
+        return cast("TokenOutputs", torch.func.functional_call(caller, named, (run,)))
+
+    return forward
+
+
+class TorchFuncTrainingBackend:
+    """A TrainingBackend and CheckpointingBackend whose whole state is one value, `state`, replaced by each step.
+
+    The steps are the pure functions of rollouts.backends.functional: what a backend adds is moving batches, counting, files. The model that
+    it was made from always shows the parameters of the state (without a copy); to change them, use load_weights.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rule: AdamW,
+        *,
+        device: str | torch.device = "cpu",
+        compute_dtype: torch.dtype = torch.float32,
+        chunk_size: int = 1024,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        weight_version: int = 0,
+        max_skipped_updates: int = 10,
+        compute_outputs: ComputeOutputs = compute_log_probs,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            model: moved to the device; its attention is replaced by one that stays inside packed rows.
+            rule: the optimizer.
+            compute_dtype: float32 or bfloat16, of matrix products; parameters are float32.
+            chunk_size: tokens whose logits exist at the same time.
+            tokenizer: saved beside the weights, so that a checkpoint is a complete model directory.
+            weight_version: restored from checkpoints; who syncs weights to engines counts it.
+            max_skipped_updates: updates in a row with a non-finite gradient before BackendError.
+            compute_outputs: compute_log_probs (a policy) or compute_values (a critic).
+            seed: of dropout.
+
+        Raises: ConfigError for a model that cannot be trained on packed rows.
+        """
+        assert compute_dtype in (torch.float32, torch.bfloat16), f"compute_dtype is {compute_dtype}, expected float32 or bfloat16"
+        self.device = torch.device(device)
+        self.model: Any = model.to(self.device)  # pyright: ignore[reportArgumentType]  # transformers' stubs are incomplete
+        for name, parameter in self.model.named_parameters():
+            assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
+        use_packed_attention(model)
+        self.rule = rule
+        self.tokenizer = tokenizer
+        self.weight_version = weight_version
+        self._max_skipped_updates = max_skipped_updates
+        self._compute_outputs = compute_outputs
+        options = OutputOptions(compute_dtype=compute_dtype, chunk_size=chunk_size)
+        check_head(self.model, compute_outputs, options, self.device)
+        self._evaluate = create_forward(self.model, compute_outputs, options, training=False)
+        self._train = create_forward(self.model, compute_outputs, options, training=True)
+        named = cast("dict[str, torch.nn.Parameter]", dict(self.model.named_parameters()))
+        self.state = create_state(named, [name for name, parameter in named.items() if parameter.requires_grad], seed=seed)
+        self._show()
+
+    @property
+    def token_spec(self) -> TokenSpec:
+        """Which tokens the model knows, to compare with those of another model."""
+        return describe_tokens(self.model, self.tokenizer)
+
+    @property
+    def computes(self) -> frozenset[str] | None:
+        """See DescribesOutputs."""
+        return describe_outputs(self._compute_outputs)
+
+    # -- TrainingBackend
+
+    def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
+        """output_fn of the model's outputs, without gradient, on the CPU."""
+        with torch.no_grad():
+            outputs = self._evaluate(self.state.parameters, move_batch(batch, self.device), with_entropy)
+        return ImmediateTrainFuture(output_fn(outputs).cpu(), "forward")
+
+    def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
+        """Add the gradient of loss_fn on this batch."""
+        batch = move_batch(batch, self.device)
+        self.state, metrics = accumulate_gradient(self.state, batch, loss_fn, self._train, with_entropy=with_entropy)
+        return ImmediateTrainFuture(metrics, "forward_backward")
+
+    def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
+        """See apply_update. Raises: BackendError after max_skipped_updates skipped updates in a row."""
+        self.state, metrics = apply_update(self.state, self.rule)
+        self._show()
+        check_skipped_updates(self.state.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)
+        return ImmediateTrainFuture(metrics, "optim_step")
+
+    def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """A copy of the weights on the CPU, tied ones under each of their names."""
+        return ImmediateTrainFuture(dict(stream_weights(self.model)), "get_weights")
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
+        """Replace the weights. Raises CheckpointError if a name or shape does not fit."""
+        check_weights_fit(self.model, weights, "the given weights")
+        self._replace_parameters(weights)
+        return ImmediateTrainFuture(None, "load_weights")
+
+    # -- CheckpointingBackend
+
+    def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Write the model directory, and the rest of the state beside it."""
+        self.export_weights(directory)
+        state = {
+            "first_moments": dict(self.state.first_moments),
+            "second_moments": dict(self.state.second_moments),
+            "num_applied": self.state.num_applied,
+            "num_passes": self.state.num_passes,
+            "seed": self.state.seed,
+            "num_updates": self.state.counts.num_updates,
+            "num_skipped_in_a_row": self.state.counts.num_skipped_in_a_row,
+            "weight_version": self.weight_version,
+        }
+        write_trainer_state(directory, KIND, state)
+        return ImmediateTrainFuture(None, "save_checkpoint")
+
+    def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Restore what save_checkpoint wrote. Raises CheckpointError saying what does not fit."""
+        check_architecture(self.model, directory)
+        weights = read_weights(directory)
+        check_weights_fit(self.model, weights, str(directory))
+        saved = read_trainer_state(directory, KIND)
+        moments = [{name: value.to(self.device) for name, value in saved[key].items()} for key in ("first_moments", "second_moments")]
+        for found in moments:
+            if {k: v.shape for k, v in found.items()} != {k: v.shape for k, v in self.state.first_moments.items()}:
+                raise CheckpointError(f"{directory} has optimizer moments of other parameters than those that are trained here")
+        self._replace_parameters(weights)
+        self.state = replace(
+            self.state,
+            first_moments=MappingProxyType(moments[0]),
+            second_moments=MappingProxyType(moments[1]),
+            gradients=None,
+            num_applied=int(saved["num_applied"]),
+            num_passes=int(saved["num_passes"]),
+            seed=int(saved["seed"]),
+            counts=UpdateCounts(int(saved["num_updates"]), int(saved["num_skipped_in_a_row"])),
+        )
+        self.weight_version = int(saved["weight_version"])
+        return ImmediateTrainFuture(None, "load_checkpoint")
+
+    def export_weights(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
+        export_model(self.model, self.tokenizer, directory)
+        return ImmediateTrainFuture(None, "export_weights")
+
+    # -- parts
+
+    def _replace_parameters(self, weights: Mapping[str, Tensor]) -> None:
+        """Take weights that fit; tied ones may come under any of their names, persistent buffers stay the model's."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        tied = {name: names[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
+        given = {tied[name]: value.detach().to(self.device, torch.float32, copy=True) for name, value in weights.items() if name in tied}
+        self.state = replace(self.state, parameters=MappingProxyType({**self.state.parameters, **given}))
+        self._show()
+
+    def _show(self) -> None:
+        """Let the model's parameters be those of the state, so that whatever reads a model reads the state."""
+        for name, parameter in self.model.named_parameters():
+            parameter.data = self.state.parameters[name]
+
+
+def create_torch_func_backend(
+    model: str | Path | PreTrainedModel,
+    *,
+    lr: float,
+    schedule: Schedule = "constant",
+    total_steps: int = 1,
+    warmup_steps: int = 0,
+    min_lr_ratio: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    device: str | torch.device = "cpu",
+    compute_dtype: str | torch.dtype = "float32",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seed: int = 0,
+) -> TorchFuncTrainingBackend:
+    """A functional backend with AdamW and a schedule; arguments as of create_backend_with_scheduler.
+
+    Args:
+        model: a model, or the path of a Hugging Face directory (its tokenizer is loaded, too, unless one is given).
+        seed: of dropout.
+    """
+    if isinstance(model, str | Path):
+        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        model = load_hf_model(model)
+    factor = choose_factor(schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
+    rule = AdamW(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, schedule=factor)
+    return TorchFuncTrainingBackend(model, rule, device=device, compute_dtype=parse_dtype(compute_dtype), tokenizer=tokenizer, seed=seed)
+
+
+class _Caller(torch.nn.Module):
+    """A module whose forward is any function of the model: functional_call replaces parameters while a forward runs, and only then."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[torch.nn.Module], Any]) -> Any:
+        return function(self.model)

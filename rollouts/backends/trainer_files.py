@@ -1,0 +1,61 @@
+"""What checkpoints of backends are made of on disk: a model directory, and beside it one file with the rest of the trainer's state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from rollouts.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TRAINER_FILE = "trainer_state.pt"
+_KIND = "kind"
+
+
+def export_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path) -> None:
+    """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
+    cast("Any", model).save_pretrained(directory)
+    finish_export(tokenizer, directory)
+
+
+def finish_export(tokenizer: PreTrainedTokenizerBase | None, directory: Path) -> None:
+    """Write the tokenizer beside the weights, and let everybody read them."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    for path in directory.glob("*.safetensors"):
+        os.chmod(path, 0o644)  # written 0600; a server may run as another user
+
+
+def write_trainer_state(directory: Path, kind: str, state: Mapping[str, Any]) -> None:
+    """Write tensors and numbers.
+
+    Args:
+        kind: of backend; no other kind reads it.
+    """
+    torch.save({**state, _KIND: kind}, directory / TRAINER_FILE)
+
+
+def read_trainer_state(directory: Path, kind: str) -> dict[str, Any]:
+    """Read what write_trainer_state wrote, onto the CPU. Raises CheckpointError if it is missing, damaged or of another kind of backend."""
+    path = directory / TRAINER_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} has no {TRAINER_FILE}: it is a model, not a checkpoint of this backend; load it as --model.path"
+        )
+    try:
+        state = cast("dict[str, Any]", torch.load(path, weights_only=True, map_location="cpu"))
+    except (RuntimeError, ValueError, KeyError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    found = state.get(_KIND, "pytorch")
+    if found != kind:
+        raise CheckpointError(
+            f"{path} is of the backend {found!r}, not {kind!r}: go on with --backend.kind {found}, or begin from the weights alone with "
+            "--model.path"
+        )
+    return state
