@@ -1,0 +1,209 @@
+"""Processes that work as one: starting, the exchanges between them, and statistics over the rows of all.
+
+Every function works with any number of ranks, one included, and every failure says which operation on which rank waited for whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch import Tensor
+
+from rollouts.errors import BackendError
+from rollouts.statistics import whiten
+
+T = TypeVar("T")
+
+_SIGNS_OF_TIMEOUT = ("timed out", "timeout")
+_SIGNS_OF_LOSS = ("connection closed", "connection reset", "connection was closed", "broken pipe", "connection refused", "unreachable")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that work together, as one of them sees them. Made by init_distributed."""
+
+    rank: int  # of this process, from 0
+    world_size: int
+    device: torch.device  # that this process computes on
+    timeout_s: float  # that an exchange may take
+    group: dist.ProcessGroup | None = None  # None = all processes
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world_size, f"rank is {self.rank} of {self.world_size}"
+
+
+def init_distributed(
+    device: str | torch.device = "cpu",
+    *,
+    timeout_s: float = 1800.0,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Ranks:
+    """Join the other processes, or begin alone where nobody started several. A second call gives the same ranks.
+
+    Exchanges go over gloo for tensors in host memory and over NCCL for those of CUDA devices.
+
+    Args:
+        device: that this process computes on; "cuda" without a number = GPU (rank modulo the number of GPUs here), which becomes the
+            current device.
+        timeout_s: that joining and each later exchange may take before it is an error.
+        init_method: None = "env://" under torchrun, and no rendezvous at all otherwise; see torch.distributed.init_process_group.
+        rank, world_size: None = as torchrun's environment says.
+
+    Raises: BackendError if the other processes do not come.
+    """
+    device = torch.device(device)
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=timeout_s)
+        kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if init_method is None and dist.is_torchelastic_launched():
+            init_method = "env://"
+        try:
+            if init_method is None:
+                assert world_size in (None, 1), f"world_size is {world_size}, but no init_method says where the ranks meet"
+                dist.init_process_group(kind, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+            else:
+                numbers = (-1 if rank is None else rank), (-1 if world_size is None else world_size)  # -1 = as the environment says
+                dist.init_process_group(kind, init_method=init_method, timeout=timeout, rank=numbers[0], world_size=numbers[1])
+        except (RuntimeError, ValueError) as error:
+            raise BackendError(
+                f"joining the other processes failed (rendezvous {init_method}, rank {rank}, timeout {timeout_s:g} s): {error}. "
+                "Look whether every process was started, reaches the address, and was told the same number of processes"
+            ) from error
+    found = dist.get_rank()
+    if device.type == "cuda":
+        if device == torch.device("cuda"):
+            device = torch.device("cuda", found % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return Ranks(rank=found, world_size=dist.get_world_size(), device=device, timeout_s=timeout_s)
+
+
+def leave_distributed() -> None:
+    """Leave the process group, if there is one. Exchanges that are under way must be over: synchronize, then barrier."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def explain_failures(ranks: Ranks, operation: str) -> Generator[None]:
+    """Raise a failed exchange in the block as a BackendError that names the operation; other errors pass.
+
+    Args:
+        operation: what was exchanged, for example "gathering the metrics".
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).lower()
+        lost = any(sign in text for sign in _SIGNS_OF_LOSS)
+        late = any(sign in text for sign in _SIGNS_OF_TIMEOUT)
+        if isinstance(error, BackendError) or not (lost or late or isinstance(error, dist.DistError)):
+            raise
+        where = f"{operation} on rank {ranks.rank} of {ranks.world_size}"
+        if lost:
+            raise BackendError(
+                f"{where}: the connection to another rank is lost, its process has ended. Its output says why ({error})"
+            ) from error
+        if late:
+            raise BackendError(
+                f"{where} was not finished within {ranks.timeout_s:g} s: another rank has not come to the same operation. Look at the "
+                f"output of all ranks; raise the timeout if one of them may take so long ({error})"
+            ) from error
+        raise BackendError(f"{where} failed: {error}") from error
+
+
+def barrier(ranks: Ranks, operation: str = "waiting for all ranks") -> None:
+    """Wait until every rank is here, with the work of each device done."""
+    synchronize(ranks.device)
+    if ranks.world_size > 1:
+        # a sum of numbers in host memory goes over gloo, whose error says that it was late; NCCL would end the process
+        all_reduce(ranks, torch.zeros(1), operation=operation)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what it was given. Nothing to do on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def all_reduce(ranks: Ranks, x: Tensor, *, operation: str = "adding up a tensor over ranks") -> Tensor:
+    """Sum over ranks, elementwise; x stays as it is. # any shape, the same on every rank."""
+    x = x.detach().clone()
+    if ranks.world_size > 1:
+        with explain_failures(ranks, operation):
+            dist.all_reduce(x, group=ranks.group)
+    return x
+
+
+def all_gather(ranks: Ranks, x: Tensor, *, operation: str = "gathering a tensor from all ranks") -> list[Tensor]:
+    """The tensor of every rank, by rank. x: # any shape and dtype, the same on every rank."""
+    x = x.detach().contiguous()
+    if ranks.world_size == 1:
+        return [x.clone()]
+    out = [torch.empty_like(x) for _ in range(ranks.world_size)]
+    with explain_failures(ranks, operation):
+        dist.all_gather(out, x, group=ranks.group)
+    return out
+
+
+def broadcast(ranks: Ranks, x: Tensor, *, source: int = 0, operation: str = "sending a tensor to all ranks") -> Tensor:
+    """The tensor of rank `source`; x stays as it is. x: # shape and dtype the same on every rank, the numbers read on `source` only."""
+    assert 0 <= source < ranks.world_size, f"source is {source}, expected a rank below {ranks.world_size}"
+    x = x.detach().clone()
+    if ranks.world_size > 1:
+        with explain_failures(ranks, operation):
+            dist.broadcast(x, group=ranks.group, group_src=source)
+    return x
+
+
+def gather_objects(ranks: Ranks, value: T, *, operation: str = "gathering values from all ranks") -> list[T]:
+    """The value of every rank, by rank. Values are pickled: between the processes of one run, which trust each other."""
+    if ranks.world_size == 1:
+        return [value]
+    out: list[Any] = [None] * ranks.world_size
+    with explain_failures(ranks, operation):
+        dist.all_gather_object(out, value, group=ranks.group)
+    return cast("list[T]", out)
+
+
+def masked_whiten(
+    ranks: Ranks, x: Tensor, mask: Tensor, *, shift_mean: bool = True, unbiased: bool = True, epsilon: float = 1e-8
+) -> Tensor:
+    """statistics.whiten with mean and variance over the entries of all ranks: each gets what one process with all rows would.
+
+    Args:
+        x, mask: # [B, T], rows of this rank; shapes may differ between ranks, and a rank may have no rows.
+        shift_mean, unbiased, epsilon: as in whiten.
+    """
+
+    def add_up(sums: Tensor) -> Tensor:
+        return all_reduce(ranks, sums, operation="adding up the moments of masked entries")
+
+    return whiten(x, mask, shift_mean=shift_mean, unbiased=unbiased, epsilon=epsilon, all_reduce=add_up)
+
+
+def masked_normalization(x: Tensor, mask: Tensor, *, unbiased: bool = False, epsilon: float = 1e-5, ranks: Ranks | None = None) -> Tensor:
+    """Entries with mask > 0 with mean 0 and standard deviation 1, in float64 on the way; 0 elsewhere.
+
+    Args:
+        x, mask: # [B, T].
+        unbiased: divisor n - 1 or n.
+        epsilon: added to the variance.
+        ranks: mean and variance over all of them; None = over this process's entries.
+
+    Returns: # [B, T] in the dtype of x.
+    """
+    precise = x.to(torch.float64), mask.to(torch.float64)
+    if ranks is None:
+        return whiten(*precise, unbiased=unbiased, epsilon=epsilon).to(x.dtype)
+    return masked_whiten(ranks, *precise, unbiased=unbiased, epsilon=epsilon).to(x.dtype)

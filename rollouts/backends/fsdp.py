@@ -1,0 +1,324 @@
+"""The FSDP backend: a model sharded over processes, each of which computes a part of the rows of every call.
+
+Every process (rank) has one FSDPTrainingBackend, calls the same methods in the same order with the same arguments, and gets the same
+results; a rank takes its own rows out of a batch. With one process it is a TrainingBackend like any other and needs no launcher.
+
+Where one process leads (it alone has the batches), the others are given their rows alone: forward_shard and forward_backward_shard compute
+this rank's part, and plan_rank_rows, combine_rows and combine_metrics are what is before and after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rollouts.backends.distributed import Ranks, explain_failures, gather_objects, init_distributed
+from rollouts.backends.fsdp_config import FSDPConfig
+from rollouts.backends.futures import ImmediateTrainFuture
+from rollouts.backends.model_pass import check_head, move_batch, run_rows
+from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
+from rollouts.backends.protocol import OutputFn
+from rollouts.backends.sharded_model import call_gathered, create_mesh, drop_gathered, is_sharded, shard_model
+from rollouts.backends.token_spec import TokenSpec, describe_tokens
+from rollouts.backends.updates import Scheduler, UpdateCounts, check_skipped_updates, update_parameters
+from rollouts.backends.weight_stream import stream_weights
+from rollouts.batching import plan_shards, select_rows
+from rollouts.losses import merge_metrics
+from rollouts.model_weights import check_weights_fit
+from rollouts.packing import use_packed_attention
+from rollouts.types import LossFn, TokenOutputs, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class FSDPTrainingBackend:
+    """A TrainingBackend and CheckpointingBackend over a Hugging Face model whose parameters, gradients and optimizer state are sharded.
+
+    Results equal those of PyTorchTrainingBackend with the same weights and batches up to rounding, for any number of ranks: losses are sums
+    over tokens, gradients are summed over ranks, and the norm that is clipped is that of the whole gradient.
+
+    Every method runs at once and returns an ImmediateTrainFuture. All of them exchange messages between ranks, so all ranks must call them
+    in the same order. A rank that has no rows computes a row of nothing with them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        create_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
+        *,
+        config: FSDPConfig | None = None,
+        ranks: Ranks | None = None,
+        mesh: DeviceMesh | None = None,
+        create_schedule: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
+        max_grad_norm: float = 1.0,
+        chunk_size: int = 1024,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        weight_version: int = 0,
+        max_skipped_updates: int = 10,
+        compute_outputs: ComputeOutputs = compute_log_probs,
+        rows_per_unit: int = 1,
+    ) -> None:
+        """
+        Args:
+            model: the same on every rank: whole, and then sharded here, or already sharded by shard_model (with the same mesh and config)
+                and materialized.
+            create_optimizer: called after the model was sharded, so that it gets the sharded parameters.
+            config: None = FSDPConfig().
+            ranks: of init_distributed; None = of init_distributed().
+            mesh: of create_mesh; None = made here.
+            create_schedule: of the learning rate; None = constant.
+            max_grad_norm: the gradient is scaled down to this norm, unless config.clip_grad says another; inf = no clipping.
+            chunk_size, tokenizer, weight_version, max_skipped_updates, compute_outputs: as in PyTorchTrainingBackend.
+            rows_per_unit: rows in a row that go to one rank together: 2 for losses that compare the two rows of a pair.
+
+        Raises: ConfigError for a model that cannot be trained on packed rows or be sharded, or ranks that cannot be arranged as asked.
+        """
+        assert max_grad_norm > 0, f"max_grad_norm is {max_grad_norm}, expected > 0"
+        assert rows_per_unit >= 1, f"rows_per_unit is {rows_per_unit}, expected at least 1"
+        self.config = FSDPConfig() if config is None else config
+        self.ranks = init_distributed() if ranks is None else ranks
+        self.device = self.ranks.device
+        self.tokenizer = tokenizer
+        self.weight_version = weight_version
+        self.counts = UpdateCounts()
+        self.rows_per_unit = rows_per_unit
+        self._max_grad_norm = max_grad_norm if self.config.clip_grad is None else self.config.clip_grad
+        self._compute_dtype = torch.float32 if self.config.mixed_precision is None else torch.bfloat16
+        self._chunk_size = chunk_size
+        self._max_skipped_updates = max_skipped_updates
+        self._compute_outputs = compute_outputs
+        self._has_gradient = False
+        with self._operation("sharding the model"):
+            if not is_sharded(model):
+                mesh = create_mesh(self.config, self.device, self.ranks.world_size) if mesh is None else mesh
+                model = shard_model(cast("PreTrainedModel", cast("torch.nn.Module", model).to(self.device)), mesh, self.config)
+            self.model: Any = model
+            for name, parameter in self.model.named_parameters():
+                assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
+            self._check_model()
+        self.optimizer = create_optimizer(self.model)
+        self.scheduler = None if create_schedule is None else create_schedule(self.optimizer)
+
+    @property
+    def num_shards(self) -> int:
+        """See ShardsRows: the number of ranks."""
+        return self.ranks.world_size
+
+    @property
+    def token_spec(self) -> TokenSpec:
+        """Which tokens the model knows, to compare with those of another model."""
+        return describe_tokens(self.model, self.tokenizer)
+
+    @property
+    def computes(self) -> frozenset[str] | None:
+        """See DescribesOutputs."""
+        return describe_outputs(self._compute_outputs)
+
+    # -- TrainingBackend: the same batch on every rank
+
+    def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
+        """output_fn of the model's outputs for all rows, without gradient, on the CPU."""
+        plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
+        part = self.forward_shard(select_part(batch, plan[self.ranks.rank]), output_fn, with_entropy=with_entropy)
+        parts = gather_objects(self.ranks, part, operation="gathering the outputs of a forward pass")
+        return ImmediateTrainFuture(combine_rows(parts, plan, (batch.num_rows, batch.tokens.shape[1])), "forward")
+
+    def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
+        """Add the gradient of loss_fn on this batch. Loss and metrics are those of all rows."""
+        plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
+        part = self.forward_backward_shard(select_part(batch, plan[self.ranks.rank]), loss_fn, with_entropy=with_entropy)
+        parts = gather_objects(self.ranks, part, operation="gathering the metrics of a forward_backward")
+        return ImmediateTrainFuture(combine_metrics(parts), "forward_backward")
+
+    def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
+        """Clip, update, advance the schedule, clear the gradient; the same on every rank.
+
+        A gradient that is not finite on any rank is applied on none: metrics say update_skipped = 1.
+
+        Returns: grad_norm (of the whole gradient, before clipping), lr (of this update), update_skipped.
+        Raises: BackendError after max_skipped_updates of them in a row.
+        """
+        assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
+        with self._operation("optim_step"):
+            metrics, self.counts = update_parameters(self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm)
+        self._has_gradient = False
+        check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)
+        return ImmediateTrainFuture(metrics, "optim_step")
+
+    def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """A copy of the whole weights on the CPU of every rank, tied ones under each of their names; stream_weights needs less memory."""
+        return ImmediateTrainFuture(dict(self.stream_weights()), "get_weights")
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
+        """Replace the weights by whole ones, of which each rank takes its shards. Raises CheckpointError if one does not fit."""
+        check_weights_fit(self.model, weights, "the given weights")
+        own = cast("dict[str, Tensor]", self.model.state_dict())
+        with self._operation("load_weights"), torch.no_grad():
+            for name, value in weights.items():
+                copy_whole(own[name], value)
+        return ImmediateTrainFuture(None, "load_weights")
+
+    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor on the CPU) of each weight in turn; all ranks must iterate to the end, what they do with it is theirs."""
+        with self._operation("gathering a weight"):
+            yield from stream_weights(self.model)
+
+    # -- the rows of this rank alone
+
+    def forward_shard(self, shard: TrainBatch | None, output_fn: OutputFn, *, with_entropy: bool = False) -> Tensor | None:
+        """forward for this rank's rows; all ranks must call it.
+
+        Args:
+            shard: None = this rank has no rows.
+
+        Returns: output_fn's tensor [rows, T of the shard] on the CPU; None without rows.
+        """
+        self.model.eval()
+        batch = self._dummy_batch() if shard is None else move_batch(shard, self.device)
+        with self._operation("forward"), torch.no_grad():
+            try:
+                outputs = self._run(batch, with_entropy)
+            finally:
+                drop_gathered(self.model)
+            return None if shard is None else output_fn(outputs).cpu()
+
+    def forward_backward_shard(self, shard: TrainBatch | None, loss_fn: LossFn, *, with_entropy: bool = False) -> dict[str, float]:
+        """forward_backward for this rank's rows; all ranks must call it. The gradient that it leaves is that of the rows of all.
+
+        Args:
+            shard: None = this rank has no rows.
+
+        Returns: {"loss", "num_tokens", and the loss's metrics} of this rank's rows; without rows zeros and no metrics.
+        """
+        self.model.train()
+        batch = self._dummy_batch() if shard is None else move_batch(shard, self.device)
+        with self._operation("forward_backward"):
+            try:
+                outputs = self._run(batch, with_entropy)
+                if shard is None:  # as many exchanges as on the other ranks, and nothing added to the gradient
+                    loss, metrics = outputs.log_probs.new_zeros(()), cast("Mapping[str, Tensor]", {})
+                    torch.autograd.backward([0.0 * x.sum() for x in _differentiable(outputs)])
+                else:
+                    loss, metrics = loss_fn(outputs, batch)
+                    loss.backward()
+            finally:
+                drop_gathered(self.model)
+        self._has_gradient = True
+        values = {"loss": float(loss.detach()), "num_tokens": 0.0 if shard is None else float((batch.loss_mask > 0).sum())}
+        return values | {name: float(value) for name, value in metrics.items()}
+
+    # -- parts
+
+    def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
+        """run_rows inside of the call that gathers the root's parameters, which knows tensors only."""
+        options = self._options(with_entropy)
+
+        def run() -> tuple[Tensor, Tensor | None, Tensor | None]:
+            outputs = run_rows(self.model, batch, self._compute_outputs, options)
+            copies = (None if x is None else x.clone() for x in (outputs.log_probs, outputs.entropy, outputs.values))
+            log_probs, entropy, values = copies  # not views: the hooks of the backward pass are at these very tensors
+            assert log_probs is not None
+            return log_probs, entropy, values
+
+        log_probs, entropy, values = call_gathered(self.model, run)
+        return TokenOutputs(log_probs=log_probs, entropy=entropy, values=values)
+
+    def _check_model(self) -> None:
+        """Raise ConfigError unless packed rows are what single rows are, and the model has the head that is read."""
+
+        def check() -> None:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16):
+                use_packed_attention(self.model)
+            check_head(self.model, self._compute_outputs, self._options(), self.device)
+
+        with torch.no_grad():
+            call_gathered(self.model, check)
+        drop_gathered(self.model)
+
+    def _dummy_batch(self) -> TrainBatch:
+        """A row that nothing is learned from."""
+        row = torch.zeros((1, 2), device=self.device)
+        return TrainBatch(
+            tokens=row.long(),
+            lengths=torch.full((1,), 2, device=self.device),
+            loss_mask=row,
+            rewards=row[:, 0],
+            group_ids=row[:, 0].long(),
+            trainable=row[:, 0] > 0,
+        )
+
+    def _options(self, with_entropy: bool = False) -> OutputOptions:
+        return OutputOptions(compute_dtype=self._compute_dtype, chunk_size=self._chunk_size, with_entropy=with_entropy)
+
+    @contextmanager
+    def _operation(self, name: str) -> Generator[None]:
+        """This rank's device is the current one, in whatever thread, and a failed exchange is named after the operation."""
+        with explain_failures(self.ranks, name):
+            if self.device.type == "cuda":
+                with torch.cuda.device(self.device):
+                    yield
+            else:
+                yield
+
+
+def plan_rank_rows(lengths: Sequence[int], num_shards: int, rows_per_unit: int = 1) -> list[list[int]]:
+    """The rows of each rank, dealt by batching.plan_shards so that ranks have nearly as many tokens; a rank may get none.
+
+    Args:
+        lengths: real tokens of each row.
+        rows_per_unit: rows in a row that stay together.
+
+    Returns: the positions of each rank's rows, ascending; every row exactly once.
+    """
+    units = [range(i, min(i + rows_per_unit, len(lengths))) for i in range(0, len(lengths), rows_per_unit)]
+    plan = plan_shards([sum(lengths[row] for row in unit) for unit in units], num_shards)
+    return [[row for i in part for row in units[i]] for part in plan]
+
+
+def select_part(batch: TrainBatch, rows: Sequence[int]) -> TrainBatch | None:
+    """These rows of a batch; None if there are none."""
+    return select_rows(batch, rows) if rows else None
+
+
+def combine_rows(parts: Sequence[Tensor | None], plan: Sequence[Sequence[int]], shape: tuple[int, int]) -> Tensor:
+    """What each rank computed of its rows, as one tensor.
+
+    Args:
+        parts: # [rows of the rank, T of its rows], None of a rank without rows.
+        plan: of plan_rank_rows.
+        shape: (B, T) of the whole batch.
+
+    Returns: # [B, T]; 0 behind the end of a part.
+    """
+    present = [(part, rows) for part, rows in zip(parts, plan, strict=True) if part is not None]
+    assert present, "no rank has rows"
+    out = torch.zeros(shape, dtype=present[0][0].dtype)
+    for part, rows in present:
+        out[torch.tensor(rows), : part.shape[1]] = part
+    return out
+
+
+def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of one forward_backward from those of each rank: loss and num_tokens add, means are weighted by tokens."""
+    means = [({k: v for k, v in part.items() if k not in ("loss", "num_tokens")}, int(part["num_tokens"])) for part in parts]
+    return {key: sum(part[key] for part in parts) for key in ("loss", "num_tokens")} | merge_metrics(means)
+
+
+def copy_whole(own: Tensor, value: Tensor) -> None:
+    """Overwrite a weight of the model, sharded or not, with a whole tensor. Sends nothing: every rank has the whole one."""
+    if isinstance(own, DTensor):
+        value = value.to(device=own.device_mesh.device_type, dtype=own.dtype)
+        own.copy_(distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None))
+    else:
+        own.copy_(value)
+
+
+def _differentiable(outputs: TokenOutputs) -> list[Tensor]:
+    return [x for x in (outputs.log_probs, outputs.entropy, outputs.values) if x is not None and x.requires_grad]
