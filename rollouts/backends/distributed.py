@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from rollouts.errors import BackendError
 from rollouts.statistics import whiten
