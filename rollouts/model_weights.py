@@ -36,9 +36,13 @@ def has_adapters(model: torch.nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def base_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The state dict under the names of the plain model: of a model with adapters the weights below them, without the adapters."""
-    state = model.state_dict()
+def base_weights(model: torch.nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
+    """The state dict under the names of the plain model: of a model with adapters the weights below them, without the adapters.
+
+    Args:
+        keep_vars: the parameters themselves, of which tied ones are one object.
+    """
+    state = cast("dict[str, Tensor]", cast("Any", model).state_dict(keep_vars=keep_vars))
     if not has_adapters(model):
         return state
     return {plain_name(name): value for name, value in state.items() if not is_adapter_name(name)}

@@ -138,21 +138,26 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
                 yield plain_name(name), module
 
 
+def adapted_weights(model: torch.nn.Module) -> dict[str, Any]:
+    """The layer of peft by the name of its weight in the plain model, for each layer that has an adapter."""
+    return {f"{name}.weight": layer for name, layer in adapted_layers(model)}
+
+
 def adapter_of(layer: Any) -> tuple[Tensor, Tensor]:
     """The parameters A [rank, in] and B [out, rank] of a layer."""
     return layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
 
 
 def assign(parameter: Tensor, value: Tensor) -> None:
-    """Overwrite a parameter, of which each rank holds a part if it is a DTensor, by a whole tensor that all ranks have."""
+    """Overwrite a parameter, of which each rank holds a part if it is a DTensor, by a whole tensor that every rank has. Sends nothing."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         parameter.copy_(value)
         return
     from torch.distributed.tensor import distribute_tensor
 
-    placements = cast("Any", parameter).placements
-    parameter.copy_(distribute_tensor(value.to(mesh.device_type), mesh, placements))
+    value = value.to(device=mesh.device_type, dtype=parameter.dtype)
+    parameter.copy_(distribute_tensor(value, mesh, cast("Any", parameter).placements, src_data_rank=None))
 
 
 @contextmanager
