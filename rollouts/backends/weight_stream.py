@@ -3,36 +3,93 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from torch import Tensor
 
+from rollouts.backends.lora import ADAPTER_NAME, adapted_weights, adapter_of, merge_weight
 from rollouts.errors import CheckpointError
+from rollouts.model_weights import base_weights
+from rollouts.weight_plan import WeightSpec, describe_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Shape: TypeAlias = tuple[int, ...]
+"""Of a whole tensor."""
+
 
 def stream_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each weight, in the order of the state dict, tied ones under each of their names.
+    """(name, tensor) of each weight, in the order of the state dict, tied ones under each of their names; adapters are merged into theirs.
 
     At most one whole tensor exists at a time besides those that the caller keeps. Of a sharded model each is gathered from all ranks, which
     must therefore iterate together.
 
     Yields: copies on the CPU.
     """
-    for name, value in model.state_dict().items():
-        yield name, whole_tensor(value)
+    layers = adapted_weights(model)
+    for name, value in base_weights(model).items():
+        yield name, whole_weight(value, layers.get(name))
 
 
-def whole_tensor(value: Tensor) -> Tensor:
-    """A copy on the CPU; of a DTensor gathered from all ranks, which must call together."""
-    full = getattr(value.detach(), "full_tensor", None)
-    if full is not None:
-        return cast("Tensor", full()).to("cpu")
-    return value.detach().to("cpu", copy=True)
+def list_weights(model: PreTrainedModel) -> tuple[WeightSpec, ...]:
+    """Name, dtype and shape of each weight, in the order of stream_weights. Moves nothing."""
+    return describe_weights(base_weights(model))
+
+
+def gather_weights(model: PreTrainedModel, names: Sequence[str], *, keep_device: bool = False) -> dict[str, Tensor]:
+    """Copies of the whole weights of these names. Of a sharded model all ranks call it with the same names.
+
+    Args:
+        names: of list_weights.
+        keep_device: leave them on the model's device; else they are on the CPU.
+    """
+    own, layers = base_weights(model), adapted_weights(model)
+    return {name: whole_weight(own[name], layers.get(name), keep_device=keep_device) for name in names}
+
+
+def whole_weight(value: Tensor, adapted_layer: Any | None, *, keep_device: bool = False) -> Tensor:
+    """whole_tensor of a weight, with the adapter of its layer merged into it (in float32) if it has one."""
+    whole = whole_tensor(value, keep_device=keep_device)
+    if adapted_layer is None:
+        return whole
+    a, b = (whole_tensor(part, keep_device=keep_device) for part in adapter_of(adapted_layer))
+    return merge_weight(whole, a, b, adapted_layer.scaling[ADAPTER_NAME])
+
+
+def whole_tensor(value: Tensor, *, keep_device: bool = False) -> Tensor:
+    """A copy on the CPU, or where the tensor is; of a DTensor gathered from all ranks, which must call together."""
+    value = value.detach()
+    full = getattr(value, "full_tensor", None)
+    if full is None:
+        return value.clone() if keep_device else value.to("cpu", copy=True)
+    whole = cast("Tensor", full())
+    whole = whole.clone() if _shares_memory(whole, value) else whole
+    return whole if keep_device else whole.to("cpu")
+
+
+def _shares_memory(whole: Tensor, value: Any) -> bool:
+    """Whether gathering gave the shard itself, as it does where one rank has all of it."""
+    return whole.untyped_storage().data_ptr() == value.to_local().untyped_storage().data_ptr()
+
+
+def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """The first name of the same tensor for each name of state_dict(keep_vars=True), in which tied weights are one object."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(value), name) for name, value in weights.items()}
+
+
+def local_part(value: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this process holds: all of it, except of a DTensor."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = tuple(value.shape), (0,) * value.dim()
+    if isinstance(value, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def check_architecture(model: PreTrainedModel, directory: Path) -> None:

@@ -1,0 +1,284 @@
+"""Load a model of which no process ever holds more than its shards.
+
+    model = load_hf_model_on_meta(path)            # shapes only; buffers are real
+    shard_model(model)                             # parameters become DTensors
+    materialize_from_hf(model, path, device)       # each rank reads its slices of the files
+    optimizer = ...                                # of the parameters that there are now
+
+Works on a model that is not sharded, too, in one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from rollouts.backends.factory import check_model_directory, explain_loading, init_value_head
+from rollouts.backends.outputs import get_value_head
+from rollouts.backends.weight_sources import ChosenWeights, FileWeights, GatheredWeights, SentWeights, Shape, WeightSource
+from rollouts.backends.weight_stream import first_names, local_part
+from rollouts.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def create_on_meta(create: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Run a function that makes a model so that its parameters get shapes and no values; buffers are what they are otherwise.
+
+    Args:
+        create: for example `lambda: Qwen3ForCausalLM(config)`. Global random state is as it was afterwards.
+
+    Returns: the model, in evaluation mode, as from_pretrained returns it.
+    """
+    thread = threading.get_ident()
+
+    def keep_shape(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
+        if parameter is None or parameter.is_meta or threading.get_ident() != thread:
+            return None  # as it is
+        return torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(cast("Any", keep_shape))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return create().eval()
+    finally:
+        handle.remove()
+
+
+def load_hf_model_on_meta(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal language model of a directory without its weights, float32. See materialize_from_hf.
+
+    Raises: ConfigError if the directory is not a complete model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    directory = check_model_directory(path)
+    with explain_loading(directory, "causal language model"):
+        config = _read_config(directory, trust_remote_code)
+        model = create_on_meta(partial(_create_from_config, AutoModelForCausalLM, config, trust_remote_code))
+        _read_generation_config(model, directory)
+    return model
+
+
+def materialize_from_hf(model: PreTrainedModel, directory: str | Path, device: str | torch.device) -> int:
+    """Give the parameters of a model the weights of a directory, of which each rank reads only what its shards need.
+
+    Parameters that are on meta become new ones on the device; others keep their place and are overwritten.
+
+    Args:
+        model: as load_hf_model_on_meta returns it, sharded or not. What it is trained with has to be made afterwards.
+        directory: of safetensors files; other formats hold whole tensors only.
+
+    Returns: bytes of weights that this process has read.
+    Raises: ConfigError if a file is missing or damaged, or names or shapes do not fit; then nothing was changed.
+    """
+    path = check_model_directory(directory)
+    with explain_loading(path, type(model).__name__), FileWeights(path) as files:
+        names = {name: name for name in files.shapes}
+        prefix = f"{model.base_model_prefix}."
+        if not any(name.startswith(prefix) for name in names):  # saved from the part below the head
+            names = {prefix + name: name for name in names}
+        fill_weights(model, ChosenWeights(files, names, {}), device, str(path))
+        return files.bytes_read
+
+
+def materialize_from_model(model: PreTrainedModel, whole: PreTrainedModel | None, device: str | torch.device) -> None:
+    """Give the parameters of a model those of one that rank 0 has and sends, one after another.
+
+    For a model that is made from a seed and must be the same on any number of ranks. All ranks call it.
+
+    Args:
+        whole: of the same kind; None on ranks other than 0.
+    """
+    weights = None if whole is None else cast("dict[str, Tensor]", whole.state_dict())
+    fill_weights(model, SentWeights(weights, torch.device(device)), device, "the given model")
+
+
+def copy_model(model: PreTrainedModel, origin: PreTrainedModel, device: str | torch.device) -> None:
+    """Give the parameters of a model those of another of the same kind, sharded in any way, for example a reference the policy's.
+
+    All ranks call it; at most one tensor is whole at a time.
+    """
+    fill_weights(model, GatheredWeights(origin), device, "the given model")
+
+
+def load_critic_on_meta(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The critic that load_critic_model makes of a directory, without its weights. See materialize_critic.
+
+    Raises: ConfigError if the directory is not a complete model, or transformers has no token-classification model for it.
+    """
+    directory = check_model_directory(path)
+    with explain_loading(directory, "critic (a token-classification model with one label)"):
+        config = _read_config(directory, trust_remote_code)
+        return create_critic_on_meta(config, trust_remote_code=trust_remote_code)
+
+
+def create_critic_on_meta(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A token-classification model with one label for the Hugging Face configuration of a model of any kind, without its weights."""
+    from transformers import AutoModelForTokenClassification
+
+    if not _is_kind(config, "ForTokenClassification"):
+        config = copy.deepcopy(config)
+        config.num_labels = 1
+        config.classifier_dropout = 0.0
+    try:
+        model = create_on_meta(partial(_create_from_config, AutoModelForTokenClassification, config, trust_remote_code))
+    except ValueError as error:
+        raise ConfigError(f"transformers has no token-classification model for {type(config).__name__}: {error}") from error
+    get_value_head(model)
+    return model
+
+
+def materialize_critic(
+    model: PreTrainedModel,
+    origin: str | Path | PreTrainedModel,
+    device: str | torch.device,
+    *,
+    seed: int = 0,
+    head_std: float | None = None,
+    trust_remote_code: bool = False,
+) -> int:
+    """Give a critic its weights: those of a saved critic, of a reward model, or of a causal language model and a fresh head.
+
+    The same numbers as load_critic_model and create_critic_model give, on any number of ranks. All ranks call it.
+
+    Args:
+        model: as load_critic_on_meta or create_critic_on_meta return it, sharded or not.
+        origin: a directory, or a model (sharded in any way), whose backbone is copied.
+        seed, head_std: of a fresh head, see init_value_head.
+
+    Returns: bytes of weights that this process has read from files.
+    Raises: ConfigError as materialize_from_hf.
+    """
+    if not isinstance(origin, str | Path):
+        source = GatheredWeights(origin)
+        fill_weights(model, _choose_for_critic(model, source, origin.config, seed, head_std), device, "the given model")
+        return 0
+    path = check_model_directory(origin)
+    with explain_loading(path, "critic (a token-classification model with one label)"), FileWeights(path) as files:
+        config = _read_config(path, trust_remote_code)
+        fill_weights(model, _choose_for_critic(model, files, config, seed, head_std), device, str(path))
+        return files.bytes_read
+
+
+def _choose_for_critic(model: PreTrainedModel, source: WeightSource, config: Any, seed: int, head_std: float | None) -> WeightSource:
+    """The weights of a critic by its own names."""
+    if _is_kind(config, "ForTokenClassification"):
+        return ChosenWeights(source, {name: name for name in source.shapes}, {})
+    prefix = f"{model.base_model_prefix}."
+    names = {name: name for name in source.shapes if name.startswith(prefix)} or {prefix + name: name for name in source.shapes}
+    head = get_value_head(model)
+    (head_name,) = [name for name, module in model.named_modules() if module is head]
+    fresh = torch.nn.Module()  # the same layer outside of the model, whole
+    fresh.score = torch.nn.Linear(head.in_features, 1, bias=getattr(head, "bias", None) is not None)
+    init_value_head(cast("Any", fresh), seed=seed, std=head_std)
+    given = {f"{head_name}.{name}": value.detach() for name, value in fresh.score.named_parameters()}
+    if _is_kind(config, "ForSequenceClassification"):
+        scorer = next((name for name in ("score.weight", "classifier.weight") if name in source.shapes), None)
+        if scorer is None:
+            raise CheckpointError("the reward model has no weights of its head (score.weight): it is not a complete model")
+        names[f"{head_name}.weight"] = scorer
+        del given[f"{head_name}.weight"]
+    return ChosenWeights(source, names, given)
+
+
+def fill_weights(model: torch.nn.Module, source: WeightSource, device: str | torch.device, what: str) -> None:
+    """Give each weight of a model its part of a source; parameters on meta become new ones on the device.
+
+    Args:
+        what: the source in words, for errors.
+
+    Raises: CheckpointError if names or shapes do not fit, before anything is changed.
+    """
+    check_shapes_fit(model, source.shapes, what)
+    own = cast("dict[str, Tensor]", cast("Any", model).state_dict(keep_vars=True))
+    tied = first_names(own)
+    given: dict[str, str] = {}  # name in the source by the first name of a weight
+    for name in source.shapes:
+        given.setdefault(tied[name], name)
+    made: dict[int, torch.nn.Parameter] = {}
+    with torch.no_grad():
+        for name, other in given.items():
+            value = own[name]
+            piece = source.read(other, local_part(value))
+            if value.is_meta:
+                made[id(value)] = _make_parameter(value, piece, torch.device(device))
+            else:
+                local = value.detach()
+                (local.to_local() if isinstance(local, DTensor) else local).copy_(piece)
+    _replace_parameters(model, made)
+
+
+def check_shapes_fit(model: torch.nn.Module, shapes: Mapping[str, Shape], what: str) -> None:
+    """Raise CheckpointError unless weights of these shapes have the names and shapes of the model's; tied ones may appear once.
+
+    Args:
+        shapes: of whole tensors.
+        what: where they are from, for the error.
+    """
+    own = cast("dict[str, Tensor]", cast("Any", model).state_dict(keep_vars=True))
+    tied = first_names(own)
+    given = {tied[name] for name in shapes if name in tied}
+    missing = sorted(name for name in own if name not in shapes and tied[name] not in given)
+    unknown = sorted(set(shapes) - set(own))
+    wrong = [
+        f"{name} is {tuple(shapes[name])}, expected {tuple(value.shape)}"
+        for name, value in own.items()
+        if name in shapes and tuple(shapes[name]) != tuple(value.shape)
+    ]
+    if missing or unknown or wrong:
+        kind = type(model).__name__.removeprefix("FSDP")
+        raise CheckpointError(
+            f"{what} does not fit this {kind}: missing {missing[:5]}, unknown {unknown[:5]}, wrong shapes {wrong[:5]}. "
+            "Use weights of the same architecture."
+        )
+
+
+def _make_parameter(old: Tensor, piece: Tensor, device: torch.device) -> torch.nn.Parameter:
+    """A parameter like one on meta with its values; of a DTensor the piece is this rank's shard."""
+    local = torch.empty(piece.shape, dtype=old.dtype, device=device)
+    local.copy_(piece)
+    if isinstance(old, DTensor):
+        shape, stride = old.shape, old.stride()
+        local = DTensor.from_local(local, old.device_mesh, old.placements, run_check=False, shape=shape, stride=stride)
+    return torch.nn.Parameter(local, requires_grad=old.requires_grad)
+
+
+def _replace_parameters(model: torch.nn.Module, made: Mapping[int, torch.nn.Parameter]) -> None:
+    """Put new parameters at every place where the old ones are, so that tied ones stay tied."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in made:
+                setattr(module, name, made[id(parameter)])
+
+
+def _create_from_config(kind: Any, config: Any, trust_remote_code: bool) -> PreTrainedModel:
+    return kind.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+
+def _read_config(directory: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+
+
+def _read_generation_config(model: PreTrainedModel, directory: Path) -> None:
+    """from_config does not read it, and exports must have it: it says which tokens end an answer."""
+    from transformers import GenerationConfig
+
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+
+
+def _is_kind(config: Any, ending: str) -> bool:
+    return any(kind.endswith(ending) for kind in cast("list[str]", getattr(config, "architectures", None) or []))

@@ -1,0 +1,217 @@
+"""Where the weights of a sharded model come from: files read slice by slice, a mapping, one rank, or another model.
+
+Every source can be asked for a part of a tensor. Reading from a rank or from another model is a collective operation: all ranks ask for
+the same tensors in the same order, each for its own part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, cast
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rollouts.backends.weight_stream import Shape, whole_tensor
+from rollouts.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+
+Part = tuple[slice, ...]
+"""A part of a tensor, one slice with both ends for each dimension; () for a tensor without dimensions."""
+
+
+class WeightSource(Protocol):
+    """Named tensors that can be read in parts."""
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shape of each tensor by name."""
+        ...
+
+    def read(self, name: str, part: Part) -> Tensor:
+        """A part of a tensor. Each rank of a job calls it for the same names in the same order."""
+        ...
+
+
+class FileWeights:
+    """The weights of a model directory, read from its safetensors files. A context manager: the files are open inside of it."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CheckpointError if the directory has no weights, a file is missing or damaged, or two hold the same tensor."""
+        self.directory = directory
+        self.bytes_read = 0  # of tensors, by this process
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}  # by the name of a tensor
+        self._shapes: dict[str, Shape] = {}
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """See WeightSource."""
+        return self._shapes
+
+    def read(self, name: str, part: Part) -> Tensor:
+        """See WeightSource. Only the bytes of this part are read."""
+        try:
+            if not part:
+                value = cast("Tensor", self._files[name].get_tensor(name))
+            elif any(piece.stop <= piece.start for piece in part):
+                return torch.empty([max(0, piece.stop - piece.start) for piece in part])
+            else:
+                value = cast("Tensor", self._files[name].get_slice(name)[part])
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{name} in {self.directory} cannot be read: {error}") from error
+        self.bytes_read += value.numel() * value.element_size()
+        return value
+
+    def _open(self) -> None:
+        for path in find_weight_files(self.directory):
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+                names = cast("list[str]", list(file.keys()))
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+            twice = sorted(set(names) & set(self._files))
+            if twice:
+                raise CheckpointError(f"{self.directory} holds {twice[:3]} in several files: remove those that are no part of the model")
+            self._files.update(dict.fromkeys(names, file))
+            self._shapes.update(shapes)
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory: those of its index, else the only one there is, else all parts.
+
+    Raises: CheckpointError if there are none, or one that the index names is missing.
+    """
+    index = directory / INDEX_FILE
+    if index.exists():
+        try:
+            weight_map = cast("dict[str, str]", json.loads(index.read_text())["weight_map"])
+            names = sorted(set(weight_map.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} has no weight_map of names to files ({error!r}): export the weights again") from error
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{directory} lacks {missing[:3]} of its index: the export is not complete, or files were removed")
+        return [directory / name for name in names]
+    single = directory / WEIGHTS_FILE
+    found = [single] if single.is_file() else sorted(directory.glob("model*.safetensors"))
+    if not found:
+        raise CheckpointError(f"{directory} has no model.safetensors: it is not a model directory, or its weights are in another format")
+    return found
+
+
+class GivenWeights:
+    """A mapping of whole tensors, which every rank has."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """See WeightSource."""
+        return {name: tuple(value.shape) for name, value in self._weights.items()}
+
+    def read(self, name: str, part: Part) -> Tensor:
+        """See WeightSource."""
+        return self._weights[name].detach()[part]
+
+
+class SentWeights:
+    """Tensors that one rank has and sends to the others, one after another. Creating it and reading are collective operations."""
+
+    def __init__(self, weights: Mapping[str, Tensor] | None, device: torch.device, *, sender: int = 0) -> None:
+        """
+        Args:
+            weights: on the sender; None on the others.
+            device: where collective operations run: cpu for gloo, the rank's GPU for NCCL.
+        """
+        self._weights = weights
+        self._device = device
+        self._sender = sender
+        described = None if weights is None else {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
+        if _num_ranks() > 1:
+            holder: list[Any] = [described]
+            dist.broadcast_object_list(holder, src=sender, device=device)
+            described = holder[0]
+        assert described is not None, f"rank {sender} has no weights to send"
+        self._described = cast("dict[str, tuple[Shape, torch.dtype]]", described)
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """See WeightSource."""
+        return {name: shape for name, (shape, _) in self._described.items()}
+
+    def read(self, name: str, part: Part) -> Tensor:
+        """See WeightSource."""
+        shape, dtype = self._described[name]
+        if self._weights is not None:
+            value = self._weights[name].detach().to(self._device).contiguous()
+        else:
+            value = torch.empty(shape, dtype=dtype, device=self._device)
+        if _num_ranks() > 1 and math.prod(shape) > 0:
+            dist.broadcast(value, src=self._sender)
+        return value[part]
+
+
+class GatheredWeights:
+    """The weights of another model, sharded or not, one whole tensor at a time. Reading is a collective operation."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._weights = cast("dict[str, Tensor]", model.state_dict())
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """See WeightSource."""
+        return {name: tuple(value.shape) for name, value in self._weights.items()}
+
+    def read(self, name: str, part: Part) -> Tensor:
+        """See WeightSource."""
+        return whole_tensor(self._weights[name])[part]
+
+
+class ChosenWeights:
+    """Tensors of another source under other names, and some that are given."""
+
+    def __init__(self, source: WeightSource, names: Mapping[str, str], given: Mapping[str, Tensor]) -> None:
+        """
+        Args:
+            names: the name in the source, by the name here; what is not in it is left out.
+            given: go before those of the source.
+        """
+        self._source = source
+        self._names = {name: other for name, other in names.items() if name not in given}
+        self._given = GivenWeights(given)
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """See WeightSource."""
+        return {name: self._source.shapes[other] for name, other in self._names.items()} | dict(self._given.shapes)
+
+    def read(self, name: str, part: Part) -> Tensor:
+        """See WeightSource."""
+        return self._source.read(self._names[name], part) if name in self._names else self._given.read(name, part)
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
