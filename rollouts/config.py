@@ -21,7 +21,7 @@ from rollouts.types import Algorithm, Group, Sample, SamplingParams
 
 Schedule = Literal["constant", "linear", "cosine"]
 OnRewardError = Literal["raise", "retry", "drop", "zero"]
-WeightSync = Literal["checkpoint", "memory"]
+WeightSync = Literal["checkpoint", "memory", "channel"]
 ParityAction = Literal["warn", "correct", "stop"]
 
 
@@ -129,7 +129,9 @@ class RLTrainingConfig:
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward
-    weight_sync: WeightSync = "checkpoint"  # how engines get new weights: from a directory, or handed over in this process
+    weight_sync: WeightSync = (
+        "checkpoint"  # how engines get new weights: from a directory, handed over in this process, or through a weight_channel
+    )
     seed: int = 0  # of the order of rows in minibatches
     shape_reward: Callable[[Sample], float] | None = None  # the reward that is trained on, of a sample whose own reward filters have seen
     mask_truncated: bool = False  # leave samples that ran out of tokens out of the loss; their rewards count in their groups (DAPO)

@@ -20,7 +20,7 @@ from rollouts.async_rollouts import WorkflowExecutor
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.config import RLTrainingConfig
 from rollouts.data_buffer import DataBuffer
-from rollouts.engines.protocol import InferenceEngine
+from rollouts.engines.protocol import InferenceEngine, WeightChannel
 from rollouts.errors import CheckpointError, ConfigError, GenerationTimeout, RolloutsError, raise_single_errors
 from rollouts.metrics import MetricsLogger, summarize_mismatch
 from rollouts.proximal import find_missed_tokens
@@ -55,6 +55,7 @@ async def run_rl_training(
     on_rollouts: OnRollouts | None = None,
     on_estimates: OnEstimates | None = None,
     clock: Callable[[], float] = time.monotonic,
+    weight_channel: WeightChannel | None = None,
 ) -> list[Metrics]:
     """Train for config.num_steps rollout batches.
 
@@ -79,6 +80,7 @@ async def run_rl_training(
         on_rollouts: given each step's rollouts before training, for example to write some of them to a file; sync or async.
         on_estimates: given the same rollouts and their batch as algorithm.estimate returned it, row by row, before the first update.
         clock: seconds, for keys that end in `_s`.
+        weight_channel: where config.weight_sync is "channel", the open way into the memory of inference_engines.
 
     Returns: one dict per step done in this call.
     Raises: ConfigError before the first rollout; what the manager, the engines and the backend raise.
@@ -99,6 +101,7 @@ async def run_rl_training(
         on_rollouts=on_rollouts,
         on_estimates=on_estimates,
         clock=clock,
+        weight_channel=weight_channel,
     )
     first = await run.begin(resume)
     history: list[Metrics] = []
@@ -145,6 +148,7 @@ async def run_async_rl_training(
     on_rollouts: OnRollouts | None = None,
     on_estimates: OnEstimates | None = None,
     clock: Callable[[], float] = time.monotonic,
+    weight_channel: WeightChannel | None = None,
 ) -> list[Metrics]:
     """run_rl_training, with rollouts that are generated while training goes on: tokens may be executor.asynchronous.max_staleness behind.
 
@@ -181,6 +185,7 @@ async def run_async_rl_training(
         on_rollouts=on_rollouts,
         on_estimates=on_estimates,
         clock=clock,
+        weight_channel=weight_channel,
     )
     check_async_config(executor.asynchronous, executor.config, replace(config, algorithm=run.algorithm))
     if executor.batches_per_version != config.sync_every:

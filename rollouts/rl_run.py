@@ -20,7 +20,7 @@ from rollouts.checkpoints import load_run_state
 from rollouts.config import RLTrainingConfig, check_rl_batch_sizes
 from rollouts.data_buffer import DataBuffer
 from rollouts.engine_parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
-from rollouts.engines.protocol import InferenceEngine
+from rollouts.engines.protocol import InferenceEngine, WeightChannel
 from rollouts.episode_summaries import summarize_episodes
 from rollouts.errors import CheckpointError, ConfigError, DataError
 from rollouts.estimators import estimate_group_relative
@@ -90,6 +90,7 @@ async def restore_rl_run(
     config: RLTrainingConfig,
     *,
     critic: TrainingBackend | None = None,
+    weight_channel: WeightChannel | None = None,
 ) -> ResumePoint:
     """Bring backend, critic, manager (with its data position) and engines to where a checkpoint of run_rl_training was written.
 
@@ -111,10 +112,24 @@ async def restore_rl_run(
     if critic is not None:
         await require_checkpointing(critic).load_checkpoint(critic_directory).result()
     rollout_manager.load_state_dict(run_state["rollouts"])
-    served = await restore_served_weights(backend, inference_engines, checkpoint, in_memory=config.weight_sync == "memory")
+    served = await restore_served_weights(
+        backend,
+        inference_engines,
+        checkpoint,
+        in_memory=config.weight_sync == "memory",
+        channel=check_weight_channel(config, weight_channel),
+    )
     kl_coef = run_state.get("kl_coef")
     kl_control = config.kl_control if config.kl_control is None or kl_coef is None else replace(config.kl_control, kl_coef=kl_coef)
     return ResumePoint(step=int(run_state["step"]), metrics=run_state["metrics"], served=served, kl_control=kl_control)
+
+
+def check_weight_channel(config: RLTrainingConfig, channel: WeightChannel | None) -> WeightChannel | None:
+    """The channel of a run. Raises ConfigError for one without the setting, or the reverse."""
+    if (config.weight_sync == "channel") != (channel is not None):
+        given = "no weight_channel was given: pass an open one" if channel is None else "a weight_channel was given: leave it out"
+        raise ConfigError(f'weight_sync is {config.weight_sync!r}, but {given}, or set weight_sync="memory" or "channel" to match')
+    return channel
 
 
 def estimate_with_baseline(batch: TrainBatch, baseline: float) -> TrainBatch:
@@ -163,6 +178,7 @@ class RLRun:
         on_rollouts: OnRollouts | None,
         on_estimates: OnEstimates | None,
         clock: Callable[[], float],
+        weight_channel: WeightChannel | None = None,
     ) -> None:
         """Args: as in rl_loop.run_rl_training. Raises: ConfigError for parts that do not fit together."""
         self.config = config
@@ -173,7 +189,8 @@ class RLRun:
             check_rl_batch_sizes(source.config, config)
         if config.critic_warmup_steps and critic is None:
             raise ConfigError(f"critic_warmup_steps is {config.critic_warmup_steps}, but there is no critic: pass critic=, or set it to 0")
-        self._saver = None if checkpoint_dir is None and config.weight_sync == "memory" else require_checkpointing(backend)
+        self._weight_channel = check_weight_channel(config, weight_channel)
+        self._saver = None if checkpoint_dir is None and config.weight_sync != "checkpoint" else require_checkpointing(backend)
         self._critic_saver = None if checkpoint_dir is None or critic is None else require_checkpointing(critic)
         if config.weight_sync == "checkpoint" and checkpoint_dir is None:
             raise ConfigError('weight_sync="checkpoint" writes weights to the disk: pass checkpoint_dir, or set weight_sync="memory"')
@@ -328,6 +345,7 @@ class RLRun:
             checkpoint=checkpoint,
             keep_snapshot=self.config.sync_every > 1,
             probe=probe,
+            channel=self._weight_channel,
         )
 
     async def finish_step(self, finished: int, metrics: Metrics, stopping: bool) -> None:

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
-from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine, InMemoryWeightUpdates
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine, InMemoryWeightUpdates, WeightChannel
 from rollouts.errors import ConfigError
-from rollouts.weight_sync import WeightProbe, sync_weights_in_memory, sync_weights_to_engines
+from rollouts.weight_streams import stream_backend, stream_directory
+from rollouts.weight_sync import WeightProbe, sync_weights_in_memory, sync_weights_over_channel, sync_weights_to_engines
 
 SERVED_FILE = "served_weights.safetensors"
 SERVED_DIRECTORY = "served_weights"
@@ -45,17 +46,28 @@ async def publish_weights(
     checkpoint: Path | None = None,
     keep_snapshot: bool = False,
     probe: WeightProbe | None = None,
+    channel: WeightChannel | None = None,
 ) -> ServedWeights:
     """Bring the backend's weights to every engine, as `version`.
 
     Args:
-        directory: export here as weights_vNNNNNN and let the engines load from the disk; None = hand them over in memory.
+        directory: export here as weights_vNNNNNN and let the engines load from the disk; None = hand them over in memory. With a channel
+            only what is kept is exported.
         checkpoint: a checkpoint of just these weights, used instead of a second export.
+        channel: send the weights through it, a few at a time, instead of either.
         keep_snapshot: keep the weights for a checkpoint between this sync and the next.
         probe: of the new weights, see sync_weights_to_engines.
 
     Raises: EngineError; which engines already have the new weights is in its message.
     """
+    if channel is not None:
+        specs, read = await stream_backend(backend, keep_device=channel.wants_device)
+        await sync_weights_over_channel(engines, channel, specs, read, version, probe=probe)
+        if directory is None or not keep_snapshot:
+            return ServedWeights(version=version)
+        kept = await _export(backend, directory, version) if checkpoint is None else checkpoint
+        await trio.to_thread.run_sync(partial(_remove_exports, directory, keep=kept))
+        return ServedWeights(version=version, directory=kept)
     if directory is None:
         weights = await backend.get_weights().result()
         await sync_weights_in_memory(_in_memory_engines(engines), weights, version, probe=probe)
@@ -94,11 +106,23 @@ async def write_served_weights(checkpoint: Path, *, served: ServedWeights | None
 
 
 async def restore_served_weights(
-    backend: TrainingBackend, engines: Sequence[InferenceEngine], checkpoint: Path, *, in_memory: bool
+    backend: TrainingBackend,
+    engines: Sequence[InferenceEngine],
+    checkpoint: Path,
+    *,
+    in_memory: bool,
+    channel: WeightChannel | None = None,
 ) -> ServedWeights:
     """Give the engines what they sampled with when the checkpoint was written. The backend is already restored from it."""
     version = read_weight_version(checkpoint)
     kept_file, kept_directory = checkpoint / SERVED_FILE, checkpoint / SERVED_DIRECTORY
+    if channel is not None:
+        is_older = kept_directory.exists()
+        specs, read = (
+            await stream_directory(kept_directory) if is_older else await stream_backend(backend, keep_device=channel.wants_device)
+        )
+        await sync_weights_over_channel(engines, channel, specs, read, version)
+        return ServedWeights(version=version, directory=kept_directory if is_older else checkpoint)
     if in_memory:
         kept = await trio.to_thread.run_sync(load_file, kept_file) if kept_file.exists() else None
         weights = await backend.get_weights().result() if kept is None else kept

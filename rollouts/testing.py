@@ -32,11 +32,12 @@ import trio
 from torch import Tensor
 
 from rollouts.backends.protocol import Future, OutputFn
-from rollouts.engines.protocol import WEIGHT_VERSION_FILE
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE, ReadBucket
 from rollouts.episode_columns import find_context_starts
 from rollouts.errors import CheckpointError, EngineError, RolloutsError
 from rollouts.samples import derive_seed
 from rollouts.types import Completion, FinishReason, LossFn, SamplingParams, TokenOutputs, TrainBatch
+from rollouts.weight_plan import WeightSpec, cast_bucket, plan_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -232,6 +233,31 @@ class FakeEngine:
         await trio.sleep(self._seconds_per_update)
         if self._update_error is not None:
             raise self._update_error
+
+
+class FakeWeightChannel:
+    """A WeightChannel that reads every bucket and hands all of them to fake engines at its end."""
+
+    def __init__(self, engines: Sequence[FakeEngine], *, bucket_bytes: int = 2**20, fails_at: int | None = None) -> None:
+        """
+        Args:
+            engines: that get the weights.
+            bucket_bytes: see plan_weights.
+            fails_at: index of the bucket that is refused with an EngineError; None = none.
+        """
+        self.buckets: list[tuple[str, ...]] = []  # names of those that were read, over all transfers
+        self.wants_device = False
+        self._engines, self._bucket_bytes, self._fails_at = engines, bucket_bytes, fails_at
+
+    async def send_weights(self, specs: Sequence[WeightSpec], read: ReadBucket, weight_version: int) -> list[Mapping[str, Any]]:
+        """Read, then update each engine."""
+        weights: dict[str, Tensor] = {}
+        for bucket in plan_weights(specs, self._bucket_bytes).buckets:
+            if bucket.index == self._fails_at:
+                raise EngineError(f"bucket {bucket.index} was refused")
+            weights.update(cast_bucket(bucket, await read(bucket)))
+            self.buckets.append(bucket.names)
+        return [await engine.update_weights(weights, weight_version) for engine in self._engines]
 
 
 class _TimedFuture(Generic[T]):

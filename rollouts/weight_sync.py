@@ -18,8 +18,16 @@ from typing import Any, Protocol, runtime_checkable
 import trio
 from torch import Tensor
 
-from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine, InMemoryWeightUpdates, ScoresTokens
+from rollouts.engines.protocol import (
+    WEIGHT_VERSION_FILE,
+    InferenceEngine,
+    InMemoryWeightUpdates,
+    ReadBucket,
+    ScoresTokens,
+    WeightChannel,
+)
 from rollouts.errors import CheckpointError, ConfigError, EngineError, EngineProtocolError
+from rollouts.weight_plan import WeightSpec
 
 
 @runtime_checkable
@@ -96,6 +104,49 @@ async def sync_weights_in_memory(
     return await _update_all(engines, updates, weight_version, f"weight version {weight_version}", probe)
 
 
+async def sync_weights_over_channel(
+    engines: Sequence[InferenceEngine],
+    channel: WeightChannel,
+    specs: Sequence[WeightSpec],
+    read: ReadBucket,
+    weight_version: int,
+    *,
+    probe: WeightProbe | None = None,
+) -> list[Mapping[str, Any]]:
+    """Send weights to the engines of a channel, bucket by bucket, and confirm on each engine that they are there.
+
+    Args:
+        engines: those of the channel, in its order.
+        specs, read: the weights, see WeightChannel.send_weights.
+        weight_version: that every engine must report afterwards.
+        probe: see sync_weights_to_engines.
+
+    Returns: what the engines answered, in the order of `engines`.
+    Raises: EngineError as WeightChannel.send_weights and sync_weights_to_engines; ConfigError if an engine cannot answer the probe, before
+        any engine is asked.
+    """
+    _check_can_probe(engines, probe)
+    answers = await channel.send_weights(specs, read, weight_version)
+    if len(answers) != len(engines):
+        raise ConfigError(f"the weight channel has {len(answers)} engines, but the run has {len(engines)}: open it with the run's engines")
+
+    async def repeat(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        await trio.lowlevel.checkpoint()
+        return answer
+
+    updates = [partial(repeat, answer) for answer in answers]
+    return await _update_all(engines, updates, weight_version, f"weight version {weight_version}", probe)
+
+
+def _check_can_probe(engines: Sequence[object], probe: WeightProbe | None) -> None:
+    for position, engine in enumerate(engines):
+        if probe is not None and not isinstance(engine, ScoresTokens):
+            raise ConfigError(
+                f"{_describe(position, engine)} has no recompute_output_log_probs() and cannot answer a probe of its weights: "
+                "sync without one"
+            )
+
+
 async def _update_all(
     engines: Sequence[object],
     updates: Sequence[Callable[[], Awaitable[Mapping[str, Any]]]],
@@ -104,13 +155,7 @@ async def _update_all(
     probe: WeightProbe | None,
 ) -> list[Mapping[str, Any]]:
     """Run all updates at once; return the answers in order, or raise one error about all that failed."""
-    if probe is not None:
-        for position, engine in enumerate(engines):
-            if not isinstance(engine, ScoresTokens):
-                raise ConfigError(
-                    f"{_describe(position, engine)} has no recompute_output_log_probs() and cannot answer a probe of its weights: "
-                    "sync without one"
-                )
+    _check_can_probe(engines, probe)
     answers: dict[int, Mapping[str, Any]] = {}
     failures: dict[int, Exception] = {}
 

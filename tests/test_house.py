@@ -31,7 +31,7 @@ LAYERS = (
     (
         "generate_fns", "group_race", "generation", "rollout_manager", "rollout_queue", "staleness_control", "prompt_schedule",
         "rollout_runs", "finished_rollouts", "refused_groups", "rollout_book", "rollout_producer", "resident_samples", "executor_parts",
-        "async_rollouts", "weight_sync", "served_weights", "training_steps",
+        "async_rollouts", "weight_sync", "weight_streams", "served_weights", "training_steps",
         "requirements", "rollout_training", "proximal_recompute", "workflows",
         "agent_policies", "episode_openings", "episode_course", "episodes", "episode_groups", "multi_turn", "rollout_worker",
         "agent_integration", "engine_parity", "sft_loop", "reward_model_loop", "rl_run", "rl_loop", "testing",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
 from rollouts.types import Completion, SamplingParams
+from rollouts.weight_plan import Bucket, WeightSpec
 
 WEIGHT_VERSION_FILE = "weight_version.json"
 """Name of the file {"weight_version": int} that a directory of exported weights carries beside them."""
@@ -50,6 +51,32 @@ class InMemoryWeightUpdates(Protocol):
 
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
         """Replace the weights between two decode steps; in-flight requests go on under the new ones."""
+        ...
+
+
+ReadBucket: TypeAlias = Callable[[Bucket], Awaitable[Mapping[str, Tensor]]]
+"""Gives the tensors of a bucket. Buckets are asked for in the order of their plan, each at most once, one at a time."""
+
+
+class WeightChannel(Protocol):
+    """A way from the trainer into the memory of a set of engines: a process group of both, or memory of a GPU that they share."""
+
+    @property
+    def wants_device(self) -> bool:
+        """Whether tensors should come on the trainer's GPU, if they are there."""
+        ...
+
+    async def send_weights(self, specs: Sequence[WeightSpec], read: ReadBucket, weight_version: int) -> list[Mapping[str, Any]]:
+        """Replace the weights of all engines by those that `read` gives, a bucket at a time: more than two buckets never exist here.
+
+        What generates goes on afterwards, or is sent again. Nothing is read before every engine is ready to receive.
+
+        Args:
+            specs: all weights; what does not fit an engine's model is refused before any engine is told.
+
+        Returns: what each engine answers to update_weights_from_checkpoint, in the order of the engines.
+        Raises: EngineError if an engine did not take them, which says of every engine what it has now; what `read` raises.
+        """
         ...
 
 
