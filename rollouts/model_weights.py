@@ -60,9 +60,9 @@ def plain_name(name: str) -> str:
 
 def check_weights_fit(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Raise CheckpointError unless the weights have the names and shapes of the model's; tied weights may appear once."""
-    own = base_weights(model)
+    own = base_weights(model, keep_vars=True)
     first_name: dict[int, str] = {}
-    tied = {name: first_name.setdefault(value.data_ptr(), name) for name, value in own.items()}
+    tied = {name: first_name.setdefault(id(value), name) for name, value in own.items()}
     given = {tied[name] for name in weights if name in tied}
     missing = sorted(name for name in own if name not in weights and tied[name] not in given)
     unknown = sorted(set(weights) - set(own))

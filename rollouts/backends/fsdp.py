@@ -16,23 +16,24 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollouts.backends.distributed import Ranks, explain_failures, gather_objects, init_distributed
 from rollouts.backends.fsdp_config import FSDPConfig
 from rollouts.backends.futures import ImmediateTrainFuture
+from rollouts.backends.lora import assign
 from rollouts.backends.model_pass import check_head, move_batch, run_rows
 from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.backends.protocol import OutputFn
 from rollouts.backends.sharded_model import call_gathered, create_mesh, drop_gathered, is_sharded, shard_model
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
 from rollouts.backends.updates import Scheduler, UpdateCounts, check_skipped_updates, update_parameters
-from rollouts.backends.weight_stream import stream_weights
+from rollouts.backends.weight_stream import gather_weights, list_weights, stream_weights
 from rollouts.batching import plan_shards, select_rows
 from rollouts.losses import merge_metrics
-from rollouts.model_weights import check_weights_fit
+from rollouts.model_weights import base_weights, check_weights_fit
 from rollouts.packing import use_packed_attention
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
+from rollouts.weight_plan import WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -98,7 +99,7 @@ class FSDPTrainingBackend:
         with self._operation("sharding the model"):
             if not is_sharded(model):
                 mesh = create_mesh(self.config, self.device, self.ranks.world_size) if mesh is None else mesh
-                model = shard_model(cast("PreTrainedModel", cast("torch.nn.Module", model).to(self.device)), mesh, self.config)
+                model = shard_model(model, mesh, self.config)  # which moves a layer at a time to the device
             self.model: Any = model
             for name, parameter in self.model.named_parameters():
                 assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
@@ -159,16 +160,28 @@ class FSDPTrainingBackend:
     def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
         """Replace the weights by whole ones, of which each rank takes its shards. Raises CheckpointError if one does not fit."""
         check_weights_fit(self.model, weights, "the given weights")
-        own = cast("dict[str, Tensor]", self.model.state_dict())
+        own = base_weights(self.model)
         with self._operation("load_weights"), torch.no_grad():
             for name, value in weights.items():
-                copy_whole(own[name], value)
+                assign(own[name], value)
         return ImmediateTrainFuture(None, "load_weights")
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor on the CPU) of each weight in turn; all ranks must iterate to the end, what they do with it is theirs."""
         with self._operation("gathering a weight"):
             yield from stream_weights(self.model)
+
+    # -- StreamsWeights
+
+    def describe_weights(self) -> ImmediateTrainFuture[tuple[WeightSpec, ...]]:
+        """Names, dtypes and whole shapes of the weights; sends nothing."""
+        return ImmediateTrainFuture(list_weights(self.model), "describe_weights")
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """Copies of the whole weights of these names, on every rank."""
+        with self._operation("gather_weights"):
+            weights = gather_weights(self.model, names, keep_device=keep_device)
+        return ImmediateTrainFuture(weights, "gather_weights")
 
     # -- the rows of this rank alone
 
@@ -309,15 +322,6 @@ def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of one forward_backward from those of each rank: loss and num_tokens add, means are weighted by tokens."""
     means = [({k: v for k, v in part.items() if k not in ("loss", "num_tokens")}, int(part["num_tokens"])) for part in parts]
     return {key: sum(part[key] for part in parts) for key in ("loss", "num_tokens")} | merge_metrics(means)
-
-
-def copy_whole(own: Tensor, value: Tensor) -> None:
-    """Overwrite a weight of the model, sharded or not, with a whole tensor. Sends nothing: every rank has the whole one."""
-    if isinstance(own, DTensor):
-        value = value.to(device=own.device_mesh.device_type, dtype=own.dtype)
-        own.copy_(distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None))
-    else:
-        own.copy_(value)
 
 
 def _differentiable(outputs: TokenOutputs) -> list[Tensor]:

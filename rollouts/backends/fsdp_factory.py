@@ -1,0 +1,213 @@
+"""One-liners for backends over several processes: every rank calls the same function with the same arguments.
+
+From a directory no rank ever holds the whole model: shapes come first, then the sharding, then each rank reads its slices of the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from rollouts.backends.distributed import Ranks, init_distributed
+from rollouts.backends.factory import create_adamw_optimizer, create_critic_model, load_tokenizer
+from rollouts.backends.fsdp import FSDPTrainingBackend
+from rollouts.backends.fsdp_config import FSDPConfig
+from rollouts.backends.outputs import ComputeOutputs, compute_log_probs, compute_scores, compute_values
+from rollouts.backends.reward_models import create_reward_model, load_reward_start
+from rollouts.backends.schedules import Schedule, create_scheduler
+from rollouts.backends.sharded_model import create_mesh, shard_model
+from rollouts.backends.sharded_weights import load_critic_on_meta, load_hf_model_on_meta, materialize_critic, materialize_from_hf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def create_fsdp_backend(
+    model: str | Path | PreTrainedModel,
+    *,
+    lr: float,
+    schedule: Schedule = "constant",
+    warmup_steps: int = 0,
+    total_steps: int = 1,
+    min_lr_ratio: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    device: str | torch.device = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: FSDPConfig | None = None,
+    ranks: Ranks | None = None,
+    rows_per_unit: int = 1,
+) -> FSDPTrainingBackend:
+    """create_pytorch_backend or create_backend_with_scheduler over all ranks: a policy, AdamW, a schedule.
+
+    Args:
+        model: the path of a Hugging Face directory (its tokenizer is loaded, too, unless one is given), or a model, whole and the same on
+            every rank.
+        schedule, warmup_steps, total_steps, min_lr_ratio: of the learning rate, in optimizer steps.
+        device: of this rank, if ranks is None; "cuda" = one GPU for each rank.
+        config: None = FSDPConfig(). bfloat16 is its mixed_precision.
+        ranks: None = of init_distributed(device).
+        rows_per_unit: 2 for losses that compare the two rows of a pair, such as preferences.preference_loss.
+    """
+    ranks = init_distributed(device) if ranks is None else ranks
+    config = FSDPConfig() if config is None else config
+    if isinstance(model, str | Path):
+        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        model = _load_sharded(
+            load_hf_model_on_meta(model), ranks, config, partial(materialize_from_hf, directory=model, device=ranks.device)
+        )
+    create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
+    optimizer = partial(create_adamw_optimizer, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return _create_backend(
+        model, optimizer, create, config, ranks, tokenizer, compute_log_probs, max_grad_norm=max_grad_norm, rows_per_unit=rows_per_unit
+    )
+
+
+def create_fsdp_critic_backend(
+    model: str | Path | PreTrainedModel,
+    *,
+    lr: float,
+    seed: int = 0,
+    head_std: float | None = None,
+    schedule: Schedule = "constant",
+    warmup_steps: int = 0,
+    total_steps: int = 1,
+    min_lr_ratio: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    device: str | torch.device = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: FSDPConfig | None = None,
+    ranks: Ranks | None = None,
+) -> FSDPTrainingBackend:
+    """create_critic_backend over all ranks.
+
+    Args:
+        model: a directory of a causal language model (its backbone with a fresh head), of a saved critic or of a reward model, or a model,
+            whole and the same on every rank; a language model is copied.
+        seed, head_std: of a fresh head, which is the same for any number of ranks; see init_value_head.
+        The others are those of create_fsdp_backend.
+    """
+    ranks = init_distributed(device) if ranks is None else ranks
+    config = FSDPConfig() if config is None else config
+    if isinstance(model, str | Path):
+        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        fill = partial(materialize_critic, origin=model, device=ranks.device, seed=seed, head_std=head_std)
+        model = _load_sharded(load_critic_on_meta(model), ranks, config, fill)
+    elif model.get_output_embeddings() is not None:
+        model = create_critic_model(model, seed=seed, head_std=head_std)
+    create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
+    optimizer = partial(create_adamw_optimizer, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return _create_backend(model, optimizer, create, config, ranks, tokenizer, compute_values, max_grad_norm=max_grad_norm)
+
+
+def create_fsdp_reference_backend(
+    model: str | Path | PreTrainedModel,
+    *,
+    device: str | torch.device = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: FSDPConfig | None = None,
+    ranks: Ranks | None = None,
+) -> FSDPTrainingBackend:
+    """create_reference_backend over all ranks: log-probs only, no gradients, no optimizer state.
+
+    Args:
+        model: a directory, or a model, which is frozen: pass a copy of a policy.
+        The others are those of create_fsdp_backend.
+    """
+    ranks = init_distributed(device) if ranks is None else ranks
+    config = FSDPConfig() if config is None else config
+    if isinstance(model, str | Path):
+        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        frozen = _freeze(load_hf_model_on_meta(model))
+        model = _load_sharded(frozen, ranks, config, partial(materialize_from_hf, directory=model, device=ranks.device))
+    return _create_backend(_freeze(model), _create_idle_optimizer, None, config, ranks, tokenizer, compute_log_probs)
+
+
+def create_fsdp_reward_model_backend(
+    model: str | Path | PreTrainedModel,
+    *,
+    lr: float,
+    seed: int = 0,
+    head_std: float | None = None,
+    schedule: Schedule = "constant",
+    warmup_steps: int = 0,
+    total_steps: int = 1,
+    min_lr_ratio: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    device: str | torch.device = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: FSDPConfig | None = None,
+    ranks: Ranks | None = None,
+) -> FSDPTrainingBackend:
+    """create_reward_model_backend over all ranks, for train_reward_model. The two rows of a pair go to one rank together.
+
+    Args:
+        model: a directory of a causal language model (its backbone with a fresh head) or of a reward model, or a model. Each rank has it
+            whole in host memory until it is sharded.
+        seed, head_std: of a fresh head, see init_value_head.
+        The others are those of create_fsdp_backend.
+    """
+    ranks = init_distributed(device) if ranks is None else ranks
+    config = FSDPConfig() if config is None else config
+    if isinstance(model, str | Path):
+        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        model = load_reward_start(model, seed=seed, head_std=head_std)
+    elif model.get_output_embeddings() is not None:
+        model = create_reward_model(model, seed=seed, head_std=head_std)
+    create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
+    optimizer = partial(create_adamw_optimizer, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return _create_backend(model, optimizer, create, config, ranks, tokenizer, compute_scores, max_grad_norm=max_grad_norm, rows_per_unit=2)
+
+
+def _load_sharded(
+    model: PreTrainedModel, ranks: Ranks, config: FSDPConfig, materialize: Callable[[PreTrainedModel], object]
+) -> PreTrainedModel:
+    """Shard a model on meta, then give each rank its part of the weights."""
+    model = shard_model(model, create_mesh(config, ranks.device, ranks.world_size), config)
+    materialize(model)
+    return model
+
+
+def _create_backend(
+    model: PreTrainedModel,
+    create_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
+    create_schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR] | None,
+    config: FSDPConfig,
+    ranks: Ranks,
+    tokenizer: PreTrainedTokenizerBase | None,
+    compute_outputs: ComputeOutputs,
+    *,
+    max_grad_norm: float = 1.0,
+    rows_per_unit: int = 1,
+) -> FSDPTrainingBackend:
+    return FSDPTrainingBackend(
+        model,
+        create_optimizer,
+        config=config,
+        ranks=ranks,
+        create_schedule=create_schedule,
+        max_grad_norm=max_grad_norm,
+        tokenizer=tokenizer,
+        compute_outputs=compute_outputs,
+        rows_per_unit=rows_per_unit,
+    )
+
+
+def _freeze(model: PreTrainedModel) -> PreTrainedModel:
+    return cast("PreTrainedModel", cast("torch.nn.Module", model).requires_grad_(False))
+
+
+def _create_idle_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0)  # has no state; a backend must have one
