@@ -510,7 +510,7 @@ def run_virtually(function: Callable[..., Any], *arguments: Any) -> Any:
     return trio.run(function, *arguments, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     seed=SEEDS,
     asynchronous=CONFIGS,
