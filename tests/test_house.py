@@ -195,6 +195,9 @@ def test_no_hidden_globals_prints_or_environment(path: Path):
         assert name not in {"environ", "getenv", "putenv"}, f"{path}:{getattr(node, 'lineno', 0)} reads the environment"
 
 
+UNPICKLES = ROOT / "rollouts" / "backends" / "rank_channel.py"  # what the other processes of the same run send, and nothing else
+
+
 def is_unpickler(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "Unpickler"
 
@@ -207,7 +210,7 @@ def test_nothing_unsafe_is_loaded(path: Path):
             assert not names & {"marshal", "shelve", "asyncio"}, f"{path}:{node.lineno} imports {names}"
             assert not (isinstance(node, ast.ImportFrom) and node.module == "pickle"), f"{path}:{node.lineno} hides where it unpickles"
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "pickle":
-            assert node.attr not in {"load", "loads"}, f"{path}:{node.lineno} unpickles"
+            assert node.attr not in {"load", "loads"} or path == UNPICKLES, f"{path}:{node.lineno} unpickles"
             restricted = [c for c in ast.walk(parse(path)) if isinstance(c, ast.ClassDef) and any(is_unpickler(b) for b in c.bases)]
             named = {getattr(f, "name", None) for c in restricted for f in c.body}
             assert not is_unpickler(node) or "find_class" in named, f"{path}:{node.lineno} unpickles whatever comes"

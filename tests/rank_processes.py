@@ -1,0 +1,102 @@
+"""Several ranks of one run, each a forked process, as torchrun would start them; and functions that ranks are told to call.
+
+The latter stand in a module because they are sent by name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from forked import Child
+
+from rollouts.backends.factory import create_adamw_optimizer
+from rollouts.backends.fsdp import FSDPTrainingBackend
+from rollouts.errors import CheckpointError
+from rollouts.losses import sft_loss
+from rollouts.testing import create_tiny_model
+
+PRELUDE = """
+import os, sys
+os.environ.update(RANK=sys.argv.pop(1), WORLD_SIZE=sys.argv.pop(1), MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv.pop(1))
+os.environ["LOCAL_RANK"] = os.environ["RANK"]
+import torch
+torch.set_num_threads(1)
+"""
+
+
+def find_free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_ranks(code: str, num_ranks: int, *arguments: object, folder: Path) -> list[Child]:
+    """Processes that run the code with RANK and its companions in their environment; each has a folder for its output."""
+    port = find_free_port()
+    return [Child(PRELUDE + code, rank, num_ranks, port, *arguments, folder=folder / f"rank_{rank}") for rank in range(num_ranks)]
+
+
+def create_tiny_backend(lr: float = 1e-2) -> FSDPTrainingBackend:
+    """A rank's part of a tiny model."""
+    return FSDPTrainingBackend(create_tiny_model(), partial(create_adamw_optimizer, lr=lr))
+
+
+def tell_rank(backends, *own):
+    """What each rank was given."""
+    return own
+
+
+def raise_everywhere(backends):
+    raise CheckpointError("the directory does not fit")
+
+
+def raise_on_rank(backends, rank: int, own: int):
+    """One rank fails without a word to the others, which wait for it in an exchange."""
+    if own == rank:
+        raise ValueError("no good")
+    torch.distributed.all_reduce(torch.zeros(1))
+
+
+def fail_alone(backends, rank: int, own: int):
+    """One rank fails, and nobody waits for it."""
+    if own == rank:
+        raise CheckpointError("the disk is full")
+    return own
+
+
+def send_signal(backends, rank: int, number: int, own: int):
+    """One rank is killed or stopped while the others wait for it in an exchange."""
+    if own == rank:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+    torch.distributed.all_reduce(torch.zeros(1))
+
+
+def sleep_on_rank(backends, rank: int, own: int):
+    """One rank does not come back, and lives."""
+    if own == rank:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+    torch.distributed.all_reduce(torch.zeros(1))
+
+
+def loss_of_named_rank(outputs, batch, rank: int):
+    """A loss that fails on one rank."""
+    if torch.distributed.get_rank() == rank:
+        raise ZeroDivisionError("a bad loss")
+    return sft_loss(outputs, batch)
+
+
+def select_entropy(outputs):
+    return outputs.entropy
+
+
+def select_log_probs(outputs):
+    return outputs.log_probs
