@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollouts.engines.fleet import EngineFleet
 from rollouts.engines.inprocess import InProcessEngine
 from rollouts.engines.sglang import SGLangEngine
 from rollouts.engines.vllm import VLLMEngine
@@ -43,6 +45,14 @@ def narrow(model: Any, tokenizer: Any, folder: Path) -> InProcessEngine:
 
 
 @asynccontextmanager
+async def fleet(model: Any, tokenizer: Any, folder: Path) -> AsyncGenerator[EngineFleet]:
+    """Two engines with the same weights."""
+    engines = [InProcessEngine(copy.deepcopy(model), tokenizer, name=name) for name in ("left", "right")]
+    async with engines[0], engines[1], EngineFleet(engines) as joined:
+        yield joined
+
+
+@asynccontextmanager
 async def fake_vllm(model: Any, tokenizer: Any, folder: Path) -> AsyncGenerator[VLLMEngine]:
     save_model(model, tokenizer, folder)
     async with FakeVLLMServer(folder, tokenizer=tokenizer) as server, VLLMEngine(server.url) as engine:
@@ -66,4 +76,5 @@ WIDE = ContractEngine("wide", wide, honors_seeds=True, repeats_bits=True, scores
 NARROW = ContractEngine("narrow", narrow, honors_seeds=True, repeats_bits=True, scores_at_any_temperature=True)
 FAKE_VLLM = ContractEngine("fake_vllm", fake_vllm, honors_seeds=True)
 FAKE_SGLANG = ContractEngine("fake_sglang", fake_sglang, cut_kind="tempered", longest=510)
-ENGINES = [WIDE, NARROW, FAKE_VLLM, FAKE_SGLANG]
+FLEET = ContractEngine("fleet", fleet, honors_seeds=True, scores_at_any_temperature=True)
+ENGINES = [WIDE, NARROW, FLEET, FAKE_VLLM, FAKE_SGLANG]

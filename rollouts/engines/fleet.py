@@ -1,0 +1,340 @@
+"""EngineFleet: many inference engines as one.
+
+    async with VLLMEngine(url_a) as a, VLLMEngine(url_b) as b, EngineFleet([a, b]) as fleet:
+        completion = await fleet.generate(prompt_tokens, SamplingParams(max_tokens=64))
+
+Routing is in fleet_routing.py, the members and the line before them in fleet_members.py, requests and their repeats in fleet_requests.py,
+health in fleet_health.py, new weights in fleet_updates.py.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import trio
+from torch import Tensor
+
+from rollouts.engines.fleet_health import FleetHealth, FleetWeights, ask_version
+from rollouts.engines.fleet_members import FleetConfig, Member, MemberState, MemberStatus, Roster
+from rollouts.engines.fleet_requests import FleetRequests
+from rollouts.engines.fleet_updates import FleetUpdates
+from rollouts.engines.protocol import (
+    WEIGHT_VERSION_FILE,
+    GroupGeneration,
+    InferenceEngine,
+    InMemoryWeightUpdates,
+    ScoresTokens,
+)
+from rollouts.errors import ConfigError, EngineError, raise_single_errors
+from rollouts.types import Completion, SamplingParams
+
+_CAPABILITIES: tuple[type[Any], ...] = (ScoresTokens, GroupGeneration, InMemoryWeightUpdates)
+
+
+def warn(message: str) -> None:
+    """Tell the user by a warning."""
+    warnings.warn(message, stacklevel=3)
+
+
+class EngineFleet:
+    """An InferenceEngine over many.
+
+    - A request goes to one member: that of its group, unless that is far more loaded than the least loaded one. Where all are full it waits
+      in line.
+    - A member that fails gets no more requests; what it had begins anew at another. It is looked at again, given the weights, and used.
+    - Each token has the version of the weights of the member that sampled it; versions within a sample do not decrease.
+    - It scores tokens, generates groups and takes weights in memory where all of its members do; else it has no such method.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        *,
+        config: FleetConfig | None = None,
+        initial_weights: Path | None = None,
+        say: Callable[[str], None] = warn,
+        name: str = "the fleet",
+    ) -> None:
+        """
+        Args:
+            engines: at least one, in their own `async with` blocks, with the same weights. They stay the caller's.
+            initial_weights: a directory with the weights that the engines have now, for members that lose them before the first update.
+            say: told when a member goes down, comes back, joins or leaves; default: a warning.
+            name: in messages.
+
+        Raises: ConfigError if there is no engine, or one twice.
+        """
+        if not engines:
+            raise ConfigError("there are no engines to make a fleet of (found 0): pass at least one")
+        if len({id(engine) for engine in engines}) < len(engines):
+            raise ConfigError(f"an engine is given twice among the {len(engines)} of {name}: each can be a member once")
+        self.name = name
+        self._config = config or FleetConfig()
+        self._engines = tuple(engines)
+        self._initial_weights = initial_weights
+        self._say = say
+        self._roster = Roster(name, self._config)
+        self._health = FleetHealth(self._roster, self._config, say, FleetWeights(0))
+        self._updates = FleetUpdates(self._roster, self._config, self._health)
+        self._requests = FleetRequests(self._roster, self._config, self._health.note_failure)
+        self._nursery: trio.Nursery | None = None
+        self._exit_stack = AsyncExitStack()
+        self._capabilities = tuple(kind for kind in _CAPABILITIES if all(isinstance(engine, kind) for engine in engines))
+        if ScoresTokens in self._capabilities:
+            self.recompute_output_log_probs = self._recompute_output_log_probs
+        if GroupGeneration in self._capabilities:
+            self.generate_group = self._generate_group
+        if InMemoryWeightUpdates in self._capabilities:
+            self.update_weights = self._update_weights
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            stack.enter_context(raise_single_errors())
+            self._nursery = await stack.enter_async_context(trio.open_nursery())
+            for engine in self._engines:
+                self._roster.add(engine)
+            await self._begin()
+            self._exit_stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        assert self._nursery is not None, "the fleet was not entered"
+        self._requests.close()
+        self._nursery.cancel_scope.cancel()
+        await self._exit_stack.__aexit__(kind, error, traceback)
+
+    async def _begin(self) -> None:
+        """Find out what the members have; those that do not answer are down from the beginning.
+
+        Raises: EngineError if none answers, or two have different weights.
+        """
+        found: dict[Member, int] = {}
+        failures: dict[Member, EngineError] = {}
+
+        async def ask(member: Member) -> None:
+            try:
+                found[member] = await ask_version(member, self._config.check_s)
+            except EngineError as error:
+                failures[member] = error
+
+        members = list(self._roster.members.values())
+        async with trio.open_nursery() as nursery:
+            for member in members:
+                nursery.start_soon(ask, member)
+        if not found:
+            causes = "; ".join(f"{member.name}: {error}" for member, error in failures.items())
+            raise EngineError(f"no engine of {self.name} answers: {causes}")
+        if len(set(found.values())) > 1:
+            versions = ", ".join(f"{member.name}: {found[member]}" for member in members if member in found)
+            raise EngineError(f"the engines of {self.name} have different weight versions ({versions}): give all of them the same weights")
+        version = next(iter(found.values()))
+        self._health.weights = FleetWeights(version, self._initial_weights)
+        assert self._nursery is not None, "the fleet was not entered"
+        for member in members:
+            member.version = version
+            if member in found:
+                self._roster.set_state(member, MemberState.SERVING)
+            else:
+                self._health.take_down(member, str(failures[member]))
+            self._nursery.start_soon(self._health.watch, member)
+
+    # -- generation
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
+        """Sample one completion, with a member that has room.
+
+        Raises: EngineRequestError as a member does; EngineError if max_retries members failed, none serves for patience_s, or the wait in
+            line is too long.
+        """
+        self._requests.check_not_closed()
+        request_id = self._requests.name_request(request_id)
+        (completion,) = await self._requests.generate(tuple(prompt_tokens), params, 1, request_id)
+        return completion
+
+    async def _generate_group(
+        self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, *, request_id: str | None = None
+    ) -> tuple[Completion, ...]:
+        """n completions of one prompt in one request of one member, aborted as one. Raises as generate."""
+        self._requests.check_not_closed()
+        return await self._requests.generate(tuple(prompt_tokens), params, n, self._requests.name_request(request_id))
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Make pending calls return with the tokens they have; None = all of this fleet."""
+        await self._requests.abort(request_ids)
+
+    async def _recompute_output_log_probs(
+        self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
+    ) -> tuple[float, ...]:
+        """Log-probs of input_tokens[start_index:] by one member, under its weights. Raises as generate."""
+        self._requests.check_not_closed()
+
+        async def score(engine: InferenceEngine) -> tuple[float, ...]:
+            assert isinstance(engine, ScoresTokens), f"{type(engine).__name__} does not score tokens"
+            return await engine.recompute_output_log_probs(input_tokens, start_index, temperature)
+
+        return await self._requests.call(tuple(input_tokens), score)
+
+    # -- weights
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+        """Let every member load a directory, which each must have under this path: all at once, or updates_at_once at a time.
+
+        Returns: {"success": True, "weight_version", "num_engines", "update_s", "failed"}.
+        Raises: EngineError as FleetUpdates.update.
+        """
+        self._requests.check_not_closed()
+        path = Path(checkpoint_path)
+        version = await trio.to_thread.run_sync(_read_version, path, self._health.weights.version + 1)
+        return await self._updates.update(FleetWeights(version, path), lambda engine: engine.update_weights_from_checkpoint(path))
+
+    async def _update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
+        """Hand the same weights to every member. They are kept, for members that come back. Returns and raises as above."""
+        self._requests.check_not_closed()
+
+        async def give(engine: InferenceEngine) -> Mapping[str, Any]:
+            assert isinstance(engine, InMemoryWeightUpdates), f"{type(engine).__name__} takes no weights in memory"
+            return await engine.update_weights(weights, weight_version)
+
+        return await self._updates.update(FleetWeights(weight_version, tensors=weights), give)
+
+    async def get_weight_version(self) -> int:
+        """The lowest version of any member that generates, each asked now: no token will be sampled with older weights.
+
+        Raises: EngineError if none answers.
+        """
+        self._requests.check_not_closed()
+        found: dict[Member, int] = {}
+
+        async def ask(member: Member) -> None:
+            try:
+                version = await self._health.check(member)
+                found[member] = min(version, member.version) if member.state is MemberState.UPDATING else version
+            except EngineError as error:
+                self._health.note_failure(member, error)
+
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                for member in self._roster.members.values():
+                    if member.state in (MemberState.SERVING, MemberState.UPDATING):
+                        nursery.start_soon(ask, member)
+        if not found:
+            raise EngineError(f"no engine of {self.name} serves: {self._roster.describe()}")
+        return min(found.values())
+
+    async def check_each(self, check: Callable[[InferenceEngine], Awaitable[None]]) -> None:
+        """Run a check of the new weights on each member that serves, instead of on one of them.
+
+        Raises: the EngineError of a member that failed it, which is then down; with exclude_failed only if all did.
+        """
+        failures: dict[Member, EngineError] = {}
+
+        async def run(member: Member) -> None:
+            try:
+                await check(member.engine)
+            except EngineError as error:
+                failures[member] = error
+                self._health.take_down(member, f"it failed a check of its weights: {error}", needs_weights=True)
+
+        members = self._roster.serving()
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                for member in members:
+                    nursery.start_soon(run, member)
+        if failures and (len(failures) == len(members) or not self._config.exclude_failed):
+            causes = "; ".join(f"{member.name}: {error}" for member, error in failures.items())
+            raise EngineError(f"{len(failures)} of {len(members)} engines of {self.name} failed a check of their weights: {causes}")
+
+    # -- members
+
+    @property
+    def members(self) -> tuple[MemberStatus, ...]:
+        """What each member is doing."""
+        return tuple(member.status for member in self._roster.members.values())
+
+    async def add(self, engine: InferenceEngine) -> None:
+        """Let an engine join: it is given the weights, generates a token with them, and then gets requests.
+
+        Raises: ConfigError if it cannot do what the others can; EngineError if it does not get so far, and is then no member.
+        """
+        self._requests.check_not_closed()
+        assert self._nursery is not None, "use the fleet inside its `async with` block"
+        lacking = [kind.__name__ for kind in self._capabilities if not isinstance(engine, kind)]
+        if lacking:
+            raise ConfigError(f"{type(engine).__name__} cannot join {self.name}, whose engines all have {' and '.join(lacking)}")
+        if any(member.engine is engine for member in self._roster.members.values()):
+            raise ConfigError(f"{getattr(engine, 'name', type(engine).__name__)} is a member of {self.name} already")
+        member = self._roster.add(engine)
+        has_joined = False
+        try:
+            await self._health.join(member)
+            has_joined = True
+        finally:
+            if not has_joined:
+                self._roster.remove(member, "it could not join")
+        self._nursery.start_soon(self._health.watch, member)
+        self._say(f"{member.name} has joined {self.name} with weight version {member.version}")
+
+    async def drain(self, engine: InferenceEngine, within_s: float = 0.0) -> None:
+        """Let a member leave. It gets nothing more; what it does not finish in time goes on elsewhere with the tokens that it has.
+
+        Raises: ConfigError if it is no member.
+        """
+        member = self._roster.find(engine)
+        self._roster.set_state(member, MemberState.DRAINING, "it is to leave")
+        with trio.move_on_after(within_s):
+            await member.wait_idle()
+        calls = list(member.calls)
+        for call in calls:
+            call.is_moving = True
+        await self._requests.tell_to_return(calls)
+        self._roster.remove(member, "it was drained")
+        self._say(f"{member.name} has left {self.name}")
+
+    def remove(self, engine: InferenceEngine, reason: str) -> None:
+        """A member is gone for good: what it had in flight begins anew elsewhere.
+
+        Args:
+            reason: that requests fail with if no member is left.
+
+        Raises: ConfigError if it is no member.
+        """
+        member = self._roster.find(engine)
+        self._roster.remove(member, reason)
+        self._say(f"{member.name} is gone, {len(self._roster.serving())} engines of {self.name} serve: {reason}")
+
+    def report_down(self, engine: InferenceEngine, reason: str) -> None:
+        """Tell the fleet what it would find out: that a member does not answer, for instance because its process has ended.
+
+        Raises: ConfigError if it is no member.
+        """
+        member = self._roster.find(engine)
+        if member.state is not MemberState.DOWN:
+            self._health.take_down(member, reason)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a line of metrics; counts are since the beginning."""
+        states = [member.state for member in self._roster.members.values()]
+        return {
+            "num_engines_up": float(sum(state in (MemberState.SERVING, MemberState.UPDATING) for state in states)),
+            "num_engines_down": float(sum(state is MemberState.DOWN for state in states)),
+            "num_engine_failures": float(self._health.num_failures),
+            "num_requests_retried": float(self._requests.num_retried),
+            "num_requests_moved": float(self._requests.num_moved),
+        }
+
+
+def _read_version(path: Path, following: int) -> int:
+    """The version that a directory says its weights have, else the following one. Raises EngineError for a file that cannot be read."""
+    file = path / WEIGHT_VERSION_FILE
+    if not file.exists():
+        return following
+    try:
+        return int(json.loads(file.read_text())["weight_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise EngineError(f'{file} cannot be read as {{"weight_version": int}}: {error}. Export the weights again') from error

@@ -1,0 +1,358 @@
+"""The members of a fleet: the state of each, and the line of requests that wait for one."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import trio
+
+from rollouts.engines.fleet_routing import Ask, Cost, FleetView, GroupOf, MemberLoad, choose_member, group_by_prompt
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import ConfigError, EngineError
+
+MOST_HOMES = 8192  # groups whose member is remembered; the one that was asked for longest ago is forgotten
+
+
+class MemberState(Enum):
+    """What a fleet does with a member."""
+
+    JOINING = "joining"  # it is being given the weights
+    SERVING = "serving"
+    UPDATING = "updating"  # it is being given new weights; what it had goes on, nothing new is sent
+    DRAINING = "draining"  # it is to leave
+    DOWN = "down"  # it failed, and is looked at again and again
+    GONE = "gone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    """The limits of a fleet, times in seconds."""
+
+    max_requests: int = 1024  # samples in flight at each member; more wait in line
+    max_tokens: int | None = None  # prompt and budget tokens in flight at each member; None = no limit
+    affinity_slack: int = 32  # samples that the member of a group may have beyond the least loaded one
+    group_of: GroupOf = group_by_prompt
+    max_waiting: int = 65536  # requests in line; one more is an error
+    wait_s: float = 3600.0  # most time in line
+    patience_s: float = 60.0  # most time in line while no member serves
+    max_retries: int = 3  # of a request whose member failed: a request that ends servers must not end them all
+    check_every_s: float = 15.0  # between two looks at a member that serves
+    check_s: float = 30.0  # that a member has to answer a look, and to generate a token when it comes back
+    first_wait_s: float = 0.5  # before a member that failed is tried again; doubles with each failure without a success between
+    longest_wait_s: float = 60.0
+    updates_at_once: int | None = None  # members that take new weights while the others generate; None = all together
+    drain_s: float = 0.0  # that requests of a member may go on before its update; then the member pauses them itself
+    exclude_failed: bool = False  # a member that fails an update is left out and the update succeeds; else it is an error
+    abort_s: float = 10.0  # for a member that leaves to return what its requests have
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_tokens", "max_waiting", "updates_at_once"):
+            self._check(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
+        for name in ("affinity_slack", "max_retries", "patience_s", "drain_s"):
+            self._check(name, getattr(self, name) >= 0, "at least 0")
+        for name in ("wait_s", "check_every_s", "check_s", "first_wait_s", "abort_s"):
+            self._check(name, getattr(self, name) > 0, "more than 0 seconds")
+        self._check("longest_wait_s", self.longest_wait_s >= self.first_wait_s, f"at least first_wait_s = {self.first_wait_s:g}")
+
+    def _check(self, name: str, is_fine: bool, expected: str) -> None:
+        if not is_fine:
+            raise ConfigError(f"the fleet's {name} is {getattr(self, name)}, expected {expected}")
+
+    def wait_before_try(self, num_failures: int) -> float:
+        """Seconds before a member with so many failures in a row is tried again."""
+        return min(self.longest_wait_s, self.first_wait_s * 2.0 ** min(num_failures - 1, 60))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberStatus:
+    """A member as people see it."""
+
+    number: int
+    name: str
+    state: MemberState
+    version: int  # of its weights, the last that was confirmed
+    num_requests: int  # samples in flight
+    num_tokens: int  # prompts and budgets of these
+    num_failures: int  # in a row
+    reason: str  # why it does not serve; empty where it does
+
+
+@dataclass(eq=False)
+class Call:
+    """A request that a member is answering."""
+
+    member: Member
+    cost: Cost
+    request_id: str
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    is_moving: bool = False  # it was told to come back, to go on elsewhere
+
+
+class Member:
+    """One engine of a fleet."""
+
+    def __init__(self, number: int, engine: InferenceEngine, config: FleetConfig) -> None:
+        self.number = number
+        self.engine = engine
+        self.name = f"engine {number} ({getattr(engine, 'name', type(engine).__name__)})"
+        self.state = MemberState.JOINING
+        self.version = 0
+        self.reason = ""
+        self.since = 0.0  # when it got into its state
+        self.num_failures = 0  # in a row
+        self.needs_weights = False  # whatever version it names
+        self.calls: set[Call] = set()
+        self.num_requests = self.num_tokens = 0  # promised or running
+        self.became_idle = trio.Event()
+        self.woken = trio.Event()  # something happened that its watcher should see
+        self._returned = trio.Event()  # a call of it has
+        self._config = config
+
+    @property
+    def load(self) -> MemberLoad:
+        """As routing sees it."""
+        return MemberLoad(
+            is_serving=self.state is MemberState.SERVING,
+            num_requests=self.num_requests,
+            num_tokens=self.num_tokens,
+            max_requests=self._config.max_requests,
+            max_tokens=self._config.max_tokens,
+            version=self.version,
+        )
+
+    @property
+    def status(self) -> MemberStatus:
+        """As people see it."""
+        return MemberStatus(
+            number=self.number, name=self.name, state=self.state, version=self.version, num_requests=self.num_requests,
+            num_tokens=self.num_tokens, num_failures=self.num_failures, reason=self.reason,
+        )  # fmt: skip
+
+    def wake(self) -> None:
+        """Let the watcher look at once."""
+        self.woken.set()
+
+    def interrupt(self) -> None:
+        """End its calls here; their requests go elsewhere."""
+        for call in self.calls:
+            call.scope.cancel()
+
+    def note_returned(self) -> None:
+        """One of its calls has returned."""
+        self._returned.set()
+        self._returned = trio.Event()
+
+    async def wait_returned(self) -> None:
+        """Until the next of its calls returns."""
+        await self._returned.wait()
+
+    async def wait_idle(self) -> None:
+        """Until nothing is in flight."""
+        while self.num_requests:
+            if self.became_idle.is_set():
+                self.became_idle = trio.Event()
+            await self.became_idle.wait()
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A place in line."""
+
+    ask: Ask
+    member: Member | None = None  # that was promised
+    woken: trio.Event = field(default_factory=trio.Event)
+
+
+class Roster:
+    """All members, and the line in front of them. First come, first served: nobody overtakes, so the first in line always gets the next
+    place that is large enough."""
+
+    def __init__(self, name: str, config: FleetConfig) -> None:
+        self.name = name
+        self.members: dict[int, Member] = {}
+        self.gone: list[str] = []  # what became of those that are no members any more
+        self._config = config
+        self._num_members = 0
+        self._line: deque[_Ticket] = deque()
+        self._homes: OrderedDict[Hashable, int] = OrderedDict()
+        self._outage_since: float | None = None
+
+    # -- members
+
+    def add(self, engine: InferenceEngine) -> Member:
+        """A new member, in state JOINING."""
+        member = Member(self._num_members, engine, self._config)
+        self._num_members += 1
+        self.members[member.number] = member
+        member.since = trio.current_time()
+        self._note_outage()
+        return member
+
+    def remove(self, member: Member, reason: str) -> None:
+        """It is a member no more; what it still does here is ended and goes elsewhere."""
+        if self.members.pop(member.number, None) is None:
+            return
+        self.gone.append(f"{member.name} left the fleet: {reason}")
+        self.set_state(member, MemberState.GONE, reason)
+        member.interrupt()
+
+    def set_state(self, member: Member, state: MemberState, reason: str = "") -> None:
+        """The one way in which states change. Those in line are served if this made room."""
+        if member.state is MemberState.GONE:
+            return
+        member.state, member.reason, member.since = state, reason, trio.current_time()
+        member.wake()
+        self._note_outage()
+        self.serve_line()
+
+    def serving(self) -> list[Member]:
+        """Members that requests are sent to, by number."""
+        return [member for member in self.members.values() if member.state is MemberState.SERVING]
+
+    def find(self, engine: object) -> Member:
+        """The member of an engine. Raises ConfigError if there is none."""
+        for member in self.members.values():
+            if member.engine is engine:
+                return member
+        raise ConfigError(f"{getattr(engine, 'name', type(engine).__name__)} is no member of {self.name}")
+
+    def describe(self) -> str:
+        """Each member that does not serve, and why."""
+        now = trio.current_time()
+        lines = [
+            f"{member.name} is {member.state.value} since {now - member.since:.0f} s{': ' + member.reason if member.reason else ''}"
+            for member in self.members.values()
+            if member.state is not MemberState.SERVING
+        ]
+        return "; ".join([*lines, *self.gone[-8:]]) or "it has no members"
+
+    # -- places
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in line."""
+        return len(self._line)
+
+    @property
+    def is_out(self) -> bool:
+        """Whether no member serves, nor will when its update is over."""
+        return self._outage_since is not None
+
+    async def take_place(self, ask: Ask, request_id: str, cancel_wait: Callable[[trio.CancelScope], None]) -> Call | None:
+        """A place at a member, reserved until end_call; at once, without a checkpoint, if there is one.
+
+        Args:
+            cancel_wait: gets a scope; where that is cancelled, the answer is None.
+
+        Raises: EngineError if the line is too long, or the wait.
+        """
+        ticket = _Ticket(ask)
+        self._line.append(ticket)
+        self.serve_line()
+        if ticket.member is None:
+            await self._wait_in_line(ticket, request_id, cancel_wait)
+        if ticket.member is None:
+            return None
+        call = Call(ticket.member, ask.cost, request_id)
+        ticket.member.calls.add(call)
+        if ticket.member.state is not MemberState.SERVING:  # it failed between the promise and now
+            call.scope.cancel()
+        return call
+
+    def end_call(self, call: Call) -> None:
+        """Give a place back."""
+        call.member.calls.discard(call)
+        self._give_back(call.member, call.cost)
+
+    def serve_line(self) -> None:
+        """Give places to the first in line, as long as there are any."""
+        while self._line:
+            ticket = self._line[0]
+            number = choose_member(self.get_view(), ticket.ask, slack=self._config.affinity_slack)
+            if number is None:
+                return
+            self._line.popleft()
+            member = ticket.member = self.members[number]
+            member.num_requests += ticket.ask.cost.num_requests
+            member.num_tokens += ticket.ask.cost.num_tokens
+            self._remember(ticket.ask.group, number)
+            ticket.woken.set()
+
+    def get_view(self) -> FleetView:
+        """The state that routing depends on."""
+        return FleetView({number: member.load for number, member in self.members.items()}, self._homes)
+
+    async def _wait_in_line(self, ticket: _Ticket, request_id: str, cancel_wait: Callable[[trio.CancelScope], None]) -> None:
+        if len(self._line) > self._config.max_waiting:
+            self._line.remove(ticket)
+            raise EngineError(
+                f"{self.name} is full: {len(self._line)} requests wait in line before {request_id}: send fewer at a time, or raise "
+                "max_waiting"
+            )
+        expires = trio.current_time() + self._config.wait_s
+        is_taken = False
+        scope = trio.CancelScope()
+        cancel_wait(scope)
+        try:
+            with scope:
+                while ticket.member is None:
+                    with trio.move_on_at(min(expires, self._get_patience_end())):
+                        await ticket.woken.wait()
+                    if ticket.member is None:
+                        ticket.woken = trio.Event()
+                        self._check_wait(request_id, expires)
+            is_taken = True
+        finally:
+            if ticket.member is None:
+                self._line.remove(ticket)
+                self.serve_line()  # it may have stood before others that fit
+            elif not is_taken or scope.cancelled_caught:
+                self._give_back(ticket.member, ticket.ask.cost)
+                ticket.member = None
+
+    def _check_wait(self, request_id: str, expires: float) -> None:
+        """Raise EngineError if a request has waited for too long."""
+        now = trio.current_time()
+        if now >= self._get_patience_end():
+            patience = "" if not self.members else f", for {self._config.patience_s:g} s"
+            raise EngineError(f"no engine of {self.name} serves{patience}: {self.describe()}")
+        if now >= expires:
+            raise EngineError(
+                f"{self.name} had no place for {request_id} within {self._config.wait_s:g} s: {len(self._line)} requests are in line, and "
+                f"{sum(member.num_requests for member in self.members.values())} samples in flight"
+            )
+
+    def _get_patience_end(self) -> float:
+        """When those in line give up because no member serves."""
+        if self._outage_since is None:
+            return math.inf
+        return self._outage_since + (self._config.patience_s if self.members else 0.0)
+
+    def _note_outage(self) -> None:
+        """Where the last member went down or the first came back, wake those in line, whose patience begins or ends."""
+        hopeful = (MemberState.SERVING, MemberState.UPDATING)
+        is_out = not any(member.state in hopeful for member in self.members.values())
+        if is_out != self.is_out or (is_out and not self.members):
+            if is_out != self.is_out:
+                self._outage_since = trio.current_time() if is_out else None
+            for ticket in self._line:
+                ticket.woken.set()
+
+    def _give_back(self, member: Member, cost: Cost) -> None:
+        member.num_requests -= cost.num_requests
+        member.num_tokens -= cost.num_tokens
+        if member.num_requests == 0:
+            member.became_idle.set()
+        self.serve_line()
+
+    def _remember(self, group: Hashable, number: int) -> None:
+        if group is None:
+            return
+        self._homes[group] = number
+        self._homes.move_to_end(group)
+        if len(self._homes) > MOST_HOMES:
+            self._homes.popitem(last=False)
