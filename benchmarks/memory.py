@@ -2,9 +2,10 @@
 
     nice python -m benchmarks.memory [--sizes small medium large] [--tokens 1024] [--repeats 3] [--device cpu|cuda] [--output FILE.json]
 
-Each measurement is a process of its own (two for FSDP on two ranks), in which a backend makes three optimizer steps of two micro-batches. On a CPU
-the peak is that of resident memory (VmHWM, set back when the model is made), the parts of the process that are there without a model included; on
-a GPU it is what torch's allocator held at most. Nothing else is measured on a GPU, so context and libraries (about 0.5 GiB) come on top.
+Each measurement is a process of its own (two for FSDP on two ranks), in which a backend makes three optimizer steps of two micro-batches.
+On a CPU the peak is that of resident memory (VmHWM, set back when the model is made), the parts of the process that are there without a
+model included; on a GPU it is what torch's allocator held at most. Nothing else is measured on a GPU, so context and libraries (about 0.5
+GiB) come on top.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.measure import memory_mb, print_table, write_json
-from integration.budget import PROCESS_BYTES, Sharding, Training, training_parts
+from integration.budget import PROCESS_BYTES, Training, sharded_training, training_parts
 from integration.budget_sizes import read_sizes
 from rollouts.backends.factory import create_adamw_optimizer
+from rollouts.backends.fsdp_config import FSDPConfig
+from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.batching import collate_samples
 from rollouts.loss_weights import token_mean
 from rollouts.losses import sft_loss
@@ -63,9 +67,12 @@ def create_backend(size: str, device: str) -> Any:
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(create_config(size)).to(device)  # type: ignore[arg-type]
-    from rollouts.backends.pytorch import PyTorchTrainingBackend
+    model = Qwen3ForCausalLM(create_config(size))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from rollouts.backends.fsdp import FSDPTrainingBackend
 
+        return FSDPTrainingBackend(model, partial(create_adamw_optimizer, lr=1e-4))
+    model = model.to(device)  # type: ignore[arg-type]
     return PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-4), device=device)
 
 
@@ -89,7 +96,7 @@ def measure_here(size: str, tokens: int, device: str) -> dict[str, float]:
 
 def estimate(size: str, tokens: int, num_ranks: int, device: str) -> int:
     """What the formulae of --dry-run say of the same step, bytes in each process."""
-    training = Training(tokens=tokens, sharding=Sharding(num_ranks=num_ranks) if num_ranks > 1 else None)
+    training = sharded_training(tokens, num_ranks, FSDPConfig()) if num_ranks > 1 else Training(tokens=tokens)
     parts = training_parts(read_sizes(create_config(size)), training)
     return sum(part.size for part in parts) + (PROCESS_BYTES if device == "cpu" else 0)
 

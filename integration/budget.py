@@ -1,34 +1,34 @@
 """How much memory a run needs: from sizes and settings to bytes, for each process. Pure, and an estimate: what is counted stands here.
 
-One training process holds four numbers for each trained parameter, all float32: the parameter (a master copy where products run in bfloat16),
-its gradient and the two moments of Adam, 16 bytes together. Sharded over n ranks (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations
-Toward Training Trillion Parameter Models", section 5, stage 3: K = 12 plus the parameter itself) each rank holds 16 P / n, and the layers that
-are being computed whole.
+One training process holds four numbers for each trained parameter, all float32: the parameter (a master copy where products run in
+bfloat16), its gradient and the two moments of Adam, 16 bytes together. Sharded over n ranks (Rajbhandari et al. 2020, "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models", section 5, stage 3: K = 12 plus the parameter itself) each rank holds 16 P / n,
+and the layers that are being computed whole.
 
 Activations, for each token and layer (after Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
 equation 2, whose 34 s b h + 5 a s^2 b is of a GPT layer with dropout in 16 bit). Rows are packed, so s b is the number N of real tokens;
 attention by scaled_dot_product_attention keeps no [N, N] matrix; a layer is RMSNorm, grouped queries, gated MLP. With h hidden, f
 intermediate, q and k the widths of all query and key heads, and w bytes for a number in matrix products:
 
-    (n_h) h + (3 q + 2 k) w + 4 f w + [(n_q) (q + k) where queries and keys are normalized] + statistics of norms and softmax
+    n_h h + (3 q + 2 k) w + 4 f w + [n_q (q + k) where queries and keys are normalized] + statistics of norms and softmax
 
-    n_h, n_q = 24, 8 in float32; 26, 6 under autocast, which keeps the input of each product in bfloat16 beside the float32 one;
-    16, 6 where parameters are bfloat16, since norms compute in float32
+    n_h, n_q = 24, 8 in float32; 26, 6 with products in bfloat16, beside whose inputs the residual stream and norms keep theirs in float32
 
-A test counts what autograd saves, and finds this. With gradient checkpointing one input, h w, is kept for each layer, and the whole of one layer
-while it is computed again.
+A test counts what autograd saves, and finds this. With gradient checkpointing one input, 4 h, is kept for each layer, and the whole of
+one layer while it is computed again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 from integration.budget_sizes import ModelSizes
+from rollouts.backends.fsdp_config import FSDPConfig
 
-Precision = Literal["float32", "autocast", "bfloat16"]
-"""Of matrix products: float32; bfloat16 by autocast over float32 parameters; bfloat16 parameters that FSDP gathers from float32 shards."""
+Precision = Literal["float32", "bfloat16"]
+"""Of matrix products. Parameters that are updated, sums, norms, log-probs and the loss are float32 in both."""
 
 FLOAT = 4  # bytes of a float32
 MOMENTS = 2  # that Adam keeps of each trained parameter
@@ -38,27 +38,25 @@ PROCESS_BYTES = 400 * 2**20  # of a CPU process with torch, transformers and thi
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How FSDP divides a model among ranks. The names are those of FSDPConfig."""
+    """How FSDP divides a model among ranks."""
 
-    num_ranks: int = 1
-    sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
-    ranks_per_replica: int | None = None  # of hybrid_shard
-    auto_wrap_min_params: int = 0  # layers with fewer parameters are not wrapped by themselves
-    cpu_offload: bool = False  # shards and moments lie in the memory of the host
+    num_ranks: int
+    config: FSDPConfig = field(default_factory=FSDPConfig)
 
     @property
     def shards(self) -> int:
         """Ranks that a parameter is divided among."""
-        if self.sharding_strategy == "no_shard":
-            return 1
-        if self.sharding_strategy == "hybrid_shard" and self.ranks_per_replica is not None:
-            return self.ranks_per_replica
-        return self.num_ranks
+        return self.config.find_mesh_shape(self.num_ranks)[-1]
 
     @property
     def replicas(self) -> int:
         """Whole copies of the sharded states."""
         return self.num_ranks // self.shards
+
+    @property
+    def keeps_layers(self) -> bool:
+        """Whether layers stay whole between forward and backward pass."""
+        return self.config.sharding_strategy == "shard_grad_op"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,6 @@ class Training:
     tokens: int  # of a micro-batch of one process
     precision: Precision = "float32"
     sharding: Sharding | None = None  # None = one process without FSDP
-    gradient_checkpointing: bool = False
     trained_parameters: int | None = None  # None = all; of LoRA those of the adapters, which come on top of the model's
     has_vocabulary: bool = True  # log-probs are computed; False = a critic, whose head is one column
 
@@ -76,6 +73,18 @@ class Training:
     def width(self) -> int:
         """Bytes of a number in matrix products."""
         return FLOAT if self.precision == "float32" else 2
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether activations inside of a layer are computed again in the backward pass."""
+        return self.sharding is not None and self.sharding.config.gradient_checkpointing
+
+
+def sharded_training(tokens: int, num_ranks: int, config: FSDPConfig, **others: Any) -> Training:
+    """Training over ranks with the settings of FSDP, whose mixed_precision is that of products."""
+    return Training(
+        tokens=tokens, precision=config.mixed_precision or "float32", sharding=Sharding(num_ranks=num_ranks, config=config), **others
+    )
 
 
 @dataclass(frozen=True)
@@ -90,14 +99,14 @@ class Part:
 def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
     """Memory of one process that trains a model: what stays between steps, and what a step needs at its fullest.
 
-    A step is fullest either as the backward pass begins (all activations, logits of a chunk, the gradient of the output layer) or as it ends (the
-    gradient of embedding and output layer, before it is added or sent): the larger one counts.
+    A step is fullest either as the backward pass begins (all activations, logits of a chunk, the gradient of the output layer) or as it
+    ends (the gradient of embedding and output layer, before it is added or sent): the larger one counts.
     """
     sharding = training.sharding
     trained = sizes.num_parameters if training.trained_parameters is None else training.trained_parameters
     held = sizes.num_parameters + (0 if training.trained_parameters is None else trained)
     shards = 1 if sharding is None else sharding.shards
-    offloaded = sharding is not None and sharding.cpu_offload
+    offloaded = sharding is not None and sharding.config.cpu_offload
     begin = activation_bytes(sizes, training) + working_bytes(sizes, training)
     end = 0
     if training.trained_parameters is None:
@@ -120,7 +129,7 @@ def inference_parts(sizes: ModelSizes, training: Training) -> list[Part]:
     Nothing is saved for a backward pass: a layer's own values are gone when the next begins.
     """
     sharding = training.sharding
-    shards, offloaded = (1, False) if sharding is None else (sharding.shards, sharding.cpu_offload)
+    shards, offloaded = (1, False) if sharding is None else (sharding.shards, sharding.config.cpu_offload)
     layer = layer_bytes_per_token(sizes, training.precision) * training.tokens
     parts = [
         Part("parameters", ceil(FLOAT * sizes.num_parameters / shards), offloaded),
@@ -133,7 +142,7 @@ def inference_parts(sizes: ModelSizes, training: Training) -> list[Part]:
 def layer_bytes_per_token(sizes: ModelSizes, precision: Precision) -> int:
     """What the backward pass of one layer needs of each token: the formula at the top of this file."""
     width = FLOAT if precision == "float32" else 2
-    hidden = {"float32": 24, "autocast": 26, "bfloat16": 16}[precision] * sizes.hidden_size
+    hidden = {"float32": 24, "bfloat16": 26}[precision] * sizes.hidden_size
     attention = (3 * sizes.query_size + 2 * sizes.kv_size) * width
     mlp = 4 * sizes.intermediate_size * width
     normalized = ((2 * FLOAT if width == FLOAT else 6) * (sizes.query_size + sizes.kv_size)) if sizes.has_qk_norm else 0
@@ -143,8 +152,8 @@ def layer_bytes_per_token(sizes: ModelSizes, precision: Precision) -> int:
 
 def other_bytes_per_token(sizes: ModelSizes, precision: Precision) -> int:
     """What the backward pass needs of each token once, whatever the number of layers: last norm, output layer, positions, indices."""
-    hidden = {"float32": 12, "autocast": 10, "bfloat16": 10}[precision] * sizes.hidden_size
-    rotations = 2 * sizes.head_dim * (2 if precision == "bfloat16" else FLOAT)
+    hidden = {"float32": 12, "bfloat16": 10}[precision] * sizes.hidden_size
+    rotations = 2 * sizes.head_dim * FLOAT
     indices = 72  # token ids, places of rows in the pack and back (int64), log-probs
     return hidden + rotations + indices
 
@@ -153,9 +162,8 @@ def activation_bytes(sizes: ModelSizes, training: Training) -> int:
     """All that autograd keeps of a micro-batch for its backward pass."""
     layer = layer_bytes_per_token(sizes, training.precision)
     layers = sizes.num_layers * layer
-    if training.gradient_checkpointing:
-        kept = sizes.hidden_size * (2 if training.precision == "bfloat16" else FLOAT)
-        layers = sizes.num_layers * kept + layer
+    if training.checkpoints_layers:
+        layers = sizes.num_layers * sizes.hidden_size * FLOAT + layer
     return training.tokens * (layers + other_bytes_per_token(sizes, training.precision))
 
 
@@ -167,37 +175,35 @@ def working_bytes(sizes: ModelSizes, training: Training) -> int:
     return tokens * sizes.hidden_size * FLOAT + max(logits, inside)
 
 
-def wrapped_parameters(sizes: ModelSizes, sharding: Sharding) -> tuple[int, int]:
-    """(layer, root): parameters that are gathered together, of a layer and of what belongs to no layer. (0, all) if layers are too small."""
-    if sizes.layer_parameters < sharding.auto_wrap_min_params:
-        return 0, sizes.num_parameters
-    return sizes.layer_parameters, sizes.root_parameters
+def unit_parameters(sizes: ModelSizes, config: FSDPConfig) -> int:
+    """Parameters of the layers that are gathered together: one layer, or as many in a row as have auto_wrap_min_params."""
+    layers = max(1, ceil(config.auto_wrap_min_params / sizes.layer_parameters))
+    return min(layers, sizes.num_layers) * sizes.layer_parameters
 
 
 def unsharded_bytes(sizes: ModelSizes, training: Training) -> int:
     """Parameters in the form that products read, beside the shards: gathered ones of FSDP, casts of autocast.
 
-    FSDP keeps the root (embedding, output layer) whole during a pass, and with full_shard two layers: the one that is computed and the next, which
-    is gathered meanwhile; a buffer holds what arrives. With shard_grad_op all layers stay whole until the backward pass.
+    FSDP keeps the root (embedding, last norm, output layer; float32) whole during a pass, and of the layers two units: the one that is
+    computed, and the next, which is gathered meanwhile, into a buffer from which it is copied. With shard_grad_op all layers stay whole
+    until their backward pass. Nothing is gathered where one rank holds everything.
     """
     sharding = training.sharding
-    if sharding is None:
-        return 0 if training.precision == "float32" else 2 * (sizes.num_parameters - sizes.root_parameters)
-    width = 2 if training.precision == "bfloat16" else FLOAT
-    layer, root = wrapped_parameters(sizes, sharding)
-    whole = sizes.num_parameters if sharding.sharding_strategy == "shard_grad_op" else min(root + 2 * layer, sizes.num_parameters)
-    casts = 2 * (sizes.num_parameters - sizes.root_parameters) if training.precision == "autocast" else 0
-    return width * (whole + max(layer, 0)) + casts
+    in_layers = sizes.num_parameters - sizes.root_parameters
+    if sharding is None or sharding.shards == 1:
+        return 0 if training.precision == "float32" else training.width * in_layers
+    unit = unit_parameters(sizes, sharding.config)
+    whole = in_layers if sharding.keeps_layers else min(2 * unit, in_layers)
+    return training.width * (whole + unit) + FLOAT * sizes.root_parameters
 
 
 def gradient_buffer_bytes(sizes: ModelSizes, training: Training) -> int:
-    """The gradients that exist whole as a backward pass ends: embedding and output layer, and FSDP's copy that is reduced."""
+    """The gradients that exist whole as a backward pass ends: of embedding and output layer, and FSDP's copy that is summed over ranks."""
     sharding = training.sharding
     if sharding is None:
         return sizes.head_parameters * FLOAT * (2 if sizes.is_tied and training.has_vocabulary else 1)
-    layer, root = wrapped_parameters(sizes, sharding)
-    width = 2 if training.precision == "bfloat16" else FLOAT
-    return max(layer, root) * (width + FLOAT)
+    unit = unit_parameters(sizes, sharding.config) * (training.width + FLOAT)
+    return max(unit, sizes.root_parameters * 2 * FLOAT)
 
 
 def cache_bytes(sizes: ModelSizes, *, tokens: int, width: int = FLOAT) -> int:
@@ -210,7 +216,6 @@ def largest_microbatch(sizes: ModelSizes, training: Training, available: int) ->
 
     The bytes of a step never shrink as tokens are added, so halving finds it.
     """
-    from dataclasses import replace
 
     def needed(tokens: int) -> int:
         return sum(part.size for part in training_parts(sizes, replace(training, tokens=tokens)) if not part.on_host)

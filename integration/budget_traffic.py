@@ -1,15 +1,16 @@
 """How many bytes a run sends: from sizes and layout to bytes of each process for a step, a weight sync, a batch of rollouts. Pure.
 
-With FSDP each rank receives, for a model of P parameters in n shards, b bytes a parameter where it is gathered and 4 where gradients are summed
-(Rajbhandari et al. 2020, section 7.2: 3 P in all with stage 3, against 2 P of an all-reduce):
+With FSDP each rank receives, for a model of P parameters in n shards, b bytes a parameter where layers are gathered (2 in bfloat16), 4
+for the root, and 4 where gradients are summed (Rajbhandari et al. 2020, section 7.2: 3 P in all with stage 3, against 2 P of an
+all-reduce):
 
     all-gather before the forward pass     (n - 1) / n  b P
-    all-gather before the backward pass    (n - 1) / n  b (P - root)   full_shard and hybrid_shard; the root stays, and with shard_grad_op all
+    all-gather before the backward pass    (n - 1) / n  b (P - root)   full_shard and hybrid_shard: the root stays; with shard_grad_op, all
     reduce-scatter of gradients            (n - 1) / n  4 P
     all-reduce over m replicas             2 (m - 1) / m  4 P / n      hybrid_shard and no_shard
 
-for each micro-batch: sums are sent after every backward pass, since whole gradients that wait would be what sharding is to avoid. So fewer and
-larger micro-batches mean less traffic, whatever the number of rows.
+for each micro-batch: sums are sent after every backward pass, since whole gradients that wait would be what sharding is to avoid. So
+fewer and larger micro-batches mean less traffic, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from integration.budget import FLOAT, Sharding, Training, wrapped_parameters
+from integration.budget import FLOAT, Sharding, Training
 from integration.budget_sizes import ModelSizes
 
 ROW_BYTES = 36  # of a token of a batch: its id, its place in the masks and weights, two or three log-probs, advantage
@@ -51,16 +52,16 @@ def pass_traffic(sizes: ModelSizes, training: Training, links: Links, *, with_gr
     if sharding is None:
         return []
     shards, replicas = sharding.shards, sharding.replicas
-    width = 2 if training.precision == "bfloat16" else FLOAT
-    layer, root = wrapped_parameters(sizes, sharding)
+    in_layers = sizes.num_parameters - sizes.root_parameters
+    gathered = training.width * in_layers + FLOAT * sizes.root_parameters
     received = (shards - 1) / shards
     trained = sizes.num_parameters if training.trained_parameters is None else training.trained_parameters
-    again = 0 if sharding.sharding_strategy == "shard_grad_op" or layer == 0 else sizes.num_parameters - root
+    again = 0 if sharding.keeps_layers else training.width * in_layers
     inside = links.bandwidth(shards)
     across = links.bandwidth(sharding.num_ranks)
-    sizes_of = {"all-gather, forward": received * width * sizes.num_parameters}
+    sizes_of = {"all-gather, forward": received * gathered}
     if with_gradient:
-        sizes_of["all-gather, backward"] = received * width * again
+        sizes_of["all-gather, backward"] = received * again
         sizes_of["reduce-scatter of gradients"] = received * FLOAT * trained
         sizes_of["all-reduce over replicas"] = 2 * (replicas - 1) / replicas * FLOAT * trained / shards
     return [
