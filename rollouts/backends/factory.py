@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from safetensors import SafetensorError
 
+from rollouts.backends.lora import LoRAConfig, add_adapters
 from rollouts.backends.outputs import ComputeOutputs, compute_log_probs, compute_values, get_value_head
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.backends.schedules import Schedule, create_scheduler
@@ -20,8 +21,10 @@ from rollouts.backends.schedules import warmup_constant as warmup_constant
 from rollouts.backends.schedules import warmup_cosine as warmup_cosine
 from rollouts.backends.schedules import warmup_linear as warmup_linear
 from rollouts.backends.schedules import warmup_stable_decay as warmup_stable_decay
+from rollouts.backends.weight_stream import stream_weights
 from rollouts.errors import ConfigError, DataError
 from rollouts.losses import sft_loss
+from rollouts.model_weights import has_adapters
 from rollouts.packing import get_decoder
 from rollouts.types import LossFn
 
@@ -171,7 +174,11 @@ def create_critic_model(model: PreTrainedModel, *, seed: int = 0, head_std: floa
             critic = cast("PreTrainedModel", AutoModelForTokenClassification.from_config(config))
     except ValueError as error:
         raise ConfigError(f"transformers has no token-classification model for {type(model).__name__}: {error}") from error
-    get_decoder(critic).load_state_dict(get_decoder(model).state_dict())
+    prefix = f"{model.base_model_prefix}."
+    merged = {name.removeprefix(prefix): value for name, value in stream_weights(model)} if has_adapters(model) else None
+    names = get_decoder(critic).state_dict().keys()
+    weights = get_decoder(model).state_dict() if merged is None else {name: merged[name] for name in names}
+    get_decoder(critic).load_state_dict(weights)
     init_value_head(critic, seed=seed, std=head_std)
     return critic
 
@@ -239,15 +246,17 @@ def create_pytorch_backend(
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
+    lora: LoRAConfig | None = None,
 ) -> PyTorchTrainingBackend:
     """A backend with AdamW at a constant learning rate.
 
     Args:
         model: a model, or the path of a Hugging Face directory (its tokenizer is loaded, too, unless one is given).
+        lora: train adapters on the frozen model instead of its weights; the model is given them in place.
     """
     return _create_backend(
         model, None, lr=lr, betas=betas, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
-        device=device, compute_dtype=compute_dtype, tokenizer=tokenizer,
+        device=device, compute_dtype=compute_dtype, tokenizer=tokenizer, lora=lora,
     )  # fmt: skip
 
 
@@ -266,12 +275,13 @@ def create_backend_with_scheduler(
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
+    lora: LoRAConfig | None = None,
 ) -> PyTorchTrainingBackend:
     """create_pytorch_backend with a learning-rate schedule over total_steps optimizer steps."""
     create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
     return _create_backend(
         model, create, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
-        device=device, compute_dtype=compute_dtype, tokenizer=tokenizer,
+        device=device, compute_dtype=compute_dtype, tokenizer=tokenizer, lora=lora,
     )  # fmt: skip
 
 
@@ -347,10 +357,13 @@ def _create_backend(
     tokenizer: PreTrainedTokenizerBase | None,
     eps: float = 1e-8,
     compute_outputs: ComputeOutputs = compute_log_probs,
+    lora: LoRAConfig | None = None,
 ) -> PyTorchTrainingBackend:
     if isinstance(model, str | Path):
         tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         model = load_hf_model(model)
+    if lora is not None:
+        add_adapters(model, lora)
     model = cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))  # before the optimizer takes its parameters
     optimizer = create_adamw_optimizer(cast("torch.nn.Module", model), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     return PyTorchTrainingBackend(
@@ -362,4 +375,5 @@ def _create_backend(
         max_grad_norm=max_grad_norm,
         tokenizer=tokenizer,
         compute_outputs=compute_outputs,
+        lora=lora,
     )

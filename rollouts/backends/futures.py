@@ -26,6 +26,7 @@ from rollouts.backends.protocol import (
     ShardsRows,
     StreamsWeights,
     TrainingBackend,
+    TrainsAdapters,
 )
 from rollouts.backends.token_spec import DescribesTokens, TokenSpec
 from rollouts.errors import BackendError, raise_single_errors
@@ -136,6 +137,17 @@ class Pipeline:
     def load_weights(self, weights: Mapping[str, Tensor]) -> Future[None]:
         """See TrainingBackend."""
         return self._submit("load_weights", lambda: self.backend.load_weights(weights))
+
+    @property
+    def trains_adapters(self) -> bool:
+        """See TrainsAdapters."""
+        return isinstance(self.backend, TrainsAdapters) and self.backend.trains_adapters
+
+    def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> Future[Tensor]:
+        """See TrainsAdapters."""
+        backend = self.backend
+        assert isinstance(backend, TrainsAdapters), f"{type(backend).__name__} trains no adapters"
+        return self._submit("forward_base", lambda: backend.forward_base(batch, output_fn, with_entropy=with_entropy))
 
     def _submit(self, operation: str, job: Callable[[], Future[T]]) -> TrainFuture[T]:
         assert self._open, f"{operation} was submitted after the block of its pipeline: submit inside `async with open_pipeline(...)`"

@@ -78,6 +78,20 @@ class ShardsRows(Protocol):
 
 
 @runtime_checkable
+class TrainsAdapters(Protocol):
+    """A backend that may train adapters on a frozen model, and can then compute without them: see create_lora_reference."""
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether it does; otherwise forward_base must not be called."""
+        ...
+
+    def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> Future[Tensor]:
+        """forward by the model below the adapters."""
+        ...
+
+
+@runtime_checkable
 class StreamsWeights(Protocol):
     """A backend that hands its weights over a few at a time, so that no process ever holds the whole model for a transfer.
 

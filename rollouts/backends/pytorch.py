@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rollouts.backends.adapter_files import Adapters, check_has_no_adapters
 from rollouts.backends.futures import ImmediateTrainFuture
+from rollouts.backends.lora import LoRAConfig, adapters_off
 from rollouts.backends.model_pass import check_head, move_batch, run_rows
 from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.backends.protocol import OutputFn
@@ -18,8 +21,8 @@ from rollouts.backends.trainer_files import TRAINER_FILE, export_model, read_tra
 from rollouts.backends.updates import Scheduler, UpdateCounts, check_skipped_updates, update_parameters
 from rollouts.backends.weight_gather import describe_model_weights, gather_model_weights
 from rollouts.backends.weight_stream import check_architecture, stream_weights
-from rollouts.errors import CheckpointError
-from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
+from rollouts.errors import CheckpointError, ConfigError
+from rollouts.model_weights import check_weights_fit, copy_weights, has_adapters, read_weights
 from rollouts.packing import use_packed_attention
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 from rollouts.weight_plan import WeightSpec
@@ -56,6 +59,7 @@ class PyTorchTrainingBackend:
         weight_version: int = 0,
         max_skipped_updates: int = 10,
         compute_outputs: ComputeOutputs = compute_log_probs,
+        lora: LoRAConfig | None = None,
     ) -> None:
         """
         Args:
@@ -68,11 +72,18 @@ class PyTorchTrainingBackend:
             weight_version: restored from checkpoints; who syncs weights to engines counts it.
             max_skipped_updates: updates in a row with a non-finite gradient before BackendError.
             compute_outputs: what is read off the hidden states: compute_log_probs (a policy) or compute_values (a critic).
+            lora: with which lora.add_adapters has given the model adapters; the optimizer is over those alone. Everybody else sees merged
+                weights, and load_weights replaces those below the adapters, which begin anew.
 
         Raises: ConfigError for a model that cannot be trained on packed rows.
         """
         assert compute_dtype in (torch.float32, torch.bfloat16), f"compute_dtype is {compute_dtype}, expected float32 or bfloat16"
         assert max_grad_norm > 0, f"max_grad_norm is {max_grad_norm}, expected > 0"
+        if has_adapters(model) != (lora is not None):
+            found = "has adapters, but lora is None" if lora is None else "has no adapters, but lora is given"
+            raise ConfigError(
+                f"this {type(model).__name__} {found}: make the backend from a plain model, with create_pytorch_backend(lora=)"
+            )
         self.device = torch.device(device)
         self.model: Any = model.to(self.device)  # pyright: ignore[reportArgumentType]  # transformers' stubs are incomplete
         for name, parameter in self.model.named_parameters():
@@ -89,6 +100,7 @@ class PyTorchTrainingBackend:
         self._max_skipped_updates = max_skipped_updates
         self._has_gradient = False
         self._compute_outputs = compute_outputs
+        self._adapters = None if lora is None else Adapters(model, lora)
         check_head(self.model, compute_outputs, self._options(), self.device)
 
     @property
@@ -100,6 +112,11 @@ class PyTorchTrainingBackend:
     def computes(self) -> frozenset[str] | None:
         """See DescribesOutputs."""
         return describe_outputs(self._compute_outputs)
+
+    @property
+    def trains_adapters(self) -> bool:
+        """See TrainsAdapters."""
+        return self._adapters is not None
 
     # -- TrainingBackend
 
@@ -119,6 +136,12 @@ class PyTorchTrainingBackend:
         self._has_gradient = True
         values = {"loss": float(loss.detach()), "num_tokens": float((batch.loss_mask > 0).sum())}
         return ImmediateTrainFuture(values | {name: float(value) for name, value in metrics.items()}, "forward_backward")
+
+    def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
+        """See TrainsAdapters: forward without the adapters."""
+        assert self.trains_adapters, "forward_base is of a backend with adapters: make it with lora=LoRAConfig(...)"
+        with adapters_off(self.model):
+            return self.forward(batch, output_fn, with_entropy=with_entropy)
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
         """Clip, update, advance the schedule, clear the gradient.
@@ -142,6 +165,8 @@ class PyTorchTrainingBackend:
         """Replace the weights. Raises CheckpointError if a name or shape does not fit."""
         check_weights_fit(self.model, weights, "the given weights")
         copy_weights(self.model, weights)
+        if self._adapters is not None:
+            self._adapters.replaced_base()
         return ImmediateTrainFuture(None, "load_weights")
 
     # -- StreamsWeights
@@ -159,6 +184,8 @@ class PyTorchTrainingBackend:
     def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Write the model directory, and optimizer, schedule, random state and counters beside it."""
         self.export_weights(directory)
+        if self._adapters is not None:
+            self._adapters.save(directory, partial(export_model, self.model, self.tokenizer, base_alone=True))
         state = {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
@@ -174,9 +201,11 @@ class PyTorchTrainingBackend:
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore what save_checkpoint wrote. Raises CheckpointError saying what does not fit."""
         check_architecture(self.model, directory)
-        weights = read_weights(directory)
-        check_weights_fit(self.model, weights, str(directory))
-        copy_weights(self.model, weights)
+        if self._adapters is None:
+            check_has_no_adapters(directory)
+            self._read_weights(directory)
+        else:
+            self._adapters.load(directory, self._read_weights)
         state = read_trainer_state(directory, KIND)
         try:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -199,6 +228,11 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture(None, "export_weights")
 
     # -- parts
+
+    def _read_weights(self, directory: Path) -> None:
+        weights = read_weights(directory)
+        check_weights_fit(self.model, weights, str(directory))
+        copy_weights(self.model, weights)
 
     def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
         return run_rows(self.model, batch, self._compute_outputs, self._options(with_entropy))

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from rollouts.backends.weight_stream import stream_weights
 from rollouts.errors import CheckpointError
+from rollouts.model_weights import base_weights, has_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,9 +20,16 @@ TRAINER_FILE = "trainer_state.pt"
 _KIND = "kind"
 
 
-def export_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path) -> None:
-    """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
-    cast("Any", model).save_pretrained(directory)
+def export_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path, *, base_alone: bool = False) -> None:
+    """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open.
+
+    Args:
+        base_alone: of a model with adapters the weights below them; otherwise the merged ones.
+    """
+    weights = None  # those of the model
+    if has_adapters(model):
+        weights = base_weights(model) if base_alone else dict(stream_weights(model))
+    cast("Any", model).save_pretrained(directory, state_dict=weights)
     finish_export(tokenizer, directory)
 
 
