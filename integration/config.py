@@ -19,6 +19,7 @@ from integration.episode_settings import (
     observation_tokens,
     resolve_episode_config,
 )
+from integration.hardware import HardwareSection
 from integration.sections import (
     BackendSection,
     CriticSection,
@@ -27,6 +28,7 @@ from integration.sections import (
     EvaluationSection,
     GenerationSection,
     KLControlSection,
+    LoRASection,
     ModelSection,
     ReferenceSection,
     RewardSection,
@@ -82,10 +84,12 @@ class Config:
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     reward: RewardSection = field(default_factory=RewardSection)
     backend: BackendSection = field(default_factory=BackendSection)
+    lora: LoRASection = field(default_factory=LoRASection)
     engine: EngineSection = field(default_factory=EngineSection)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     trajectories: TrajectorySection = field(default_factory=TrajectorySection)
+    hardware: HardwareSection = field(default_factory=HardwareSection)
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:

@@ -7,7 +7,6 @@ This is the one place where the name of an engine becomes an object.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import resource
@@ -25,6 +24,8 @@ import trio
 from integration.config import Config
 from integration.sections import ENGINE_KINDS, EngineSection
 from rollouts.backends.factory import load_hf_model, load_tokenizer, parse_device
+from rollouts.backends.lora import copy_without_adapters
+from rollouts.backends.trainer_files import export_model
 from rollouts.config import suggest
 from rollouts.engines.inprocess import InProcessEngine
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine
@@ -48,7 +49,7 @@ SECONDS_BETWEEN_NEWS = 10.0
 
 def create_embedded_engine(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> InProcessEngine:
     """The embedded engine over a copy of the model's weights."""
-    return InProcessEngine(copy.deepcopy(model), tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
+    return InProcessEngine(copy_without_adapters(model), tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
 
 
 @asynccontextmanager
@@ -247,8 +248,7 @@ def prepare_initial_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     """A directory that says that its weights are version 0: links to the files of `source` or, without one, the model written anew."""
     target.mkdir(parents=True, exist_ok=True)
     if source is None:
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
+        export_model(model, tokenizer, target)
     else:
         for file in source.iterdir():
             link = target / file.name

@@ -2,12 +2,12 @@
 
 Neither of the latter is made unless the algorithm requires what it computes. Both begin as the policy is when the RL stage begins, with the
 last weights of SFT or those of model.path, unless the configuration names another model; so the reference of a run that was interrupted
-and resumed is the same throughout.
+and resumed is the same throughout. A policy that trains adapters is this reference itself, without them: after an SFT stage these are new
+ones on the merged SFT model.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -30,6 +30,8 @@ from rollouts.backends.factory import (
     parse_device,
 )
 from rollouts.backends.futures import open_pipeline
+from rollouts.backends.lora import copy_without_adapters
+from rollouts.backends.lora_reference import create_lora_reference
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.backends.token_spec import TokenSpec, describe_tokenizer, explain_token_differences
@@ -49,6 +51,7 @@ class Companions:
 
     reference: TrainingBackend | None = None
     critic: TrainingBackend | None = None
+    reference_is_base: bool = False  # the model below the policy's adapters is the reference: it needs no backend of its own
 
 
 def create_model(config: Config, source: Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -90,6 +93,7 @@ def create_backend(
         device=parse_device(config.model.device),
         compute_dtype=config.backend.compute_dtype,
         tokenizer=tokenizer,
+        lora=config.lora.create(config.seed),
         **_optimizer_arguments(optimizer),
     )
 
@@ -107,9 +111,10 @@ def create_companions(
     device, dtype = parse_device(config.model.device), config.backend.compute_dtype
     reference: TrainingBackend | None = None
     critic: TrainingBackend | None = None
-    if "ref_log_probs" in algorithm.requires:
+    is_base = "ref_log_probs" in algorithm.requires and config.lora.rank > 0 and config.reference.path is None
+    if "ref_log_probs" in algorithm.requires and not is_base:
         path = config.reference.path
-        model = copy.deepcopy(policy) if path is None else load_hf_model(path, trust_remote_code=config.model.trust_remote_code)
+        model = copy_without_adapters(policy) if path is None else load_hf_model(path, trust_remote_code=config.model.trust_remote_code)
         reference = create_reference_backend(model, device=device, compute_dtype=dtype, tokenizer=tokenizer)
     if "values" in algorithm.requires:
         path = config.critic.path
@@ -123,18 +128,22 @@ def create_companions(
             tokenizer=tokenizer,
             **_optimizer_arguments(config.critic.optimizer),
         )
-    return Companions(reference, critic)
+    return Companions(reference, critic, reference_is_base=is_base)
 
 
 @asynccontextmanager
-async def open_companions(companions: Companions) -> AsyncGenerator[Companions]:
-    """The backends, each in a worker thread of its own for the length of the block."""
+async def open_companions(companions: Companions, policy: TrainingBackend) -> AsyncGenerator[Companions]:
+    """The backends, each in a worker thread of its own for the length of the block.
+
+    Args:
+        policy: in its own, which also computes what a reference without a backend does.
+    """
     async with AsyncExitStack() as stack:
         reference, critic = [
             None if backend is None else await stack.enter_async_context(open_pipeline(backend))
             for backend in (companions.reference, companions.critic)
         ]
-        yield Companions(reference, critic)
+        yield Companions(create_lora_reference(policy) if companions.reference_is_base else reference, critic)
 
 
 def check_companions(config: Config, source: Path | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 from integration.algorithm_expression import PresetCall, parse_algorithm
 from rollouts.async_config import AsyncConfig
 from rollouts.backends.factory import parse_device
+from rollouts.backends.lora import ALL_LINEAR, LoRAConfig
 from rollouts.config import (
     OptimizerConfig,
     ParityConfig,
@@ -212,6 +213,34 @@ class BackendSection:
     def __post_init__(self) -> None:
         if self.kind != "pytorch":
             raise ConfigError(f"backend.kind is {self.kind!r}: only 'pytorch' (one process, one device) is available in this version")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRASection:
+    """Low-rank adapters, trained in place of the policy's weights in every stage; see LoRAConfig."""
+
+    rank: int = 0  # of the adapters; 0 = there are none, all weights are trained
+    alpha: float | None = None  # the change is scaled by alpha / rank; None = 2 * rank
+    dropout: float = 0.0  # of an adapter's input, in training only
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)  # names of layers, as q_proj v_proj; all-linear = all but the output layer
+    use_rslora: bool = False  # scale by alpha / sqrt(rank)
+    save_base: bool = False  # write the frozen weights into each checkpoint, too
+
+    def __post_init__(self) -> None:
+        check_count(self, "rank")
+        if self.rank:
+            self.create(0)
+        else:
+            changed = [name for name, value in vars(self).items() if value != getattr(type(self), name)]
+            if changed:
+                raise ConfigError(
+                    f"lora.{changed[0]} is {getattr(self, changed[0])!r}, but lora.rank is 0, so there are no adapters: give "
+                    "--lora.rank, for example 16"
+                )
+
+    def create(self, seed: int) -> LoRAConfig | None:
+        """What a backend is given. seed: of the run."""
+        return LoRAConfig(**vars(self), seed=seed) if self.rank else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -196,7 +196,7 @@ async def run_rl(
     buffer = DataBuffer(task.train_prompts if task.train_prompts or task.episodes is None else None, seed=config.seed)
     async with (
         open_pipeline(backend) as pipeline,
-        open_companions(companions) as beside,
+        open_companions(companions, pipeline) as beside,
         open_engines(
             config,
             model,

@@ -275,7 +275,7 @@ def test_no_model_is_made_that_the_algorithm_does_not_need(start: Callable[..., 
     assert policy < count_models(config, ppo())[0] < policy + 100  # the value head in place of the tied output layer
     assert count_models(config, ppo(kl_coef=0.1))[0] == policy + count_models(config, ppo())[0]
     model, tokenizer = create_model(config)
-    monkeypatch.setattr(models.copy, "deepcopy", lambda model: pytest.fail("a model was copied"))
+    monkeypatch.setattr("copy.deepcopy", lambda model: pytest.fail("a model was copied"))
     assert create_companions(config, grpo(), model, tokenizer, critic_steps=8) == Companions()
 
 
