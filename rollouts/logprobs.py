@@ -198,7 +198,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides the name of ctx
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperatures, log_z, entropy = ctx.saved_tensors
         grad_log_probs, grad_entropy, _ = grads
         precise = torch.promote_types(hidden.dtype, torch.float32)

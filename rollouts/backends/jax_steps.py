@@ -1,0 +1,235 @@
+"""Training steps as pure, compiled JAX functions over values, for losses that are written in PyTorch.
+
+The loss sees nothing but the log-probs (and entropies) of tokens, so that is where the two libraries meet: JAX computes them, PyTorch
+evaluates the loss on them and its gradient with respect to them, [B, T] numbers, and JAX pulls that gradient back to the weights. It is
+the chain rule: exact for every loss of this library and for every loss of yours, and nothing of a loss is written twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollouts.backends.functional import AdamW
+from rollouts.backends.jax_model import Array, DecoderConfig, PackedArrays, Weights, compute_log_probs, pack_arrays
+from rollouts.backends.updates import UpdateCounts, count_update
+from rollouts.packing import PackedRows, pack_padded
+from rollouts.types import LossFn, TokenOutputs, TrainBatch
+
+if TYPE_CHECKING:
+    import jax
+    import jax.numpy as jnp
+    import optax
+else:
+    with suppress(ImportError):  # an extra; jax_backend says how to install it before anything here is called
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How log-probs are computed: what the compiled programs depend on besides shapes."""
+
+    decoder: DecoderConfig
+    chunk_size: int = 1024  # tokens whose logits exist at the same time
+
+
+@dataclass(frozen=True, eq=False)
+class JAXTrainState:
+    """Everything that training changes."""
+
+    weights: Weights
+    optimizer: Any  # optax's state
+    gradients: Weights | None = None  # summed since the last update; None = nothing yet
+    counts: UpdateCounts = field(default_factory=UpdateCounts)
+
+
+class OptimizerSpec(NamedTuple):
+    """What of AdamW a compiled update depends on; the learning rate is an argument of it."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
+def create_jax_state(weights: Weights, rule: AdamW) -> JAXTrainState:
+    """The state before the first update."""
+    return JAXTrainState(weights, _transformation(_spec_of(rule)).init(cast("Any", dict(weights))))
+
+
+def evaluate_batch(weights: Weights, batch: TrainBatch, spec: ModelSpec, *, with_entropy: bool = False) -> TokenOutputs:
+    """What the model says about the tokens of a batch, [B, T], as PyTorch tensors on the CPU without gradient."""
+    packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
+    arrays = pack_arrays(packed, batch.temperatures)
+    return _place(_read_outputs(_programs().evaluate(dict(weights), arrays, spec, with_entropy), packed), packed)
+
+
+def accumulate_gradient(
+    state: JAXTrainState, batch: TrainBatch, loss_fn: LossFn, spec: ModelSpec, *, with_entropy: bool = False
+) -> tuple[JAXTrainState, dict[str, float]]:
+    """Add the gradient of a PyTorch loss on this batch.
+
+    Returns: the state with the sum; loss, num_tokens and the metrics of the loss.
+    """
+    packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
+    arrays = pack_arrays(packed, batch.temperatures)
+    outputs, pull_back = _programs().differentiate(dict(state.weights), arrays, spec, with_entropy)
+    leaves = [values.requires_grad_() for values in _read_outputs(outputs, packed)]
+    loss, metrics = loss_fn(_place(leaves, packed), batch)
+    loss.backward()
+    cotangents = tuple(_write_gradient(leaf, len(arrays.tokens)) for leaf in leaves)
+    gradients = _programs().accumulate(pull_back, cotangents, None if state.gradients is None else dict(state.gradients))
+    values = {"loss": float(loss.detach()), "num_tokens": float((batch.loss_mask > 0).sum())}
+    return replace(state, gradients=gradients), values | {name: float(value) for name, value in metrics.items()}
+
+
+def apply_update(state: JAXTrainState, rule: AdamW) -> tuple[JAXTrainState, dict[str, float]]:
+    """One update by the accumulated gradient, with optax: clipped by the global norm, AdamW with decay on matrices only.
+
+    A gradient that is not finite is not applied: the state stays as it is but for the counts, and update_skipped is 1.
+
+    Returns: the state without gradient; grad_norm (before clipping), lr (of this update), update_skipped.
+    """
+    assert state.gradients is not None, "optim_step was called without a forward_backward since the last one"
+    lr = rule.rate(state.counts)
+    weights, optimizer, found = _programs().update(
+        dict(state.weights), state.optimizer, dict(state.gradients), np.float32(lr), _spec_of(rule)
+    )
+    norm = float(found)
+    finite = math.isfinite(norm)
+    counts = count_update(state.counts, finite=finite)
+    return JAXTrainState(weights, optimizer, None, counts), {"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)}
+
+
+def to_array(value: Tensor) -> Array:
+    """A float32 copy of a tensor as a JAX array."""
+    return jnp.array(value.detach().to("cpu", torch.float32).numpy())
+
+
+def to_tensor(value: Array) -> Tensor:
+    """A copy of a JAX array as a tensor on the CPU."""
+    return torch.from_numpy(np.array(value))
+
+
+def flatten_optimizer(optimizer: Any) -> dict[str, Tensor]:
+    """The numbers in optax's state by their path in it, for a file."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer)
+    return {jax.tree_util.keystr(path): to_tensor(leaf) for path, leaf in leaves}
+
+
+def restore_optimizer(like: Any, saved: Mapping[str, Tensor]) -> Any:
+    """The optax state of flatten_optimizer. Raises ValueError if it is not of the kind of `like`."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(like)
+    own = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    found = {name: jnp.array(value.numpy()) for name, value in saved.items()}
+    shapes = [{name: (value.shape, value.dtype) for name, value in mapping.items()} for mapping in (own, found)]
+    if shapes[0] != shapes[1]:
+        differing = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+        raise ValueError(f"{differing[:3]} differ")
+    return jax.tree_util.tree_unflatten(structure, [found[name] for name in own])
+
+
+# -- where PyTorch and JAX meet
+
+
+def _read_outputs(outputs: tuple[Array, ...], packed: PackedRows) -> list[Tensor]:
+    """Log-probs, and entropies where they were computed, of the packed tokens: # [N] each."""
+    return [to_tensor(values)[: packed.tokens.numel()] for values in outputs]
+
+
+def _place(values: list[Tensor], packed: PackedRows) -> TokenOutputs:
+    """Values of packed tokens at their places in [B, T]; keeps the gradient."""
+    columns = [packed.unpack(value) for value in values]
+    return TokenOutputs(log_probs=columns[0], entropy=columns[1] if len(columns) > 1 else None)
+
+
+def _write_gradient(leaf: Tensor, size: int) -> np.ndarray[Any, Any]:
+    """The loss's gradient with respect to one output, as long as that output; zeros where the loss does not depend on it."""
+    cotangent = np.zeros(size, np.float32)
+    if leaf.grad is not None:
+        cotangent[: leaf.numel()] = leaf.grad.numpy()
+    return cotangent
+
+
+# -- compiled programs
+
+
+class _Programs(NamedTuple):
+    evaluate: Callable[[Any, PackedArrays, ModelSpec, bool], tuple[Array, ...]]
+    differentiate: Callable[[Any, PackedArrays, ModelSpec, bool], tuple[tuple[Array, ...], Any]]
+    accumulate: Callable[[Any, tuple[Any, ...], Any], Mapping[str, Array]]
+    update: Callable[[Any, Any, Any, Any, OptimizerSpec], tuple[Any, Any, Array]]
+
+
+@cache
+def _programs() -> _Programs:
+    """The functions below, compiled for each combination of shapes and specs once in a process, whatever number of backends there is."""
+    return _Programs(
+        evaluate=jax.jit(_evaluate, static_argnums=(2, 3)),
+        differentiate=jax.jit(_differentiate, static_argnums=(2, 3)),
+        accumulate=jax.jit(_accumulate),
+        update=jax.jit(_update, static_argnums=4),
+    )
+
+
+def _evaluate(weights: Any, arrays: PackedArrays, spec: ModelSpec, with_entropy: bool) -> tuple[Array, ...]:
+    found = compute_log_probs(weights, arrays, config=spec.decoder, chunk_size=spec.chunk_size, with_entropy=with_entropy)
+    return tuple(values for values in found if values is not None)
+
+
+def _differentiate(weights: Any, arrays: PackedArrays, spec: ModelSpec, with_entropy: bool) -> tuple[tuple[Array, ...], Any]:
+    """The outputs, and the function that pulls their gradient back to the weights: a value like any other."""
+
+    def outputs_of(chosen: Any) -> tuple[Array, ...]:
+        return _evaluate(chosen, arrays, spec, with_entropy)
+
+    return jax.vjp(outputs_of, weights)
+
+
+def _accumulate(pull_back: Any, cotangents: tuple[Any, ...], gradients: Any) -> Any:
+    (found,) = pull_back(cotangents)
+    return found if gradients is None else jax.tree.map(jnp.add, gradients, found)
+
+
+def _update(weights: Any, optimizer: Any, gradients: Any, lr: Any, spec: OptimizerSpec) -> tuple[Any, Any, Array]:
+    norm = optax.tree.norm(gradients)
+    changes, moved = _transformation(spec).update(gradients, optimizer, weights)
+    finite = jnp.isfinite(norm)
+
+    def add(weight: Any, change: Any) -> Any:
+        return weight + lr * change
+
+    def choose(new: Any, old: Any) -> Any:
+        return jnp.where(finite, new, old)
+
+    kept = jax.tree.map(choose, (jax.tree.map(add, weights, changes), moved), (weights, optimizer))
+    return (*kept, norm)
+
+
+def _transformation(spec: OptimizerSpec) -> Any:
+    """AdamW at the learning rate 1, which the caller multiplies its changes by."""
+    b1, b2 = spec.betas
+    adamw = optax.adamw(1.0, b1=b1, b2=b2, eps=spec.eps, weight_decay=spec.weight_decay, mask=_choose_matrices)
+    clip = optax.identity() if math.isinf(spec.max_grad_norm) else optax.clip_by_global_norm(spec.max_grad_norm)
+    return optax.chain(clip, adamw)
+
+
+def _choose_matrices(weights: Any) -> Any:
+    def is_matrix(weight: Any) -> bool:
+        return weight.ndim >= 2
+
+    return jax.tree.map(is_matrix, weights)
+
+
+def _spec_of(rule: AdamW) -> OptimizerSpec:
+    return OptimizerSpec(rule.betas, rule.eps, rule.weight_decay, rule.max_grad_norm)
