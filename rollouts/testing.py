@@ -99,7 +99,7 @@ def random_answer(vocab_size: int = 64, eos_token_id: int = 1, mean_length: int 
 class _Request:
     """A generate() call that has not returned."""
 
-    aborted: trio.Event = field(default_factory=trio.Event)
+    aborted: trio.Event = field(default_factory=trio.Event)  # or the engine died
 
 
 class FakeEngine:
@@ -144,6 +144,21 @@ class FakeEngine:
         self._update_error = update_error
         self._requests: dict[str, _Request] = {}
         self._num_requests = 0
+        self._death: str | None = None
+
+    def kill(self, reason: str = "its process has ended") -> None:
+        """From now on every call is an EngineError, those that are being answered too."""
+        self._death = reason
+        for request in self._requests.values():
+            request.aborted.set()
+
+    def revive(self, weight_version: int) -> None:
+        """Answer again, as a server does that was started again: with the weights that it is started with."""
+        self._death, self.weight_version = None, weight_version
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineError(f"{self.name} cannot be reached: {self._death}")
 
     @property
     def pending_requests(self) -> tuple[str, ...]:
@@ -156,6 +171,7 @@ class FakeEngine:
         self._num_requests += 1
         request_id = f"{self.name}-{self._num_requests}" if request_id is None else request_id
         self.calls.append(Call(self.name, "generate", {"prompt_tokens": prompt, "params": params, "request_id": request_id}))
+        self._check_alive()
         assert request_id not in self._requests, f"request id {request_id!r} is already being answered"
         request = _Request()
         self._requests[request_id] = request
@@ -190,6 +206,7 @@ class FakeEngine:
             await trio.lowlevel.checkpoint()
             if error is not None:
                 raise error
+            self._check_alive()
             if request.aborted.is_set():
                 return tuple(tokens), tuple(versions), "abort"
             tokens.append(token)
@@ -200,6 +217,7 @@ class FakeEngine:
         """Make the named requests, or all, return with what they have."""
         wanted = None if request_ids is None else set(request_ids)
         self.calls.append(Call(self.name, "abort", {"request_ids": None if wanted is None else tuple(sorted(wanted))}))
+        self._check_alive()
         for request_id, request in self._requests.items():
             if wanted is None or request_id in wanted:
                 request.aborted.set()
@@ -227,10 +245,13 @@ class FakeEngine:
     async def get_weight_version(self) -> int:
         """The version that the next token will be stamped with."""
         await trio.lowlevel.checkpoint()
+        self._check_alive()
         return self.weight_version
 
     async def _spend_update(self) -> None:
+        self._check_alive()
         await trio.sleep(self._seconds_per_update)
+        self._check_alive()
         if self._update_error is not None:
             raise self._update_error
 
