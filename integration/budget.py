@@ -20,7 +20,7 @@ one layer while it is computed again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Literal
 
@@ -34,6 +34,8 @@ FLOAT = 4  # bytes of a float32
 MOMENTS = 2  # that Adam keeps of each trained parameter
 CHUNK_TOKENS = 1024  # tokens whose logits exist at the same time (OutputOptions.chunk_size)
 PROCESS_BYTES = 400 * 2**20  # of a CPU process with torch, transformers and this package; measured by benchmarks.memory
+HEAP_SHARE = 0.35  # of what a step makes anew, on a CPU: glibc's heap keeps gaps between blocks of less than 32 MiB; measured likewise
+STATES = ("parameters", "gradients", "Adam's moments")  # names of parts that stay from step to step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,23 +211,3 @@ def gradient_buffer_bytes(sizes: ModelSizes, training: Training) -> int:
 def cache_bytes(sizes: ModelSizes, *, tokens: int, width: int = FLOAT) -> int:
     """Keys and values of so many tokens. width: bytes of a number."""
     return 2 * sizes.num_layers * sizes.kv_size * tokens * width
-
-
-def largest_microbatch(sizes: ModelSizes, training: Training, available: int) -> int:
-    """Most tokens of a micro-batch whose step fits into `available` bytes for activations and all else that grows with tokens; 0 = none.
-
-    The bytes of a step never shrink as tokens are added, so halving finds it.
-    """
-
-    def needed(tokens: int) -> int:
-        return sum(part.size for part in training_parts(sizes, replace(training, tokens=tokens)) if not part.on_host)
-
-    if needed(1) > available:
-        return 0
-    low, high = 1, 2
-    while needed(high) <= available:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if needed(middle) <= available else (low, middle)
-    return low

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rollouts.backends.lora import ALL_LINEAR
 from rollouts.errors import ConfigError
 from rollouts.packing import get_decoder
 
@@ -89,6 +90,22 @@ def create_empty_model(model_config: Any, *, trust_remote_code: bool = False) ->
     except (ValueError, ImportError, OSError) as error:
         raise ConfigError(f"the model configuration ({type(model_config).__name__}) is not of a causal language model: {error}") from error
     return model
+
+
+def count_adapter_parameters(model: Any, *, rank: int, target_modules: tuple[str, ...]) -> int:
+    """Parameters of LoRA's adapters: rank (inputs + outputs) for each linear layer whose name ends in one of the targets.
+
+    Args:
+        model: create_empty_model's.
+        target_modules: LoRAConfig's; "all-linear" = all but the output layer.
+    """
+    head = model.get_output_embeddings()
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    if target_modules == (ALL_LINEAR,):
+        chosen = [module for _, module in layers if module is not head]
+    else:
+        chosen = [module for name, module in layers if name.rpartition(".")[2] in target_modules]
+    return sum(rank * (module.in_features + module.out_features) for module in chosen)
 
 
 def _intermediate_size(config: Any) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch
-
 from integration.algorithm_expression import describe_call
+from integration.budget_sizes import read_sizes
+from integration.budget_text import SORT_ROW_TOKENS, describe_budget
 from integration.command_line import Mode
 from integration.config import (
     Config,
@@ -21,10 +21,6 @@ from integration.config import (
 from integration.episode_settings import EPISODE_TASKS
 from integration.models import read_model_config
 from rollouts.config import to_dict
-from rollouts.errors import ConfigError
-
-PROMPT_TOKENS = 64  # assumed
-SORT_ROW_TOKENS = {"sort": 12, "sort-long": 16}  # prompt and answer of an average problem, rounded up
 
 
 def describe_run(config: Config, mode: Mode) -> str:
@@ -36,10 +32,10 @@ def describe_run(config: Config, mode: Mode) -> str:
 
 
 def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
-    """Counts and a memory estimate."""
+    """Counts, and the budgets of memory and traffic."""
     model = read_model_config(config)
-    num_parameters = count_parameters(model, trust_remote_code=config.model.trust_remote_code)
-    facts: dict[str, str] = {"parameters": f"{num_parameters:,}"}
+    sizes = read_sizes(model, trust_remote_code=config.model.trust_remote_code)
+    facts: dict[str, str] = {"parameters": f"{sizes.num_parameters:,}"}
     if "sft" in mode:
         rows = config.sft.num_steps * config.sft.batch_size
         facts["SFT optimizer steps"] = f"{config.sft.num_steps:,}"
@@ -64,8 +60,7 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
         facts["RL samples"] = f"{config.rl.num_steps * per_step:,}"
         facts["RL weight syncs"] = f"{config.rl.num_steps // config.rl.sync_every:,}"
         facts["RL rollouts"] = describe_rollouts(config)
-    facts |= estimate_memory(config, mode, model, num_parameters)
-    return facts
+    return facts | describe_budget(config, mode, model, sizes)
 
 
 def describe_rollouts(config: Config) -> str:
@@ -94,53 +89,9 @@ def describe_companions(config: Config) -> dict[str, str]:
     return facts
 
 
-def estimate_memory(config: Config, mode: Mode, model: Any, num_parameters: int) -> dict[str, str]:
-    """Weights, gradients, Adam's two moments and the engine's copy, all float32; keys and values at full slots; logits of one chunk.
-
-    Reference and critic, where the algorithm has them, count as models of the policy's size.
-    """
-    requires = config.algorithm.requires if "rl" in mode else frozenset[str]()
-    model = model.get_text_config()  # the language model, where there are others beside it
-    training = 4 * 4 * num_parameters
-    engine = 4 * num_parameters
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    kv_heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    tokens = PROMPT_TOKENS + response_tokens(config)
-    slots = min(config.engine.max_slots, config.rl.prompts_per_step * config.rl.samples_per_prompt)
-    cache = 2 * 4 * model.num_hidden_layers * kv_heads * head_dim * tokens * slots
-    logits = 3 * 4 * 1024 * model.vocab_size
-    parts = {
-        "memory: training state": training,
-        "memory: engine weights": engine,
-        **({"memory: reference weights": 4 * num_parameters} if "ref_log_probs" in requires else {}),
-        **({"memory: critic's training state": training} if "values" in requires else {}),
-        "memory: keys and values": cache,
-        "memory: logits": logits,
-    }
-    return {name: format_bytes(size) for name, size in parts.items()} | {
-        "memory: sum, activations not counted": format_bytes(sum(parts.values()))
-    }
-
-
-def format_bytes(size: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
-
-
 def count_parameters(model_config: Any, *, trust_remote_code: bool = False) -> int:
     """Parameters of the model that a configuration describes, tied ones once. No memory is taken for them.
 
     Raises: ConfigError if it does not describe a causal language model.
     """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
-    except (ValueError, ImportError, OSError) as error:
-        raise ConfigError(f"the model configuration ({type(model_config).__name__}) is not of a causal language model: {error}") from error
-    return sum(p.numel() for p in model.parameters())
+    return read_sizes(model_config, trust_remote_code=trust_remote_code).num_parameters

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from integration.budget_text import format_bytes
 from integration.config import Config, response_tokens
-from integration.dry_run import count_parameters, derive_numbers, describe_run, format_bytes
+from integration.dry_run import count_parameters, derive_numbers, describe_run
 from integration.models import create_model, read_model_config
 from integration.sections import CriticSection, DataSection, EngineSection, GenerationSection, ModelSection, RLSection, SFTSection
 from integration.stages import create_task

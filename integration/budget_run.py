@@ -1,0 +1,184 @@
+"""What the processes of a run hold and send: the formulae of budget.py and budget_traffic.py with the settings of a run. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from integration.budget import (
+    FLOAT,
+    HEAP_SHARE,
+    PROCESS_BYTES,
+    STATES,
+    Part,
+    Training,
+    cache_bytes,
+    inference_parts,
+    training_parts,
+)
+from integration.budget_sizes import ModelSizes
+from integration.budget_traffic import Links, Transfer, count_microbatches, pass_traffic, rows_traffic, sync_traffic
+
+SAMPLE_BYTES = 160  # of a token of a Sample in Python: id, mask, log-prob, weight version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A run, as far as its memory and traffic are concerned."""
+
+    sizes: ModelSizes
+    training: Training  # of the policy
+    device: str  # "cpu", or that of a GPU
+    has_reference: bool = False
+    has_critic: bool = False
+    embedded_slots: int = 0  # sequences of the embedded engine, 0 = there is none
+    num_servers: int = 0
+    server_width: int = 2  # bytes of a server's weights
+    server_ranks: int = 1  # GPUs that share the model of one server
+    row_tokens: int = 0  # of a row at its longest, prompt included
+    step_rows: int = 0  # of one optimizer step
+    batch_rows: int = 0  # of one batch of rollouts, 0 = there are none
+    forward_passes: int = 0  # over each batch without gradient: old log-probs, values
+    updates_per_batch: int = 1  # optimizer steps
+
+    @property
+    def num_ranks(self) -> int:
+        """Training processes."""
+        return 1 if self.training.sharding is None else self.training.sharding.num_ranks
+
+
+@dataclass(frozen=True)
+class Role:
+    """Processes that are alike."""
+
+    name: str
+    count: int
+    parts: tuple[Part, ...]
+
+    def total(self, *, on_host: bool | None = None) -> int:
+        """Bytes of one process; on_host: True or False = of the parts that are there alone."""
+        return sum(part.size for part in self.parts if on_host is None or part.on_host == on_host)
+
+
+def plan_roles(work: Workload) -> list[Role]:
+    """The processes of a run and what each holds when it needs most, as if the passes of policy, critic and reference met."""
+    host = work.device == "cpu"
+    parts = [Part("Python, torch and libraries", PROCESS_BYTES, on_host=True), *training_parts(work.sizes, work.training)]
+    parts += [_of("reference", part) for part in inference_parts(work.sizes, work.training)] if work.has_reference else []
+    if work.has_critic:
+        parts += [_of("critic", part) for part in training_parts(critic_sizes(work.sizes), replace(work.training, has_vocabulary=False))]
+    if host:
+        passing = sum(part.size for part in parts[1:] if part.name.rpartition(": ")[2] not in STATES)
+        parts.append(Part("blocks that the heap keeps", ceil(HEAP_SHARE * passing), on_host=True))
+    rank = Role("each rank" if work.num_ranks > 1 else "the process", work.num_ranks, tuple(parts))
+    first = [*parts, *_parts_of_rank_0(work)]
+    roles = [Role("rank 0", 1, tuple(first)), Role("each other rank", work.num_ranks - 1, tuple(parts))]
+    if work.num_ranks == 1:
+        roles = [replace(rank, parts=tuple(first))]
+    if work.num_servers:
+        roles.append(Role("each server's GPU", work.num_servers * work.server_ranks, tuple(server_parts(work))))
+    return roles
+
+
+def critic_sizes(sizes: ModelSizes) -> ModelSizes:
+    """The policy's sizes without its output layer; the head of a critic, one column, does not count."""
+    removed = 0 if sizes.is_tied else sizes.head_parameters
+    return replace(sizes, num_parameters=sizes.num_parameters - removed, root_parameters=sizes.root_parameters - removed, is_tied=False)
+
+
+def server_parts(work: Workload) -> list[Part]:
+    """Of one GPU of a server: weights, and keys and values of a batch at full length, dealt to all servers."""
+    per_server = ceil(work.batch_rows / work.num_servers)
+    cache = cache_bytes(work.sizes, tokens=per_server * work.row_tokens, width=work.server_width)
+    return [
+        Part("weights", ceil(work.server_width * work.sizes.num_parameters / work.server_ranks)),
+        Part("keys and values of its share of a batch", ceil(cache / work.server_ranks)),
+    ]
+
+
+def _parts_of_rank_0(work: Workload) -> list[Part]:
+    """What the process that orchestrates has beside a shard: the engine, whole weights on their way to it, samples."""
+    parts: list[Part] = []
+    whole = FLOAT * work.sizes.num_parameters
+    if work.embedded_slots:
+        parts.append(Part("engine: weights", whole))
+        parts.append(Part("engine: keys and values", cache_bytes(work.sizes, tokens=work.embedded_slots * work.row_tokens)))
+        tied = FLOAT * work.sizes.head_parameters if work.sizes.is_tied else 0  # a copy under each name
+        parts.append(Part("weights on their way to the engine", whole + tied, on_host=True))
+    if work.batch_rows:
+        parts.append(Part("samples of a batch", SAMPLE_BYTES * work.batch_rows * work.row_tokens, on_host=True))
+    return parts
+
+
+def _of(owner: str, part: Part) -> Part:
+    return replace(part, name=f"{owner}: {part.name}")
+
+
+def largest_microbatch(work: Workload, available: int) -> int:
+    """Most tokens of a micro-batch with which every training process fits; 0 = none does.
+
+    Args:
+        available: bytes, of one GPU, or of the machine where training is on its CPU, whose processes then share it.
+    """
+
+    def fits(tokens: int) -> bool:
+        return needed_bytes(replace(work, training=replace(work.training, tokens=tokens))) <= available
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def needed_bytes(work: Workload) -> int:
+    """What has to fit: on a GPU the fullest training process, on a CPU all of them together."""
+    training = [role for role in plan_roles(work) if not role.name.startswith("each server")]
+    if work.device == "cpu":
+        return sum(role.count * role.total() for role in training)
+    return max(role.total(on_host=False) for role in training)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Transfers of one kind and how often they happen."""
+
+    name: str
+    times: int
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes that one process receives in all."""
+        return self.times * sum(transfer.size for transfer in self.transfers)
+
+    @property
+    def seconds(self) -> float:
+        """Time on the links, if nothing else happened meanwhile."""
+        return self.times * sum(transfer.seconds for transfer in self.transfers)
+
+
+def plan_traffic(work: Workload, links: Links) -> list[Traffic]:
+    """What one rank receives in an optimizer step, in the passes before it, and in a weight sync."""
+    traffic: list[Traffic] = []
+    step_tokens = work.step_rows * work.row_tokens
+    passes = count_microbatches(step_tokens, max_tokens=work.training.tokens, num_ranks=work.num_ranks)
+    models = 1 + work.has_critic
+    if work.num_ranks > 1:
+        traffic.append(Traffic("an optimizer step", passes * models, tuple(pass_traffic(work.sizes, work.training, links))))
+    if work.batch_rows:
+        tokens = work.batch_rows * work.row_tokens
+        passes = count_microbatches(tokens, max_tokens=work.training.tokens, num_ranks=work.num_ranks)
+        if work.num_ranks > 1:
+            alone = tuple(pass_traffic(work.sizes, work.training, links, with_gradient=False))
+            number = passes * (work.forward_passes + work.has_reference)
+            traffic += [Traffic("log-probs and values of a batch", number, alone)] if number else []
+            sent = work.updates_per_batch * models + work.forward_passes + work.has_reference
+            traffic.append(Traffic("rows of a batch", sent, (rows_traffic(tokens, num_ranks=work.num_ranks, links=links),)))
+        sync = sync_traffic(work.sizes, sharding=work.training.sharding, links=links, num_engines=work.num_servers, width=FLOAT)
+        traffic += [Traffic("a weight sync", 1, tuple(sync))] if sync else []
+    return [entry for entry in traffic if entry.size]
