@@ -28,6 +28,7 @@ from integration.sections import (
     EvaluationSection,
     GenerationSection,
     KLControlSection,
+    LoRASection,
     ModelSection,
     ReferenceSection,
     RewardSection,
@@ -83,6 +84,7 @@ class Config:
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     reward: RewardSection = field(default_factory=RewardSection)
     backend: BackendSection = field(default_factory=BackendSection)
+    lora: LoRASection = field(default_factory=LoRASection)
     engine: EngineSection = field(default_factory=EngineSection)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
