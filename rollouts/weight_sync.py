@@ -40,6 +40,11 @@ class _DistrustsWeights(Protocol):
     def distrust_weights(self, reason: str) -> None: ...
 
 
+@runtime_checkable
+class _ChecksEach(Protocol):
+    async def check_each(self, check: Callable[[InferenceEngine], Awaitable[None]]) -> None: ...
+
+
 @dataclass(frozen=True)
 class WeightProbe:
     """Log-probs that show an engine's outputs to be those of the new weights; from engine_parity.create_weight_probe."""
@@ -210,7 +215,9 @@ async def _check_version(engine: object, answer: Mapping[str, Any], expected: in
 
 
 async def _check_outputs(engine: object, probe: WeightProbe) -> None:
-    """Compare the log-probs that the engine gives the probe's tokens with those of the new weights."""
+    """Compare the log-probs that the engine, or each of many behind it, gives the probe's tokens with those of the new weights."""
+    if isinstance(engine, _ChecksEach):
+        return await engine.check_each(partial(_check_outputs, probe=probe))
     assert isinstance(engine, ScoresTokens), f"{type(engine).__name__} has no recompute_output_log_probs()"
     found = await engine.recompute_output_log_probs(probe.tokens, 1)
     if len(found) != len(probe.log_probs):
@@ -225,6 +232,7 @@ async def _check_outputs(engine: object, probe: WeightProbe) -> None:
         if isinstance(engine, _DistrustsWeights):
             engine.distrust_weights(reason)
         raise EngineError(reason)
+    return None
 
 
 def _describe(position: int, engine: object) -> str:

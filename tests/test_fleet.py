@@ -24,7 +24,7 @@ from rollouts.engines.protocol import WEIGHT_VERSION_FILE, GroupGeneration, InMe
 from rollouts.errors import ConfigError, EngineError, EngineRequestError, EngineStatusError
 from rollouts.testing import FakeEngine, random_answer, script_answer
 from rollouts.types import Completion, SamplingParams
-from rollouts.weight_sync import sync_weights_in_memory, sync_weights_to_engines
+from rollouts.weight_sync import WeightProbe, sync_weights_in_memory, sync_weights_to_engines
 
 PARAMS = SamplingParams(max_tokens=10)
 LONG = script_answer(range(10, 20))
@@ -579,6 +579,19 @@ async def test_each_member_is_checked_after_a_sync(autojump_clock):
     async with fleet_of(engines) as fleet:
         with pytest.raises(EngineError, match=r"1 of 3 engines .*engine 1 \(b\): it is off by 3 nats"):
             await fleet.check_each(check)
+
+
+async def test_the_probe_of_a_sync_is_answered_by_every_member(autojump_clock):
+    class Scoring(FakeEngine):
+        async def recompute_output_log_probs(self, tokens: Any, start_index: int, temperature: float = 1.0) -> tuple[float, ...]:
+            await trio.lowlevel.checkpoint()
+            return (-3.0 if self.name == "liar" else -0.5,) * (len(tokens) - start_index)
+
+    probe = WeightProbe((3, 4, 5), (-0.5, -0.5), tolerance=0.1)
+    async with fleet_of([Scoring(name="good"), Scoring(name="liar")]) as fleet:
+        with pytest.raises(EngineError, match=r"engine 1 \(liar\): it reports the new version, but its log-probs of a probe are off by"):
+            await sync_weights_in_memory([fleet], {}, 1, probe=probe)
+        assert [member.state for member in fleet.members] == [MemberState.SERVING, MemberState.DOWN]
 
 
 async def test_a_fleet_begins_with_one_version_or_not_at_all(autojump_clock):

@@ -32,6 +32,9 @@ from rollouts.errors import EngineError, EngineTimeout, raise_single_errors
 Progress = Callable[[float, str], None]
 """(seconds since the start, last line of the server's log), about once a second until the server is healthy."""
 
+OnExit = Callable[[EngineError], None]
+"""What to do when a server that was healthy ends by itself; the error says how, with the end of its log."""
+
 PORT_ATTEMPTS = 5
 POLL_S = 0.5  # between two looks whether the server is healthy, the first ones sooner
 PROGRESS_S = 1.0  # at least, between two calls of on_progress
@@ -143,7 +146,14 @@ class _Launch:
     """What launch_server does, step by step."""
 
     def __init__(
-        self, config: ServerConfig, log_path: Path, environment: Mapping[str, str], startup_s: float, grace_s: float, on_progress: Progress
+        self,
+        config: ServerConfig,
+        log_path: Path,
+        environment: Mapping[str, str],
+        startup_s: float,
+        grace_s: float,
+        on_progress: Progress,
+        on_exit: OnExit | None,
     ) -> None:
         self.log_path = log_path
         self._config = config
@@ -151,6 +161,7 @@ class _Launch:
         self._startup_s = startup_s
         self._grace_s = grace_s
         self._on_progress = on_progress
+        self._on_exit = on_exit
         self._nursery: trio.Nursery | None = None
         self._place: _Place | None = None
         self._run: _Run | None = None
@@ -284,8 +295,12 @@ class _Launch:
 
     async def _fail_on_exit(self, run: _Run) -> None:
         await run.exited.wait()
-        if not run.is_stopping:
-            raise self._describe_end(run, "while it was in use")
+        if run.is_stopping:
+            return
+        error = self._describe_end(run, "while it was in use")
+        if self._on_exit is None:
+            raise error
+        self._on_exit(error)
 
     def _describe_end(self, run: _Run, when: str) -> EngineError:
         log = read_log(self.log_path, run.log_start)
@@ -296,7 +311,7 @@ class _Launch:
     async def await_end(self) -> None:
         """After a failed request: return if the server is healthy, or does not end soon; if it ends, the watching task fails the block."""
         run = self._run
-        if run is None or run.is_stopping or not run.is_watched:
+        if run is None or run.is_stopping or not run.is_watched or self._on_exit is not None:
             return
         try:
             async with HTTPEndpoint(self.url, deadlines=HEALTH_DEADLINES) as endpoint:
@@ -314,6 +329,7 @@ async def launch_server(
     startup_s: float = 900.0,
     grace_s: float = 20.0,
     on_progress: Progress = lambda seconds, line: None,
+    on_exit: OnExit | None = None,
 ) -> AsyncGenerator[ServerProcess]:
     """Start a server, wait until it is healthy, and stop it at the end of the block.
 
@@ -327,10 +343,11 @@ async def launch_server(
         startup_s: seconds until the server must be healthy; loading a large model takes minutes.
         grace_s: seconds between SIGTERM and SIGKILL.
         on_progress: called about once a second while waiting.
+        on_exit: called with that error instead, so that the block goes on and may restart() the server.
 
     Raises: EngineError if the server does not start, or ends; EngineTimeout if it is not healthy in time.
     """
-    launch = _Launch(config, Path(log_path), environment, startup_s, grace_s, on_progress)
+    launch = _Launch(config, Path(log_path), environment, startup_s, grace_s, on_progress, on_exit)
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
             try:
