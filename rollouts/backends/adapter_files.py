@@ -183,7 +183,7 @@ def check_adapter_config(model: PreTrainedModel, config: LoRAConfig, directory: 
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     own = {
         "r": config.rank,
-        "lora_alpha": 2 * config.rank if config.alpha is None else config.alpha,
+        "lora_alpha": config.resolved_alpha,
         "use_rslora": config.use_rslora,
         "target_modules": shorten_targets(model),
     }

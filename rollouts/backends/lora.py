@@ -54,10 +54,15 @@ class LoRAConfig:
         check_setting(named, "LoRAConfig.target_modules", self.target_modules, 'a tuple of names, as ("q_proj", "v_proj")')
 
     @property
+    def resolved_alpha(self) -> float:
+        """alpha, or what None stands for; a whole number as an int, which some readers of an adapter_config.json demand."""
+        alpha = 2 * self.rank if self.alpha is None else self.alpha
+        return int(alpha) if alpha == int(alpha) else alpha
+
+    @property
     def scale(self) -> float:
         """What B A is multiplied by."""
-        alpha = 2 * self.rank if self.alpha is None else self.alpha
-        return alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+        return self.resolved_alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
@@ -79,7 +84,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
-        lora_alpha=2 * config.rank if config.alpha is None else config.alpha,
+        lora_alpha=config.resolved_alpha,
         lora_dropout=config.dropout,
         target_modules=targets,
         use_rslora=config.use_rslora,

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
-from rollouts.backends.weight_stream import stream_weights
+from rollouts.backends.weight_stream import first_names, stream_weights
 from rollouts.errors import CheckpointError
 from rollouts.model_weights import base_weights, has_adapters
 
@@ -28,9 +29,18 @@ def export_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
     """
     weights = None  # those of the model
     if has_adapters(model):
-        weights = base_weights(model) if base_alone else dict(stream_weights(model))
+        weights = base_weights(model) if base_alone else _merged_weights(model)
     cast("Any", model).save_pretrained(directory, state_dict=weights)
     finish_export(tokenizer, directory)
+
+
+def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """As the state dict of the plain model: tied weights are one tensor, which is written once."""
+    first = first_names(base_weights(model, keep_vars=True))
+    weights: dict[str, Tensor] = {}
+    for name, value in stream_weights(model):
+        weights[name] = weights.get(first[name], value)
+    return weights
 
 
 def finish_export(tokenizer: PreTrainedTokenizerBase | None, directory: Path) -> None:
