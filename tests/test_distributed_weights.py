@@ -13,19 +13,18 @@ from server_waits import PATIENCE_S, wait_for_tokens
 from transformers import AutoModelForCausalLM
 
 from rollouts.engines.distributed_weights import (
-    flatten_bucket,
+    open_http_channel,
+    open_shared_memory,
     open_weight_group,
-    pack_for_vllm,
     sglang_bucket_payload,
     sglang_group_payload,
-    vllm_group_payload,
-    vllm_update_payload,
 )
+from rollouts.engines.http import Deadlines
 from rollouts.engines.sglang import SGLangEngine
-from rollouts.engines.sglang_protocol import split_into_buckets
-from rollouts.errors import EngineError
+from rollouts.errors import BackendError, EngineError
 from rollouts.testing import FakeSGLangServer, Fault
 from rollouts.types import SamplingParams
+from rollouts.weight_plan import describe_weights, plan_weights
 
 PROMPT = (5, 9, 12, 20)
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
@@ -54,48 +53,12 @@ def test_the_body_that_lets_sglang_join_a_group():
     }
 
 
-def test_a_bucket_is_described_and_sent_as_the_bytes_of_its_tensors():
-    bucket = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.tensor(7.0)), ("c", torch.arange(8.0).reshape(2, 4).T)]
-    body = sglang_bucket_payload(bucket, "g")
-    assert (body["names"], body["dtypes"], body["shapes"]) == (["a", "b", "c"], ["float32"] * 3, [[2, 3], [], [4, 2]])
+def test_a_bucket_is_described_beside_its_bytes():
+    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7.0)}
+    body = sglang_bucket_payload(plan_weights(describe_weights(weights), 1000).buckets[0], "g")
+    assert (body["names"], body["dtypes"], body["shapes"]) == (["a", "b"], ["float32"] * 2, [[2, 3], []])
     assert (body["load_format"], body["flush_cache"], body["group_name"]) == ("flattened_bucket", False, "g")
     assert "weight_version" not in body
-    data = flatten_bucket(bucket, "cpu")
-    assert data.dtype == torch.uint8
-    parts = data.view(torch.float32).split([6, 1, 8])
-    for (_, tensor), part in zip(bucket, parts, strict=True):
-        assert part.reshape(tensor.shape).equal(tensor)
-
-
-def test_tensors_of_several_dtypes_never_share_a_bucket_where_they_would_lie_at_odd_places():
-    weights = {"a": torch.zeros(3, dtype=torch.bfloat16), "b": torch.zeros(2), "c": torch.zeros(5, dtype=torch.bfloat16)}
-    for bucket in split_into_buckets(weights, 1000):
-        assert len({tensor.dtype for _, tensor in bucket}) == 1
-
-
-def test_the_bodies_for_vllm():
-    assert vllm_group_payload("10.0.0.1", 29500, 1, 3, buffer_bytes=100, num_buffers=4) == {
-        "init_info": {
-            "master_address": "10.0.0.1",
-            "master_port": 29500,
-            "rank_offset": 1,
-            "world_size": 3,
-            "packed": True,
-            "packed_buffer_size_bytes": 100,
-            "packed_num_buffers": 4,
-        }
-    }
-    weights = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
-    assert vllm_update_payload(weights) == {
-        "update_info": {"names": ["a", "b"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], [4]]}
-    }
-
-
-def test_buffers_for_vllm_are_full_when_they_hold_more_than_their_size():
-    weights = {name: torch.zeros(size, dtype=torch.uint8) for name, size in (("a", 60), ("b", 40), ("c", 1), ("d", 500), ("e", 3))}
-    assert pack_for_vllm(weights, 100) == [["a", "b", "c"], ["d"], ["e"]]
-    assert pack_for_vllm(weights, 10_000) == [["a", "b", "c", "d", "e"]]
-    assert pack_for_vllm({}, 100) == []
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "abort"])
@@ -181,3 +144,129 @@ async def test_a_server_that_dies_in_a_broadcast_leaves_the_others_with_known_we
             await group.update_weights(dict(new.state_dict()), 1)
             for engine in (first, second):
                 assert (await engine.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(new)
+
+
+@pytest.mark.parametrize("open_channel", [open_shared_memory, open_http_channel])
+async def test_servers_of_this_machine_get_weights_without_a_group(directory, open_channel):
+    model = create_endless_model(1)
+    async with (
+        FakeSGLangServer(directory) as one,
+        FakeSGLangServer(directory) as two,
+        SGLangEngine(one.url) as first,
+        SGLangEngine(two.url) as second,
+        open_channel([first, second], bucket_bytes=5000) as channel,
+    ):
+        answers = await channel.update_weights(dict(model.state_dict()), 5)
+        assert [answer["weight_version"] for answer in answers] == [5, 5]
+        assert await first.compute_checksum() == await second.compute_checksum()
+        completion = await second.generate(PROMPT, GREEDY)
+        assert (completion.output_tokens, set(completion.output_versions)) == (expected_tokens(model), {5})
+        buckets = [request for request in one.received if request.path == "/update_weights_from_tensor"]
+        assert len(buckets) == len(plan_weights(describe_weights(model.state_dict()), 5000).buckets)
+        if open_channel is open_shared_memory:
+            assert max(len(request.body) for request in buckets) < 5000, "handles travel, not weights"
+
+
+async def test_a_server_that_hangs_is_named_with_its_deadline(directory):
+    old = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    async with (
+        FakeSGLangServer(directory) as one,
+        FakeSGLangServer(directory) as two,
+        SGLangEngine(one.url, name="the first") as first,
+        SGLangEngine(two.url, name="the second", deadlines=Deadlines(sync_s=0.5)) as second,
+        open_weight_group([first, second], backend="gloo", bucket_bytes=5000) as group,
+    ):
+        two.add_fault(Fault("hang", "/update_weights_from_distributed", after=2))
+        with trio.fail_after(PATIENCE_S), pytest.raises(EngineError, match=r"the second.*0\.5 s.*the first has weight version 0") as caught:
+            await group.update_weights(dict(create_endless_model(1).state_dict()), 1)
+        assert "the second has weight version 0" in str(caught.value)
+        for engine in (first, second):
+            after = await engine.generate(PROMPT, GREEDY)
+            assert (after.output_tokens, set(after.output_versions)) == (expected_tokens(old), {0})
+
+
+async def test_a_server_that_refuses_a_bucket_and_cannot_go_back_generates_no_more_until_a_sync_from_the_disk(directory, tmp_path):
+    new = create_endless_model(1)
+    new.save_pretrained(tmp_path)
+    (tmp_path / "weight_version.json").write_text('{"weight_version": 2}')
+    async with (
+        FakeSGLangServer(directory) as one,
+        FakeSGLangServer(directory) as two,
+        SGLangEngine(one.url, name="the first") as first,
+        SGLangEngine(two.url, name="the second") as second,
+        open_shared_memory([first, second], bucket_bytes=5000) as channel,
+    ):
+        two.add_fault(Fault("status", "/update_weights_from_tensor", after=2, status=400, body='{"success": false, "message": "no room"}'))
+        two.add_fault(Fault("status", "/update_weights_from_disk", status=400, body='{"success": false, "message": "disk gone"}'))
+        with pytest.raises(EngineError, match=r"no room.*the first has weight version 0; the second has weights that are not known"):
+            await channel.update_weights(dict(new.state_dict()), 1)
+        with pytest.raises(EngineError, match="cannot be used"):
+            await second.generate(PROMPT, GREEDY)
+        for engine in (first, second):
+            await engine.update_weights_from_checkpoint(tmp_path)
+            assert (await engine.generate(PROMPT, GREEDY)).output_versions == (2,) * 9
+        answers = await channel.update_weights(dict(create_endless_model(2).state_dict()), 3)
+        assert [answer["weight_version"] for answer in answers] == [3, 3], "this way is whole again"
+
+
+async def test_a_server_that_confirms_another_version_is_not_believed(directory):
+    async with (
+        FakeSGLangServer(directory) as one,
+        SGLangEngine(one.url) as first,
+        open_weight_group([first], backend="gloo") as group,
+    ):
+        one.add_fault(Fault("status", "/model_info", status=200, body='{"model_path": "m", "weight_version": "7"}'))
+        with pytest.raises(EngineError, match="it reports '7'"):
+            await group.update_weights(dict(create_endless_model(1).state_dict()), 1)
+        assert set((await first.generate(PROMPT, GREEDY)).output_versions) == {0}
+
+
+async def test_a_trainer_that_fails_between_two_buckets_leaves_the_old_weights(directory):
+    old = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    weights = dict(create_endless_model(1).state_dict())
+
+    async def read(bucket):
+        await trio.lowlevel.checkpoint()
+        if bucket.index == 3:
+            raise BackendError("rank 1 is gone")
+        return {name: weights[name] for name in bucket.names}
+
+    async with FakeSGLangServer(directory) as one, SGLangEngine(one.url) as first:
+        async with open_weight_group([first], backend="gloo", bucket_bytes=5000) as group:
+            with trio.fail_after(PATIENCE_S), pytest.raises(BackendError, match="rank 1 is gone") as caught:
+                await group.send_weights(describe_weights(weights), read, 1)
+            assert "has weight version 0" in "".join(caught.value.__notes__)
+        after = await first.generate(PROMPT, GREEDY)
+        assert (after.output_tokens, set(after.output_versions)) == (expected_tokens(old), {0})
+
+
+async def test_at_most_two_buckets_are_held_and_none_is_read_before_every_server_is_ready(directory):
+    weights = dict(create_endless_model(1).state_dict())
+    read_at = []
+
+    async def read(bucket):
+        await trio.lowlevel.checkpoint()
+        read_at.append((bucket.index, one.count("/update_weights_from_distributed"), two.count("/begin_weight_update")))
+        return {name: weights[name] for name in bucket.names}
+
+    async with (
+        FakeSGLangServer(directory) as one,
+        FakeSGLangServer(directory) as two,
+        SGLangEngine(one.url) as first,
+        SGLangEngine(two.url) as second,
+        open_weight_group([first, second], backend="gloo", bucket_bytes=5000) as group,
+    ):
+        await group.send_weights(describe_weights(weights), read, 1)
+    assert read_at[0] == (0, 0, 1)
+    assert all(taken in (index - 1, index) for index, taken, _ in read_at[1:])
+    assert len(read_at) > 10
+
+
+async def test_weights_travel_in_the_precision_of_the_servers(directory):
+    model = create_endless_model(1)
+    async with FakeSGLangServer(directory) as one, SGLangEngine(one.url, allow_cast=True) as first:
+        async with open_weight_group([first], backend="gloo", dtype="bfloat16") as group:
+            await group.update_weights(dict(model.state_dict()), 1)
+        (body,) = [request.json() for request in one.received if request.path == "/update_weights_from_distributed"]
+        assert set(body["dtypes"]) == {"bfloat16"}
+        assert (await first.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(model.bfloat16().float())

@@ -36,7 +36,6 @@ from rollouts.engines.sglang_protocol import (
     sglang_payload,
     sglang_sampling_params,
     sglang_tensor_payload,
-    split_into_buckets,
 )
 from rollouts.errors import EngineError, EngineProtocolError
 from rollouts.testing import FakeSGLangServer, Fault
@@ -342,18 +341,6 @@ def test_a_bucket_of_tensors_is_a_plain_pickle_without_the_storage_around_a_view
     assert (body["flush_cache"], "weight_version" in body) == (False, False)
     last = sglang_tensor_payload([("a", whole[:1])], 1, is_last=True, label="7")
     assert (last["flush_cache"], last["weight_version"]) == (True, "7")
-
-
-def test_buckets_are_bounded_and_of_one_dtype():
-    weights = {f"w{i}": torch.zeros(10, dtype=torch.bfloat16 if i % 3 == 0 else torch.float32) for i in range(9)}
-    weights["large"] = torch.zeros(1000)
-    buckets = split_into_buckets(weights, 100)
-    assert sorted(name for bucket in buckets for name, _ in bucket) == sorted(weights)
-    for bucket in buckets:
-        assert len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 100
-        assert len({t.dtype for _, t in bucket}) == 1
-    assert max(len(bucket) for bucket in buckets) > 1
-    assert split_into_buckets({}, 100) == []
 
 
 # -- the engine, against a server on loopback with a real model

@@ -32,6 +32,7 @@ from rollouts.errors import EngineError, EngineProtocolError, EngineTimeout
 from rollouts.logprobs import gather_log_probs
 from rollouts.testing import FakeVLLMServer, Fault, create_tiny_model
 from rollouts.types import Completion, SamplingParams
+from rollouts.weight_plan import describe_weights
 
 RECORDINGS = load_recordings("vllm")
 
@@ -778,17 +779,18 @@ async def test_weights_can_be_brought_in_another_way_while_requests_run(model_pa
         async def generate() -> None:
             found.append(await engine.generate(PROMPT, SamplingParams(max_tokens=12)))
 
+        specs = describe_weights(model.state_dict())
         async with HTTPEndpoint(server.url) as raw:
             await raw.post_json("/init_weight_transfer_engine", {"init_info": {"reference": None}}, kind="sync")
         with pytest.raises(EngineError, match=r"was not given new weights.*missing: model\.norm\.weight"):
-            await engine.update_weights_with(load, {n: t for n, t in model.state_dict().items() if n != "model.norm.weight"}, 5)
+            await engine.update_weights_with(load, [spec for spec in specs if spec.name != "model.norm.weight"], 5)
         assert server.count("/pause") == 0
         server.scheduler.hold_tokens(5)
         with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(generate)
                 await wait_for_tokens(server, 5)
-                answer = await engine.update_weights_with(load, dict(model.state_dict()), 5)
+                answer = await engine.update_weights_with(load, specs, 5)
         assert await engine.get_weight_version() == answer["weight_version"] == 5
     assert sorted(completion.output_versions for completion in found) == [(0,) * 5 + (5,) * 7, (5,) * 12]
     for completion in found:
@@ -803,7 +805,7 @@ async def test_on_a_cpu_weights_in_memory_need_the_output_head(model_path: Path)
     weights = {name: tensor for name, tensor in create_model(1).state_dict().items() if name != "lm_head.weight"}
     async with FakeVLLMServer(model_path, device="cpu") as server, open_engine(server) as engine:
         with pytest.raises(EngineError, match=r"no lm_head\.weight, and on a CPU vLLM would go on with the old one"):
-            await engine.update_weights_with(load, weights, 5)
+            await engine.update_weights_with(load, describe_weights(weights), 5)
         assert server.count("/pause") == 0
 
 

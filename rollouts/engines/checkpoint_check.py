@@ -12,13 +12,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
 from rollouts.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from rollouts.weight_plan import WeightSpec
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 """Name, size in bytes and time of change in ns of each file of weights in a directory."""
@@ -104,11 +102,11 @@ def check_checkpoint(path: Path, reference: CheckpointLayout | None, *, allow_ca
     return found
 
 
-def check_tensors(weights: Mapping[str, Tensor], reference: CheckpointLayout | None, *, allow_cast: bool = False) -> None:
-    """check_checkpoint for weights in memory."""
-    names = dict(_TORCH_DTYPES)
-    found = {name: TensorLayout(tuple(tensor.shape), names.get(str(tensor.dtype), str(tensor.dtype))) for name, tensor in weights.items()}
-    _check_layout(found, reference, allow_cast, "the mapping of weights")
+def check_tensors(specs: Sequence[WeightSpec], reference: CheckpointLayout | None, *, allow_cast: bool = False) -> None:
+    """check_checkpoint for weights that come from memory."""
+    names = {torch.removeprefix("torch."): name for torch, name in _TORCH_DTYPES}
+    found = {spec.name: TensorLayout(spec.shape, names.get(spec.dtype, spec.dtype)) for spec in specs}
+    _check_layout(found, reference, allow_cast, "the set of weights")
 
 
 def expect_dtype(layout: CheckpointLayout, dtype: str) -> CheckpointLayout:

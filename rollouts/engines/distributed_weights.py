@@ -1,44 +1,40 @@
-"""New weights straight into the memory of inference servers, over a process group of the trainer (rank 0) and all processes of all servers.
+"""New weights straight into the memory of SGLang servers: over a process group, through memory that both can see, or over HTTP.
 
     async with open_weight_group(engines, backend="nccl", master_address="10.0.0.1") as group:
         await group.update_weights(weights, weight_version=7)
 
-Each tensor travels once to all servers together. SGLang is driven here; its package is not needed. Gloo over CPUs is what the tests run,
-against the real server. NCCL takes the same path with another class of torch.distributed and was never run on a GPU by this project.
-
-vLLM takes weights over NCCL only, through communicators that its own package makes on the trainer's side. Here are the bodies of its routes
-(vllm_*) and the buffers that it expects; they are checked as values, and were not run either.
+In a group each tensor travels once to all servers together; SGLang's package is not needed. Gloo over CPUs is what the tests run, against
+the real server. NCCL takes the same path with another class of torch.distributed and was never run on a GPU by this project.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
 import torch
-import torch.distributed
 import trio
 from torch import Tensor
 
+from rollouts.engines.cuda_ipc import SharedBucket, SharedMemorySender, serialize_handles
 from rollouts.engines.sglang import SGLangEngine
-from rollouts.engines.sglang_protocol import split_into_buckets
+from rollouts.engines.sglang_protocol import sglang_tensor_payload
 from rollouts.engines.sglang_weights import SGLangWeights
+from rollouts.engines.torch_groups import GroupBackend, GroupSender, open_rendezvous
+from rollouts.engines.weight_transfer import BucketRounds, Receiver, WeightTransfer
 from rollouts.errors import EngineError, raise_single_errors
+from rollouts.weight_plan import Bucket, WeightSpec, cast_bucket
 
-GroupBackend = Literal["nccl", "gloo"]
+LEAVE_S = 10.0
+"""Most time for leaving a group, of a server or the trainer."""
 
-Bucket = Sequence[tuple[str, Tensor]]
-"""Named tensors of one dtype that travel as one."""
+_TENSORS = "/update_weights_from_tensor"
 
-_LEAVE_S = 10.0
-_OTHERS_S = 1.0  # that a server has to say itself what went wrong, before a broadcast that failed is all that is known
-
-
-# -- bodies of routes, pure
+CreateBody: TypeAlias = Callable[[Bucket, Any], Mapping[str, Any]]
+"""(bucket, what the sender prepared for it) -> the body of the route that takes it."""
 
 
 def sglang_group_payload(
@@ -56,190 +52,49 @@ def sglang_group_payload(
 
 
 def sglang_bucket_payload(bucket: Bucket, group_name: str) -> dict[str, Any]:
-    """The body of SGLang's /update_weights_from_distributed for a bucket that is broadcast by flatten_bucket.
+    """The body of SGLang's /update_weights_from_distributed for a bucket whose bytes are broadcast.
 
     Neither the cache is flushed nor the label set: both follow when the last bucket is there.
     """
     return {
-        "names": [name for name, _ in bucket],
-        "dtypes": [_dtype_name(tensor) for _, tensor in bucket],
-        "shapes": [list(tensor.shape) for _, tensor in bucket],
+        "names": list(bucket.names),
+        "dtypes": [spec.dtype for spec in bucket.specs],
+        "shapes": [list(spec.shape) for spec in bucket.specs],
         "group_name": group_name,
         "load_format": "flattened_bucket",
         "flush_cache": False,
     }
 
 
-def flatten_bucket(bucket: Bucket, device: torch.device | str) -> Tensor:
-    """The bytes of all tensors of a bucket, one after the other: # [bytes] uint8."""
-    return torch.cat([tensor.detach().to(device).contiguous().flatten().view(torch.uint8) for _, tensor in bucket])
-
-
-def vllm_group_payload(
-    master_address: str, master_port: int, rank_offset: int, world_size: int, *, buffer_bytes: int = 2**30, num_buffers: int = 2
-) -> dict[str, Any]:
-    """The body of vLLM's /init_weight_transfer_engine, for a server with --weight-transfer-config '{"backend": "nccl"}'. Packed buffers.
+def create_sglang_receiver(
+    engine: SGLangEngine, route: str, create_body: CreateBody, *, leave: Callable[[], Awaitable[None]] | None = None
+) -> Receiver:
+    """How an SGLang server takes part in a transfer.
 
     Args:
-        rank_offset: of the server's first process; the trainer is rank 0.
+        route: that takes one bucket.
+        leave: called when the server did not take a bucket, so that nobody waits for it.
     """
-    return {
-        "init_info": {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "packed": True,
-            "packed_buffer_size_bytes": buffer_bytes,
-            "packed_num_buffers": num_buffers,
-        }
-    }
 
-
-def vllm_update_payload(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The body of vLLM's /update_weights, which stands between /start_weight_update and /finish_weight_update, for all weights at once."""
-    return {
-        "update_info": {
-            "names": list(weights),
-            "dtype_names": [_dtype_name(tensor) for tensor in weights.values()],
-            "shapes": [list(tensor.shape) for tensor in weights.values()],
-        }
-    }
-
-
-def pack_for_vllm(weights: Mapping[str, Tensor], buffer_bytes: int) -> list[list[str]]:
-    """Names of the tensors in each of vLLM's packed buffers: each takes tensors in their order until it holds more than buffer_bytes."""
-    buffers: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in weights.items():
-        if size > buffer_bytes:
-            buffers.append([])
-            size = 0
-        buffers[-1].append(name)
-        size += tensor.nbytes
-    return [names for names in buffers if names]
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-# -- SGLang
-
-
-class WeightGroup:
-    """The trainer's end of a group, made by open_weight_group."""
-
-    def __init__(self, engines: Sequence[SGLangEngine], name: str, process_group: Any, device: torch.device, bucket_bytes: int) -> None:
-        self._engines = engines
-        self._name = name
-        self._process_group: Any = process_group  # None once it broke or was closed
-        self._device = device
-        self._bucket_bytes = bucket_bytes
-        self._is_broken = False
-
-    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> list[Mapping[str, Any]]:
-        """Replace the weights of all engines. What runs goes on or is sent again, as each engine was told.
-
-        Args:
-            weights: by parameter name, on any device; must not be written to meanwhile.
-
-        Returns: what each engine answers to update_weights_from_checkpoint, in the order of the engines.
-        Raises: EngineError. What does not fit the model is not sent. After a failure on the way the group is of no more use, and engines
-            whose weights are not known refuse to generate until they get others.
-        """
-        if self._process_group is None:
-            raise EngineError(f"the weight group {self._name} broke in an earlier update, or was closed: open a new one")
-        for engine in self._engines:
-            engine.check_weights(weights)
-        buckets = split_into_buckets(weights, self._bucket_bytes)
-        meeting = _Meeting(len(self._engines))
-        answers: dict[int, Mapping[str, Any]] = {}
-        failures: list[EngineError] = []
-
-        async def update(i: int) -> None:
-            load = partial(self._receive, buckets=buckets, meeting=meeting)
-            try:
-                answers[i] = await self._engines[i].update_weights_with(load, weights, weight_version)
-            except EngineError as error:
-                failures.append(error)
-                nursery.cancel_scope.cancel()
-
-        async def broadcast() -> None:
-            try:
-                await self._broadcast(buckets, meeting)
-            except EngineError as error:
-                failures.append(error)
-                nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for i in range(len(self._engines)):
-                nursery.start_soon(update, i)
-            nursery.start_soon(broadcast)
-        if failures:
-            raise EngineError(
-                f"weight version {weight_version} did not reach all {len(self._engines)} servers of a group: {failures[0]}"
-            ) from failures[0]
-        return [answers[i] for i in range(len(self._engines))]
-
-    async def _receive(self, routes: SGLangWeights, label: str, *, buckets: Sequence[Bucket], meeting: _Meeting) -> None:
-        """One server's part. Nothing is broadcast before every server is paused and ready."""
+    async def receive(routes: SGLangWeights, label: str, rounds: BucketRounds) -> None:
         async with routes.open_session():
-            meeting.arrive()
-            await meeting.complete.wait()
-            try:
-                for bucket in buckets:
-                    await routes.update("/update_weights_from_distributed", sglang_bucket_payload(bucket, self._name))
-            except EngineError:
-                self._is_broken = True
-                with trio.move_on_after(_LEAVE_S, shield=True), suppress(EngineError):
-                    await routes.update("/destroy_weights_update_group", {"group_name": self._name})  # which ends a broadcast to it
-                raise
+            for bucket in rounds.plan.buckets:
+                parcel = await rounds.take(bucket)
+                try:
+                    await routes.update(route, create_body(bucket, parcel))
+                except EngineError:
+                    if leave is not None:
+                        with trio.move_on_after(LEAVE_S, shield=True), suppress(EngineError):
+                            await leave()
+                    raise
+            await rounds.finish()
         await routes.flush()
         await routes.write_label(label)
 
-    async def _broadcast(self, buckets: Sequence[Bucket], meeting: _Meeting) -> None:
-        await meeting.complete.wait()
-        options = torch.distributed.BroadcastOptions()
-        options.rootRank = 0
+    async def update(rounds: BucketRounds, specs: Sequence[WeightSpec], weight_version: int) -> Mapping[str, Any]:
+        return await engine.update_weights_with(partial(receive, rounds=rounds), specs, weight_version)
 
-        def broadcast(bucket: Bucket) -> None:
-            data = flatten_bucket(bucket, self._device)
-            self._process_group.broadcast([data], options).wait()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-
-        is_over = False
-        try:
-            for bucket in buckets:
-                # not abandoned when cancelled: it ends when all servers have the bucket, when one of them is gone, or when its time is over
-                await trio.to_thread.run_sync(broadcast, bucket)
-            is_over = True
-        except RuntimeError as error:
-            if not self._is_broken:
-                await trio.sleep(_OTHERS_S)
-                raise EngineError(f"the weights could not be broadcast to the servers in the group {self._name}: {error}") from error
-        finally:
-            if not is_over:
-                self.close()
-
-    def close(self) -> None:
-        """Leave the group, while nothing is broadcast. A server that waits for a broadcast stops waiting as the connections close."""
-        self._process_group = None
-
-
-class _Meeting:
-    """Where a number of tasks wait for one another, once."""
-
-    def __init__(self, num_tasks: int) -> None:
-        self._num_missing = num_tasks
-        self.complete = trio.Event()
-
-    def arrive(self) -> None:
-        """One more is there."""
-        self._num_missing -= 1
-        if self._num_missing == 0:
-            self.complete.set()
+    return Receiver(engine.name, engine.check_weights, update, engine.describe_weights)
 
 
 @asynccontextmanager
@@ -251,7 +106,8 @@ async def open_weight_group(
     device: torch.device | str | None = None,
     timeout_s: float = 120.0,
     bucket_bytes: int = 2**28,
-) -> AsyncGenerator[WeightGroup]:
+    dtype: str | None = None,
+) -> AsyncGenerator[WeightTransfer]:
     """A process group of this process and all processes of the engines' servers, for as long as the block is open.
 
     Args:
@@ -259,85 +115,148 @@ async def open_weight_group(
         master_address: of this machine, as the servers see it. The port is chosen.
         device: that tensors are broadcast from; default: the current GPU for nccl, the CPU for gloo.
         timeout_s: until all have joined, and of one broadcast.
-        bucket_bytes: that travel at a time, and are needed on the device besides the weights.
+        bucket_bytes: that travel at a time, and are needed twice on the device besides the weights.
+        dtype: see WeightTransfer.
 
+    Yields: a WeightChannel. After a failure on the way the group is of no more use, and engines whose weights are not known refuse to
+        generate until they get others.
     Raises: EngineError if a server does not join.
     """
     assert engines, "a weight group needs at least one engine"
     name = f"rollouts-{uuid.uuid4().hex}"
     num_ranks = [engine.tensor_parallel_size for engine in engines]
-    world_size = 1 + sum(num_ranks)
     where = torch.device(device if device is not None else "cuda" if backend == "nccl" else "cpu")
-    # connected before any server is asked: a server may refuse before this process, which would then look for a store that is gone
-    stores = list(await trio.to_thread.run_sync(partial(_create_stores, master_address, world_size, timeout_s)))
-    port, own_store = stores[0].port, stores.pop()
-    joined: list[SGLangEngine] = []
-    process_groups: list[Any] = []  # at most this one
+    rendezvous = await open_rendezvous(master_address, backend, name, 1 + sum(num_ranks), timeout_s)
+    offsets = [1 + sum(num_ranks[:i]) for i in range(len(engines))]
+
+    async def join(engine: SGLangEngine, offset: int) -> None:
+        await engine.join_weight_group(sglang_group_payload(master_address, rendezvous.port, offset, rendezvous.world_size, name, backend))
+
+    joins = [partial(join, engine, offset) for engine, offset in zip(engines, offsets, strict=True)]
+    leaves = [partial(engine.leave_weight_group, name) for engine in engines]
+    async with open_membership(joins, leaves, rendezvous.join) as process_group:
+        receivers = [
+            create_sglang_receiver(
+                engine, "/update_weights_from_distributed", lambda bucket, _: sglang_bucket_payload(bucket, name), leave=leave
+            )
+            for engine, leave in zip(engines, leaves, strict=True)
+        ]
+        transfer = WeightTransfer(receivers, GroupSender(process_group, where, timeout_s), bucket_bytes=bucket_bytes, dtype=dtype)
+        del process_group
+        try:
+            yield transfer
+        finally:
+            with trio.CancelScope(shield=True):
+                await _leave_all(leaves)
+            transfer.close()
+
+
+@asynccontextmanager
+async def open_shared_memory(
+    engines: Sequence[SGLangEngine],
+    devices: Sequence[torch.device | str] = ("cpu",),
+    *,
+    bucket_bytes: int = 2**28,
+    dtype: str | None = None,
+) -> AsyncGenerator[WeightTransfer]:
+    """Weights through memory that this process and the servers' share, on one machine: on GPUs by CUDA IPC.
+
+    Args:
+        engines: entered.
+        devices: where buckets are written: the GPU of each tensor parallel rank, or one for all ranks, which then copy from it.
+        bucket_bytes: that are shared at a time, and needed twice on each device.
+        dtype: see WeightTransfer.
+
+    Yields: a WeightChannel.
+    """
+
+    def create_body(engine: SGLangEngine, bucket: Bucket, shared: SharedBucket) -> Mapping[str, Any]:
+        return {"serialized_named_tensors": serialize_handles(bucket, shared, engine.tensor_parallel_size), "flush_cache": False}
+
+    sender = SharedMemorySender([torch.device(device) for device in devices])
+    receivers = [create_sglang_receiver(engine, _TENSORS, partial(create_body, engine)) for engine in engines]
+    try:
+        yield WeightTransfer(receivers, sender, bucket_bytes=bucket_bytes, dtype=dtype)
+    finally:
+        sender.give_up()
+
+
+class _HTTPSender:
+    """Weights inside of the requests: slow, but from any machine to any other, and nothing has to be joined."""
+
+    wants_device = False
+    is_usable = True
+
+    async def prepare(self, bucket: Bucket, tensors: Mapping[str, Tensor]) -> str:
+        """A pickle of the tensors, in base64."""
+        named = list(cast_bucket(bucket, tensors).items())
+        body = await trio.to_thread.run_sync(partial(sglang_tensor_payload, named, 1, is_last=False, label=None))
+        return body["serialized_named_tensors"][0]
+
+    async def transmit(self, parcel: str) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def give_up(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def open_http_channel(
+    engines: Sequence[SGLangEngine], *, bucket_bytes: int = 32 * 2**20, dtype: str | None = None
+) -> AsyncGenerator[WeightTransfer]:
+    """Weights inside of HTTP requests, each server getting its own copy. Arguments as of open_shared_memory. Yields: a WeightChannel."""
+
+    def create_body(engine: SGLangEngine, bucket: Bucket, text: str) -> Mapping[str, Any]:
+        return {"serialized_named_tensors": [text] * engine.tensor_parallel_size, "flush_cache": False}
+
+    receivers = [create_sglang_receiver(engine, _TENSORS, partial(create_body, engine)) for engine in engines]
+    await trio.lowlevel.checkpoint()
+    yield WeightTransfer(receivers, _HTTPSender(), bucket_bytes=bucket_bytes, dtype=dtype)
+
+
+@asynccontextmanager
+async def open_membership(
+    joins: Sequence[Callable[[], Awaitable[None]]], leaves: Sequence[Callable[[], Awaitable[None]]], join_here: Callable[[], Awaitable[Any]]
+) -> AsyncGenerator[Any]:
+    """Let servers and this process join a group at the same time.
+
+    Args:
+        joins: of each server; returns when all members are there.
+        leaves: of the same servers; called for those that joined, if the others did not.
+        join_here: this process's part.
+
+    Yields: what join_here returns.
+    Raises: EngineError of whoever could not join.
+    """
+    joined: list[Callable[[], Awaitable[None]]] = []
+    groups: list[Any] = []
 
     async def join(i: int) -> None:
-        offset = 1 + sum(num_ranks[:i])
-        await engines[i].join_weight_group(sglang_group_payload(master_address, port, offset, world_size, name, backend))
-        joined.append(engines[i])
+        await joins[i]()
+        joined.append(leaves[i])
 
-    async def join_here(nursery: trio.Nursery) -> None:
-        create = partial(_create_process_group, backend, own_store, name, world_size, timeout_s)
-        try:
-            process_groups.append(await trio.to_thread.run_sync(create))
-        except RuntimeError as error:
-            if not stores:
-                return  # given up already, for a reason that is raised elsewhere
-            raise EngineError(f"the {backend} group of trainer and servers did not come about: {error}") from error
-        nursery.cancel_scope.cancel()
+    async def meet() -> None:
+        groups.append(await join_here())
 
-    async def hold_store() -> None:
-        """Without the store, whoever waits in it for the others gives up at once."""
-        try:
-            await trio.sleep_forever()
-        finally:
-            if not process_groups:
-                stores.clear()
-
-    group: WeightGroup | None = None
     try:
         with raise_single_errors():
             async with trio.open_nursery() as nursery:
-                for i in range(len(engines)):
+                for i in range(len(joins)):
                     nursery.start_soon(join, i)
-                async with trio.open_nursery() as inner:
-                    inner.start_soon(hold_store)
-                    inner.start_soon(join_here, inner)
-        group = WeightGroup(engines, name, process_groups.pop(), where, bucket_bytes)
-        yield group
-    finally:
-        with trio.move_on_after(_LEAVE_S, shield=True):
-            async with trio.open_nursery() as nursery:
-                for engine in joined:
-                    nursery.start_soon(_leave, engine, name)
-        if group is not None:
-            group.close()
+                nursery.start_soon(meet)
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            await _leave_all(joined)
+        raise
+    yield groups.pop()
 
 
-async def _leave(engine: SGLangEngine, name: str) -> None:
-    with suppress(EngineError):  # a server that is gone has left
-        await engine.leave_weight_group(name)
+async def _leave_all(leaves: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    async def leave(one: Callable[[], Awaitable[None]]) -> None:
+        with suppress(EngineError):  # a server that is gone has left
+            await one()
 
-
-def _create_stores(address: str, world_size: int, timeout_s: float) -> tuple[Any, Any]:
-    """The place where the members of a group find one another, and a connection to it."""
-    distributed: Any = torch.distributed
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        master = distributed.TCPStore(address, 0, world_size, True, timeout, wait_for_workers=False)
-        return master, distributed.TCPStore(address, master.port, world_size, False, timeout, wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
-        raise EngineError(f"this process cannot be reached as {address}: {error}. Give the master_address of this machine") from error
-
-
-def _create_process_group(backend: GroupBackend, store: Any, name: str, world_size: int, timeout_s: float) -> Any:
-    """Rank 0 of a group, apart from torch.distributed's default group, which the trainer may have for itself."""
-    distributed: Any = torch.distributed
-    # the prefixes under which a server that makes a group of this name looks for the others
-    device = "cuda" if backend == "nccl" else "cpu"
-    prefixed = distributed.PrefixStore(f"{device}/", distributed.PrefixStore(f"{name}/", distributed.PrefixStore(name, store)))
-    group_class = distributed.ProcessGroupNCCL if backend == "nccl" else distributed.ProcessGroupGloo
-    return group_class(prefixed, 0, world_size, timedelta(seconds=timeout_s))
+    with trio.move_on_after(LEAVE_S):
+        async with trio.open_nursery() as nursery:
+            for one in leaves:
+                nursery.start_soon(leave, one)

@@ -41,13 +41,13 @@ from rollouts.engines.sglang_protocol import (
     prompt_log_probs_payload,
     sglang_payload,
     sglang_sampling_params,
-    split_into_buckets,
 )
 from rollouts.engines.sglang_weights import SGLangWeights
 from rollouts.engines.weight_transaction import ServedDirectory, ServerControls, WeightTransaction
 from rollouts.errors import CheckpointError, EngineError, EngineProtocolError, EngineRequestError, raise_single_errors
 from rollouts.samples import derive_seed
 from rollouts.types import Completion, SamplingParams
+from rollouts.weight_plan import WeightSpec, describe_weights, plan_weights
 
 _ABORTS_AT_ONCE = 16
 
@@ -312,23 +312,25 @@ class SGLangEngine:
 
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
         """Send the weights over HTTP, in buckets; the server needs no access to a disk of ours. Returns and raises as above."""
-        buckets, num_ranks = split_into_buckets(weights, self._bucket_bytes), self.tensor_parallel_size
-        send = partial(SGLangWeights.send_tensors, num_ranks=num_ranks, buckets=buckets)
-        return await self.update_weights_with(send, weights, weight_version)
+        specs = describe_weights(weights)
+        send = partial(
+            SGLangWeights.send_tensors, num_ranks=self.tensor_parallel_size, plan=plan_weights(specs, self._bucket_bytes), weights=weights
+        )
+        return await self.update_weights_with(send, specs, weight_version)
 
     async def update_weights_with(
-        self, load: Callable[[SGLangWeights, str], Awaitable[None]], weights: Mapping[str, Tensor], weight_version: int
+        self, load: Callable[[SGLangWeights, str], Awaitable[None]], specs: Sequence[WeightSpec], weight_version: int
     ) -> Mapping[str, Any]:
         """Let `load` bring weights to the paused server, for instance over a process group. Returns and raises as above.
 
         Args:
             load: with the server's routes and the label of the weights, which it has to set (write_label, or a field of the last request).
-            weights: for their names, shapes and dtypes, which are checked first: what does not fit kills the server.
+            specs: of all weights, which are checked first: what does not fit kills the server.
         """
-        self.check_weights(weights)
+        self.check_weights(specs)
         return await self._get_weights().load_with(partial(load, self._routes), weight_version)
 
-    def check_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def check_weights(self, specs: Sequence[WeightSpec]) -> None:
         """Raise EngineError for weights that the server could not take from memory."""
         server = self._get_facts()
         if server.data_parallel_size > 1:
@@ -336,9 +338,13 @@ class SGLangEngine:
                 f"{self.name} runs {server.data_parallel_size} data parallel replicas, which take no tensors: use a checkpoint directory"
             )
         try:
-            check_tensors(weights, self._reference, allow_cast=self._allow_cast)
+            check_tensors(specs, self._reference, allow_cast=self._allow_cast)
         except CheckpointError as error:
             raise EngineError(f"{self.name} was not given new weights: {error}") from error
+
+    def describe_weights(self) -> str:
+        """Which weights the server has, as the end of a sentence about it."""
+        return self._get_weights().describe()
 
     def distrust_weights(self, reason: str) -> None:
         """The server does not have the weights that it says: fail requests until an update succeeds."""

@@ -167,20 +167,6 @@ def sglang_tensor_payload(
     return body
 
 
-def split_into_buckets(weights: Mapping[str, Tensor], max_bytes: int) -> list[list[tuple[str, Tensor]]]:
-    """Weights in consecutive buckets of one dtype and at most max_bytes each; a larger tensor stands alone."""
-    assert max_bytes >= 1, f"max_bytes is {max_bytes}, expected at least 1"
-    buckets: list[list[tuple[str, Tensor]]] = []
-    size = 0
-    for name, tensor in sorted(weights.items(), key=lambda item: str(item[1].dtype)):  # a stable sort: the order within a dtype stays
-        if not buckets or size + tensor.nbytes > max_bytes or buckets[-1][0][1].dtype != tensor.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append((name, tensor))
-        size += tensor.nbytes
-    return buckets
-
-
 @dataclass(frozen=True)
 class SGLangServer:
     """A server's facts, and those that only SGLang has."""

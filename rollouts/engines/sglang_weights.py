@@ -6,7 +6,7 @@ so that each log-prob is that of a full forward pass. Paused by "abort", they co
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 from rollouts.engines.http import HTTPEndpoint
 from rollouts.engines.sglang_protocol import PauseMode, is_updated_but_not_flushed, parse_update_answer, sglang_tensor_payload
 from rollouts.errors import EngineError, EngineProtocolError, EngineStatusError, EngineTimeout
+from rollouts.weight_plan import WeightPlan
 
 _FLUSH_S = 10.0
 _POLL_S = 0.05
@@ -75,15 +76,17 @@ class SGLangWeights:
         if served != str(path):
             raise EngineProtocolError(f"{self._name} says that it serves {served!r} after loading {str(path)!r}")
 
-    async def send_tensors(self, label: str, *, num_ranks: int, buckets: Sequence[Sequence[tuple[str, Tensor]]]) -> None:
+    async def send_tensors(self, label: str, *, num_ranks: int, plan: WeightPlan, weights: Mapping[str, Tensor]) -> None:
         """Send weights over HTTP, bucket by bucket, and label them.
 
         Args:
             num_ranks: tensor parallel processes; each gets all of it and takes its share.
         """
         async with self.open_session():
-            for i, bucket in enumerate(buckets):
-                payload = partial(sglang_tensor_payload, bucket, num_ranks, is_last=i + 1 == len(buckets), label=label)
+            for bucket in plan.buckets:
+                named = [(name, weights[name]) for name in bucket.names]
+                is_last = bucket.index + 1 == len(plan.buckets)
+                payload = partial(sglang_tensor_payload, named, num_ranks, is_last=is_last, label=label)
                 await self.update("/update_weights_from_tensor", await trio.to_thread.run_sync(payload))
 
     @asynccontextmanager

@@ -14,7 +14,6 @@ from typing import Any, Literal, Self
 
 import httpx
 import trio
-from torch import Tensor
 
 from rollouts.engines.checkpoint_check import (
     HEAD,
@@ -51,6 +50,7 @@ from rollouts.engines.vllm_protocol import (
 from rollouts.engines.weight_transaction import ServedDirectory, ServerControls, WeightTransaction
 from rollouts.errors import CheckpointError, EngineError, EngineProtocolError
 from rollouts.types import Completion, SamplingParams
+from rollouts.weight_plan import WeightSpec
 
 
 class VLLMEngine:
@@ -239,15 +239,15 @@ class VLLMEngine:
         return answer
 
     async def update_weights_with(
-        self, load: Callable[[HTTPEndpoint, str], Awaitable[None]], weights: Mapping[str, Tensor], weight_version: int
+        self, load: Callable[[HTTPEndpoint, str], Awaitable[None]], specs: Sequence[WeightSpec], weight_version: int
     ) -> Mapping[str, Any]:
         """Let `load` bring weights to the paused server in another way, for instance over NCCL. Returns and raises as above.
 
         Args:
             load: with the server's routes and the label of the weights, which need not be set: this engine does.
-            weights: for their names, shapes and dtypes, which are checked first: the server would take a part of them without a word.
+            specs: of all weights, which are checked first: the server would take a part of them without a word.
         """
-        self._check_weights(weights)
+        self.check_weights(specs)
 
         async def load_and_reset(label: str) -> None:
             await load(self._server, label)
@@ -255,16 +255,34 @@ class VLLMEngine:
 
         return await self._get_weights().load_with(load_and_reset, weight_version)
 
-    def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def check_weights(self, specs: Sequence[WeightSpec]) -> None:
+        """Raise EngineError for weights that the server could not take from memory."""
         try:
-            check_tensors(weights, self._reference, allow_cast=self._allow_cast)
+            check_tensors(specs, self._reference, allow_cast=self._allow_cast)
         except CheckpointError as error:
             raise EngineError(f"{self.name} was not given new weights: {error}") from error
-        if self._get_info().device == "cpu" and HEAD not in weights:
+        if self._get_info().device == "cpu" and all(spec.name != HEAD for spec in specs):
             raise EngineError(
                 f"{self.name} was not given new weights: they have no {HEAD}, and on a CPU vLLM would go on with the old one. Add it, also "
                 "where it is tied to the embedding"
             )
+
+    def describe_weights(self) -> str:
+        """Which weights the server has, as the end of a sentence about it."""
+        return self._get_weights().describe()
+
+    async def call_weight_route(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
+        """One call to a route for weight transfer; see vllm_transfer.py."""
+        self._get_info()
+        return await self._server.post_json(route, body, kind="sync")
+
+    async def count_workers(self) -> int:
+        """Processes that the server's model is split over, those of its replicas included."""
+        self._get_info()
+        answer = await self._server.get_json("/get_world_size", params={"include_dp": "true"})
+        if not isinstance(answer, dict) or not isinstance(answer.get("world_size"), int):
+            raise EngineProtocolError(f"{self.name}: /get_world_size answered {answer!r}, expected a world_size")
+        return answer["world_size"]
 
     def distrust_weights(self, reason: str) -> None:
         """The server does not have the weights that it says: fail requests until an update succeeds."""

@@ -135,6 +135,12 @@ class WeightTransaction:
             except EngineError as error:
                 warnings.warn(f"{self._name} was left paused: it could not be resumed at the end ({error})", stacklevel=2)
 
+    def describe(self) -> str:
+        """Which weights the server has, as the end of a sentence about it."""
+        if self._is_unknown:
+            return "has weights that are not known, and refuses to generate until a sync succeeds"
+        return f"has weight version {self.version}"
+
     def distrust(self, reason: str) -> None:
         """Whatever it says, the server does not have the weights that it was given: fail requests until an update succeeds."""
         self._is_unknown, self._served = True, None

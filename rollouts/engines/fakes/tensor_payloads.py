@@ -61,3 +61,12 @@ def read_named_tensors(text: str) -> dict[str, Tensor]:
     ):
         raise LoadError("damaged", f"the payload is a {type(pairs).__name__}, expected a list of (name, tensor)")
     return dict(cast("list[tuple[str, Tensor]]", pairs))
+
+
+def read_buffers(text: str) -> dict[str, bytes]:
+    """base64 of a pickled {name of a GPU: (bytes,)} -> the bytes by GPU. Raises LoadError."""
+    try:
+        found = _TensorUnpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
+        return {str(name): bytes(arguments[0]) for name, arguments in found.items()}
+    except (pickle.UnpicklingError, binascii.Error, EOFError, ValueError, AttributeError, TypeError, IndexError) as error:
+        raise LoadError("damaged", f"the payload is no pickle of buffers: {error}") from error

@@ -12,9 +12,10 @@ from rollouts.engines.fakes.models import FakeModel, Script, create_model
 from rollouts.engines.fakes.scheduler import Scheduler, Sequence_
 from rollouts.engines.fakes.server import Answer, Fault, LoopbackServer, Request, Response, json_response
 from rollouts.engines.fakes.vllm_completions import VLLMCompletions
-from rollouts.engines.fakes.vllm_engine import DEAD, EngineDead, Route, VLLMControl, VLLMEngineCore, VLLMWeightTransfer
+from rollouts.engines.fakes.vllm_engine import DEAD, EngineDead, Route, VLLMControl, VLLMEngineCore
 from rollouts.engines.fakes.vllm_generation import VLLMGeneration
 from rollouts.engines.fakes.vllm_payloads import Limits, Refused, Tokenizer, error_response, read_json
+from rollouts.engines.fakes.vllm_transfer import Transport, VLLMWeightTransfer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +49,8 @@ class FakeVLLMServer(LoopbackServer):
         dev_mode: bool = True,
         scale_out: bool = True,
         api_key: str | None = None,
-        weight_transfer: Literal["disk", "nccl"] | None = None,
+        weight_transfer: Transport | None = None,
+        allow_insecure_serialization: bool = False,
         worker_methods: Mapping[str, Callable[..., Any]] | None = None,
         generation_config: Mapping[str, Any] | None = None,
         keep_alive_on_engine_death: bool = False,
@@ -76,7 +78,8 @@ class FakeVLLMServer(LoopbackServer):
             dev_mode: whether the routes for training exist.
             scale_out: whether /inference/* may be used.
             api_key: asked for on /v1/* and /inference/*, and nowhere else.
-            weight_transfer: backend of the weight-transfer routes; "disk" takes {"path": directory}.
+            weight_transfer: transport of the weight-transfer routes, see fakes.vllm_transfer.Transport.
+            allow_insecure_serialization: as with VLLM_ALLOW_INSECURE_SERIALIZATION=1, which "ipc" needs.
             worker_methods: that /collective_rpc can call besides the server's own, as a worker extension adds them.
             generation_config: defaults of /v1/completions; None = those of the model's directory, if it has any.
             keep_alive_on_engine_death: answer 500, and /health 503, when the engine is dead, instead of going down.
@@ -117,10 +120,11 @@ class FakeVLLMServer(LoopbackServer):
         self._logprobs_mode, self._scale_out = logprobs_mode, scale_out
         self._stays_when_dead = keep_alive_on_engine_death
         self._root, self._created = self.model.path, int(time.time())
-        self._routes = self._create_routes(dev_mode, weight_transfer, worker_methods or {})
+        transfer = VLLMWeightTransfer(self.core, weight_transfer, allows_pickles=allow_insecure_serialization)
+        self._routes = self._create_routes(dev_mode, transfer, worker_methods or {})
 
     def _create_routes(
-        self, dev_mode: bool, weight_transfer: Literal["disk", "nccl"] | None, worker_methods: Mapping[str, Callable[..., Any]]
+        self, dev_mode: bool, transfer: VLLMWeightTransfer, worker_methods: Mapping[str, Callable[..., Any]]
     ) -> dict[str, dict[str, Route]]:
         routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": self._get_health},
@@ -135,7 +139,7 @@ class FakeVLLMServer(LoopbackServer):
         }
         if dev_mode:
             control = VLLMControl(self.core, self._describe_server, worker_methods, on_cpu=self._device == "cpu")
-            routes |= control.routes() | VLLMWeightTransfer(self.core, weight_transfer).routes()
+            routes |= control.routes() | transfer.routes()
         return routes
 
     async def _handle(self, request: Request) -> Answer:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import trio
 
-from rollouts.engines.fakes.models import FakeModel, LoadError, describe_missing, fuse_name, read_safetensors
+from rollouts.engines.fakes.models import FakeModel, LoadError, describe_missing, fuse_name
 from rollouts.engines.fakes.scheduler import Scheduler
 from rollouts.engines.fakes.server import Answer, Request, json_response
 from rollouts.engines.fakes.vllm_payloads import Refused, error_response, read_json, refuse_field
@@ -246,92 +246,6 @@ class VLLMControl:
 
     async def _get_is_sleeping(self, request: Request) -> Answer:
         return json_response({"is_sleeping": self._core.is_sleeping})
-
-
-class VLLMWeightTransfer:
-    """The weight-transfer routes: a backend that takes directories and looks at them first, or NCCL on a machine without a GPU."""
-
-    def __init__(self, core: VLLMEngineCore, backend: Literal["disk", "nccl"] | None) -> None:
-        self._core = core
-        self._backend = backend
-
-    def routes(self) -> dict[str, dict[str, Route]]:
-        """Path -> method -> handler."""
-        return {
-            "/init_weight_transfer_engine": {"POST": self._init},
-            "/start_weight_update": {"POST": self._start},
-            "/update_weights": {"POST": self._update},
-            "/finish_weight_update": {"POST": self._finish},
-            "/shutdown_weight_transfer_engine": {"POST": self._shut_down},
-        }
-
-    def _require_backend(self) -> None:
-        if self._backend is None:
-            raise worker_failed("Weight transfer not configured. Please set weight_transfer_config to enable weight transfer.")
-
-    async def _init(self, request: Request) -> Answer:
-        info = read_json(request).get("init_info", {})
-        self._require_backend()
-        if self._backend == "nccl":
-            known = {"master_address", "master_port", "rank_offset", "world_size", "packed", "packed_buffer_size_bytes"}
-            known |= {"packed_num_buffers", "nccl_unique_id_b64"}
-            unknown = sorted(set(info) - known)
-            if unknown:
-                text = f"NCCLWeightTransferInitInfo.__init__() got an unexpected keyword argument '{unknown[0]}'"
-                raise worker_failed(f"Invalid init_info for NCCLWeightTransferEngine: {text}")
-            raise worker_failed("Cannot access accelerator device when none is available.")
-        return json_response({"message": "Weight transfer initialized"})
-
-    async def _start(self, request: Request) -> Answer:
-        self._require_backend()
-        if self._core.session_is_open:
-            raise worker_failed("start_weight_update called while a weight update is already active. Call finish_weight_update first.")
-        self._core.session_is_open = True
-        if self._backend == "nccl":
-            self._core.weights = "absent"  # tensors of a checkpoint are received into an empty model
-        return json_response({"message": "Weight update started"})
-
-    async def _update(self, request: Request) -> Answer:
-        info = read_json(request).get("update_info", {})
-        self._require_backend()
-        if not self._core.session_is_open:
-            raise worker_failed("start_weight_update must be called before update_weights.")
-        path = Path(str(info.get("path")))
-        try:
-            tensors = read_safetensors(path)
-        except LoadError as error:
-            texts = {"missing": f"[Errno 2] No such file or directory: '{path}'", "empty": f"{path}: no .safetensors"}
-            raise worker_failed(texts.get(error.kind) or _describe_damage(path)) from error
-        misfits = self._core.model.find_misfits(tensors)
-        if misfits:
-            raise worker_failed(f"checkpoint {path} does not match: {misfits}")
-        self._core.model.load_tensors(tensors)
-        return json_response({"message": "Weights updated"})
-
-    async def _finish(self, request: Request) -> Answer:
-        self._require_backend()
-        if not self._core.session_is_open:
-            raise worker_failed("finish_weight_update called without a matching start_weight_update.")
-        self._core.session_is_open = False
-        version = read_json(request).get("weight_version") if request.body else None
-        if version is not None:
-            self._core.scheduler.label = version
-        return json_response({"message": "Weight update finished"})
-
-    async def _shut_down(self, request: Request) -> Answer:
-        self._require_backend()
-        return json_response({"message": "Weight transfer shut down"})
-
-
-def _describe_damage(directory: Path) -> str:
-    """Which file has another size than its header says."""
-    for path in sorted(directory.glob("*.safetensors")):
-        data = path.read_bytes()
-        end = 8 + int.from_bytes(data[:8], "little")
-        offsets = [entry["data_offsets"][1] for key, entry in json.loads(data[8:end]).items() if key != "__metadata__"]
-        if len(data) != end + max(offsets, default=0):
-            return f"{path}: truncated ({len(data)} of {end + max(offsets, default=0)} bytes)"
-    return f"{directory}: damaged"
 
 
 def _is_true(text: str) -> bool:

@@ -1,0 +1,240 @@
+"""New weights straight into the memory of vLLM servers: over NCCL, or through GPU memory that trainer and server share.
+
+    async with open_vllm_group(engines) as channel:                     # vllm serve ... --weight-transfer-config '{"backend": "nccl"}'
+        await channel.update_weights(weights, weight_version=7)
+
+The servers' routes: init once, then for each update start, update for each bucket, finish. Between start and finish a server's model is
+empty, and a generation would kill it: all of that happens while it is paused, and where it fails the server loads its last directory again.
+
+Written against the schema of vLLM 0.32 and tested against a server on loopback that checks names, shapes, order and bytes; NCCL and CUDA
+IPC were never run on a GPU by this project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import trio
+
+from rollouts.engines.cuda_ipc import Export, SharedBucket, SharedMemorySender, export_cuda, vllm_handles
+from rollouts.engines.distributed_weights import LEAVE_S, CreateBody, open_membership
+from rollouts.engines.http import HTTPEndpoint
+from rollouts.engines.nccl import NCCLSender, create_communicator, join_communicator
+from rollouts.engines.vllm import VLLMEngine
+from rollouts.engines.weight_transfer import BucketRounds, Receiver, Sender, WeightTransfer
+from rollouts.errors import EngineError, EngineStatusError
+from rollouts.weight_plan import Bucket, WeightSpec
+
+INIT = "/init_weight_transfer_engine"
+START = "/start_weight_update"
+UPDATE = "/update_weights"
+FINISH = "/finish_weight_update"
+SHUT_DOWN = "/shutdown_weight_transfer_engine"
+
+_MESSAGES = {
+    INIT: "Weight transfer initialized",
+    START: "Weight update started",
+    UPDATE: "Weights updated",
+    FINISH: "Weight update finished",
+}
+
+
+class Meeting:
+    """Rank 0 of a group that servers are about to join: where they find it, and how to wait for them."""
+
+    def __init__(self, address: Mapping[str, Any], join: Callable[[], Awaitable[Sender]]) -> None:
+        """
+        Args:
+            address: fields of init_info: nccl_unique_id_b64, or master_address and master_port.
+            join: waits for the servers. Raises EngineError.
+        """
+        self.address, self.join = address, join
+
+
+CreateMeeting: TypeAlias = Callable[[int], Awaitable[Meeting]]
+"""(number of members) -> where they meet."""
+
+
+def vllm_group_payload(address: Mapping[str, Any], rank_offset: int, world_size: int, buffer_bytes: int) -> dict[str, Any]:
+    """The body of vLLM's /init_weight_transfer_engine, for a server with --weight-transfer-config '{"backend": "nccl"}'.
+
+    Args:
+        address: see Meeting.
+        rank_offset: of the server's first process; the trainer is rank 0.
+        buffer_bytes: at least those of a bucket of more than one tensor, so that each bucket is one broadcast.
+    """
+    packed = {"packed": True, "packed_buffer_size_bytes": buffer_bytes, "packed_num_buffers": 2}
+    return {"init_info": {**address, "rank_offset": rank_offset, "world_size": world_size, **packed}}
+
+
+def vllm_bucket_payload(bucket: Bucket) -> dict[str, Any]:
+    """The body of vLLM's /update_weights for a bucket whose bytes are broadcast."""
+    return {
+        "update_info": {
+            "names": list(bucket.names),
+            "dtype_names": [spec.dtype for spec in bucket.specs],
+            "shapes": [list(spec.shape) for spec in bucket.specs],
+        }
+    }
+
+
+def vllm_ipc_payload(bucket: Bucket, handles: str) -> dict[str, Any]:
+    """The same for a bucket in memory of the server's GPU. handles: see vllm_handles."""
+    body = vllm_bucket_payload(bucket)
+    sizes = [spec.num_bytes for spec in bucket.specs]
+    return {"update_info": {**body["update_info"], "tensor_sizes": sizes, "ipc_handles_pickled": handles}}
+
+
+@asynccontextmanager
+async def open_vllm_group(
+    engines: Sequence[VLLMEngine],
+    *,
+    device: torch.device | str = "cuda",
+    timeout_s: float = 120.0,
+    bucket_bytes: int = 2**28,
+    dtype: str | None = None,
+    create_meeting: CreateMeeting | None = None,
+) -> AsyncGenerator[WeightTransfer]:
+    """An NCCL group of this process and all processes of the engines' servers, for as long as the block is open.
+
+    Args:
+        engines: entered; their servers run with --weight-transfer-config '{"backend": "nccl"}'.
+        device: that tensors are broadcast from.
+        timeout_s: until all have joined, and of one broadcast.
+        bucket_bytes: that travel at a time, and are needed twice on the device besides the weights.
+        dtype: see WeightTransfer.
+        create_meeting: None = over NCCL.
+
+    Yields: a WeightChannel.
+    Raises: EngineError if a server does not join, or there is no NCCL here.
+    """
+    assert engines, "a weight group needs at least one engine"
+    where = torch.device(device)
+    num_ranks = [await engine.count_workers() for engine in engines]
+    world_size = 1 + sum(num_ranks)
+    meeting = await (partial(_meet_over_nccl, where, timeout_s) if create_meeting is None else create_meeting)(world_size)
+    offsets = [1 + sum(num_ranks[:i]) for i in range(len(engines))]
+    joins = [
+        partial(_call, engine, INIT, vllm_group_payload(meeting.address, offset, world_size, bucket_bytes))
+        for engine, offset in zip(engines, offsets, strict=True)
+    ]
+    leaves = [partial(engine.call_weight_route, SHUT_DOWN) for engine in engines]
+    async with open_membership(joins, leaves, meeting.join) as sender:
+        receivers = [
+            create_vllm_receiver(engine, lambda bucket, _: vllm_bucket_payload(bucket), leave=leave)
+            for engine, leave in zip(engines, leaves, strict=True)
+        ]
+        transfer = WeightTransfer(receivers, sender, bucket_bytes=bucket_bytes, dtype=dtype)
+        try:
+            yield transfer
+        finally:
+            await _shut_down(engines)
+            transfer.close()
+
+
+@asynccontextmanager
+async def open_vllm_ipc(
+    engines: Sequence[VLLMEngine],
+    devices: Sequence[torch.device | str],
+    *,
+    bucket_bytes: int = 2**28,
+    dtype: str | None = None,
+    export: Export = export_cuda,
+) -> AsyncGenerator[WeightTransfer]:
+    """Weights through GPU memory, for servers on this machine whose processes run on `devices`.
+
+    Args:
+        engines: entered; their servers run with --weight-transfer-config '{"backend": "ipc"}' and VLLM_ALLOW_INSECURE_SERIALIZATION=1.
+        devices: every GPU that a process of a server runs on, as this process numbers them.
+        bucket_bytes: that are shared at a time, and needed twice on each device.
+        dtype: see WeightTransfer.
+        export: for tests.
+
+    Yields: a WeightChannel.
+    Raises: EngineError.
+    """
+
+    def create_body(bucket: Bucket, shared: SharedBucket) -> Mapping[str, Any]:
+        return vllm_ipc_payload(bucket, vllm_handles(shared, export))
+
+    for engine in engines:
+        await _call(engine, INIT, {"init_info": {"packed": True}})
+    sender = SharedMemorySender([torch.device(device) for device in devices])
+    receivers = [create_vllm_receiver(engine, create_body) for engine in engines]
+    try:
+        yield WeightTransfer(receivers, sender, bucket_bytes=bucket_bytes, dtype=dtype)
+    finally:
+        await _shut_down(engines)
+        sender.give_up()
+
+
+def create_vllm_receiver(engine: VLLMEngine, create_body: CreateBody, *, leave: Callable[[], Awaitable[Any]] | None = None) -> Receiver:
+    """How a vLLM server takes part in a transfer.
+
+    Args:
+        create_body: of /update_weights, for one bucket.
+        leave: called when the server did not take all buckets, so that nobody waits for it.
+    """
+
+    async def receive(_server: HTTPEndpoint, label: str, rounds: BucketRounds) -> None:
+        await _start(engine)
+        is_over = has_begun = False
+        try:
+            for bucket in rounds.plan.buckets:
+                parcel = await rounds.take(bucket)
+                has_begun = True
+                await _call(engine, UPDATE, create_body(bucket, parcel))
+            await rounds.finish()
+            await _call(engine, FINISH, {"weight_version": label})
+            is_over = True
+        finally:
+            if not is_over:  # an open update would refuse the next one
+                with trio.move_on_after(LEAVE_S, shield=True), suppress(EngineError):
+                    await engine.call_weight_route(FINISH)
+                if has_begun and leave is not None:
+                    with trio.move_on_after(LEAVE_S, shield=True), suppress(EngineError):
+                        await leave()
+
+    async def update(rounds: BucketRounds, specs: Sequence[WeightSpec], weight_version: int) -> Mapping[str, Any]:
+        return await engine.update_weights_with(partial(receive, rounds=rounds), specs, weight_version)
+
+    return Receiver(engine.name, engine.check_weights, update, engine.describe_weights)
+
+
+async def _start(engine: VLLMEngine) -> None:
+    """Begin an update. One that another client left open is finished first; its weights do not matter, all are about to be replaced."""
+    try:
+        await _call(engine, START, None)
+    except EngineStatusError as error:
+        if "already active" not in error.body:
+            raise
+        await _call(engine, FINISH, None)
+        await _call(engine, START, None)
+
+
+async def _call(engine: VLLMEngine, route: str, body: Mapping[str, Any] | None) -> None:
+    """One call to a route. Raises EngineError unless it says that it did what it is for."""
+    answer = await engine.call_weight_route(route, body)
+    if not isinstance(answer, dict) or answer.get("message") != _MESSAGES[route]:
+        raise EngineError(f"{engine.name}: {route} answered {str(answer)[:500]}, expected the message {_MESSAGES[route]!r}")
+
+
+async def _shut_down(engines: Sequence[VLLMEngine]) -> None:
+    with trio.move_on_after(LEAVE_S, shield=True):
+        for engine in engines:
+            with suppress(EngineError):  # a server that is gone has left
+                await engine.call_weight_route(SHUT_DOWN)
+
+
+async def _meet_over_nccl(device: torch.device, timeout_s: float, world_size: int) -> Meeting:
+    communicator = await trio.to_thread.run_sync(create_communicator, world_size, device)
+
+    async def join() -> Sender:
+        await join_communicator(communicator, timeout_s)
+        return NCCLSender(communicator, device, timeout_s)
+
+    return Meeting({"nccl_unique_id_b64": communicator.unique_id}, join)
