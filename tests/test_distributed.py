@@ -1,0 +1,128 @@
+"""Exchanges between processes: one rank, two ranks, and what a failed one is called. What two ranks find is in distributed_ranks.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from forked import Child
+from rank_processes import PRELUDE, find_free_port, start_ranks
+
+from rollouts.backends.distributed import (
+    Ranks,
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    explain_failures,
+    gather_objects,
+    init_distributed,
+    masked_normalization,
+    masked_whiten,
+    synchronize,
+)
+from rollouts.errors import BackendError
+from rollouts.statistics import whiten
+
+CODE = """
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import distributed_ranks
+distributed_ranks.main(Path(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of two ranks found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    children = start_ranks(CODE.format(tests=str(Path(__file__).parent)), 2, folder, folder=folder / "output")
+    try:
+        assert [child.wait() for child in children] == [0, 0], [child.error for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_two_ranks_exchange_what_they_have(found):
+    for rank, values in enumerate(part["exchanges"] for part in found):
+        assert values["rank"] == [rank, 2]
+        assert values["all_reduce"] == [3.0, 6.0]
+        assert values["all_gather"] == [[1.0, 2.0], [2.0, 4.0]]
+        assert values["broadcast"] == [2.0, 4.0]
+        assert values["gather_objects"] == [{"rank": 0}, {"rank": 1}]
+        assert values["unchanged"] == [1.0 + rank, 2.0 + 2 * rank], "what was given was written over"
+        assert values["again"] == rank, "joining twice is joining once"
+
+
+def test_entries_of_two_ranks_are_whitened_as_those_of_one_process_are(found):
+    zero, one = (part["exchanges"] for part in found)
+    for values in (zero, one):
+        assert values["whitened"] < 1e-6
+        assert values["normalized"] < 1e-6
+    assert zero["empty"] < 1e-6
+    assert one["empty"] == [0, 5], "a rank without rows"
+
+
+def test_a_late_rank_is_told_by_the_operation_that_waited_for_it(found):
+    message = found[0]["failures"]["late"]
+    assert "adding up the losses on rank 0 of 2 was not finished within 0.5 s" in message
+    assert "raise the timeout" in message
+
+
+def test_a_lost_rank_is_told_by_the_operation_that_needed_it(found):
+    message = found[0]["failures"]["lost"]
+    assert "waiting for the others on rank 0 of 2: the connection to another rank is lost" in message
+
+
+def test_one_rank_exchanges_with_nobody():
+    ranks = init_distributed()
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    mask = (x > -1).float()
+    barrier(ranks)
+    for found in (all_reduce(ranks, x), all_gather(ranks, x)[0], broadcast(ranks, x)):
+        assert torch.equal(found, x)
+        assert found.data_ptr() != x.data_ptr()
+    assert gather_objects(ranks, "mine") == ["mine"]
+    torch.testing.assert_close(masked_whiten(ranks, x, mask, epsilon=0.0), whiten(x, mask, epsilon=0.0))
+    synchronize(torch.device("cpu"))
+
+
+def test_normalized_entries_have_mean_zero_and_deviation_one():
+    x = 5 + 3 * torch.randn(20, 9, generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(180).reshape(20, 9) % 4 > 0).float()
+    for ranks in (None, init_distributed()):
+        found = masked_normalization(x, mask, ranks=ranks)
+        assert found.dtype == x.dtype
+        assert (found[mask == 0] == 0).all()
+        assert float(found[mask > 0].mean()) == pytest.approx(0.0, abs=1e-6)
+        assert float(found[mask > 0].std(unbiased=False)) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_processes_that_do_not_come_are_an_error_that_says_so(tmp_path: Path):
+    code = """
+from rollouts.backends.distributed import init_distributed
+from rollouts.errors import BackendError
+try:
+    init_distributed(timeout_s=0.5, init_method="env://")
+except BackendError as error:
+    print("told:", str(error).replace(chr(10), " "))
+"""
+    with Child(PRELUDE + code, 0, 2, find_free_port(), folder=tmp_path) as child:
+        assert child.wait() == 0, child.error
+        assert "joining the other processes failed (rendezvous env://" in child.out
+        assert "timeout 0.5 s" in child.out
+
+
+def test_other_errors_pass_an_exchange_as_they_are():
+    ranks = Ranks(rank=1, world_size=4, device=torch.device("cpu"), timeout_s=3.0)
+    with pytest.raises(RuntimeError, match=r"^shapes differ$") as caught, explain_failures(ranks, "forward"):
+        raise RuntimeError("shapes differ")
+    assert not isinstance(caught.value, BackendError)
+    with pytest.raises(BackendError, match="forward on rank 1 of 4 failed: store") as caught, explain_failures(ranks, "forward"):
+        raise torch.distributed.DistStoreError("store")
+    with pytest.raises(AssertionError, match="rank is 4 of 4"):
+        Ranks(rank=4, world_size=4, device=torch.device("cpu"), timeout_s=3.0)
