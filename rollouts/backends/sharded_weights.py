@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rollouts.backends.factory import check_model_directory, explain_loading, init_value_head
 from rollouts.backends.outputs import get_value_head
-from rollouts.backends.weight_sources import ChosenWeights, FileWeights, GatheredWeights, SentWeights, Shape, WeightSource
-from rollouts.backends.weight_stream import first_names, local_part
+from rollouts.backends.weight_fill import fill_weights
+from rollouts.backends.weight_sources import ChosenWeights, FileWeights, GatheredWeights, SentWeights, WeightSource
 from rollouts.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -190,76 +189,6 @@ def _choose_for_critic(model: PreTrainedModel, source: WeightSource, config: Any
         names[f"{head_name}.weight"] = scorer
         del given[f"{head_name}.weight"]
     return ChosenWeights(source, names, given)
-
-
-def fill_weights(model: torch.nn.Module, source: WeightSource, device: str | torch.device, what: str) -> None:
-    """Give each weight of a model its part of a source; parameters on meta become new ones on the device.
-
-    Args:
-        what: the source in words, for errors.
-
-    Raises: CheckpointError if names or shapes do not fit, before anything is changed.
-    """
-    check_shapes_fit(model, source.shapes, what)
-    own = cast("dict[str, Tensor]", cast("Any", model).state_dict(keep_vars=True))
-    tied = first_names(own)
-    given: dict[str, str] = {}  # name in the source by the first name of a weight
-    for name in source.shapes:
-        given.setdefault(tied[name], name)
-    made: dict[int, torch.nn.Parameter] = {}
-    with torch.no_grad():
-        for name, other in given.items():
-            value = own[name]
-            piece = source.read(other, local_part(value))
-            if value.is_meta:
-                made[id(value)] = _make_parameter(value, piece, torch.device(device))
-            else:
-                local = value.detach()
-                (local.to_local() if isinstance(local, DTensor) else local).copy_(piece)
-    _replace_parameters(model, made)
-
-
-def check_shapes_fit(model: torch.nn.Module, shapes: Mapping[str, Shape], what: str) -> None:
-    """Raise CheckpointError unless weights of these shapes have the names and shapes of the model's; tied ones may appear once.
-
-    Args:
-        shapes: of whole tensors.
-        what: where they are from, for the error.
-    """
-    own = cast("dict[str, Tensor]", cast("Any", model).state_dict(keep_vars=True))
-    tied = first_names(own)
-    given = {tied[name] for name in shapes if name in tied}
-    missing = sorted(name for name in own if name not in shapes and tied[name] not in given)
-    unknown = sorted(set(shapes) - set(own))
-    wrong = [
-        f"{name} is {tuple(shapes[name])}, expected {tuple(value.shape)}"
-        for name, value in own.items()
-        if name in shapes and tuple(shapes[name]) != tuple(value.shape)
-    ]
-    if missing or unknown or wrong:
-        kind = type(model).__name__.removeprefix("FSDP")
-        raise CheckpointError(
-            f"{what} does not fit this {kind}: missing {missing[:5]}, unknown {unknown[:5]}, wrong shapes {wrong[:5]}. "
-            "Use weights of the same architecture."
-        )
-
-
-def _make_parameter(old: Tensor, piece: Tensor, device: torch.device) -> torch.nn.Parameter:
-    """A parameter like one on meta with its values; of a DTensor the piece is this rank's shard."""
-    local = torch.empty(piece.shape, dtype=old.dtype, device=device)
-    local.copy_(piece)
-    if isinstance(old, DTensor):
-        shape, stride = old.shape, old.stride()
-        local = DTensor.from_local(local, old.device_mesh, old.placements, run_check=False, shape=shape, stride=stride)
-    return torch.nn.Parameter(local, requires_grad=old.requires_grad)
-
-
-def _replace_parameters(model: torch.nn.Module, made: Mapping[int, torch.nn.Parameter]) -> None:
-    """Put new parameters at every place where the old ones are, so that tied ones stay tied."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) in made:
-                setattr(module, name, made[id(parameter)])
 
 
 def _create_from_config(kind: Any, config: Any, trust_remote_code: bool) -> PreTrainedModel:
