@@ -69,6 +69,14 @@ def create_model(config: Config, source: Path | None = None) -> tuple[PreTrained
     return model.to(parse_device(section.device)), create_char_tokenizer(section.vocab_size)  # type: ignore[arg-type]
 
 
+def create_tokenizer(config: Config, source: Path | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer that create_model gives beside the model, alone."""
+    path = find_directory(config, source)
+    if path is None:
+        return create_char_tokenizer(config.model.vocab_size)
+    return load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+
+
 def read_model_config(config: Config, path: Path | None = None) -> Any:
     """The Hugging Face configuration of a model directory, or of the built-in model, without its weights."""
     from transformers import AutoConfig
@@ -86,7 +94,7 @@ def read_model_config(config: Config, path: Path | None = None) -> Any:
 def create_backend(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: OptimizerConfig, total_steps: int
 ) -> PyTorchTrainingBackend:
-    """The policy's backend, of the kind config.backend.kind; "pytorch" is the only one."""
+    """The policy's backend in one process, of the kind config.backend.kind."""
     return create_backend_with_scheduler(
         model,
         total_steps=total_steps,
@@ -94,7 +102,7 @@ def create_backend(
         compute_dtype=config.backend.compute_dtype,
         tokenizer=tokenizer,
         lora=config.lora.create(config.seed),
-        **_optimizer_arguments(optimizer),
+        **optimizer_arguments(optimizer),
     )
 
 
@@ -126,7 +134,7 @@ def create_companions(
             device=device,
             compute_dtype=dtype,
             tokenizer=tokenizer,
-            **_optimizer_arguments(config.critic.optimizer),
+            **optimizer_arguments(config.critic.optimizer),
         )
     return Companions(reference, critic, reference_is_base=is_base)
 
@@ -180,7 +188,7 @@ def find_directory(config: Config, path: Path | None) -> Path | None:
     return Path(config.model.path) if path is None and config.model.path is not None else path
 
 
-def _optimizer_arguments(optimizer: OptimizerConfig) -> dict[str, Any]:
+def optimizer_arguments(optimizer: OptimizerConfig) -> dict[str, Any]:
     """The settings of an optimizer and its schedule as keywords of the factories."""
     names = ("lr", "warmup_steps", "min_lr_ratio", "schedule", "betas", "eps", "weight_decay", "max_grad_norm")
     return {name: getattr(optimizer, name) for name in names}

@@ -11,6 +11,7 @@ from typing import Literal
 from integration.algorithm_expression import PresetCall, parse_algorithm
 from rollouts.async_config import AsyncConfig
 from rollouts.backends.factory import parse_device
+from rollouts.backends.fsdp_config import FSDPConfig
 from rollouts.backends.lora import ALL_LINEAR, LoRAConfig
 from rollouts.config import (
     OptimizerConfig,
@@ -26,6 +27,7 @@ from rollouts.filters import check_any_success, check_response_diversity, check_
 from rollouts.rewards.answers import load_function
 from rollouts.types import Group
 
+BACKEND_KINDS = ("pytorch", "fsdp")
 ENGINE_KINDS = ("inprocess", "vllm", "sglang")
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
 
@@ -207,12 +209,24 @@ class RewardSection:
 class BackendSection:
     """The training backend."""
 
-    kind: str = "pytorch"
+    kind: str = "pytorch"  # pytorch (one process, one device), fsdp (several processes, each with a part of the model)
+    num_processes: int | None = None  # of fsdp; None = those that torchrun started, else one for each GPU, or 1
+    timeout_s: float = 600.0  # of fsdp: that one operation of all processes may take
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)  # how fsdp spreads the model
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; weights and log-probs are float32
 
     def __post_init__(self) -> None:
-        if self.kind != "pytorch":
-            raise ConfigError(f"backend.kind is {self.kind!r}: only 'pytorch' (one process, one device) is available in this version")
+        if self.kind not in BACKEND_KINDS:
+            raise ConfigError(f"unknown backend.kind {self.kind!r}: {suggest(self.kind, BACKEND_KINDS)}")
+        count = self.num_processes
+        check_setting(count is None or count >= 1, "backend.num_processes", count, "at least 1, or None")
+        check_setting(self.timeout_s > 0, "backend.timeout_s", self.timeout_s, "more than 0")
+        if self.kind != "fsdp":
+            for name, default in (("num_processes", None), ("fsdp", FSDPConfig())):
+                value = getattr(self, name)
+                check_setting(
+                    value == default, f"backend.{name}", value, f"nothing with backend.kind {self.kind!r}: add --backend.kind fsdp"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +265,11 @@ class EngineSection:
     max_slots: int = 512  # sequences at the same time in the embedded engine
     urls: tuple[str, ...] = ()  # servers that run already, http://host:port; each prompt goes to one of them
     launch: bool = False  # start a server for this run, and stop it at the end
+    num_servers: int = 1  # that are started; several are used as one
+    gpus: tuple[str, ...] = ()  # of the servers that are started, in order, tensor_parallel_size for each; () = the visible ones
+    on_server_death: Literal["restart", "go_on", "stop"] = "restart"  # of one of several that are started; one alone ends the run
+    max_restarts: int = 3  # of each server that is started
+    updates_at_once: int | None = None  # of several servers, those that take new weights while others generate; None = all together
     python: str | None = None  # of the environment that has the server; None = VLLM_PYTHON or SGLANG_PYTHON, else this one
     api_key_variable: str | None = None  # environment variable that holds the key of servers that ask for one
     port: int | None = None  # of a server that is started; None = a free one
@@ -269,7 +288,15 @@ class EngineSection:
     probe_tolerance: float | None = None  # nats, of a server's log-probs after each sync; None = 1e-3 in float32, else 0.3; 0 = do not ask
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_slots", "tensor_parallel_size")
+        check_positive(self, "max_slots", "tensor_parallel_size", "num_servers")
+        check_count(self, "max_restarts")
+        good = self.updates_at_once is None or self.updates_at_once >= 1
+        check_setting(good, "engine.updates_at_once", self.updates_at_once, "at least 1, or None for all together")
+        if not self.launch and (self.num_servers > 1 or self.gpus):
+            name = "num_servers" if self.num_servers > 1 else "gpus"
+            raise ConfigError(
+                f"engine.{name} is {getattr(self, name)}, but no server is started: give --engine.launch, or --engine.urls alone"
+            )
         check_setting(self.kind in ENGINE_KINDS, "engine.kind", self.kind, " or ".join(ENGINE_KINDS))
         if self.kind == "inprocess":
             names = "urls launch python port context_length max_num_seqs memory_fraction extra_args api_key_variable"

@@ -34,9 +34,10 @@ from integration.engines import create_embedded_engine, open_engines
 from integration.episode_evaluation import evaluate_episodes
 from integration.episode_tasks import create_calculator_task, create_environment_task, create_grid_world_task
 from integration.ledger import Ledger
-from integration.models import check_companions, create_backend, create_companions, create_model, find_directory, open_companions
+from integration.models import check_companions, create_tokenizer, find_directory, open_companions
 from integration.rewards import open_training_reward
 from integration.sections import resolve_filter
+from integration.sharded_models import create_beside, create_policy, create_sampling_model
 from integration.task_rewards import open_task, use_own_reward
 from integration.tasks import Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
 from integration.trajectory_writer import TrajectoryWriter
@@ -44,6 +45,7 @@ from rollouts.agent_policies import EngineAgentPolicy
 from rollouts.async_rollouts import WorkflowExecutor, create_workflow_executor
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import TrainingBackend
+from rollouts.backends.rank_group import RankGroup
 from rollouts.chat import ensure_pad_token
 from rollouts.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state
 from rollouts.config import RolloutConfig
@@ -74,6 +76,7 @@ class RunControl:
     should_stop: Callable[[], bool] = lambda: False
     say: Callable[[str], None] = lambda text: None  # for people
     clock: Callable[[], float] = time.monotonic
+    group: RankGroup | None = None  # the processes that train together, led by this one; None = it trains alone
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # for servers that are started
 
 
@@ -129,10 +132,11 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     Returns: the last checkpoint; None if control.should_stop ended the stage before its last step.
     """
     control = control or RunControl()
-    model, tokenizer = create_model(config)
+    tokenizer = create_tokenizer(config)
+    model = create_sampling_model(config, None, control.group, whole=True)
     task = create_task(config, tokenizer, "sft") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "sft")
-    backend = create_backend(config, model, tokenizer, config.sft.optimizer, config.sft.num_steps)
+    backend = create_policy(config, control.group, model, tokenizer, None, config.sft.optimizer, config.sft.num_steps)
     checkpoint_dir = output_dir / CHECKPOINTS
     source = find_checkpoint(checkpoint_dir, control)
     start_step = 0
@@ -183,14 +187,16 @@ async def run_rl(
     """
     control = control or RunControl()
     check_companions(config, source_checkpoint)
-    model, tokenizer = create_model(config, source_checkpoint)
+    tokenizer = create_tokenizer(config, source_checkpoint)
+    model = create_sampling_model(config, source_checkpoint, control.group, whole=not config.engine.is_server)
     task = create_task(config, tokenizer, "rl") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "rl")
     budget = task.max_tokens if task.episodes is not None else generation_config(config, task.max_tokens).max_tokens
     algorithm = config.algorithm if budget == response_tokens(config) else create_rl_algorithm(config, budget)
     training = rl_training_config(config, algorithm, budget)
-    backend = create_backend(config, model, tokenizer, config.rl.optimizer, count_rl_updates(config))
-    companions = create_companions(config, algorithm, model, tokenizer, count_critic_updates(config))
+    start = source_checkpoint
+    backend = create_policy(config, control.group, model, tokenizer, start, config.rl.optimizer, count_rl_updates(config))
+    companions = create_beside(config, control.group, algorithm, model, tokenizer, start, count_critic_updates(config))
     checkpoint_dir = output_dir / CHECKPOINTS
     source = find_checkpoint(checkpoint_dir, control)
     buffer = DataBuffer(task.train_prompts if task.train_prompts or task.episodes is None else None, seed=config.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -23,8 +24,9 @@ from integration.dry_run import describe_run
 from integration.engines import check_engine
 from integration.episode_settings import EPISODE_TASKS
 from integration.episode_tasks import check_demonstrations, check_task
+from integration.launch import count_processes, is_follower, launch, needs_launch, open_group, silence_followers
 from integration.log_levels import log_to_stderr
-from integration.models import check_companions, create_model
+from integration.models import check_companions, create_tokenizer
 from integration.rewards import check_reward
 from integration.run_directory import (
     EXIT_STOPPED,
@@ -36,11 +38,13 @@ from integration.run_directory import (
     watch_signals,
 )
 from integration.run_directory import compare_settings as compare_settings
+from integration.sharded_models import check_rank_settings
 from integration.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
 from integration.summary import draw_curves, summarize_run, tell_story
 from integration.task_rewards import load_task_reward
 from integration.tasks import Task
 from integration.trajectory_writer import load_condition
+from rollouts.backends.rank_group import RankGroup
 from rollouts.checkpoints import lock_run_directory
 from rollouts.config import load_config
 from rollouts.errors import raise_single_errors
@@ -53,15 +57,15 @@ LIMITS_OF_ROLLOUTS = (  # what messages about rollouts that fail, hang or pile u
 )  # fmt: skip
 MAY_CHANGE_ON_RESUME = (
     *("output_dir", "num_threads", "sft.num_steps", "rl.num_steps", "checkpoint."),
+    *("backend.kind", "backend.num_processes", "backend.timeout_s", "backend.fsdp."),
     *(f"rl.asynchronous.{name}" for name in LIMITS_OF_ROLLOUTS),
 )
 
 
 async def train(mode: Mode, config: Config, output_dir: Path, control: RunControl) -> bool:
     """Run the stages of a mode, each from where it is. Returns whether all of them reached their end."""
-    _, tokenizer = create_model(config)
     with favor_computation():
-        return await _run_stages(mode, config, output_dir, control, create_task(config, tokenizer, mode))
+        return await _run_stages(mode, config, output_dir, control, create_task(config, create_tokenizer(config), mode))
 
 
 async def _run_stages(mode: Mode, config: Config, output_dir: Path, control: RunControl, task: Task) -> bool:
@@ -113,16 +117,20 @@ def prepare_run(command: CommandLine, output_dir: Path) -> None:
     )
 
 
-async def run_until_stopped(command: CommandLine, output_dir: Path, say: Callable[[str], None], progress: Progress) -> bool:
+async def run_until_stopped(
+    command: CommandLine, output_dir: Path, say: Callable[[str], None], progress: Progress, group: RankGroup | None = None
+) -> bool:
     """train() with metrics, progress and signals around it. Returns whether it came to its end."""
     stop = StopRequest()
     logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress])
-    control = RunControl(logger=logger, should_stop=stop.is_requested, say=say)
+    control = RunControl(logger=logger, should_stop=stop.is_requested, say=say, group=group)
     finished = False
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
             watch = partial(watch_signals, stop, say, nursery.cancel_scope.cancel)
             await nursery.start(watch)
+            if group is not None:
+                nursery.start_soon(group.wait_for_loss)
             try:
                 finished = await train(command.mode, command.config, output_dir, control)
             finally:
@@ -131,9 +139,16 @@ async def run_until_stopped(command: CommandLine, output_dir: Path, say: Callabl
     return finished
 
 
-def run(command: CommandLine) -> int:
-    """Carry out a command line. Returns the exit status."""
+def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
+    """Carry out a command line. Returns the exit status.
+
+    Args:
+        argv: what the command line was read from, for the processes that it may start.
+    """
     config = command.config
+    if is_follower(os.environ):
+        return _follow(command)
+    num_processes = count_processes(config, os.environ)
     check_data_given(config)
     check_task(config)
     load_task_reward(config.reward)
@@ -147,8 +162,36 @@ def run(command: CommandLine) -> int:
         return 0
     if "rl" in command.mode:
         check_engine(config.engine, os.environ, device=config.model.device)
+    if config.backend.kind != "fsdp":
+        return _run_in_directory(command, None)
+    check_rank_settings(config)
+    if needs_launch(config, os.environ):
+        return launch("integration.train", argv, num_processes, stop_s=math.ceil(config.backend.timeout_s))
+    with open_group(config, os.environ) as group:
+        return _run_in_directory(command, group)
+
+
+def _follow(command: CommandLine) -> int:
+    """What a process does that another one leads."""
+    if command.dry_run:
+        return 0
+    if "rl" in command.mode:
+        _ = command.config.algorithm  # so that the user's functions are known here, too
+    _set_threads(command.config)
+    with open_group(command.config, os.environ) as group:
+        group.serve()
+    return 0
+
+
+def _set_threads(config: Config) -> None:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+
+
+def _run_in_directory(command: CommandLine, group: RankGroup | None) -> int:
+    """The run, in its directory. Returns the exit status."""
+    config = command.config
+    _set_threads(config)
     output_dir = create_output_dir(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
     say = (lambda text: None) if command.quiet else partial(print, flush=True)
     with lock_run_directory(output_dir), log_to_stderr(command.log_levels):
@@ -157,7 +200,7 @@ def run(command: CommandLine) -> int:
         progress = Progress(
             {"sft": config.sft.num_steps, "rl": config.rl.num_steps}, stream=sys.stdout, quiet=command.quiet, clock=time.monotonic
         )
-        finished = trio.run(partial(run_until_stopped, command, output_dir, progress.say, progress))
+        finished = trio.run(partial(run_until_stopped, command, output_dir, progress.say, progress, group))
         if not finished:
             again = f"python -m integration.train --mode {command.mode} --output-dir {output_dir} --resume"
             print(f"stopped; everything up to the last finished step is saved. To go on:\n  {again}", flush=True)
@@ -174,7 +217,9 @@ def run(command: CommandLine) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
-    return run_command(lambda: parse_command_line(sys.argv[1:] if argv is None else argv), run)
+    argv = sys.argv[1:] if argv is None else argv
+    with silence_followers(os.environ):
+        return run_command(lambda: parse_command_line(argv), lambda command: run(command, argv))
 
 
 if __name__ == "__main__":

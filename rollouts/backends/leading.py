@@ -14,6 +14,7 @@ from rollouts.backends.protocol import DescribesOutputs, Future, OutputFn
 from rollouts.backends.rank_group import RankGroup
 from rollouts.backends.token_spec import DescribesTokens, TokenSpec
 from rollouts.types import LossFn, TrainBatch
+from rollouts.weight_plan import WeightSpec
 
 T = TypeVar("T")
 
@@ -35,6 +36,14 @@ class RankBackend(Protocol):
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of each weight; every rank iterates to the end."""
+        ...
+
+    def describe_weights(self) -> Future[tuple[WeightSpec, ...]]:
+        """See StreamsWeights; sends nothing."""
+        ...
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> Future[Mapping[str, Tensor]]:
+        """See StreamsWeights; every rank asks for the same names."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> Future[None]:
@@ -113,13 +122,25 @@ class LeadingBackend:
 
         Weights that consume leaves over are gathered and dropped, also where it raises.
         """
-        own: list[tuple[object, ...]] = [(consume,)] + [(None,)] * (self._group.num_ranks - 1)
+        own: list[tuple[object, ...]] = [(consume if rank == 0 else None,) for rank in range(self._group.num_ranks)]
         return ImmediateTrainFuture(self._group.run("gathering the weights", _stream_weights, self._name, own=own)[0], "consume_weights")
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
         """Replace the weights. All of them are sent to every rank: of a large model load a checkpoint."""
         self._group.run("load_weights", _load_weights, self._name, dict(weights))
         return ImmediateTrainFuture(None, "load_weights")
+
+    # -- StreamsWeights
+
+    def describe_weights(self) -> ImmediateTrainFuture[tuple[WeightSpec, ...]]:
+        """Names, dtypes and whole shapes of the weights; no rank is asked."""
+        return ImmediateTrainFuture(self._own.describe_weights().value, "describe_weights")
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """Copies of the whole weights of these names, on rank 0; the other ranks keep none."""
+        own: list[tuple[object, ...]] = [(rank == 0,) for rank in range(self._group.num_ranks)]
+        gathered = self._group.run("gather_weights", _gather_weights, self._name, tuple(names), keep_device, own=own)[0]
+        return ImmediateTrainFuture(gathered, "gather_weights")
 
     # -- CheckpointingBackend
 
@@ -166,6 +187,11 @@ def _stream_weights(backends: _Backends, name: str, consume: Callable[[Iterator[
     finally:  # every rank comes to the end, or the others would wait for it
         for _ in stream:
             pass
+
+
+def _gather_weights(backends: _Backends, name: str, names: Sequence[str], keep_device: bool, keep: bool) -> Mapping[str, Tensor]:
+    gathered = backends[name].gather_weights(names, keep_device=keep_device and keep).value
+    return gathered if keep else {}
 
 
 def _load_weights(backends: _Backends, name: str, weights: Mapping[str, Tensor]) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 import trio
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # as torch.distributed exports them, with types
 
 from rollouts.backends.distributed import Ranks, init_distributed, leave_distributed
 from rollouts.backends.rank_channel import (
@@ -101,14 +102,14 @@ def join_ranks(
         return RankGroup(init_distributed(device, timeout_s=timeout_s), {}, timeout_s=timeout_s, grace_s=grace_s)
     place = read_placement(environment)
     device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", place.local_rank)
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
     timeout = timedelta(seconds=timeout_s)
     try:
-        server = dist.TCPStore(
+        server = TCPStore(
             place.host, place.port, is_master=place.rank == 0 and not place.has_store, timeout=timeout, wait_for_workers=False
         )
-        store = dist.PrefixStore(f"rollouts/{place.attempt}", server)
+        store = PrefixStore(f"rollouts/{place.attempt}", server)
         channels = _meet(place, store, timeout_s)
         kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(kind, store=store, rank=place.rank, world_size=place.num_ranks, timeout=timeout)
@@ -121,7 +122,7 @@ def join_ranks(
     return RankGroup(init_distributed(device, timeout_s=timeout_s), channels, timeout_s=timeout_s, grace_s=grace_s, store=store)
 
 
-def _meet(place: Placement, store: dist.Store, timeout_s: float) -> dict[int, RankChannels]:
+def _meet(place: Placement, store: Store, timeout_s: float) -> dict[int, RankChannels]:
     """The connections: of rank 0 one pair to each other rank, of another rank the pair to rank 0."""
     if place.rank > 0:
         port, token = store.get("leader").decode("ascii").split(" ")
@@ -147,7 +148,7 @@ class RankGroup:
         *,
         timeout_s: float,
         grace_s: float,
-        store: dist.Store | None = None,
+        store: Store | None = None,
     ) -> None:
         """Args: channels: to each other rank, or to rank 0. store: kept alive, since rank 0 may serve it. Else as join_ranks."""
         self.ranks = ranks

@@ -1,0 +1,113 @@
+"""The processes of a run with backend.kind fsdp: started by torchrun, by hand or by this command itself; rank 0 runs, the others serve."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+
+import torch
+
+from integration.config import Config
+from rollouts.backends.factory import parse_device
+from rollouts.backends.rank_group import RankGroup, join_ranks
+from rollouts.errors import ConfigError
+
+RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
+
+
+def is_follower(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process to serve another one."""
+    return environment.get(RANK, "0") != "0"
+
+
+@contextmanager
+def silence_followers(environment: Mapping[str, str]) -> Generator[None]:
+    """In a process that serves another one, nothing goes to stdout, which is rank 0's."""
+    if not is_follower(environment):
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def count_processes(config: Config, environment: Mapping[str, str]) -> int:
+    """How many processes train, on this machine if they are not started yet: as configured, or one for each GPU, or 1.
+
+    Raises: ConfigError where the configuration and torchrun say different things.
+    """
+    section = config.backend
+    if RANK in environment:
+        found = int(environment.get(WORLD_SIZE, "1"))
+        if section.kind != "fsdp" and found > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {found}, but backend.kind is {section.kind!r}, which trains in one process: add --backend.kind fsdp, or "
+                "start one process, without torchrun"
+            )
+        if section.kind == "fsdp" and section.num_processes not in (None, found):
+            raise ConfigError(
+                f"backend.num_processes is {section.num_processes}, but torchrun started {found}: leave --backend.num-processes out"
+            )
+        return found
+    if section.kind != "fsdp":
+        return 1
+    on_gpus = config.model.device in ("cuda", "auto") and torch.cuda.is_available()
+    return section.num_processes or (torch.cuda.device_count() if on_gpus else 1)
+
+
+def needs_launch(config: Config, environment: Mapping[str, str]) -> bool:
+    """Whether this process is to start the others under torchrun, and itself anew as one of them."""
+    return RANK not in environment and count_processes(config, environment) > 1
+
+
+def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int) -> int:
+    """Start `python -m module argv` so many times on this machine, under torchrun, and wait for the end.
+
+    Args:
+        stop_s: that the processes have to end after a signal, before they are killed: a step and a checkpoint.
+
+    Returns: the exit status of rank 0 if it failed, else that of a rank that did; 0 if none did.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what happened is told by rank 0
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        shutdown_timeout=stop_s,
+    )
+    try:
+        elastic_launch(settings, sys.executable)("-m", module, *argv)
+    except ChildFailedError as error:
+        failures = error.failures
+        return _status_of((failures[0] if 0 in failures else failures[min(failures)]).exitcode)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _status_of(code: int) -> int:
+    """Of a process, as a shell tells it: 128 + N if signal N ended it."""
+    return code if code >= 0 else 128 - code
+
+
+def open_group(config: Config, environment: Mapping[str, str]) -> RankGroup:
+    """Meet the other processes. From here on, followers end when rank 0 says so, not by the signals that torchrun sends to all."""
+    group = join_ranks(environment, device=parse_device(config.model.device), timeout_s=config.backend.timeout_s)
+    if group.rank > 0:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    return group
