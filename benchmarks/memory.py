@@ -1,8 +1,8 @@
 """Memory: what a training step takes at its peak, beside what `--dry-run` says.
 
-    nice python -m benchmarks.memory [--sizes small medium large] [--tokens 1024] [--repeats 3] [--device cpu|cuda] [--output FILE.json]
+    nice python -m benchmarks.memory [--sizes small medium large] [--tokens 512] [--repeats 3] [--device cpu|cuda] [--output FILE.json]
 
-Each measurement is a process of its own (two for FSDP on two ranks), in which a backend makes three optimizer steps of two micro-batches.
+Each measurement is a process of its own (two for FSDP on two ranks), in which a backend makes two optimizer steps of two micro-batches.
 On a CPU the peak is that of resident memory (VmHWM, set back when the model is made), the parts of the process that are there without a
 model included; on a GPU it is what torch's allocator held at most. Nothing else is measured on a GPU, so context and libraries (about 0.5
 GiB) come on top.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import memory_mb, print_table, write_json
-from integration.budget import PROCESS_BYTES, Training, sharded_training, training_parts
+from integration.budget import HEAP_SHARE, PROCESS_BYTES, STATES, Training, sharded_training, training_parts
 from integration.budget_sizes import read_sizes
 from rollouts.backends.factory import create_adamw_optimizer
 from rollouts.backends.fsdp_config import FSDPConfig
@@ -44,7 +45,7 @@ SIZES: dict[str, dict[str, Any]] = {  # 10, 60 and 250 million parameters
 }  # fmt: skip
 MIB = 2**20
 ROW_TOKENS = 128
-STEPS, MICRO_BATCHES = 3, 2
+STEPS, MICRO_BATCHES = 2, 2
 
 
 def create_config(size: str) -> Any:
@@ -98,7 +99,10 @@ def estimate(size: str, tokens: int, num_ranks: int, device: str) -> int:
     """What the formulae of --dry-run say of the same step, bytes in each process."""
     training = sharded_training(tokens, num_ranks, FSDPConfig()) if num_ranks > 1 else Training(tokens=tokens)
     parts = training_parts(read_sizes(create_config(size)), training)
-    return sum(part.size for part in parts) + (PROCESS_BYTES if device == "cpu" else 0)
+    tensors = sum(part.size for part in parts)
+    if device != "cpu":
+        return tensors
+    return tensors + PROCESS_BYTES + int(HEAP_SHARE * sum(part.size for part in parts if part.name not in STATES))
 
 
 def measure_in_processes_of_their_own(size: str, tokens: int, num_ranks: int, device: str) -> dict[str, float]:
@@ -109,7 +113,7 @@ def measure_in_processes_of_their_own(size: str, tokens: int, num_ranks: int, de
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [json.loads(text) for text in re.findall(r"\{.*?\}", done.stdout)]  # two ranks may share a line
     return max(found, key=lambda result: result["peak"])
 
 
@@ -118,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=list(SIZES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch of one process")
+    parser.add_argument("--tokens", type=int, default=512, help="of a micro-batch of one process")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output")

@@ -1,0 +1,185 @@
+"""FSDP on two ranks of one machine against one process with the same rows: time of an optimizer step, what of it is communication, memory.
+
+    OMP_NUM_THREADS=1 nice python -m benchmarks.fsdp [--ranks 2] [--size small] [--rows 32] [--repeats 7] [--output FILE.json]
+
+Starts torchrun by itself. Rank 0 makes a step in one process while the others wait, then all make the same step together, in turns.
+Collectives of FSDP block on a CPU, so their time is measured around each call; it has in it what a rank waits for one that is late, which
+the cores that ranks share with other work make more of. What is left is computation, copies in and out of shards included. A core for
+each rank and one thread a rank are assumed; on fewer cores than ranks the figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import print_table, write_json
+from benchmarks.memory import ROW_TOKENS, SIZES, create_batch, create_config
+from integration.budget import sharded_training
+from integration.budget_sizes import read_sizes
+from integration.budget_traffic import Links, pass_traffic
+from rollouts.backends.factory import create_adamw_optimizer
+from rollouts.backends.fsdp import FSDPTrainingBackend
+from rollouts.backends.fsdp_config import FSDPConfig
+from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.losses import sft_loss
+from rollouts.types import TrainBatch
+
+COLLECTIVES: dict[str, tuple[int, str, int]] = {  # place and name of the argument that is the whole tensor; how often it is sent
+    "all_gather_single": (0, "output_tensor", 1),
+    "all_gather_into_tensor": (0, "output_tensor", 1),  # the name before torch 2.13
+    "reduce_scatter_single": (1, "input", 1),
+    "reduce_scatter_tensor": (1, "input", 1),
+    "all_reduce": (0, "tensor", 2),
+}
+"""What FSDP calls."""
+
+
+class Meter:
+    """Seconds in collectives and bytes received by them, since the last reset."""
+
+    def __init__(self) -> None:
+        self.seconds, self.received = 0.0, 0.0
+        self._inside = False  # a collective that calls another one is one
+        for name, argument in COLLECTIVES.items():
+            if hasattr(dist, name):
+                setattr(dist, name, self._timed(getattr(dist, name), *argument))
+
+    def reset(self) -> None:
+        """Begin at 0."""
+        self.seconds, self.received = 0.0, 0.0
+
+    def _timed(self, collective: Callable[..., Any], position: int, keyword: str, times: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return collective(*args, **kwargs)
+            whole = args[position] if len(args) > position else kwargs[keyword]
+            self._inside, begin = True, time.perf_counter()
+            work = collective(*args, **kwargs)
+            if work is not None:
+                work.wait()
+            self._inside = False
+            self.seconds += time.perf_counter() - begin
+            self.received += times * whole.nbytes * (dist.get_world_size() - 1) / dist.get_world_size()
+            return work
+
+        return call
+
+
+def create_model(size: str) -> Any:
+    """Random weights, the same on each rank."""
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(create_config(size))
+
+
+def make_step(backend: Any, batch: TrainBatch) -> None:
+    """One pass with gradient and one update."""
+    backend.forward_backward(batch, sft_loss)
+    backend.optim_step()
+
+
+def count_state_bytes(backend: Any) -> int:
+    """Parameters, gradients as they are before an update, and moments on this rank: bytes of tensors."""
+    parameters = [p.to_local() if hasattr(p, "to_local") else p for p in backend.model.parameters()]
+    moments = [value for state in backend.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    local = [value.to_local() if hasattr(value, "to_local") else value for value in moments]
+    return 2 * sum(p.nbytes for p in parameters) + sum(value.nbytes for value in local if value.dim())
+
+
+def measure_here(size: str, rows: int, repeats: int) -> dict[str, Any] | None:
+    """On every rank; rank 0 returns what was found."""
+    together = FSDPTrainingBackend(create_model(size), partial(create_adamw_optimizer, lr=1e-4))
+    rank, meter = dist.get_rank(), Meter()
+    alone = None
+    if rank == 0:
+        model = create_model(size)
+        alone = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-4))
+    batch = create_batch(size, rows * ROW_TOKENS, 0)
+    times: dict[str, list[float]] = {"alone": [], "together": [], "collectives": [], "CPU alone": [], "CPU of all": []}
+    for repeat in range(-1, repeats):
+        dist.barrier()
+        begin, cpu = time.perf_counter(), time.process_time()
+        if alone is not None:
+            make_step(alone, batch)
+        single, single_cpu = time.perf_counter() - begin, time.process_time() - cpu
+        dist.barrier()
+        meter.reset()
+        begin, cpu = time.perf_counter(), time.process_time()
+        make_step(together, batch)
+        wall, used = time.perf_counter() - begin, time.process_time() - cpu
+        spent: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(spent, used)
+        if repeat >= 0:
+            found = (single, wall, meter.seconds, single_cpu, sum(spent))
+            for name, value in zip(times, found, strict=True):
+                times[name].append(value)
+    states = count_state_bytes(together), 0 if alone is None else count_state_bytes(alone)
+    received = meter.received
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"times": times, "received": received, "states": states} if rank == 0 else None
+
+
+def summarize(found: dict[str, Any], size: str, rows: int, num_ranks: int) -> dict[str, dict[str, float]]:
+    """Medians, lowest and highest of the repeats; ratios are of the same repeat."""
+    times = found["times"]
+    steps = list(zip(*times.values(), strict=True))
+    sizes = read_sizes(create_config(size))
+    expected = sum(t.size for t in pass_traffic(sizes, sharded_training(rows * ROW_TOKENS, num_ranks, FSDPConfig()), Links()))
+    rows_of: dict[str, list[float]] = {
+        "one process, s": times["alone"],
+        f"{num_ranks} ranks, s": times["together"],
+        "of it in collectives, s": times["collectives"],
+        "speed-up": [alone / together for alone, together, *_ in steps],
+        "time beyond 1 / ranks": [together * num_ranks / alone - 1 for alone, together, *_ in steps],
+        "of it communication": [collectives * num_ranks / alone for alone, _, collectives, *_ in steps],
+        "of it computation": [(together - collectives) * num_ranks / alone - 1 for alone, together, collectives, *_ in steps],
+        "CPU seconds of all / one process": [of_all / alone for *_, alone, of_all in steps],
+        "MiB received by a rank": [found["received"] / 2**20],
+        "MiB by the formula": [expected / 2**20],
+        "states of a rank / one process": [found["states"][0] / found["states"][1]],
+    }
+    return {name: {"median": statistics.median(v), "lowest": min(v), "highest": max(v)} for name, v in rows_of.items()}
+
+
+def main() -> None:
+    """Parse arguments, start the ranks, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=sorted(SIZES), default="small")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=32, help="of the whole batch, 128 tokens each")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        found = measure_here(arguments.size, arguments.rows, arguments.repeats)
+        if found is not None:
+            print(json.dumps(found), flush=True)
+        return
+    options = ["--size", arguments.size, "--rows", str(arguments.rows), "--repeats", str(arguments.repeats)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
+    command = [sys.executable, *launcher, "-m", "benchmarks.fsdp", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    found = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    table = summarize(found, arguments.size, arguments.rows, arguments.ranks)
+    print_table(f"{arguments.size}: {arguments.rows} rows of {ROW_TOKENS} tokens, {arguments.repeats} repeats", table)
+    write_json(arguments.output, {"size": arguments.size, "rows": arguments.rows, "fsdp": table, "raw": found})
+
+
+if __name__ == "__main__":
+    main()
