@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,18 +53,18 @@ class JAXTrainState:
     counts: UpdateCounts = field(default_factory=UpdateCounts)
 
 
-class OptimizerSpec(NamedTuple):
-    """What of AdamW a compiled update depends on; the learning rate is an argument of it."""
+class UpdateNumbers(NamedTuple):
+    """What of AdamW may be different from one update to the next without compiling anew."""
 
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    max_grad_norm: float
+    lr: Any
+    eps: Any
+    weight_decay: Any
+    max_grad_norm: Any
 
 
 def create_jax_state(weights: Weights, rule: AdamW) -> JAXTrainState:
     """The state before the first update."""
-    return JAXTrainState(weights, _transformation(_spec_of(rule)).init(cast("Any", dict(weights))))
+    return JAXTrainState(weights, _transformation(_numbers_of(rule, rule.lr), rule.betas).init(dict(weights)))
 
 
 def evaluate_batch(weights: Weights, batch: TrainBatch, spec: ModelSpec, *, with_entropy: bool = False) -> TokenOutputs:
@@ -88,7 +88,9 @@ def accumulate_gradient(
     loss, metrics = loss_fn(_place(leaves, packed), batch)
     loss.backward()
     cotangents = tuple(_write_gradient(leaf, len(arrays.tokens)) for leaf in leaves)
-    gradients = _programs().accumulate(pull_back, cotangents, None if state.gradients is None else dict(state.gradients))
+    gradients = _programs().pull_back(pull_back, cotangents)
+    if state.gradients is not None:
+        gradients = _programs().add(dict(state.gradients), gradients)
     values = {"loss": float(loss.detach()), "num_tokens": float((batch.loss_mask > 0).sum())}
     return replace(state, gradients=gradients), values | {name: float(value) for name, value in metrics.items()}
 
@@ -102,9 +104,8 @@ def apply_update(state: JAXTrainState, rule: AdamW) -> tuple[JAXTrainState, dict
     """
     assert state.gradients is not None, "optim_step was called without a forward_backward since the last one"
     lr = rule.rate(state.counts)
-    weights, optimizer, found = _programs().update(
-        dict(state.weights), state.optimizer, dict(state.gradients), np.float32(lr), _spec_of(rule)
-    )
+    numbers = UpdateNumbers(*(np.float32(x) for x in _numbers_of(rule, lr)))
+    weights, optimizer, found = _programs().update(dict(state.weights), state.optimizer, dict(state.gradients), numbers, rule.betas)
     norm = float(found)
     finite = math.isfinite(norm)
     counts = count_update(state.counts, finite=finite)
@@ -167,8 +168,9 @@ def _write_gradient(leaf: Tensor, size: int) -> np.ndarray[Any, Any]:
 class _Programs(NamedTuple):
     evaluate: Callable[[Any, PackedArrays, ModelSpec, bool], tuple[Array, ...]]
     differentiate: Callable[[Any, PackedArrays, ModelSpec, bool], tuple[tuple[Array, ...], Any]]
-    accumulate: Callable[[Any, tuple[Any, ...], Any], Mapping[str, Array]]
-    update: Callable[[Any, Any, Any, Any, OptimizerSpec], tuple[Any, Any, Array]]
+    pull_back: Callable[[Any, tuple[Any, ...]], Mapping[str, Array]]
+    add: Callable[[Any, Any], Mapping[str, Array]]
+    update: Callable[[Any, Any, Any, UpdateNumbers, tuple[float, float]], tuple[Any, Any, Array]]
 
 
 @cache
@@ -177,7 +179,8 @@ def _programs() -> _Programs:
     return _Programs(
         evaluate=jax.jit(_evaluate, static_argnums=(2, 3)),
         differentiate=jax.jit(_differentiate, static_argnums=(2, 3)),
-        accumulate=jax.jit(_accumulate),
+        pull_back=jax.jit(_pull_back),
+        add=jax.jit(_add),
         update=jax.jit(_update, static_argnums=4),
     )
 
@@ -196,32 +199,29 @@ def _differentiate(weights: Any, arrays: PackedArrays, spec: ModelSpec, with_ent
     return jax.vjp(outputs_of, weights)
 
 
-def _accumulate(pull_back: Any, cotangents: tuple[Any, ...], gradients: Any) -> Any:
-    (found,) = pull_back(cotangents)
-    return found if gradients is None else jax.tree.map(jnp.add, gradients, found)
+def _pull_back(pull_back: Any, cotangents: tuple[Any, ...]) -> Any:
+    return pull_back(cotangents)[0]
 
 
-def _update(weights: Any, optimizer: Any, gradients: Any, lr: Any, spec: OptimizerSpec) -> tuple[Any, Any, Array]:
+def _add(left: Any, right: Any) -> Any:
+    return jax.tree.map(jnp.add, left, right)
+
+
+def _update(weights: Any, optimizer: Any, gradients: Any, numbers: UpdateNumbers, betas: tuple[float, float]) -> tuple[Any, Any, Array]:
     norm = optax.tree.norm(gradients)
-    changes, moved = _transformation(spec).update(gradients, optimizer, weights)
+    changes, moved = _transformation(numbers, betas).update(gradients, optimizer, weights)
     finite = jnp.isfinite(norm)
-
-    def add(weight: Any, change: Any) -> Any:
-        return weight + lr * change
 
     def choose(new: Any, old: Any) -> Any:
         return jnp.where(finite, new, old)
 
-    kept = jax.tree.map(choose, (jax.tree.map(add, weights, changes), moved), (weights, optimizer))
+    kept = jax.tree.map(choose, (optax.apply_updates(weights, changes), moved), (weights, optimizer))
     return (*kept, norm)
 
 
-def _transformation(spec: OptimizerSpec) -> Any:
-    """AdamW at the learning rate 1, which the caller multiplies its changes by."""
-    b1, b2 = spec.betas
-    adamw = optax.adamw(1.0, b1=b1, b2=b2, eps=spec.eps, weight_decay=spec.weight_decay, mask=_choose_matrices)
-    clip = optax.identity() if math.isinf(spec.max_grad_norm) else optax.clip_by_global_norm(spec.max_grad_norm)
-    return optax.chain(clip, adamw)
+def _transformation(numbers: UpdateNumbers, betas: tuple[float, float]) -> Any:
+    adamw = optax.adamw(numbers.lr, b1=betas[0], b2=betas[1], eps=numbers.eps, weight_decay=numbers.weight_decay, mask=_choose_matrices)
+    return optax.chain(optax.clip_by_global_norm(numbers.max_grad_norm), adamw)
 
 
 def _choose_matrices(weights: Any) -> Any:
@@ -231,5 +231,5 @@ def _choose_matrices(weights: Any) -> Any:
     return jax.tree.map(is_matrix, weights)
 
 
-def _spec_of(rule: AdamW) -> OptimizerSpec:
-    return OptimizerSpec(rule.betas, rule.eps, rule.weight_decay, rule.max_grad_norm)
+def _numbers_of(rule: AdamW, lr: float) -> UpdateNumbers:
+    return UpdateNumbers(lr, rule.eps, rule.weight_decay, rule.max_grad_norm)
