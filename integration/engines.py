@@ -19,14 +19,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import torch
 import trio
 
 from integration.config import Config
+from integration.episode_settings import EPISODE_TASKS
 from integration.sections import ENGINE_KINDS, EngineSection
+from integration.server_fleet import GPU_VARIABLE, assign_gpus, create_news, open_server_fleet, spread_config
 from rollouts.backends.factory import load_hf_model, load_tokenizer, parse_device
 from rollouts.backends.lora import copy_without_adapters
 from rollouts.backends.trainer_files import export_model
 from rollouts.config import suggest
+from rollouts.engines.fleet import EngineFleet
+from rollouts.engines.fleet_members import FleetConfig
+from rollouts.engines.fleet_routing import group_by_prompt, group_by_request_id
 from rollouts.engines.inprocess import InProcessEngine
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine
 from rollouts.engines.server_commands import ServerConfig, build_environment
@@ -44,7 +50,6 @@ PYTHON_VARIABLES = {"vllm": "VLLM_PYTHON", "sglang": "SGLANG_PYTHON"}
 """Environment variables that name the Python of an environment with the server."""
 
 INITIAL_MODEL = "initial_model"
-SECONDS_BETWEEN_NEWS = 10.0
 
 
 def create_embedded_engine(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> InProcessEngine:
@@ -81,6 +86,12 @@ async def open_engines(
         return
     initial = await trio.to_thread.run_sync(partial(prepare_initial_model, model, tokenizer, source, output_dir / INITIAL_MODEL))
     async with AsyncExitStack() as stack:
+        create_client = partial(
+            create_server_engine, section, environment=environment, vocab_size=model.config.get_text_config().vocab_size
+        )
+        if section.launch and section.num_servers > 1:
+            yield [await stack.enter_async_context(_launch_fleet(config, initial, output_dir, create_client, environment, say))]
+            return
         if section.launch:
             server = create_server_config(section, str(initial), environment, device=config.model.device)
             log_path = output_dir / f"{section.kind}.log"
@@ -93,12 +104,64 @@ async def open_engines(
             say(f"{section.kind} is ready at {urls[0]} after {time.monotonic() - started:.0f} s")
         else:
             urls = section.urls
-        vocab_size = model.config.get_text_config().vocab_size
-        engines = [await stack.enter_async_context(create_server_engine(section, url, environment, vocab_size=vocab_size)) for url in urls]
+        engines = [await stack.enter_async_context(create_client(url)) for url in urls]
         if not section.launch:  # whatever they serve, from here on it is this model
             for engine in engines:
                 await engine.update_weights_from_checkpoint(initial)
-        yield list(engines)
+        if len(engines) == 1:
+            yield list(engines)
+            return
+        fleet = EngineFleet(engines, config=create_fleet_config(config), initial_weights=initial, say=say)
+        yield [await stack.enter_async_context(fleet)]
+
+
+def create_fleet_config(config: Config) -> FleetConfig:
+    """How requests and weights are spread over several servers."""
+    section = config.engine
+    restarts = section.launch and section.on_server_death == "restart"
+    return FleetConfig(
+        group_of=group_by_prompt if config.task not in EPISODE_TASKS else group_by_request_id,
+        patience_s=section.startup_timeout_s if restarts else FleetConfig().patience_s,
+        updates_at_once=section.updates_at_once,
+        exclude_failed=section.on_server_death != "stop",
+    )
+
+
+@asynccontextmanager
+async def _launch_fleet(
+    config: Config,
+    initial: Path,
+    output_dir: Path,
+    create_client: Callable[[str], ServerEngine],
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+) -> AsyncGenerator[EngineFleet]:
+    """engine.num_servers servers, each with a log of its own, and on GPUs with some of its own."""
+    section = config.engine
+    server = create_server_config(section, str(initial), environment, device=config.model.device)
+    async with open_server_fleet(
+        spread_config(server, choose_gpus(section, server, environment), section.num_servers),
+        create_client,
+        log_paths=[output_dir / f"{section.kind}_{i}.log" for i in range(section.num_servers)],
+        environment=environment,
+        max_restarts={"restart": section.max_restarts, "go_on": 0}.get(section.on_server_death),
+        fleet_config=create_fleet_config(config),
+        initial_weights=initial,
+        say=say,
+        startup_s=section.startup_timeout_s,
+    ) as fleet:
+        yield fleet
+
+
+def choose_gpus(section: EngineSection, server: ServerConfig, environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """CUDA_VISIBLE_DEVICES of each server; None on a CPU. Raises ConfigError if there are too few."""
+    if server.device == "cpu":
+        return None
+    gpus = section.gpus
+    if not gpus:
+        visible = environment.get(GPU_VARIABLE)
+        gpus = tuple(filter(None, visible.split(","))) if visible is not None else tuple(map(str, range(torch.cuda.device_count())))
+    return assign_gpus(section.num_servers, section.tensor_parallel_size, gpus)
 
 
 @asynccontextmanager
@@ -257,16 +320,3 @@ def prepare_initial_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
                 link.symlink_to(file.absolute())
     (target / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": 0}) + "\n")
     return target
-
-
-def create_news(kind: str, say: Callable[[str], None]) -> Callable[[float, str], None]:
-    """Progress of a start for people: now and then the seconds and the last line of the log."""
-    told = 0.0
-
-    def tell(seconds: float, line: str) -> None:
-        nonlocal told
-        if seconds - told >= SECONDS_BETWEEN_NEWS:
-            told = seconds
-            say(f"{kind} is starting, {seconds:.0f} s: {line[:120]}")
-
-    return tell

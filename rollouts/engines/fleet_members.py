@@ -180,6 +180,7 @@ class Roster:
         self._line: deque[_Ticket] = deque()
         self._homes: OrderedDict[Hashable, int] = OrderedDict()
         self._outage_since: float | None = None
+        self._changed = trio.Event()  # the state of a member has
 
     # -- members
 
@@ -206,6 +207,8 @@ class Roster:
             return
         member.state, member.reason, member.since = state, reason, trio.current_time()
         member.wake()
+        self._changed.set()
+        self._changed = trio.Event()
         self._note_outage()
         self.serve_line()
 
@@ -229,6 +232,21 @@ class Roster:
             if member.state is not MemberState.SERVING
         ]
         return "; ".join([*lines, *self.gone[-8:]]) or "it has no members"
+
+    async def wait_serving(self, what: str) -> None:
+        """Until a member serves.
+
+        Args:
+            what: happened otherwise, for the error.
+
+        Raises: EngineError after patience_s.
+        """
+        while not self.serving():
+            end = self._get_patience_end()
+            with trio.move_on_at(end) as waited:
+                await self._changed.wait()
+            if waited.cancelled_caught or trio.current_time() >= self._get_patience_end():
+                raise EngineError(f"{what}: no engine of {self.name} serves: {self.describe()}")
 
     # -- places
 

@@ -32,20 +32,15 @@ class FleetUpdates:
             excluded: then those that did serve the new ones, and the others are down until they have them.
         """
         begin = trio.current_time()
-        async with self._health.updating:
-            members = self._roster.serving()
-            if not members:
-                raise EngineError(f"{self._roster.name} was not given weight version {weights.version}: {self._roster.describe()}")
-            updated: list[Member] = []
-            failures: dict[Member, EngineError] = {}
-            try:
-                await self._update_all(members, weights, give, updated, failures)
-            finally:
-                if updated:
-                    self._health.weights = weights
-                self._settle(members, updated, failures, weights.version)
-            if not updated:
-                await self._keep_serving(failures)
+        members: list[Member] = []
+        updated: list[Member] = []
+        failures: dict[Member, EngineError] = {}
+        while not members:
+            await self._roster.wait_serving(f"weight version {weights.version} was given to nobody")  # not under the lock, which it may need
+            async with self._health.updating:
+                members = self._roster.serving()
+                if members:
+                    await self._update_members(members, weights, give, updated, failures)
         self._check(members, failures, weights.version)
         return {
             "success": True,
@@ -54,6 +49,23 @@ class FleetUpdates:
             "update_s": trio.current_time() - begin,
             "failed": {member.name: str(error) for member, error in failures.items()},
         }
+
+    async def _update_members(
+        self,
+        members: Sequence[Member],
+        weights: FleetWeights,
+        give: Give,
+        updated: list[Member],
+        failures: dict[Member, EngineError],
+    ) -> None:
+        try:
+            await self._update_all(members, weights, give, updated, failures)
+        finally:
+            if updated:
+                self._health.weights = weights
+            self._settle(members, updated, failures, weights.version)
+        if not updated:
+            await self._keep_serving(failures)
 
     async def _update_all(
         self,
