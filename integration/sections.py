@@ -270,11 +270,6 @@ class EngineSection:
     on_server_death: Literal["restart", "go_on", "stop"] = "restart"  # of one of several that are started; one alone ends the run
     max_restarts: int = 3  # of each server that is started
     updates_at_once: int | None = None  # of several servers, those that take new weights while others generate; None = all together
-    num_servers: int = 1  # that are started; several are used as one
-    gpus: tuple[str, ...] = ()  # of the servers that are started, in order, tensor_parallel_size for each; () = the visible ones
-    on_server_death: Literal["restart", "go_on", "stop"] = "restart"  # of one of several that are started; one alone ends the run
-    max_restarts: int = 3  # of each server that is started
-    updates_at_once: int | None = None  # of several servers, those that take new weights while others generate; None = all together
     python: str | None = None  # of the environment that has the server; None = VLLM_PYTHON or SGLANG_PYTHON, else this one
     api_key_variable: str | None = None  # environment variable that holds the key of servers that ask for one
     port: int | None = None  # of a server that is started; None = a free one
