@@ -16,10 +16,12 @@ import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -27,10 +29,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.tensor import DTensor
 
+from rollouts.backends.adapter_files import ADAPTER_DIRECTORY, Adapters, check_adapter_config, check_has_no_adapters
 from rollouts.backends.distributed import Ranks, explain_failures
 from rollouts.backends.trainer_files import TRAINER_FILE
 from rollouts.backends.updates import Scheduler, UpdateCounts
-from rollouts.backends.weight_export import MAX_FILE_BYTES, Piece, agree, alone, collect_pieces, export_pieces
+from rollouts.backends.weight_export import MAX_FILE_BYTES, Piece, agree, alone, collect_pieces, export_pieces, export_sharded
 from rollouts.backends.weight_fill import check_shapes_fit, fill_weights
 from rollouts.backends.weight_sources import FileWeights
 from rollouts.backends.weight_stream import check_architecture, local_part
@@ -109,7 +112,7 @@ def take_snapshot(
     ranks: Ranks,
     copied: bool = False,
 ) -> Snapshot:
-    """What this rank will write. Moves nothing between ranks.
+    """What this rank will write. All ranks call it where the model has adapters, which are merged.
 
     Args:
         copied: copy everything to host memory, so that training can go on before it is written.
@@ -134,7 +137,7 @@ def take_snapshot(
         stager = DefaultStager(StagingOptions(False, False, False, False))
         tensors = cast("dict[str, Tensor]", stager.stage(tensors))
         stager.close()
-    return Snapshot(collect_pieces(model, copied=copied), tensors, common, {"cpu": torch.get_rng_state(), "cuda": cuda})
+    return Snapshot(collect_pieces(model, ranks, copied=copied), tensors, common, {"cpu": torch.get_rng_state(), "cuda": cuda})
 
 
 def write_snapshot(
@@ -175,6 +178,7 @@ def load_sharded(
     directory: Path,
     *,
     ranks: Ranks | None = None,
+    adapters: Adapters | None = None,
 ) -> Progress:
     """Restore a checkpoint of save_sharded, whatever the number of ranks that wrote it, or one of PyTorchTrainingBackend.
 
@@ -185,6 +189,7 @@ def load_sharded(
         model: sharded in any way, or not at all.
         optimizer: of the model's present parameters.
         ranks: None = this process alone.
+        adapters: of the model, if it has any. Their checkpoints hold them, see adapter_files, and merged weights besides.
 
     Raises: CheckpointError, on all ranks alike and before anything is changed, if the directory is damaged or does not fit.
     """
@@ -196,6 +201,10 @@ def load_sharded(
         check_architecture(model, directory)
         with FileWeights(directory) as files:
             check_shapes_fit(model, files.shapes, str(directory))
+        if adapters is None:
+            check_has_no_adapters(directory)
+        else:
+            check_adapter_config(model, adapters.config, directory / ADAPTER_DIRECTORY)
         common = _read_common(directory)
         state = _plan_state(model, optimizer, common, directory)
         rng = _read_rng(directory, common, ranks.rank)
@@ -210,8 +219,11 @@ def load_sharded(
         with explain_failures(ranks, f"reading optimizer state from {source}"), _explain_dcp(f"{source} cannot be read"):
             load_dcp(targets, checkpoint_id=source, process_group=ranks.group, no_dist=ranks.world_size == 1)
     try:
-        with FileWeights(directory) as files:
-            fill_weights(model, files, ranks.device, str(directory))
+        fill_base = partial(_fill_base, model, ranks)
+        if adapters is None:
+            fill_base(directory)
+        else:
+            adapters.load(directory, fill_base)
         write_optimizer(model, optimizer, state)
         if scheduler is not None and common["scheduler"] is not None:
             scheduler.load_state_dict(common["scheduler"])
@@ -226,6 +238,30 @@ def load_sharded(
     optimizer.zero_grad(set_to_none=True)
     counts = UpdateCounts(int(common["num_updates"]), int(common["num_skipped_in_a_row"]))
     return Progress(counts, int(common["weight_version"]))
+
+
+def save_adapters(adapters: Adapters, model: PreTrainedModel, directory: Path, *, ranks: Ranks | None = None) -> None:
+    """Write the adapters into a checkpoint, beside what save_sharded writes. All ranks call it.
+
+    Raises: CheckpointError on all ranks if rank 0 cannot write.
+    """
+    ranks = ranks or alone()
+    problem: Exception | None = None
+    try:
+        adapters.save(directory, lambda base: _export_base(model, base, ranks), writes=ranks.rank == 0)
+    except (OSError, SafetensorError) as error:
+        problem = error
+    agree(ranks, problem, f"writing adapters to {directory}")
+
+
+def _export_base(model: PreTrainedModel, directory: Path, ranks: Ranks) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    export_sharded(model, directory, ranks=ranks, base_alone=True)
+
+
+def _fill_base(model: PreTrainedModel, ranks: Ranks, directory: Path) -> None:
+    with FileWeights(directory) as files:
+        fill_weights(model, files, ranks.device, str(directory))
 
 
 def read_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:

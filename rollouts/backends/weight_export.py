@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rollouts.backends.distributed import Ranks, explain_failures, gather_objects
+from rollouts.backends.lora import adapted_weights
 from rollouts.backends.weight_sources import INDEX_FILE, WEIGHTS_FILE, Part
-from rollouts.backends.weight_stream import first_names, local_part
+from rollouts.backends.weight_stream import first_names, local_part, whole_weight
 from rollouts.errors import CheckpointError
+from rollouts.model_weights import base_weights
 from rollouts.weight_plan import WeightSpec, describe_tensor
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def export_sharded(
     *,
     ranks: Ranks | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    base_alone: bool = False,
 ) -> None:
     """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open.
 
@@ -78,10 +81,13 @@ def export_sharded(
         directory: exists, on a file system that all ranks share. Weights that are there are replaced.
         ranks: None = this process alone.
         max_file_bytes: of one file, unless a single tensor is larger. One file is model.safetensors; several are listed by an index.
+        base_alone: of a model with adapters the weights below them; otherwise the merged ones.
 
     Raises: CheckpointError on all ranks if one of them cannot write.
     """
-    export_pieces(collect_pieces(model), model, directory, tokenizer, ranks=ranks or alone(), max_file_bytes=max_file_bytes)
+    ranks = ranks or alone()
+    pieces = collect_pieces(model, ranks, base_alone=base_alone)
+    export_pieces(pieces, model, directory, tokenizer, ranks=ranks, max_file_bytes=max_file_bytes)
 
 
 def alone() -> Ranks:
@@ -89,21 +95,30 @@ def alone() -> Ranks:
     return Ranks(rank=0, world_size=1, device=torch.device("cpu"), timeout_s=float("inf"))
 
 
-def collect_pieces(model: PreTrainedModel, *, copied: bool = False) -> list[Piece]:
-    """What this process holds of each weight; tied ones once, under their first name. Moves nothing.
+def collect_pieces(model: PreTrainedModel, ranks: Ranks, *, copied: bool = False, base_alone: bool = False) -> list[Piece]:
+    """What this process holds of each weight; tied ones once, under their first name.
+
+    Moves nothing, except where adapters are merged: of those layers one rank each keeps the whole, and all ranks must call it.
 
     Args:
         copied: copy the values to the host, so that later updates do not change them.
+        base_alone: see export_sharded.
     """
-    own = cast("dict[str, Tensor]", cast("Any", model).state_dict(keep_vars=True))
-    first = first_names(own)
+    own = base_weights(model, keep_vars=True)
+    first, layers = first_names(own), {} if base_alone else adapted_weights(model)
     pieces: list[Piece] = []
-    for name, value in own.items():
-        if first[name] == name:
-            local = value.detach()
+    for i, (name, value) in enumerate(own.items()):
+        if first[name] != name:
+            continue
+        part, local = local_part(value), value.detach()
+        if name in layers:
+            keeps = i % ranks.world_size == ranks.rank
+            part = tuple(slice(0, size if keeps else 0) for size in value.shape)
+            local = whole_weight(value, layers[name])[part].clone()
+        else:
             local = local.to_local() if isinstance(local, DTensor) else local
             local = local.to("cpu", copy=True) if copied else local
-            pieces.append(Piece(describe_tensor(name, value), local_part(value), local))
+        pieces.append(Piece(describe_tensor(name, value), part, local))
     return pieces
 
 
