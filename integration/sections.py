@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
+from urllib.parse import urlsplit
 
 from integration.algorithm_expression import PresetCall, parse_algorithm
 from rollouts.async_config import AsyncConfig
@@ -22,6 +23,7 @@ from rollouts.config import (
     check_setting,
     suggest,
 )
+from rollouts.engines.path_map import PathMap
 from rollouts.errors import ConfigError
 from rollouts.filters import check_any_success, check_response_diversity, check_reward_nonzero_std
 from rollouts.rewards.answers import load_function
@@ -279,6 +281,12 @@ class EngineSection:
     max_num_seqs: int | None = None  # sequences at the same time in a server; None = the server's own
     memory_fraction: float | None = None  # of a GPU's memory that a server takes, all in all; None = the server's own, which is nearly all
     in_flight: Literal["continue", "abort"] = "continue"  # requests during a weight sync: go on under the new weights, or are sent again
+    weight_sync: Literal["auto", "disk", "memory", "group", "ipc"] = (
+        "auto"  # how engines get new weights; auto = memory, or disk for servers
+    )
+    weight_sync_address: str = "127.0.0.1"  # of this machine as servers see it, for group
+    weight_sync_mib: int = 256  # of weights that travel at a time, in MiB; twice as much is needed for them
+    path_map: tuple[str, ...] = ()  # where servers have a shared disk at another place: /prefix/here=/prefix/there, for disk
     one_request_per_group: bool = False  # ask a server for all samples of a prompt at once, which costs less per sample
     startup_timeout_s: float = 900.0  # until a server that is started must be healthy
     extra_args: tuple[str, ...] = ()  # for the command line of a server that is started; here as --engine.extra-args=--flag=value
@@ -316,6 +324,7 @@ class EngineSection:
                 f"engine.kind is {self.kind!r}, and of engine.launch and engine.urls {what}: give --engine.launch to start a server for "
                 "this run, or --engine.urls http://host:port of one that runs"
             )
+        self._check_weight_sync()
         good = self.memory_fraction is None or 0 < self.memory_fraction < 1
         check_setting(good, "engine.memory_fraction", self.memory_fraction, "between 0 and 1, or None")
         check_setting(self.startup_timeout_s > 0, "engine.startup_timeout_s", self.startup_timeout_s, "more than 0")
@@ -323,6 +332,36 @@ class EngineSection:
         check_setting(self.parity_threshold > 0, "engine.parity_threshold", self.parity_threshold, "more than 0")
         good = self.probe_tolerance is None or self.probe_tolerance >= 0
         check_setting(good, "engine.probe_tolerance", self.probe_tolerance, "at least 0, or None")
+
+    def _check_weight_sync(self) -> None:
+        """Refuse what the engines cannot do, whatever they run on."""
+        how, reason = self.weight_sync, ""
+        check_setting(how in ("auto", "disk", "memory", "group", "ipc"), "engine.weight_sync", how, "auto, disk, memory, group or ipc")
+        check_positive(self, "weight_sync_mib")
+        PathMap.parse(self.path_map)
+        if self.kind == "inprocess" and how in ("group", "ipc"):
+            reason = "the embedded engine is in the trainer's process: use memory"
+        elif self.kind == "vllm" and how == "memory":
+            reason = "vLLM takes no weights inside of requests: use disk, group or ipc"
+        elif how == "ipc" and not all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in self.urls):
+            reason = "memory is shared on one machine only, and engine.urls names others: use group or disk"
+        elif how in ("group", "ipc") and self.updates_at_once is not None:
+            reason = f"it reaches all servers at once, and engine.updates_at_once is {self.updates_at_once}: leave that out, or use disk"
+        elif how in ("group", "ipc") and self.num_servers > 1 and self.on_server_death != "stop":
+            reason = "a server that is started again is not part of it: set engine.on_server_death to stop, or use disk"
+        elif how in ("group", "ipc", "memory") and self.path_map:
+            reason = "engine.path_map is about directories: leave it out, or use disk"
+        if reason:
+            raise ConfigError(f"engine.weight_sync is {how!r}, but {reason}")
+
+    @property
+    def weight_sync_mode(self) -> Literal["checkpoint", "memory", "channel"]:
+        """What RLTrainingConfig.weight_sync is."""
+        if self.weight_sync == "auto":
+            return "checkpoint" if self.is_server else "memory"
+        if self.weight_sync == "memory":  # several servers keep what they were given, for one that is started again
+            return "channel" if self.is_server and self.num_servers == 1 and len(self.urls) <= 1 else "memory"
+        return "checkpoint" if self.weight_sync == "disk" else "channel"
 
     @property
     def is_server(self) -> bool:
@@ -336,7 +375,10 @@ class EngineSection:
 
     def precision(self, device: str) -> str:
         """The dtype of a server whose model is on the device of this name: cpu, cuda, cuda:N, auto."""
-        return ("float32" if parse_device(device).type == "cpu" else "bfloat16") if self.dtype == "auto" else self.dtype
+        if self.dtype != "auto":
+            return self.dtype
+        is_cpu = parse_device(device).type == "cpu" if device == "auto" else device == "cpu"  # a dry run may be of a GPU that is elsewhere
+        return "float32" if is_cpu else "bfloat16"
 
     def tolerance(self, device: str) -> float | None:
         """What the RL loop allows engines to be off after a sync. device: as for precision."""
