@@ -22,8 +22,8 @@ from torch import Tensor
 
 from rollouts.backends.lora import ADAPTER_NAME, LoRAConfig, adapted_layers, adapter_of, assign, zero_adapters
 from rollouts.backends.weight_stream import whole_tensor
-from rollouts.errors import CheckpointError
-from rollouts.model_weights import base_weights
+from rollouts.errors import CheckpointError, ConfigError
+from rollouts.model_weights import base_weights, has_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,6 +98,15 @@ class Adapters:
                     f"{checkpoint / BASE_DIRECTORY} has not the weights that {directory} was trained on: restore a backup"
                 )
         assign_adapters(self._model, tensors)
+
+
+def check_lora(model: torch.nn.Module, lora: LoRAConfig | None) -> None:
+    """Raise ConfigError for a model with adapters of which a backend is not told, or one without those it is told of."""
+    if has_adapters(model) != (lora is not None):
+        found = "has adapters, but lora is None" if lora is None else "has no adapters, but lora is given"
+        raise ConfigError(
+            f"this {type(model).__name__} {found}: make the backend from a plain model, with create_pytorch_backend(lora=...)"
+        )
 
 
 def check_has_no_adapters(checkpoint: Path) -> None:

@@ -11,22 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rollouts.backends.adapter_files import Adapters, check_lora
+from rollouts.backends.async_writes import AsyncWriter
 from rollouts.backends.distributed import Ranks, explain_failures, gather_objects, init_distributed
 from rollouts.backends.fsdp_config import FSDPConfig
 from rollouts.backends.futures import ImmediateTrainFuture
-from rollouts.backends.lora import assign
+from rollouts.backends.lora import LoRAConfig, adapters_off, assign
 from rollouts.backends.model_pass import check_head, move_batch, run_rows
 from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
-from rollouts.backends.protocol import OutputFn
+from rollouts.backends.protocol import Future, OutputFn
+from rollouts.backends.sharded_checkpoint import Progress, load_sharded, save_sharded, take_snapshot, write_snapshot
 from rollouts.backends.sharded_model import call_gathered, create_mesh, drop_gathered, is_sharded, shard_model
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
 from rollouts.backends.updates import Scheduler, UpdateCounts, check_skipped_updates, update_parameters
+from rollouts.backends.weight_export import export_sharded
 from rollouts.backends.weight_stream import gather_weights, list_weights, stream_weights
 from rollouts.batching import plan_shards, select_rows
 from rollouts.losses import merge_metrics
@@ -65,6 +71,8 @@ class FSDPTrainingBackend:
         max_skipped_updates: int = 10,
         compute_outputs: ComputeOutputs = compute_log_probs,
         rows_per_unit: int = 1,
+        save_in_background: bool = False,
+        lora: LoRAConfig | None = None,
     ) -> None:
         """
         Args:
@@ -78,6 +86,9 @@ class FSDPTrainingBackend:
             max_grad_norm: the gradient is scaled down to this norm, unless config.clip_grad says another; inf = no clipping.
             chunk_size, tokenizer, weight_version, max_skipped_updates, compute_outputs: as in PyTorchTrainingBackend.
             rows_per_unit: rows in a row that go to one rank together: 2 for losses that compare the two rows of a pair.
+            save_in_background: save_checkpoint returns when everything is copied to host memory, and writes while training goes on; the
+                next save_checkpoint and close() wait for that, and raise what went wrong.
+            lora: as in PyTorchTrainingBackend; of a model that is already sharded init_adapters has made the adapters.
 
         Raises: ConfigError for a model that cannot be trained on packed rows or be sharded, or ranks that cannot be arranged as asked.
         """
@@ -96,6 +107,8 @@ class FSDPTrainingBackend:
         self._max_skipped_updates = max_skipped_updates
         self._compute_outputs = compute_outputs
         self._has_gradient = False
+        check_lora(model, lora)
+        self._writer = AsyncWriter(self.ranks) if save_in_background else None
         with self._operation("sharding the model"):
             if not is_sharded(model):
                 mesh = create_mesh(self.config, self.device, self.ranks.world_size) if mesh is None else mesh
@@ -104,6 +117,7 @@ class FSDPTrainingBackend:
             for name, parameter in self.model.named_parameters():
                 assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
             self._check_model()
+        self._adapters = None if lora is None else Adapters(self.model, lora)
         self.optimizer = create_optimizer(self.model)
         self.scheduler = None if create_schedule is None else create_schedule(self.optimizer)
 
@@ -122,6 +136,11 @@ class FSDPTrainingBackend:
         """See DescribesOutputs."""
         return describe_outputs(self._compute_outputs)
 
+    @property
+    def trains_adapters(self) -> bool:
+        """See TrainsAdapters."""
+        return self._adapters is not None
+
     # -- TrainingBackend: the same batch on every rank
 
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
@@ -130,6 +149,12 @@ class FSDPTrainingBackend:
         part = self.forward_shard(select_part(batch, plan[self.ranks.rank]), output_fn, with_entropy=with_entropy)
         parts = gather_objects(self.ranks, part, operation="gathering the outputs of a forward pass")
         return ImmediateTrainFuture(combine_rows(parts, plan, (batch.num_rows, batch.tokens.shape[1])), "forward")
+
+    def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
+        """See TrainsAdapters: forward without the adapters."""
+        assert self.trains_adapters, "forward_base is of a backend with adapters: make it with lora=LoRAConfig(...)"
+        with adapters_off(self.model):
+            return self.forward(batch, output_fn, with_entropy=with_entropy)
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
         """Add the gradient of loss_fn on this batch. Loss and metrics are those of all rows."""
@@ -164,6 +189,8 @@ class FSDPTrainingBackend:
         with self._operation("load_weights"), torch.no_grad():
             for name, value in weights.items():
                 assign(own[name], value)
+        if self._adapters is not None:
+            self._adapters.replaced_base()
         return ImmediateTrainFuture(None, "load_weights")
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -182,6 +209,49 @@ class FSDPTrainingBackend:
         with self._operation("gather_weights"):
             weights = gather_weights(self.model, names, keep_device=keep_device)
         return ImmediateTrainFuture(weights, "gather_weights")
+
+    # -- CheckpointingBackend
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        """Write the model directory, and each rank's part of the rest into its directory `sharded`. Any number of ranks can go on from it.
+
+        Args:
+            directory: exists, on a file system that all ranks share.
+
+        Raises: CheckpointError on all ranks if one of them cannot write.
+        """
+        progress = Progress(self.counts, self.weight_version)
+        state = self.model, self.optimizer, self.scheduler, progress
+        with self._operation("save_checkpoint"):
+            if self._writer is None:
+                save_sharded(*state, directory, tokenizer=self.tokenizer, ranks=self.ranks)
+                return ImmediateTrainFuture(None, "save_checkpoint")
+            self._writer.wait()  # before there are two copies
+            snapshot = take_snapshot(*state, ranks=self.ranks, copied=True)
+        write = partial(write_snapshot, snapshot, self.model, directory, tokenizer=self.tokenizer)
+        return self._writer.start(lambda ranks: write(ranks=ranks), "save_checkpoint")
+
+    def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Restore what save_checkpoint wrote on any number of ranks, or PyTorchTrainingBackend.
+
+        Raises: CheckpointError on all ranks, saying what does not fit.
+        """
+        with self._operation("load_checkpoint"):
+            progress = load_sharded(self.model, self.optimizer, self.scheduler, directory, ranks=self.ranks)
+        self.counts, self.weight_version = progress.counts, progress.weight_version
+        self._has_gradient = False
+        return ImmediateTrainFuture(None, "load_checkpoint")
+
+    def export_weights(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
+        with self._operation("export_weights"):
+            export_sharded(self.model, directory, self.tokenizer, ranks=self.ranks)
+        return ImmediateTrainFuture(None, "export_weights")
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written in the background, and raise what went wrong with it."""
+        if self._writer is not None:
+            self._writer.close()
 
     # -- the rows of this rank alone
 

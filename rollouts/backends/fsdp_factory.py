@@ -16,6 +16,7 @@ from rollouts.backends.distributed import Ranks, init_distributed
 from rollouts.backends.factory import create_adamw_optimizer, create_critic_model, load_tokenizer
 from rollouts.backends.fsdp import FSDPTrainingBackend
 from rollouts.backends.fsdp_config import FSDPConfig
+from rollouts.backends.lora import LoRAConfig, add_adapters, init_adapters
 from rollouts.backends.outputs import ComputeOutputs, compute_log_probs, compute_scores, compute_values
 from rollouts.backends.reward_models import create_reward_model, load_reward_start
 from rollouts.backends.schedules import Schedule, create_scheduler
@@ -43,6 +44,7 @@ def create_fsdp_backend(
     config: FSDPConfig | None = None,
     ranks: Ranks | None = None,
     rows_per_unit: int = 1,
+    lora: LoRAConfig | None = None,
 ) -> FSDPTrainingBackend:
     """create_pytorch_backend or create_backend_with_scheduler over all ranks: a policy, AdamW, a schedule.
 
@@ -54,18 +56,33 @@ def create_fsdp_backend(
         config: None = FSDPConfig(). bfloat16 is its mixed_precision.
         ranks: None = of init_distributed(device).
         rows_per_unit: 2 for losses that compare the two rows of a pair, such as preferences.preference_loss.
+        lora: train adapters on the frozen model instead of its weights; the model is given them in place.
     """
     ranks = init_distributed(device) if ranks is None else ranks
     config = FSDPConfig() if config is None else config
     if isinstance(model, str | Path):
         tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        model = _load_sharded(
-            load_hf_model_on_meta(model), ranks, config, partial(materialize_from_hf, directory=model, device=ranks.device)
-        )
+        empty = load_hf_model_on_meta(model)
+        if lora is not None:
+            add_adapters(empty, lora)
+        model = _load_sharded(empty, ranks, config, partial(materialize_from_hf, directory=model, device=ranks.device))
+        if lora is not None:
+            init_adapters(model, lora.seed)
+    elif lora is not None:
+        add_adapters(model, lora)
     create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
     optimizer = partial(create_adamw_optimizer, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     return _create_backend(
-        model, optimizer, create, config, ranks, tokenizer, compute_log_probs, max_grad_norm=max_grad_norm, rows_per_unit=rows_per_unit
+        model,
+        optimizer,
+        create,
+        config,
+        ranks,
+        tokenizer,
+        compute_log_probs,
+        max_grad_norm=max_grad_norm,
+        rows_per_unit=rows_per_unit,
+        lora=lora,
     )
 
 
@@ -191,6 +208,7 @@ def _create_backend(
     *,
     max_grad_norm: float = 1.0,
     rows_per_unit: int = 1,
+    lora: LoRAConfig | None = None,
 ) -> FSDPTrainingBackend:
     return FSDPTrainingBackend(
         model,
@@ -202,6 +220,7 @@ def _create_backend(
         tokenizer=tokenizer,
         compute_outputs=compute_outputs,
         rows_per_unit=rows_per_unit,
+        lora=lora,
     )
 
 

@@ -68,7 +68,8 @@ class LoRAConfig:
 def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
     """Freeze a model and put adapters into it, in place. What it computes is unchanged until they are trained.
 
-    A is drawn from U(-1 / sqrt(in), 1 / sqrt(in)), as peft does, by config.seed and the name of the layer alone.
+    A is drawn from U(-1 / sqrt(in), 1 / sqrt(in)), as peft does, by config.seed and the name of the layer alone. On a model that is on meta
+    the adapters are, too: call init_adapters when it has been sharded and its weights have been read.
 
     Raises: ConfigError if peft is missing, if the model has adapters or is no causal language model, or for targets that it does not have.
     """
@@ -90,9 +91,11 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
         use_rslora=config.use_rslora,
         bias="none",
     )
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
     with torch.random.fork_rng(devices=[]):
-        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME)
-    init_adapters(model, config.seed)
+        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=on_meta)
+    if not on_meta:
+        init_adapters(model, config.seed)
 
 
 def find_targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
@@ -118,14 +121,21 @@ def find_targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
 
 
 def init_adapters(model: torch.nn.Module, seed: int) -> None:
-    """Set the adapters to their beginning: A by the seed and the name of its layer, B to 0. Of a sharded model all ranks must call."""
+    """Set the adapters to their beginning: A by the seed and the name of its layer, B to 0. Sends nothing.
+
+    Those on meta become new parameters on the device of the weights: make the optimizer afterwards.
+    """
     with torch.no_grad():
         for name, layer in adapted_layers(model):
             a, b = adapter_of(layer)
             bound = 1 / math.sqrt(a.shape[1])
             generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]))
-            assign(a, (torch.rand(a.shape, generator=generator) * 2 - 1) * bound)
-            b.zero_()
+            drawn = (torch.rand(a.shape, generator=generator) * 2 - 1) * bound
+            for part, value in ((layer.lora_A, drawn), (layer.lora_B, torch.zeros(b.shape))):
+                linear = part[ADAPTER_NAME]
+                if linear.weight.is_meta:
+                    linear.weight = torch.nn.Parameter(torch.empty_like(linear.weight, device=layer.base_layer.weight.device))
+                assign(linear.weight, value)
 
 
 def zero_adapters(model: torch.nn.Module) -> None:

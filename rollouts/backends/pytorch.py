@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollouts.backends.adapter_files import Adapters, check_has_no_adapters
+from rollouts.backends.adapter_files import Adapters, check_has_no_adapters, check_lora
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.lora import LoRAConfig, adapters_off
 from rollouts.backends.model_pass import check_head, move_batch, run_rows
@@ -21,8 +21,8 @@ from rollouts.backends.trainer_files import TRAINER_FILE, export_model, read_tra
 from rollouts.backends.updates import Scheduler, UpdateCounts, check_skipped_updates, update_parameters
 from rollouts.backends.weight_gather import describe_model_weights, gather_model_weights
 from rollouts.backends.weight_stream import check_architecture, stream_weights
-from rollouts.errors import CheckpointError, ConfigError
-from rollouts.model_weights import check_weights_fit, copy_weights, has_adapters, read_weights
+from rollouts.errors import CheckpointError
+from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
 from rollouts.packing import use_packed_attention
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 from rollouts.weight_plan import WeightSpec
@@ -79,11 +79,7 @@ class PyTorchTrainingBackend:
         """
         assert compute_dtype in (torch.float32, torch.bfloat16), f"compute_dtype is {compute_dtype}, expected float32 or bfloat16"
         assert max_grad_norm > 0, f"max_grad_norm is {max_grad_norm}, expected > 0"
-        if has_adapters(model) != (lora is not None):
-            found = "has adapters, but lora is None" if lora is None else "has no adapters, but lora is given"
-            raise ConfigError(
-                f"this {type(model).__name__} {found}: make the backend from a plain model, with create_pytorch_backend(lora=)"
-            )
+        check_lora(model, lora)
         self.device = torch.device(device)
         self.model: Any = model.to(self.device)  # pyright: ignore[reportArgumentType]  # transformers' stubs are incomplete
         for name, parameter in self.model.named_parameters():
