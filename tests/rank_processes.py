@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +18,12 @@ from forked import Child
 
 from rollouts.backends.factory import create_adamw_optimizer
 from rollouts.backends.fsdp import FSDPTrainingBackend
+from rollouts.batching import collate_samples
 from rollouts.errors import CheckpointError
+from rollouts.loss_weights import token_mean
 from rollouts.losses import sft_loss
 from rollouts.testing import create_tiny_model
+from rollouts.types import Sample, TrainBatch
 
 PRELUDE = """
 import os, sys
@@ -100,3 +104,24 @@ def select_entropy(outputs):
 
 def select_log_probs(outputs):
     return outputs.log_probs
+
+
+def make_batches() -> list[TrainBatch]:
+    """Eight ragged rows, then two."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for rows in (8, 2):
+        lengths = torch.randint(3, 14, (rows,), generator=generator).tolist()
+        tokens = [torch.randint(3, 60, (length,), generator=generator).tolist() for length in lengths]
+        samples = [Sample(tokens=row, loss_mask=[0.0] + [1.0] * (len(row) - 1)) for row in tokens]
+        batch = collate_samples(samples, pad_id=0)
+        found.append(replace(batch, loss_weights=token_mean(batch)))
+    return found
+
+
+def fail_after_two(seen: list, stream) -> None:
+    """A consumer of weights that goes wrong."""
+    for name, _ in stream:
+        seen.append(name)
+        if len(seen) == 2:
+            raise ZeroDivisionError("the engine is gone")
