@@ -19,6 +19,7 @@ import trio
 from rollouts.algorithms import dapo
 from rollouts.backends.factory import create_backend_with_scheduler
 from rollouts.backends.futures import open_pipeline
+from rollouts.backends.jax_backend import create_jax_backend
 from rollouts.backends.protocol import CheckpointingBackend
 from rollouts.backends.torch_func import create_torch_func_backend
 from rollouts.batching import collate_samples, select_rows
@@ -30,7 +31,6 @@ from rollouts.loss_weights import token_mean
 from rollouts.losses import sft_loss
 from rollouts.testing import create_tiny_model
 from rollouts.types import Sample
-
 
 SETTINGS = {"lr": 1e-2, "total_steps": 20, "warmup_steps": 3}
 REVEALING = {"lr": 1e6, "eps": 1e6, "max_grad_norm": float("inf"), "total_steps": 1}  # what an update subtracts is the gradient
@@ -56,10 +56,15 @@ async def torch_func_backend(model, **settings):
     yield create_torch_func_backend(model, tokenizer=create_char_tokenizer(), **({"schedule": "cosine"} | (settings or SETTINGS)))
 
 
-BACKENDS = [direct_backend, pipelined_backend, torch_func_backend]
+@asynccontextmanager
+async def jax_backend(model, **settings):
+    yield create_jax_backend(model, tokenizer=create_char_tokenizer(), **({"schedule": "cosine"} | (settings or SETTINGS)))
 
 
-@pytest.fixture(params=BACKENDS, ids=lambda b: b.__name__)
+BACKENDS = [direct_backend, pipelined_backend, torch_func_backend, jax_backend]
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda b: b.__name__, scope="module")  # so that tests of one backend, and its programs, stay together
 def open_backend(request):
     return request.param
 
