@@ -1,0 +1,441 @@
+"""Budgets of memory and traffic, against sums by hand and against what real backends hold, save and send."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import run
+
+from integration.budget import (
+    FLOAT,
+    STATES,
+    Sharding,
+    Training,
+    activation_bytes,
+    cache_bytes,
+    inference_parts,
+    sharded_training,
+    training_parts,
+    unsharded_bytes,
+    working_bytes,
+)
+from integration.budget_run import Workload, critic_sizes, largest_microbatch, needed_bytes, plan_roles, plan_traffic
+from integration.budget_sizes import ModelSizes, count_adapter_parameters, create_empty_model, read_sizes
+from integration.budget_text import describe_budget, find_memory, format_bytes
+from integration.budget_traffic import Links, count_microbatches, pass_traffic, rows_traffic, sync_traffic
+from integration.config import Config, create_model_config
+from integration.hardware import HardwareSection
+from integration.sections import BackendSection, EngineSection, GenerationSection, LoRASection, ModelSection, RLSection
+from rollouts.backends.factory import create_pytorch_backend
+from rollouts.backends.fsdp_config import FSDPConfig
+from rollouts.backends.lora import LoRAConfig, add_adapters
+from rollouts.backends.model_pass import run_rows
+from rollouts.backends.outputs import OutputOptions, compute_log_probs
+from rollouts.batching import collate_samples
+from rollouts.errors import ConfigError
+from rollouts.losses import sft_loss
+from rollouts.packing import use_packed_attention
+from rollouts.testing import create_tiny_model
+from rollouts.types import Sample
+
+GIB = 2**30
+
+
+def make_config(kind: str = "Qwen3", **changes: Any) -> Any:
+    """3 layers, hidden 16, intermediate 40, 4 query heads and 2 key heads of 8, 50 tokens, tied."""
+    import transformers
+
+    settings = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}  # fmt: skip
+    return getattr(transformers, f"{kind}Config")(**(settings | changes))
+
+
+LAYER = 16 * 32 + 2 * 16 * 16 + 32 * 16 + 2 * 8 + 3 * 16 * 40 + 2 * 16  # q, k and v, o, their norms, gate up down, two norms
+ROOT = 50 * 16 + 16  # embedding, last norm; the output layer is the embedding
+TOTAL = 3 * LAYER + ROOT
+
+
+@pytest.fixture(scope="module")
+def sizes() -> ModelSizes:
+    return read_sizes(make_config())
+
+
+def parts_of(sizes: ModelSizes, training: Training) -> dict[str, int]:
+    return {part.name: part.size for part in training_parts(sizes, training)}
+
+
+def make_batch(lengths: tuple[int, ...] = (100, 100, 56), vocab_size: int = 50) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    rows = [tuple(torch.randint(3, vocab_size, (n,), generator=generator).tolist()) for n in lengths]
+    return collate_samples([Sample(tokens=row, loss_mask=(0.0, *(1.0,) * (len(row) - 1)), index=i) for i, row in enumerate(rows)])
+
+
+# -- sizes
+
+
+def test_sizes_are_read_off_the_configuration(sizes: ModelSizes):
+    assert (sizes.num_parameters, sizes.layer_parameters, sizes.root_parameters) == (TOTAL, LAYER, ROOT)
+    assert (sizes.query_size, sizes.kv_size, sizes.head_parameters) == (32, 16, 800)
+    assert sizes.is_tied and sizes.has_qk_norm
+    untied = read_sizes(make_config("Llama", tie_word_embeddings=False))
+    assert not untied.is_tied and not untied.has_qk_norm
+    assert untied.root_parameters == ROOT + 800
+    assert critic_sizes(untied).num_parameters == untied.num_parameters - 800
+    assert critic_sizes(sizes).num_parameters == TOTAL
+
+
+def test_adapters_are_counted_as_peft_makes_them():
+    config = make_config()
+    for targets in (("all-linear",), ("q_proj", "v_proj")):
+        model = create_tiny_model(vocab_size=50)
+        add_adapters(model, LoRAConfig(rank=3, target_modules=targets))
+        real = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        empty = create_empty_model(create_tiny_model(vocab_size=50).config)
+        assert count_adapter_parameters(empty, rank=3, target_modules=targets) == real
+    by_hand = 3 * 5 * (2 * (16 + 32) + 2 * (16 + 16) + 3 * (16 + 40))
+    assert count_adapter_parameters(create_empty_model(config), rank=5, target_modules=("all-linear",)) == by_hand
+
+
+# -- memory
+
+
+def test_the_memory_of_one_process_is_the_sum_by_hand(sizes: ModelSizes):
+    tokens = 7
+    layer = 24 * 16 + (3 * 32 + 2 * 16) * 4 + 4 * 40 * 4 + 8 * (32 + 16) + 4 * (2 + 4 + 4 + 2)
+    once = 12 * 16 + 2 * 8 * 4 + 72
+    activations = tokens * (3 * layer + once)
+    logits = 2 * 4 * tokens * 50
+    inside = tokens * (16 + 2 * 40) * 4  # of an MLP; larger than the logits of 7 tokens
+    assert inside < logits
+    working = tokens * 16 * 4 + logits
+    assert parts_of(sizes, Training(tokens=tokens)) == {
+        "parameters": 4 * TOTAL,
+        "gradients": 4 * TOTAL,
+        "Adam's moments": 8 * TOTAL,
+        "activations": activations,
+        "logits, gradients on their way": working + 4 * 800,  # with the gradient of the output layer
+    }
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
+def test_activations_are_what_autograd_saves(kind: str, precision: Any):
+    import transformers
+
+    config = make_config(kind)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    use_packed_attention(model)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+    alive: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run_rows(model, make_batch(), compute_log_probs, OutputOptions(compute_dtype=getattr(torch, precision)))
+    sizes, training = read_sizes(config), Training(tokens=256, precision=precision)
+    assert activation_bytes(sizes, training) + unsharded_bytes(sizes, training) == pytest.approx(sum(saved.values()), rel=0.01)
+
+
+def test_a_real_backend_holds_the_bytes_of_the_formula():
+    model = create_tiny_model(vocab_size=50)
+    sizes = read_sizes(model.config)
+    backend = create_pytorch_backend(model, lr=1e-3)
+    backend.forward_backward(replace(make_batch((5, 3)), loss_weights=torch.ones(2, 5)), sft_loss)
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    backend.optim_step()
+    moments = sum(
+        value.nbytes for state in backend.optimizer.state.values() for value in state.values() if value.dim()
+    )  # not the counts of steps
+    found = {"parameters": sum(p.nbytes for p in model.parameters()), "gradients": gradients, "Adam's moments": moments}
+    expected = parts_of(sizes, Training(tokens=8))
+    assert found == {name: expected[name] for name in STATES}
+
+
+def test_adapters_alone_have_gradients_and_moments(sizes: ModelSizes):
+    whole, adapters = parts_of(sizes, Training(tokens=64)), parts_of(sizes, Training(tokens=64, trained_parameters=100))
+    assert adapters["parameters"] == whole["parameters"] + 400
+    assert (adapters["gradients"], adapters["Adam's moments"]) == (400, 800)
+    assert adapters["logits, gradients on their way"] < whole["logits, gradients on their way"]
+
+
+def test_bfloat16_halves_products_but_not_states(sizes: ModelSizes):
+    single, half = (parts_of(sizes, Training(tokens=64, precision=p)) for p in ("float32", "bfloat16"))
+    assert {name: single[name] for name in STATES} == {name: half[name] for name in STATES}
+    assert half["activations"] < 0.8 * single["activations"]
+    assert half["parameters as they are computed with"] == 2 * 3 * LAYER  # casts of the layers
+    assert "parameters as they are computed with" not in single
+
+
+def test_a_critic_has_no_logits_and_a_reference_no_gradients(sizes: ModelSizes):
+    training = Training(tokens=2000)
+    assert working_bytes(replace(sizes, vocab_size=500), training) == 2000 * 16 * 4 + 2 * 4 * 1024 * 500  # of a chunk, not of all tokens
+    assert working_bytes(sizes, replace(training, has_vocabulary=False)) == 2000 * (16 + 16 + 80) * 4
+    frozen = {part.name: part.size for part in inference_parts(sizes, training)}
+    assert frozen["parameters"] == 4 * TOTAL
+    assert set(frozen) == {"parameters", "a forward pass"}
+    assert frozen["a forward pass"] < activation_bytes(sizes, training)
+
+
+# -- FSDP: each setting moves its own term, and no other
+
+
+def changed(sizes: ModelSizes, num_ranks: int = 4, **settings: Any) -> dict[str, float]:
+    """Parts that a setting changes, relative to those of full sharding over as many ranks."""
+    plain = parts_of(sizes, sharded_training(64, num_ranks, FSDPConfig()))
+    other = parts_of(sizes, sharded_training(64, num_ranks, FSDPConfig(**settings)))
+    names = sorted(plain.keys() | other.keys())
+    return {name: other.get(name, 0) / plain.get(name, 0) for name in names if other.get(name, 0) != plain.get(name, 0)}
+
+
+GATHERED = "parameters as they are computed with"
+
+
+def test_full_sharding_divides_states_and_gathers_two_layers(sizes: ModelSizes):
+    one, four = parts_of(sizes, Training(tokens=64)), parts_of(sizes, sharded_training(64, 4, FSDPConfig()))
+    assert [four[name] for name in STATES] == [one[name] / 4 for name in STATES]
+    assert four["activations"] == one["activations"]
+    assert four[GATHERED] == 4 * (2 * LAYER + LAYER + ROOT)  # two layers, a buffer, the root
+
+
+def test_each_setting_of_fsdp_moves_its_own_term(sizes: ModelSizes):
+    assert changed(sizes, sharding_strategy="shard_grad_op") == {GATHERED: pytest.approx((4 * LAYER + ROOT) / (3 * LAYER + ROOT))}
+    assert changed(sizes, sharding_strategy="hybrid_shard", ranks_per_replica=2) == dict.fromkeys(STATES, 2.0)
+    assert changed(sizes, sharding_strategy="no_shard") == dict.fromkeys(STATES, 4.0) | {GATHERED: 0.0}
+    assert changed(sizes, auto_wrap_min_params=LAYER + 1) == {GATHERED: pytest.approx((5 * LAYER + ROOT) / (3 * LAYER + ROOT))}
+    assert set(changed(sizes, gradient_checkpointing=True)) == {"activations"}
+    assert changed(sizes, mixed_precision="bfloat16")[GATHERED] == pytest.approx((1.5 * LAYER + ROOT) / (3 * LAYER + ROOT))
+    assert set(changed(sizes, mixed_precision="bfloat16")) == {GATHERED, "activations"}
+    assert changed(sizes, clip_grad=0.1) == {}
+    host = {part.name: part.on_host for part in training_parts(sizes, sharded_training(64, 4, FSDPConfig(cpu_offload=True)))}
+    assert {name for name, is_there in host.items() if is_there} == set(STATES)
+    assert changed(sizes, cpu_offload=True) == {}
+
+
+def test_checkpointed_layers_keep_their_inputs_alone(sizes: ModelSizes):
+    plain = sharded_training(64, 2, FSDPConfig())
+    kept = replace(plain, sharding=Sharding(num_ranks=2, config=FSDPConfig(gradient_checkpointing=True)))
+    saved = activation_bytes(sizes, plain) - activation_bytes(sizes, kept)
+    layer = 24 * 16 + (3 * 32 + 2 * 16) * 4 + 4 * 40 * 4 + 8 * (32 + 16) + 4 * (2 + 4 + 4 + 2)
+    assert saved == 64 * (2 * layer - 3 * 16 * 4)
+
+
+RANKS = """
+import json, torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from functools import partial
+from dataclasses import replace
+from rollouts.backends.distributed import Ranks
+from rollouts.backends.factory import create_adamw_optimizer
+from rollouts.backends.fsdp import FSDPTrainingBackend
+from rollouts.backends.fsdp_config import FSDPConfig
+from rollouts.losses import sft_loss
+import test_budget
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+received = 0.0
+
+def count(name, position, keyword, times):
+    function = getattr(dist, name)
+    def call(*args, group=None, **kwargs):
+        global received
+        whole = args[position] if len(args) > position else kwargs[keyword]
+        n = dist.get_world_size(group)
+        received += times * whole.nbytes * (n - 1) / n
+        return function(*args, group=group, **kwargs)
+    setattr(dist, name, call)
+
+single = hasattr(dist, "all_gather_single")
+count("all_gather_single" if single else "all_gather_into_tensor", 0, "output_tensor", 1)
+count("reduce_scatter_single" if single else "reduce_scatter_tensor", 1, "input", 1)
+count("all_reduce", 0, "tensor", 2)
+found = []
+from transformers import Qwen3ForCausalLM
+for settings in test_budget.SETTINGS:
+    backend = FSDPTrainingBackend(Qwen3ForCausalLM(test_budget.make_config(vocab_size=52)), partial(create_adamw_optimizer, lr=0.0),
+    config=FSDPConfig(**settings),
+                                  ranks=Ranks(rank=0, world_size=4, device=torch.device("cpu"), timeout_s=60))
+    received = 0.0
+    batch = test_budget.make_batch((5, 3))
+    backend.forward_backward_shard(replace(batch, loss_weights=torch.ones(2, 5)), sft_loss)
+    sent = received
+    local = [p.to_local() for p in backend.model.parameters()]
+    for p in backend.model.parameters():
+        if p.grad is not None:
+            p.grad.to_local().zero_()
+    gradients = sum(p.grad.to_local().nbytes for p in backend.model.parameters() if p.grad is not None)
+    backend.optim_step()
+    moments = sum(v.to_local().nbytes for s in backend.optimizer.state.values() for v in s.values() if v.dim())
+    found.append({"received": sent, "parameters": sum(p.nbytes for p in local), "gradients": gradients, "Adam's moments": moments})
+print(json.dumps(found))
+"""
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"sharding_strategy": "shard_grad_op"},
+    {"sharding_strategy": "hybrid_shard", "ranks_per_replica": 2},
+    {"sharding_strategy": "no_shard"},
+    {"mixed_precision": "bfloat16"},
+)
+
+
+def test_a_rank_of_four_holds_and_receives_the_bytes_of_the_formula(tmp_path: Path):
+    """The other three are made up by a group that sends nothing: what arrives means nothing, but is as large."""
+    sizes = read_sizes(make_config(vocab_size=52))  # which four ranks divide without a rest
+    code = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{RANKS}"
+    status, out, error = run(code, folder=tmp_path)
+    assert status == 0, error[-3000:]
+    for settings, found in zip(SETTINGS, json.loads(out.splitlines()[-1]), strict=True):
+        training = sharded_training(8, 4, FSDPConfig(**settings))
+        expected = parts_of(sizes, training)
+        assert {name: found[name] for name in STATES} == {name: expected[name] for name in STATES}, settings
+        assert found["received"] == pytest.approx(sum(t.size for t in pass_traffic(sizes, training, Links()))), settings
+
+
+# -- traffic
+
+
+def test_traffic_of_a_pass_is_that_of_the_formulae(sizes: ModelSizes):
+    def traffic(num_ranks: int, **settings: Any) -> dict[str, int]:
+        return {t.name: t.size for t in pass_traffic(sizes, sharded_training(8, num_ranks, FSDPConfig(**settings)), Links())}
+
+    assert traffic(4) == {
+        "all-gather, forward": 3 * TOTAL,
+        "all-gather, backward": 3 * 3 * LAYER,
+        "reduce-scatter of gradients": 3 * TOTAL,
+    }
+    assert "all-gather, backward" not in traffic(4, sharding_strategy="shard_grad_op")
+    assert traffic(4, sharding_strategy="no_shard") == {"all-reduce over replicas": 6 * TOTAL}
+    hybrid = traffic(4, sharding_strategy="hybrid_shard", ranks_per_replica=2)
+    assert (hybrid["all-gather, forward"], hybrid["all-reduce over replicas"]) == (2 * TOTAL, 2 * TOTAL)
+    assert traffic(4, mixed_precision="bfloat16")["all-gather, forward"] == 0.75 * (2 * 3 * LAYER + 4 * ROOT)
+    assert pass_traffic(sizes, Training(tokens=8), Links()) == []
+
+
+def test_seconds_are_those_of_the_slowest_link(sizes: ModelSizes):
+    links = Links(node=1000.0, network=10.0, ranks_per_node=2)
+    near, far = (pass_traffic(sizes, sharded_training(8, n, FSDPConfig()), links)[0] for n in (2, 4))
+    assert near.seconds == pytest.approx(near.size / 1000) and far.seconds == pytest.approx(far.size / 10)
+    hybrid = FSDPConfig(sharding_strategy="hybrid_shard", ranks_per_replica=2)
+    by_name = {t.name: t.size / t.seconds for t in pass_traffic(sizes, sharded_training(8, 4, hybrid), links)}
+    assert by_name["all-gather, forward"] == pytest.approx(1000) and by_name["all-reduce over replicas"] == pytest.approx(10)
+
+
+def test_weights_and_rows_are_sent_once(sizes: ModelSizes):
+    gathered, sent = sync_traffic(sizes, sharding=Sharding(num_ranks=4), links=Links(), num_engines=3, width=2)
+    assert (gathered.size, sent.size) == (3 * TOTAL, 2 * TOTAL)
+    assert sync_traffic(sizes, sharding=None, links=Links(), num_engines=0) == []
+    assert rows_traffic(1000, num_ranks=1, links=Links()).size == 0
+    assert rows_traffic(1000, num_ranks=4, links=Links()).size == 3 * rows_traffic(1000, num_ranks=2, links=Links()).size / 2
+    assert [count_microbatches(n, max_tokens=10, num_ranks=2) for n in (1, 20, 21)] == [1, 1, 2]
+
+
+# -- a run
+
+
+def test_rank_0_has_the_engine_and_every_rank_its_shard(sizes: ModelSizes):
+    work = Workload(
+        sizes=sizes, training=sharded_training(64, 4, FSDPConfig()), device="cuda", embedded_slots=6, row_tokens=10, batch_rows=8
+    )
+    first, others = plan_roles(work)
+    assert (first.count, others.count) == (1, 3)
+    extra = {part.name: part.size for part in first.parts if part not in others.parts}
+    assert extra.pop("samples of a batch") > 0
+    assert extra == {
+        "engine: weights": 4 * TOTAL,
+        "engine: keys and values": cache_bytes(sizes, tokens=60),
+        "weights on their way to the engine": 4 * TOTAL + 4 * 800,  # a copy under each name
+    }
+    assert cache_bytes(sizes, tokens=60) == 2 * 3 * 16 * 60 * FLOAT
+    assert needed_bytes(work) == first.total(on_host=False)
+    assert needed_bytes(replace(work, device="cpu")) > 4 * others.total()
+    served = plan_roles(replace(work, embedded_slots=0, num_servers=2, server_ranks=2))[-1]
+    assert (served.count, served.parts[0].size) == (4, TOTAL)  # two bytes, over two GPUs
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("training", [Training(tokens=1), sharded_training(1, 2, FSDPConfig(gradient_checkpointing=True))])
+def test_the_largest_micro_batch_fits_and_one_token_more_does_not(sizes: ModelSizes, training: Training, device: str):
+    work = Workload(sizes=sizes, training=training, device=device, has_critic=True)
+    available = 2 * GIB
+    most = largest_microbatch(work, available)
+    assert most > 1024
+
+    def needed(tokens: int) -> int:
+        return needed_bytes(replace(work, training=replace(training, tokens=tokens)))
+
+    assert needed(most) <= available < needed(most + 1)
+    assert largest_microbatch(work, 1000) == 0
+
+
+def test_traffic_of_a_step_counts_its_micro_batches(sizes: ModelSizes):
+    training = sharded_training(100, 2, FSDPConfig())
+    work = Workload(
+        sizes=sizes, training=training, device="cuda", row_tokens=10, step_rows=50, batch_rows=100, forward_passes=1, updates_per_batch=2
+    )
+    once = sum(transfer.size for transfer in pass_traffic(sizes, training, Links()))
+    by_name = {traffic.name: traffic for traffic in plan_traffic(work, Links())}
+    assert by_name["an optimizer step"].size == 3 * once  # 500 tokens on two ranks of 100
+    assert by_name["log-probs and values of a batch"].times == 5
+    assert by_name["rows of a batch"].times == 3
+    assert plan_traffic(replace(work, training=Training(tokens=100)), Links()) == []
+
+
+def describe(config: Config, mode: str = "rl") -> dict[str, str]:
+    model = create_model_config(config.model)
+    return describe_budget(config, mode, model, read_sizes(model))
+
+
+def test_a_dry_run_over_ranks_says_what_each_holds_and_whether_it_fits():
+    config = Config(
+        model=ModelSection(device="cuda", hidden_size=64, num_layers=2),
+        backend=BackendSection(kind="fsdp", num_processes=16, fsdp=FSDPConfig(sharding_strategy="hybrid_shard", ranks_per_replica=8)),
+        engine=EngineSection(kind="vllm", launch=True),
+        generation=GenerationSection(max_tokens=100),
+        hardware=HardwareSection(memory_gib=1.0, network_gb_per_s=12.5),
+    )
+    facts = describe(config)
+    parameters = read_sizes(create_model_config(config.model)).num_parameters
+    assert facts["memory of rank 0: training state"] == format_bytes(16 * parameters / 8)
+    assert facts["memory of each other rank: sum"].endswith(", in each of 15")
+    assert "memory of each server's GPU: weights" in facts
+    assert "all-reduce over replicas" in facts["traffic of an optimizer step"]
+    assert facts["memory: fits"].startswith("yes: ") and "of 1 GiB (hardware.memory_gib)" in facts["memory: fits"]
+    most = int(facts["memory: fits"].rsplit(" ", 1)[1].replace(",", ""))
+    tight = replace(config, rl=RLSection(max_tokens_per_microbatch=2 * most, prompts_per_step=4096))
+    assert describe(tight)["memory: fits"].startswith("NO: ")
+    none = describe(replace(config, hardware=HardwareSection(memory_gib=1e-4)))
+    assert "no micro-batch fits: shard over more ranks" in none["memory: fits"]
+
+
+def test_adapters_show_in_the_budget():
+    plain, adapted = describe(Config()), describe(Config(lora=LoRASection(rank=4)))
+    assert adapted["memory:   Adam's moments"] != plain["memory:   Adam's moments"]
+    assert not any(name.startswith("traffic") for name in plain)
+
+
+def test_memory_is_asked_of_the_machine_unless_the_user_says():
+    found, where = find_memory("cpu", HardwareSection())
+    assert found is None or found > GIB / 4, where
+    assert find_memory("cpu", HardwareSection(memory_gib=2)) == (2 * GIB, "hardware.memory_gib")
+    assert find_memory("mps", HardwareSection())[0] is None
+    if not torch.cuda.is_available():
+        assert find_memory("cuda", HardwareSection()) == (None, "there is no GPU here to ask: give --hardware.memory-gib")
+        assert describe(Config(model=ModelSection(device="cuda")))["memory: fits"].startswith("unknown: ")
+
+
+@pytest.mark.parametrize("setting", ["memory_gib", "node_gb_per_s", "network_gb_per_s", "ranks_per_node"])
+def test_hardware_is_checked(setting: str):
+    with pytest.raises(ConfigError, match=setting):
+        HardwareSection(**{setting: 0})
