@@ -26,7 +26,7 @@ PASSED, FAILED = 0, 1  # pytest's exit codes; others are errors of collection, u
 class Mutation:
     """One mistake."""
 
-    file: str  # of rollouts/
+    file: str  # of rollouts/; ../integration/... of the other package
     what: str  # the mistake, in words
     old: str  # text that stands in the file exactly once
     new: str
@@ -53,7 +53,8 @@ def mutated(source: str, mutation: Mutation) -> str:
 def run_tests(tests: Sequence[str], mutation: Mutation | None = None) -> tuple[int, str]:
     """pytest's exit code and output for tests on a copy of the package, with a mistake in it or without."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT / "rollouts", Path(folder, "rollouts"), ignore=shutil.ignore_patterns("__pycache__"))
+        for package in ("rollouts", "integration"):
+            shutil.copytree(ROOT / package, Path(folder, package), ignore=shutil.ignore_patterns("__pycache__"))
         if mutation is not None:
             path = Path(folder, "rollouts", mutation.file)
             path.write_text(mutated(path.read_text(), mutation))
@@ -78,9 +79,11 @@ def _run_in_this_process(folder: str, tests: Sequence[str], log: Path) -> None:
         os.environ.pop("ROLLOUTS_GOLDEN_DIR", None)  # the tests below are named after the vectors that are shipped
         import pytest
 
+        import integration
         import rollouts
 
-        assert Path(rollouts.__file__).is_relative_to(folder), f"{rollouts.__file__} is not the copy in {folder}"
+        for package in (rollouts, integration):
+            assert Path(str(package.__file__)).is_relative_to(folder), f"{package.__file__} is not the copy in {folder}"
         names = [str(ROOT / "tests" / test) for test in tests]
         code = int(pytest.main(["-x", "--timeout=60", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *names]))
         sys.stdout.flush()
@@ -2291,6 +2294,41 @@ MUTATIONS: tuple[Mutation, ...] = (
         '"num_dropped": float(n * (len(groups) - len(scored))),',
         '"num_dropped": 0.0,',
         ("test_generation.py::test_evaluation_raises_or_drops_what_cannot_be_scored",),
+    ),
+    Mutation(
+        "../integration/budget.py",
+        "Adam has one moment",
+        "MOMENTS = 2 ",
+        "MOMENTS = 1 ",
+        ("test_budget.py::test_a_real_backend_holds_the_bytes_of_the_formula",),
+    ),
+    Mutation(
+        "../integration/budget.py",
+        "the product of an MLP is not kept",
+        "mlp = 4 * sizes.intermediate_size * width",
+        "mlp = 3 * sizes.intermediate_size * width",
+        ("test_budget.py::test_activations_are_what_autograd_saves[Qwen3-float32]",),
+    ),
+    Mutation(
+        "../integration/budget.py",
+        "hybrid sharding divides states among all ranks",
+        "return self.config.find_mesh_shape(self.num_ranks)[-1]",
+        "return self.num_ranks",
+        ("test_budget.py::test_each_setting_of_fsdp_moves_its_own_term",),
+    ),
+    Mutation(
+        "../integration/budget_traffic.py",
+        "gradients are summed in the dtype of products",
+        "received * FLOAT * trained,",
+        "received * training.width * trained,",
+        ("test_budget.py::test_a_rank_of_four_holds_and_receives_the_bytes_of_the_formula",),
+    ),
+    Mutation(
+        "../integration/budget_run.py",
+        "on a CPU one process is compared with the memory that all share",
+        "return sum(role.count * role.total() for role in training)",
+        "return max(role.total() for role in training)",
+        ("test_budget.py::test_rank_0_has_the_engine_and_every_rank_its_shard",),
     ),
 )
 
