@@ -94,7 +94,7 @@ backend.load_weights(weights)
 again = [backend.forward(batch, jobs.select_log_probs).value.tolist() for batch in batches]
 out["same after loading"] = again == log_probs
 results = []
-threads = [threading.Thread(target=lambda: results.append(group.run("telling", jobs.tell_rank, i))) for i in range(8)]
+threads = [threading.Thread(target=lambda i=i: results.append(group.run("telling", jobs.tell_rank, i))) for i in range(8)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 out["threads"] = sorted(result[0][0] for result in results if len(set(result)) == 1)
@@ -284,7 +284,7 @@ def test_nobody_without_the_token_is_taken_for_a_rank():
     listener = Listener("127.0.0.1")
     stranger = Channel(socket.create_connection(("127.0.0.1", listener.port)))
     stranger.send(b"0 1 0", 5.0)
-    with pytest.raises(BackendError, match="rank 1 of 2 did not join within 0.2 s"):
+    with pytest.raises(BackendError, match=r"rank 1 of 2 did not join within 0\.2 s"):
         listener.accept(2, timeout_s=0.2)
     connect_to_leader("127.0.0.1", listener.port, listener.token, 1, timeout_s=5.0)
     assert set(listener.accept(2, timeout_s=5.0)) == {1}
@@ -343,11 +343,9 @@ def test_a_surprise_of_another_rank_comes_with_its_traceback_and_an_error_of_the
 
 
 def test_a_process_that_was_stopped_does_not_think_that_others_were_silent():
-    now = 0.0
-    clock = AwakeClock(2.0, lambda: now)
-    for now in (1.0, 2.0, 1000.0, 1001.0):
-        clock.advance()
-    assert clock.now == 1 + 1 + 2 + 1
+    times = iter((0.0, 1.0, 2.0, 1000.0, 1001.0))
+    clock = AwakeClock(2.0, lambda: next(times))
+    assert [clock.advance() for _ in range(4)] == [1, 2, 4, 5]
 
 
 LIMITS = WatchLimits(timeout_s=0.4, grace_s=0.2, beat_s=0.02)
