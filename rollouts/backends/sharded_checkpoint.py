@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +27,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
-from torch.distributed.tensor import DTensor
 
 from rollouts.backends.adapter_files import ADAPTER_DIRECTORY, Adapters, check_adapter_config, check_has_no_adapters
 from rollouts.backends.distributed import Ranks, explain_failures
+from rollouts.backends.optimizer_state import OptimizerState, plan_state, read_optimizer, write_optimizer
 from rollouts.backends.trainer_files import TRAINER_FILE
 from rollouts.backends.updates import Scheduler, UpdateCounts
 from rollouts.backends.weight_export import MAX_FILE_BYTES, Piece, agree, alone, collect_pieces, export_pieces, export_sharded
 from rollouts.backends.weight_fill import check_shapes_fit, fill_weights
 from rollouts.backends.weight_sources import FileWeights
-from rollouts.backends.weight_stream import check_architecture, local_part
+from rollouts.backends.weight_stream import check_architecture
 from rollouts.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -64,14 +64,6 @@ class Snapshot:
     tensors: dict[str, Tensor]  # of the optimizer, as parameter/key
     common: dict[str, Any]  # the same on every rank
     rng: dict[str, Tensor | None]
-
-
-@dataclass(frozen=True, eq=False)
-class OptimizerState:
-    """State of an optimizer by the names of its parameters."""
-
-    groups: list[dict[str, Any]]  # settings, with the names as "params"
-    values: dict[str, dict[str, Any]]  # of each parameter that has state
 
 
 def save_sharded(
@@ -206,7 +198,7 @@ def load_sharded(
         else:
             check_adapter_config(model, adapters.config, directory / ADAPTER_DIRECTORY)
         common = _read_common(directory)
-        state = _plan_state(model, optimizer, common, directory)
+        state = plan_state(model, optimizer, common, directory)
         rng = _read_rng(directory, common, ranks.rank)
     except CheckpointError as error:
         problem, rng = error, {}
@@ -264,27 +256,6 @@ def _fill_base(model: PreTrainedModel, ranks: Ranks, directory: Path) -> None:
         fill_weights(model, files, ranks.device, str(directory))
 
 
-def read_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """State and settings of an optimizer by the names of the model's parameters; nothing is copied."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups: list[dict[str, Any]] = []
-    values: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        parameters = cast("list[Tensor]", group["params"])
-        groups.append({**group, "params": [names[id(parameter)] for parameter in parameters]})
-        values |= {names[id(p)]: dict(cast("dict[str, Any]", optimizer.state[p])) for p in parameters if p in optimizer.state}
-    return OptimizerState(groups, values)
-
-
-def write_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Set state and settings of an optimizer, given by the names of its own parameters in its own groups."""
-    own = read_optimizer(model, optimizer)
-    order = [name for group in own.groups for name in group["params"]]
-    index = {name: i for i, name in enumerate(order)}
-    groups = [{**group, "params": [index[name] for name in group["params"]]} for group in state.groups]
-    optimizer.load_state_dict({"state": {index[name]: values for name, values in state.values.items()}, "param_groups": groups})
-
-
 def _read_common(directory: Path) -> dict[str, Any]:
     """What is the same on every rank, of a checkpoint of either kind. Raises CheckpointError."""
     path = directory / SHARDED_DIRECTORY / _COMMON_FILE
@@ -328,62 +299,6 @@ def _read_single(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def _plan_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, common: Mapping[str, Any], directory: Path) -> OptimizerState:
-    """The optimizer state of a checkpoint by name, with room for the tensors that are still to be read. Raises CheckpointError."""
-    own = read_optimizer(model, optimizer)
-    parameters = dict(model.named_parameters())
-    if "whole" in common:
-        return _split_whole(own, parameters, cast("dict[str, Any]", common["whole"]), directory)
-    groups = cast("list[dict[str, Any]]", common["groups"])
-    if common["optimizer"] != type(optimizer).__name__:
-        raise CheckpointError(f"{directory} has the state of {common['optimizer']}, but the optimizer is {type(optimizer).__name__}")
-    if [set(group["params"]) for group in groups] != [set(group["params"]) for group in own.groups]:
-        theirs, ours = ({name for group in g for name in group["params"]} for g in (groups, own.groups))
-        raise CheckpointError(
-            f"{directory} has the state of an optimizer over other parameters: {_name_some(ours - theirs)} missing, "
-            f"{_name_some(theirs - ours)} unknown, {len(groups)} groups where this one has {len(own.groups)}"
-        )
-    values: dict[str, dict[str, Any]] = {name: dict(others) for name, others in common["others"].items()}
-    for key, (shape, dtype) in cast("dict[str, tuple[tuple[int, ...], torch.dtype]]", common["tensors"]).items():
-        name, _, field = key.rpartition("/")
-        own_tensor = parameters[name].detach()
-        same = tuple(shape) == tuple(own_tensor.shape)
-        values[name][field] = torch.empty_like(own_tensor, dtype=dtype) if same else torch.empty(shape, dtype=dtype)
-    ordered = [{**theirs, "params": ours["params"]} for theirs, ours in zip(groups, own.groups, strict=True)]
-    return OptimizerState(ordered, values)
-
-
-def _split_whole(
-    own: OptimizerState, parameters: Mapping[str, torch.nn.Parameter], whole: Mapping[str, Any], directory: Path
-) -> OptimizerState:
-    """This rank's part of an optimizer state of one process, whose parameters are known by their numbers."""
-    groups = cast("list[dict[str, Any]]", whole["param_groups"])
-    sizes, expected = ([len(group["params"]) for group in g] for g in (groups, own.groups))
-    if sizes != expected:
-        raise CheckpointError(f"{directory / TRAINER_FILE} has groups of {sizes} parameters, but this optimizer has groups of {expected}")
-    names = {
-        i: name for theirs, ours in zip(groups, own.groups, strict=True) for i, name in zip(theirs["params"], ours["params"], strict=True)
-    }
-    values: dict[str, dict[str, Any]] = {}
-    for i, fields in cast("dict[int, dict[str, Any]]", whole["state"]).items():
-        parameter = parameters[names[i]]
-        wrong = [key for key, x in fields.items() if isinstance(x, Tensor) and x.dim() and x.shape != parameter.shape]
-        if wrong:
-            raise CheckpointError(f"{directory / TRAINER_FILE} has {wrong[0]} of {names[i]} in another shape: it is of another model")
-        values[names[i]] = {key: _take_shard(x, parameter) if isinstance(x, Tensor) and x.dim() else x for key, x in fields.items()}
-    return OptimizerState([{**theirs, "params": ours["params"]} for theirs, ours in zip(groups, own.groups, strict=True)], values)
-
-
-def _take_shard(whole: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of this rank's part of a whole tensor, sharded like a parameter."""
-    if not isinstance(parameter, DTensor):
-        return whole.clone()
-    local = whole[local_part(parameter)].to(parameter.to_local().device, copy=True)
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-
-
 def _read_rng(directory: Path, common: Mapping[str, Any], rank: int) -> dict[str, Tensor | None]:
     """Random state for a rank, see load_sharded."""
     own = rank < int(common["num_ranks"])
@@ -419,7 +334,3 @@ def _explain_dcp(what: str) -> Generator[None]:
 
 def _rng_file(rank: int) -> str:
     return f"rng_{rank:05d}.pt"
-
-
-def _name_some(names: Sequence[str] | set[str]) -> list[str]:
-    return sorted(names)[:3]
