@@ -2319,9 +2319,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "../integration/budget_traffic.py",
         "gradients are summed in the dtype of products",
-        "received * FLOAT * trained,",
-        "received * training.width * trained,",
-        ("test_budget.py::test_a_rank_of_four_holds_and_receives_the_bytes_of_the_formula",),
+        "received * FLOAT * trained",
+        "received * training.width * trained",
+        ("test_budget.py::test_traffic_of_a_pass_is_that_of_the_formulae",),
     ),
     Mutation(
         "../integration/budget_run.py",

@@ -319,7 +319,9 @@ def test_traffic_of_a_pass_is_that_of_the_formulae(sizes: ModelSizes):
     assert traffic(4, sharding_strategy="no_shard") == {"all-reduce over replicas": 6 * TOTAL}
     hybrid = traffic(4, sharding_strategy="hybrid_shard", ranks_per_replica=2)
     assert (hybrid["all-gather, forward"], hybrid["all-reduce over replicas"]) == (2 * TOTAL, 2 * TOTAL)
-    assert traffic(4, mixed_precision="bfloat16")["all-gather, forward"] == 0.75 * (2 * 3 * LAYER + 4 * ROOT)
+    half = traffic(4, mixed_precision="bfloat16")
+    assert half["all-gather, forward"] == 0.75 * (2 * 3 * LAYER + 4 * ROOT)
+    assert half["reduce-scatter of gradients"] == 3 * TOTAL
     assert pass_traffic(sizes, Training(tokens=8), Links()) == []
 
 
