@@ -67,10 +67,10 @@ class Adapters:
             writes: whether this process writes the files of the adapters.
         """
         tensors, fingerprint = gather_adapters(self._model), self.fingerprint()
-        if writes:
-            write_adapters(self._model, tensors, fingerprint, checkpoint / ADAPTER_DIRECTORY)
         if self.config.save_base or self._base_was_replaced:
             export_base(checkpoint / BASE_DIRECTORY)
+        if writes:
+            write_adapters(self._model, tensors, fingerprint, checkpoint / ADAPTER_DIRECTORY)
 
     def load(self, checkpoint: Path, load_base: Callable[[Path], None]) -> None:
         """Restore what save wrote, bit for bit.
@@ -80,6 +80,7 @@ class Adapters:
 
         Raises: CheckpointError if the checkpoint has no adapters, others, or those of another base.
         """
+        self.fingerprint()  # ranks exchange messages for it: before anything can go wrong on one of them alone
         check_complete(checkpoint)
         directory = checkpoint / ADAPTER_DIRECTORY
         check_adapter_config(self._model, self.config, directory)

@@ -28,7 +28,7 @@ from rollouts.backends.lora import LoRAConfig, adapters_off, assign
 from rollouts.backends.model_pass import check_head, move_batch, run_rows
 from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.backends.protocol import Future, OutputFn
-from rollouts.backends.sharded_checkpoint import Progress, load_sharded, save_sharded, take_snapshot, write_snapshot
+from rollouts.backends.sharded_checkpoint import Progress, load_sharded, save_adapters, save_sharded, take_snapshot, write_snapshot
 from rollouts.backends.sharded_model import call_gathered, create_mesh, drop_gathered, is_sharded, shard_model
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
 from rollouts.backends.updates import Scheduler, UpdateCounts, check_skipped_updates, update_parameters
@@ -223,10 +223,13 @@ class FSDPTrainingBackend:
         progress = Progress(self.counts, self.weight_version)
         state = self.model, self.optimizer, self.scheduler, progress
         with self._operation("save_checkpoint"):
+            if self._writer is not None:
+                self._writer.wait()  # before there are two copies
+            if self._adapters is not None:  # which are small
+                save_adapters(self._adapters, self.model, directory, ranks=self.ranks)
             if self._writer is None:
                 save_sharded(*state, directory, tokenizer=self.tokenizer, ranks=self.ranks)
                 return ImmediateTrainFuture(None, "save_checkpoint")
-            self._writer.wait()  # before there are two copies
             snapshot = take_snapshot(*state, ranks=self.ranks, copied=True)
         write = partial(write_snapshot, snapshot, self.model, directory, tokenizer=self.tokenizer)
         return self._writer.start(lambda ranks: write(ranks=ranks), "save_checkpoint")
@@ -237,7 +240,7 @@ class FSDPTrainingBackend:
         Raises: CheckpointError on all ranks, saying what does not fit.
         """
         with self._operation("load_checkpoint"):
-            progress = load_sharded(self.model, self.optimizer, self.scheduler, directory, ranks=self.ranks)
+            progress = load_sharded(self.model, self.optimizer, self.scheduler, directory, ranks=self.ranks, adapters=self._adapters)
         self.counts, self.weight_version = progress.counts, progress.weight_version
         self._has_gradient = False
         return ImmediateTrainFuture(None, "load_checkpoint")
