@@ -241,6 +241,8 @@ def check_engine(section: EngineSection, environment: Mapping[str, str], *, devi
     if not section.launch:
         return
     server = create_server_config(section, "model", environment, device=device)
+    if section.num_servers > 1:
+        spread_config(server, choose_gpus(section, server, environment), section.num_servers)
     advice = f"name the Python of the environment that has it, with --engine.python or {PYTHON_VARIABLES[section.kind]}"
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({section.kind!r}) is None)"
     try:

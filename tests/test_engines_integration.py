@@ -13,21 +13,26 @@ import pytest
 from integration.config import Config
 from integration.engines import (
     check_engine,
+    choose_gpus,
     create_inference_engine,
     create_server_config,
     create_server_engine,
+    open_engines,
     prepare_initial_model,
     raise_open_file_limit,
 )
 from integration.models import create_model
 from integration.sections import EngineSection, EvaluationSection, ModelSection, RLSection
+from integration.server_fleet import assign_gpus, spread_config
 from integration.stages import RunControl, run_rl
 from integration.tasks import create_sort_task
 from integration.train import main
 from rollouts.async_config import AsyncConfig
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import OptimizerConfig, ParityConfig
-from rollouts.engines.protocol import WEIGHT_VERSION_FILE
+from rollouts.engines.fleet import EngineFleet
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE, GroupGeneration, InMemoryWeightUpdates, ScoresTokens
+from rollouts.engines.server_commands import ServerConfig
 from rollouts.errors import ConfigError, EngineError
 from rollouts.metrics import JSONLLogger, read_metrics
 from rollouts.testing import FakeSGLangServer, FakeVLLMServer, create_tiny_model
@@ -155,6 +160,10 @@ async def test_a_server_with_another_vocabulary_is_refused(tmp_path: Path):
         ({"parity_rows": -1}, "parity_rows"),
         ({"probe_tolerance": -0.1}, "probe_tolerance"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"kind": "vllm", "launch": True, "num_servers": 0}, "num_servers is 0"),
+        ({"kind": "vllm", "launch": True, "updates_at_once": 0}, "updates_at_once is 0, expected at least 1"),
+        ({"kind": "vllm", "urls": ("http://h:1",), "num_servers": 2}, "engine.num_servers is 2, but no server is started"),
+        ({"kind": "vllm", "urls": ("http://h:1",), "gpus": ("0",)}, "engine.gpus is .* but no server is started"),
         ({"kind": "vllm", "launch": True, "memory_fraction": 1.5}, "engine.memory_fraction is 1.5, expected between 0 and 1"),
         ({"memory_fraction": 0.5}, "engine.memory_fraction is 0.5, expected nothing"),
     ],
@@ -218,6 +227,39 @@ def test_what_would_keep_the_engines_from_starting_is_found_out_before_anything_
     ):
         with pytest.raises(ConfigError, match=message):
             check_engine(section, {}, device="cpu")
+
+
+def test_servers_get_gpus_and_ports_of_their_own():
+    assert assign_gpus(2, 2, ("0", "1", "2", "3")) == ("0,1", "2,3")
+    assert assign_gpus(2, 1, ("GPU-a", "GPU-a")) == ("GPU-a", "GPU-a")
+    with pytest.raises(ConfigError, match=r"3 servers of 2 GPUs each need 6, but there are 4 \(0, 1, 2, 3\)"):
+        assign_gpus(3, 2, ("0", "1", "2", "3"))
+    server = ServerConfig("vllm", "m", "python", port=8000, env={"A": "1"})
+    assert [(c.port, c.env) for c in spread_config(server, ("0", "1"), 2)] == [
+        (8000, {"A": "1", "CUDA_VISIBLE_DEVICES": "0"}), (8001, {"A": "1", "CUDA_VISIBLE_DEVICES": "1"}),
+    ]  # fmt: skip
+    assert [(c.port, c.env) for c in spread_config(replace(server, port=None), None, 2)] == [(None, {"A": "1"})] * 2
+    section = EngineSection(kind="vllm", launch=True, num_servers=2)
+    assert choose_gpus(section, server, {"CUDA_VISIBLE_DEVICES": "4,7"}) == ("4", "7")
+    assert choose_gpus(replace(section, gpus=("2", "3")), server, {"CUDA_VISIBLE_DEVICES": "4,7"}) == ("2", "3")
+    assert choose_gpus(section, replace(server, device="cpu"), {}) is None
+    with pytest.raises(ConfigError, match="2 servers of 1 GPUs each need 2, but there are 1 "):
+        choose_gpus(section, server, {"CUDA_VISIBLE_DEVICES": "4"})
+
+
+async def test_several_servers_that_run_already_become_one_engine(tmp_path: Path):
+    model, tokenizer = create_tiny_model(), create_char_tokenizer()
+    model.save_pretrained(tmp_path / "other")
+    async with FakeVLLMServer(tmp_path / "other", tokenizer=tokenizer) as a, FakeVLLMServer(tmp_path / "other", tokenizer=tokenizer) as b:
+        config = Config(engine=EngineSection(kind="vllm", urls=(a.url, b.url), updates_at_once=1))
+        async with open_engines(config, model, tokenizer, tmp_path, source=None, environment={}, say=lambda message: None) as (fleet,):
+            assert isinstance(fleet, EngineFleet)
+            assert isinstance(fleet, GroupGeneration)
+            assert isinstance(fleet, ScoresTokens)
+            assert not isinstance(fleet, InMemoryWeightUpdates)
+            assert [member.version for member in fleet.members] == [0, 0]
+            groups = await fleet.generate_group((3, 4, 5), SamplingParams(max_tokens=4), 3)
+            assert {completion.output_versions[0] for completion in groups} == {0}
 
 
 def test_a_server_that_cannot_be_started_ends_the_run_before_its_first_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -215,6 +215,19 @@ async def test_an_abort_brings_what_there_is(autojump_clock):
     assert {c.finish_reason for c in found.values()} == {"abort"}
 
 
+async def test_new_weights_end_the_affinity_as_they_end_the_caches(autojump_clock):
+    engines = fakes(2)
+    async with fleet_of(engines) as fleet:
+        await generate_all(fleet, 4, lambda i: (3,))
+        assert [count_requests(engine) for engine in engines] == [4, 0]
+        await sync(fleet, 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fleet.generate, (4,), PARAMS)
+            await trio.sleep(0.1)
+            nursery.start_soon(fleet.generate, (3,), PARAMS)
+    assert [count_requests(engine) for engine in engines] == [5, 1]
+
+
 # -- failures
 
 

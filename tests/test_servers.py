@@ -125,7 +125,7 @@ class StandIn:
     def launch(
         self, port: int | None = None, *, grace_s: float = PATIENCE_S, **options: Any
     ) -> contextlib.AbstractAsyncContextManager[ServerProcess]:
-        known = {key: options.pop(key) for key in ("startup_s", "on_progress") if key in options}
+        known = {key: options.pop(key) for key in ("startup_s", "on_progress", "on_exit") if key in options}
         config = ServerConfig(**self.settings(port, **options))
         return launch_server(config, self.log_path, environment=self.environment, grace_s=grace_s, **known)
 
@@ -483,6 +483,23 @@ async def test_a_restart_that_fails_says_why_at_once_and_may_be_tried_again(stan
             assert (await ask(server, "/health")).endswith(b"ok")
             mark.touch()
             await server.restart()
+    assert stand_in.survivors() == []
+
+
+async def test_a_death_that_is_expected_leaves_the_block_open_and_the_server_can_be_started_again(stand_in):
+    deaths: list[EngineError] = []
+    with trio.fail_after(PATIENCE_S):
+        async with stand_in.launch(on_exit=deaths.append) as server:
+            for number in (1, 2):
+                url = server.url
+                await ask(server, "/die")
+                while len(deaths) < number:
+                    await trio.sleep(0.01)
+                assert not server.is_running
+                await server.restart()
+                assert (server.url, server.is_running) == (url, True)
+    assert all("exit status 7" in str(death) for death in deaths)
+    assert len(deaths) == 2
     assert stand_in.survivors() == []
 
 

@@ -300,6 +300,10 @@ class Roster:
             self._remember(ticket.ask.group, number)
             ticket.woken.set()
 
+    def forget_homes(self) -> None:
+        """Nobody keeps keys and values of prompts any more, as after an update of the weights."""
+        self._homes.clear()
+
     def get_view(self) -> FleetView:
         """The state that routing depends on."""
         return FleetView({number: member.load for number, member in self.members.items()}, self._homes)

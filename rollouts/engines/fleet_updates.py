@@ -63,6 +63,7 @@ class FleetUpdates:
         finally:
             if updated:
                 self._health.weights = weights
+                self._roster.forget_homes()
             self._settle(members, updated, failures, weights.version)
         if not updated:
             await self._keep_serving(failures)
