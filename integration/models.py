@@ -33,8 +33,9 @@ from rollouts.backends.futures import open_pipeline
 from rollouts.backends.lora import copy_without_adapters
 from rollouts.backends.lora_reference import create_lora_reference
 from rollouts.backends.protocol import TrainingBackend
-from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.backends.sharded_weights import load_hf_model_on_meta
 from rollouts.backends.token_spec import TokenSpec, describe_tokenizer, explain_token_differences
+from rollouts.backends.torch_func import create_torch_func_backend
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.chat import ensure_pad_token
 from rollouts.config import OptimizerConfig
@@ -93,17 +94,32 @@ def read_model_config(config: Config, path: Path | None = None) -> Any:
 
 def create_backend(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: OptimizerConfig, total_steps: int
-) -> PyTorchTrainingBackend:
+) -> TrainingBackend:
     """The policy's backend in one process, of the kind config.backend.kind."""
-    return create_backend_with_scheduler(
-        model,
-        total_steps=total_steps,
-        device=parse_device(config.model.device),
-        compute_dtype=config.backend.compute_dtype,
-        tokenizer=tokenizer,
-        lora=config.lora.create(config.seed),
-        **optimizer_arguments(optimizer),
-    )
+    arguments = {"total_steps": total_steps, "compute_dtype": config.backend.compute_dtype, "tokenizer": tokenizer}
+    arguments |= optimizer_arguments(optimizer)
+    if config.backend.kind == "jax":
+        from rollouts.backends.jax_backend import create_jax_backend  # takes half a second, and JAX
+
+        return create_jax_backend(model, **arguments)
+    device = parse_device(config.model.device)
+    if config.backend.kind == "torch_func":
+        return create_torch_func_backend(model, device=device, seed=config.seed, **arguments)
+    return create_backend_with_scheduler(model, device=device, lora=config.lora.create(config.seed), **arguments)
+
+
+def check_backend(config: Config) -> None:
+    """Raise ConfigError if the backend cannot train what config names. Loads no weights."""
+    kind, path = config.backend.kind, config.model.path
+    if config.lora.rank and kind in ("torch_func", "jax"):
+        raise ConfigError(f"lora.rank is {config.lora.rank} with backend.kind {kind!r}: adapters are trained with 'pytorch'")
+    if kind == "jax":
+        from rollouts.backends.jax_backend import require_jax
+        from rollouts.backends.jax_model import read_decoder_config
+
+        require_jax()
+        if path is not None:
+            read_decoder_config(load_hf_model_on_meta(path, trust_remote_code=config.model.trust_remote_code))
 
 
 def create_companions(

@@ -29,7 +29,7 @@ from rollouts.filters import check_any_success, check_response_diversity, check_
 from rollouts.rewards.answers import load_function
 from rollouts.types import Group
 
-BACKEND_KINDS = ("pytorch", "fsdp")
+BACKEND_KINDS = ("pytorch", "fsdp", "torch_func", "jax")
 ENGINE_KINDS = ("inprocess", "vllm", "sglang")
 FILTERS = ("none", "nonzero_std", "any_success", "diversity")
 
@@ -211,7 +211,8 @@ class RewardSection:
 class BackendSection:
     """The training backend."""
 
-    kind: str = "pytorch"  # pytorch (one process, one device), fsdp (several processes, each with a part of the model)
+    kind: str = "pytorch"  # pytorch (one process, one device), fsdp (several processes, each with a part of the model), torch_func and jax
+    # (one process, the state of training is a value)
     num_processes: int | None = None  # of fsdp; None = those that torchrun started, else one for each GPU, or 1
     timeout_s: float = 600.0  # of fsdp: that one operation of all processes may take
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)  # how fsdp spreads the model
@@ -223,6 +224,8 @@ class BackendSection:
         count = self.num_processes
         check_setting(count is None or count >= 1, "backend.num_processes", count, "at least 1, or None")
         check_setting(self.timeout_s > 0, "backend.timeout_s", self.timeout_s, "more than 0")
+        good = self.kind != "jax" or self.compute_dtype == "float32"
+        check_setting(good, "backend.compute_dtype", self.compute_dtype, "float32 with backend.kind 'jax'")
         if self.kind != "fsdp":
             for name, default in (("num_processes", None), ("fsdp", FSDPConfig())):
                 value = getattr(self, name)

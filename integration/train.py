@@ -26,7 +26,7 @@ from integration.episode_settings import EPISODE_TASKS
 from integration.episode_tasks import check_demonstrations, check_task
 from integration.launch import count_processes, is_follower, launch, needs_launch, open_group, silence_followers
 from integration.log_levels import log_to_stderr
-from integration.models import check_companions, create_tokenizer
+from integration.models import check_backend, check_companions, create_tokenizer
 from integration.rewards import check_reward
 from integration.run_directory import (
     EXIT_STOPPED,
@@ -150,6 +150,7 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
         return _follow(command)
     num_processes = count_processes(config, os.environ)
     check_data_given(config)
+    check_backend(config)
     check_task(config)
     load_task_reward(config.reward)
     if "rl" in command.mode:
