@@ -20,7 +20,7 @@ from rollouts.checkpoints import load_run_state
 from rollouts.config import RLTrainingConfig, check_rl_batch_sizes
 from rollouts.data_buffer import DataBuffer
 from rollouts.engine_parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
-from rollouts.engines.protocol import InferenceEngine, WeightChannel
+from rollouts.engines.protocol import InferenceEngine, ReportsMetrics, WeightChannel
 from rollouts.episode_summaries import summarize_episodes
 from rollouts.errors import CheckpointError, ConfigError, DataError
 from rollouts.estimators import estimate_group_relative
@@ -261,6 +261,9 @@ class RLRun:
         if kl_control is not None and "reference_kl" in metrics and not only_critic:
             self._kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
         metrics |= summarize_rollouts(rollouts, weight_version=self.served.version)
+        for engine in self._engines:
+            if isinstance(engine, ReportsMetrics):
+                metrics |= engine.metrics()
         metrics["epoch"] = float(max(sample.group_index for sample in rollouts.samples) // len(self._data_buffer))
         if config.shape_reward is not None:
             metrics["shaped_reward_mean"] = summarize_samples(select_trainable(samples) or samples)["reward_mean"]

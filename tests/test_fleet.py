@@ -17,13 +17,20 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollouts.async_config import AsyncConfig
+from rollouts.async_rollouts import create_workflow_executor
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.config import RLTrainingConfig, RolloutConfig
+from rollouts.data_buffer import DataBuffer
 from rollouts.engines.fleet import EngineFleet
 from rollouts.engines.fleet_members import FleetConfig, MemberState
 from rollouts.engines.fleet_routing import Ask, Cost, FleetView, MemberLoad, choose_member, group_by_prompt, group_by_request_id
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, GroupGeneration, InMemoryWeightUpdates, ScoresTokens
 from rollouts.errors import ConfigError, EngineError, EngineRequestError, EngineStatusError
-from rollouts.testing import FakeEngine, random_answer, script_answer
-from rollouts.types import Completion, SamplingParams
+from rollouts.generation import create_generate_fn
+from rollouts.rl_loop import run_async_rl_training
+from rollouts.testing import FakeBackend, FakeEngine, random_answer, script_answer
+from rollouts.types import Completion, RolloutBatch, Sample, SamplingParams
 from rollouts.weight_sync import WeightProbe, sync_weights_in_memory, sync_weights_to_engines
 
 PARAMS = SamplingParams(max_tokens=10)
@@ -618,6 +625,51 @@ async def test_a_fleet_begins_with_one_version_or_not_at_all(autojump_clock):
     with pytest.raises(EngineError, match="no engine of the fleet answers"):
         async with fleet_of([dead]):
             pass
+
+
+# -- in the loops
+
+
+@pytest.mark.parametrize("at_once", [None, 1], ids=["together", "rolling"])
+async def test_staleness_bounds_and_metrics_hold_over_a_fleet_whose_members_die(autojump_clock, at_once):
+    engines = [FakeEngine(random_answer(mean_length=8), seconds_per_token=1.0, seconds_per_update=3.0, name=f"{i}") for i in range(3)]
+    backend, batches = FakeBackend(seconds_per_job=3.0), list[RolloutBatch]()
+
+    async def reward(sample: Sample) -> float:
+        return float(sum(sample.tokens) % 2)
+
+    async with fleet_of(engines, updates_at_once=at_once, exclude_failed=True) as fleet:
+        buffer = DataBuffer([f"s{i}=" for i in range(1000)])
+        rollout = RolloutConfig(
+            batch_size=4, n_samples_per_prompt=2, reward_fn=reward,
+            generate_fn=create_generate_fn([fleet], create_char_tokenizer(), SamplingParams(max_tokens=12)),
+        )  # fmt: skip
+        asynchronous = AsyncConfig(enabled=True, max_staleness=1, patience_s=1000.0, on_failure="raise")
+
+        async def note(step: int, batch: RolloutBatch) -> None:
+            batches.append(batch)
+            if step == 2:
+                engines[0].kill()
+            if step == 5:
+                engines[0].revive(0)
+
+        async with create_workflow_executor(buffer, rollout, asynchronous, engines=[fleet]) as executor:
+            history = await run_async_rl_training(
+                backend, buffer, executor, [fleet], RLTrainingConfig(num_steps=8, weight_sync="memory"), clock=trio.current_time,
+                on_rollouts=note,
+            )  # fmt: skip
+    for step, batch in enumerate(batches):
+        for sample in batch.samples:
+            versions = [version for version in sample.weight_versions or () if version >= 0]
+            assert versions == sorted(versions)
+            assert 0 <= step - versions[0] <= 1
+            assert step - versions[-1] >= 0
+    assert [line["weight_version"] for line in history] == list(range(8))
+    up = [line["num_engines_up"] for line in history]
+    assert (up[0], min(up), up[-1]) == (3, 2, 3)
+    assert history[-1]["num_requests_retried"] > 0
+    trained = [sample.group_index for batch in batches for sample in batch.samples]
+    assert set(Counter(trained).values()) == {2}, "a group was trained on twice"
 
 
 # -- any schedule

@@ -100,3 +100,12 @@ class GroupGeneration(Protocol):
     ) -> tuple[Completion, ...]:
         """n completions of one prompt, whose seeds the engine derives from params.seed; abort(request_id) ends all of them."""
         ...
+
+
+@runtime_checkable
+class ReportsMetrics(Protocol):
+    """An engine with numbers for the line of metrics of a step."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """The numbers of this moment, by names that no other part of the line has."""
+        ...
