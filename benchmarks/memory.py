@@ -17,8 +17,8 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ import torch
 from benchmarks.measure import memory_mb, print_table, write_json
 from integration.budget import HEAP_SHARE, PROCESS_BYTES, STATES, Training, sharded_training, training_parts
 from integration.budget_sizes import read_sizes
-from rollouts.backends.factory import create_adamw_optimizer
+from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.fsdp_config import FSDPConfig
-from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.batching import collate_samples
+from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.loss_weights import token_mean
 from rollouts.losses import sft_loss
 from rollouts.types import Sample, TrainBatch
@@ -63,24 +63,28 @@ def create_batch(size: str, tokens: int, seed: int) -> TrainBatch:
     return replace(batch, loss_weights=token_mean(batch))
 
 
-def create_backend(size: str, device: str) -> Any:
-    """The backend of this process: FSDP where there are several, else the PyTorch backend."""
+def write_model(size: str, directory: str) -> None:
+    """A model directory with random weights."""
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(create_config(size))
+    Qwen3ForCausalLM(create_config(size)).save_pretrained(directory)
+
+
+def create_backend(directory: str, device: str) -> Any:
+    """The backend of this process: FSDP where there are several, each of which reads its own slices, else the PyTorch backend."""
+    tokenizer = create_char_tokenizer(64)  # of no use here
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from rollouts.backends.fsdp import FSDPTrainingBackend
+        from rollouts.backends.fsdp_factory import create_fsdp_backend
 
-        return FSDPTrainingBackend(model, partial(create_adamw_optimizer, lr=1e-4))
-    model = model.to(device)  # type: ignore[arg-type]
-    return PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-4), device=device)
+        return create_fsdp_backend(directory, lr=1e-4, device=device, tokenizer=tokenizer)
+    return create_pytorch_backend(directory, lr=1e-4, device=device, tokenizer=tokenizer)
 
 
-def measure_here(size: str, tokens: int, device: str) -> dict[str, float]:
+def measure_here(size: str, tokens: int, device: str, directory: str) -> dict[str, float]:
     """Make the steps in this process. Returns bytes: at the peak, and resident before there was a model."""
     before = memory_mb("VmRSS") * MIB
-    backend = create_backend(size, device)
+    backend = create_backend(directory, device)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     batches = [create_batch(size, tokens * num_ranks, seed) for seed in range(MICRO_BATCHES)]
     if device == "cuda":
@@ -105,9 +109,9 @@ def estimate(size: str, tokens: int, num_ranks: int, device: str) -> int:
     return tensors + PROCESS_BYTES + int(HEAP_SHARE * sum(part.size for part in parts if part.name not in STATES))
 
 
-def measure_in_processes_of_their_own(size: str, tokens: int, num_ranks: int, device: str) -> dict[str, float]:
+def measure_in_processes_of_their_own(size: str, tokens: int, num_ranks: int, device: str, directory: str) -> dict[str, float]:
     """Start the measurement alone. Returns that of the rank with the higher peak."""
-    arguments = ["benchmarks.memory", "--child", size, "--tokens", str(tokens), "--device", device]
+    arguments = ["benchmarks.memory", "--child", size, "--model", directory, "--tokens", str(tokens), "--device", device]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
     command = [sys.executable, *launcher, "-m", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
@@ -127,15 +131,18 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(measure_here(arguments.child, arguments.tokens, arguments.device)), flush=True)
+        print(json.dumps(measure_here(arguments.child, arguments.tokens, arguments.device, arguments.model)), flush=True)
         return
     table: dict[str, dict[str, float]] = {}
     for size in arguments.sizes:
         for num_ranks in arguments.ranks:
             options = (size, arguments.tokens, num_ranks, arguments.device)
-            found = [measure_in_processes_of_their_own(*options) for _ in range(arguments.repeats)]
+            with tempfile.TemporaryDirectory() as directory:
+                write_model(size, directory)
+                found = [measure_in_processes_of_their_own(*options, directory) for _ in range(arguments.repeats)]
             peak, expected = statistics.median(result["peak"] for result in found), estimate(*options)
             table[f"{size}, {num_ranks} rank{'s' * (num_ranks > 1)}"] = {
                 "measured MiB": peak / MIB,
