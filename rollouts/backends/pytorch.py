@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.adapter_files import Adapters, check_has_no_adapters, check_lora
+from rollouts.backends.distributed import Ranks
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.lora import LoRAConfig, adapters_off
 from rollouts.backends.model_pass import check_head, move_batch, run_rows
 from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.backends.protocol import OutputFn
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
-from rollouts.backends.trainer_files import TRAINER_FILE, export_model, read_trainer_state, write_trainer_state
+from rollouts.backends.trainer_files import SHARDED_DIRECTORY, TRAINER_FILE, export_model, read_trainer_state, write_trainer_state
 from rollouts.backends.updates import Scheduler, UpdateCounts, check_skipped_updates, update_parameters
 from rollouts.backends.weight_gather import describe_model_weights, gather_model_weights
 from rollouts.backends.weight_stream import check_architecture, stream_weights
@@ -195,8 +196,10 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture(None, "save_checkpoint")
 
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
-        """Restore what save_checkpoint wrote. Raises CheckpointError saying what does not fit."""
+        """Restore what save_checkpoint wrote, or FSDPTrainingBackend. Raises CheckpointError saying what does not fit."""
         check_architecture(self.model, directory)
+        if (directory / SHARDED_DIRECTORY).is_dir():
+            return self._load_sharded(directory)
         if self._adapters is None:
             check_has_no_adapters(directory)
             self._read_weights(directory)
@@ -224,6 +227,15 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture(None, "export_weights")
 
     # -- parts
+
+    def _load_sharded(self, directory: Path) -> ImmediateTrainFuture[None]:
+        from rollouts.backends.sharded_checkpoint import load_sharded  # brings torch.distributed, which this backend does without
+
+        ranks = Ranks(rank=0, world_size=1, device=self.device, timeout_s=float("inf"))
+        progress = load_sharded(self.model, self.optimizer, self.scheduler, directory, ranks=ranks, adapters=self._adapters)
+        self.counts, self.weight_version = progress.counts, progress.weight_version
+        self._has_gradient = False
+        return ImmediateTrainFuture(None, "load_checkpoint")
 
     def _read_weights(self, directory: Path) -> None:
         weights = read_weights(directory)

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from rollouts.backends.adapter_files import ADAPTER_DIRECTORY, Adapters, check_adapter_config, check_has_no_adapters
 from rollouts.backends.distributed import Ranks, explain_failures
 from rollouts.backends.optimizer_state import OptimizerState, plan_state, read_optimizer, write_optimizer
-from rollouts.backends.trainer_files import TRAINER_FILE
+from rollouts.backends.trainer_files import SHARDED_DIRECTORY, TRAINER_FILE
 from rollouts.backends.updates import Scheduler, UpdateCounts
 from rollouts.backends.weight_export import MAX_FILE_BYTES, Piece, agree, alone, collect_pieces, export_pieces, export_sharded
 from rollouts.backends.weight_fill import check_shapes_fit, fill_weights
@@ -42,7 +42,6 @@ from rollouts.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SHARDED_DIRECTORY = "sharded"
 _COMMON_FILE = "trainer.pt"
 _FORMAT = 1
 _READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, AttributeError, pickle.UnpicklingError)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRAINER_FILE = "trainer_state.pt"
+SHARDED_DIRECTORY = "sharded"
+"""What backends of several processes write instead, see sharded_checkpoint."""
 _KIND = "kind"
 
 
