@@ -8,6 +8,7 @@ create_backend_with_scheduler; the backend has the character tokenizer.
 from __future__ import annotations
 
 import copy
+import shutil
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import trio
 
 from rollouts.algorithms import dapo
 from rollouts.backends.factory import create_backend_with_scheduler
+from rollouts.backends.fsdp_factory import create_fsdp_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.jax_backend import create_jax_backend
 from rollouts.backends.protocol import CheckpointingBackend
@@ -57,11 +59,16 @@ async def torch_func_backend(model, **settings):
 
 
 @asynccontextmanager
+async def fsdp_backend(model, **settings):
+    yield create_fsdp_backend(model, tokenizer=create_char_tokenizer(), **({"schedule": "cosine"} | (settings or SETTINGS)))
+
+
+@asynccontextmanager
 async def jax_backend(model, **settings):
     yield create_jax_backend(model, tokenizer=create_char_tokenizer(), **({"schedule": "cosine"} | (settings or SETTINGS)))
 
 
-BACKENDS = [direct_backend, pipelined_backend, torch_func_backend, jax_backend]
+BACKENDS = [direct_backend, pipelined_backend, torch_func_backend, jax_backend, fsdp_backend]
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda b: b.__name__, scope="module")  # so that tests of one backend, and its programs, stay together
@@ -270,7 +277,8 @@ async def test_a_checkpoint_that_does_not_fit_is_refused_with_a_reason(open_back
         path = tmp_path / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-100])
     elif damage == "no trainer state":
-        (tmp_path / "trainer_state.pt").unlink()
+        (tmp_path / "trainer_state.pt").unlink(missing_ok=True)
+        shutil.rmtree(tmp_path / "sharded", ignore_errors=True)  # of a backend over several processes
     elif damage == "not a model":
         (tmp_path / "config.json").unlink()
     async with open_backend(create_tiny_model()) as backend:
