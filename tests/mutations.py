@@ -75,7 +75,8 @@ def _run_in_this_process(folder: str, tests: Sequence[str], log: Path) -> None:
         os.dup2(descriptor, 2)
         sys.dont_write_bytecode = True
         sys.path.insert(0, folder)
-        os.environ["PYTHONPATH"] = folder
+        os.environ["PYTHONPATH"] = os.pathsep.join((folder, str(ROOT)))
+        os.environ["PYTHONSAFEPATH"] = "1"  # processes that tests start look there first, not into their working directory
         os.environ.pop("ROLLOUTS_GOLDEN_DIR", None)  # the tests below are named after the vectors that are shipped
         import pytest
 
@@ -1674,9 +1675,72 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "engines/servers.py",
         "a restart that failed is waited for as if the server were dying",
-        " or not run.is_watched:",
-        ":",
+        " or not run.is_watched or self._on_exit is not None:",
+        " or self._on_exit is not None:",
         ("test_servers.py::test_a_restart_that_fails_says_why_at_once_and_may_be_tried_again",),
+    ),
+    Mutation(
+        "engines/servers.py",
+        "a death that was expected ends the block",
+        "        if self._on_exit is None:\n            raise error",
+        "        if self._on_exit is not None:\n            raise error",
+        ("test_servers.py::test_a_death_that_is_expected_leaves_the_block_open_and_the_server_can_be_started_again",),
+    ),
+    Mutation(
+        "engines/fleet_routing.py",
+        "a group stays with its member however loaded that is",
+        "<= candidates[least].num_requests + slack:",
+        ">= 0:",
+        ("test_fleet.py::test_a_group_stays_together_unless_its_member_is_far_more_loaded",),
+    ),
+    Mutation(
+        "engines/fleet_members.py",
+        "who comes last is served first",
+        "self._line.append(ticket)",
+        "self._line.appendleft(ticket)",
+        ("test_fleet.py::test_where_all_are_full_requests_wait_and_nobody_overtakes",),
+    ),
+    Mutation(
+        "engines/fleet_members.py",
+        "a place that was promised to a cancelled request is lost",
+        "                self._give_back(ticket.member, ticket.ask.cost)\n                ticket.member = None",
+        "                ticket.member = None",
+        ("test_fleet.py::test_a_place_that_was_promised_to_a_cancelled_request_is_given_back",),
+    ),
+    Mutation(
+        "engines/fleet_requests.py",
+        "a moved sample has the whole budget once more",
+        "params_of_rest(params, sample, part.output_len)",
+        "params",
+        ("test_fleet.py::test_what_a_leaving_member_does_not_finish_goes_on_elsewhere_with_what_it_has",),
+    ),
+    Mutation(
+        "engines/fleet_requests.py",
+        "a moved sample goes on under older weights than its tokens",
+        "if part is not None and member.version < part.output_versions[-1]:",
+        "if False:",
+        ("test_fleet.py::test_a_moved_sample_never_goes_on_under_older_weights",),
+    ),
+    Mutation(
+        "engines/fleet_health.py",
+        "what a silent member has is left with it",
+        "if str(error) not in member.reason else member.reason\n            member.interrupt()",
+        "if str(error) not in member.reason else member.reason",
+        ("test_fleet.py::test_a_member_that_is_silent_is_found_out_and_its_requests_are_taken_from_it",),
+    ),
+    Mutation(
+        "engines/fleet_updates.py",
+        "a member that comes back gets the weights before the update",
+        "                self._health.weights = weights",
+        "                pass",
+        ("test_fleet.py::test_a_member_that_comes_back_gets_the_weights_before_it_is_used",),
+    ),
+    Mutation(
+        "engines/fleet_updates.py",
+        "a failed update is a success where another member took it",
+        "if has_new and (self._config.exclude_failed or not failures):",
+        "if has_new:",
+        ("test_fleet.py::test_an_update_of_all_at_once_is_all_or_an_error_that_says_who_has_what",),
     ),
     Mutation(
         "engines/server_supervisor.py",
@@ -2294,6 +2358,51 @@ MUTATIONS: tuple[Mutation, ...] = (
         '"num_dropped": float(n * (len(groups) - len(scored))),',
         '"num_dropped": 0.0,',
         ("test_generation.py::test_evaluation_raises_or_drops_what_cannot_be_scored",),
+    ),
+    # -- a model over several processes
+    Mutation(
+        "backends/sharded_model.py",
+        "gradients are averaged over ranks",
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(2.0)",
+        ("test_fsdp.py::test_two_ranks_train_as_one_process_does[sft]",),
+    ),
+    Mutation(
+        "backends/fsdp.py",
+        "a rank without rows learns from its row of nothing",
+        "[0.0 * x.sum() for x in",
+        "[1.0 * x.sum() for x in",
+        ("test_fsdp.py::test_two_ranks_train_as_one_process_does[sft]",),
+    ),
+    Mutation(
+        "backends/updates.py",
+        "the norm of a gradient is that of this rank's part",
+        "norm = read_scalar(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))",
+        'local = [getattr(p.grad, "_local_tensor", p.grad) for p in parameters if p.grad is not None]\n'
+        "    torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)\n"
+        "    norm = float(torch.nn.utils.get_total_norm(local))",
+        ("test_fsdp.py::test_two_ranks_train_as_one_process_does[sft]",),
+    ),
+    Mutation(
+        "backends/fsdp.py",
+        "weights that a forward pass has gathered are used after an update",
+        "                drop_gathered(self.model)\n            return None if shard is None",
+        "                pass\n            return None if shard is None",
+        ("test_fsdp.py::test_an_update_is_seen_by_the_next_pass_whatever_pass_was_before_it",),
+    ),
+    Mutation(
+        "backends/fsdp.py",
+        "the rows of a pair go to different ranks",
+        "range(0, len(lengths), rows_per_unit)",
+        "range(0, len(lengths))",
+        ("test_fsdp.py::test_rows_are_dealt_by_tokens_and_units_stay_whole",),
+    ),
+    Mutation(
+        "backends/distributed.py",
+        "entries are whitened by the moments of this rank's",
+        "epsilon=epsilon, all_reduce=add_up)",
+        "epsilon=epsilon)",
+        ("test_distributed.py::test_entries_of_two_ranks_are_whitened_as_those_of_one_process_are",),
     ),
     Mutation(
         "../integration/budget.py",
