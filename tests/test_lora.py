@@ -3,15 +3,25 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
+import lora_ranks
 import pytest
 import torch
+from lora_ranks import make_batch, select_log_probs
+from lora_ranks import train as train_steps
+from rank_processes import start_ranks
 from safetensors.torch import load_file, save_file
 
 from rollouts.backends.adapter_files import fingerprint_base
-from rollouts.backends.factory import create_critic_backend, create_critic_model, create_pytorch_backend, create_reference_backend
+from rollouts.backends.factory import (
+    create_backend_with_scheduler,
+    create_critic_backend,
+    create_critic_model,
+    create_pytorch_backend,
+    create_reference_backend,
+)
+from rollouts.backends.fsdp_factory import create_fsdp_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.lora import (
     LoRAConfig,
@@ -23,39 +33,26 @@ from rollouts.backends.lora import (
     count_lora_parameters,
 )
 from rollouts.backends.lora_reference import create_lora_reference
-from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.errors import BackendError, CheckpointError, ConfigError
-from rollouts.loss_weights import token_mean
 from rollouts.losses import sft_loss
 from rollouts.testing import create_tiny_model
-from rollouts.types import Sample
 
 LORA = LoRAConfig(rank=4, alpha=12.0)
 
 
-def make_batch(seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    rows = [
-        Sample(tokens=tuple(torch.randint(3, 64, (n,), generator=generator).tolist()), loss_mask=(0.0, *(1.0,) * (n - 1)))
-        for n in (5, 9, 5, 3)
-    ]
-    batch = collate_samples(rows)
-    return replace(batch, loss_weights=token_mean(batch))
-
-
 def create_backend(model=None, lora: LoRAConfig = LORA, **options):
-    return create_pytorch_backend(
-        create_tiny_model() if model is None else model, lora=lora, tokenizer=create_char_tokenizer(), **({"lr": 1e-2} | options)
-    )
+    model = create_tiny_model() if model is None else model
+    settings = {"lr": 1e-2, "schedule": "constant", "total_steps": 1} | options
+    return create_backend_with_scheduler(model, lora=lora, tokenizer=create_char_tokenizer(), **settings)
 
 
 def train(backend, steps=range(3)):
-    return [(backend.forward_backward(make_batch(step), sft_loss).value, backend.optim_step().value) for step in steps]
+    return train_steps(backend, steps)
 
 
-def log_probs(backend, batch=None):
-    return backend.forward(make_batch() if batch is None else batch, lambda o: o.log_probs).value
+def log_probs(backend):
+    return backend.forward(make_batch(), select_log_probs).value
 
 
 def adapters(model):
@@ -291,18 +288,17 @@ def test_what_cannot_be_is_refused_with_a_reason(make, expected: str):
 async def test_the_model_without_adapters_is_the_reference_while_training_goes_on():
     model = create_tiny_model()
     expected = log_probs(create_reference_backend(copy.deepcopy(model)))
-    read = partial(lambda o: o.log_probs)
     async with open_pipeline(create_backend(model)) as pipeline:
         reference = create_lora_reference(pipeline)
         assert reference.computes == pipeline.computes and reference.token_spec == pipeline.token_spec
         found = []
         for step in range(4):  # all submitted at once: passes with and without adapters alternate
             pipeline.forward_backward(make_batch(step), sft_loss)
-            found.append(reference.forward(make_batch(), read))
+            found.append(reference.forward(make_batch(), select_log_probs))
             pipeline.optim_step()
-            found.append(reference.forward(make_batch(), read))
+            found.append(reference.forward(make_batch(), select_log_probs))
         assert all([torch.equal(await job.result(), expected) for job in found])
-        assert not torch.allclose(await pipeline.forward(make_batch(), read).result(), expected, atol=1e-3)
+        assert not torch.allclose(await pipeline.forward(make_batch(), select_log_probs).result(), expected, atol=1e-3)
         with pytest.raises(BackendError, match="optim_step was called on the reference"):
             reference.optim_step()
     straight = create_backend()
@@ -319,3 +315,68 @@ def test_a_critic_begins_at_the_merged_weights():
     shared = [name for name in weights if name in merged]
     assert len(shared) > 20 and all(torch.equal(weights[name], merged[name]) for name in shared)
     assert all(p.requires_grad for p in critic.model.parameters())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What each of two ranks found, and the folder with what they and one process have written."""
+    folder = tmp_path_factory.mktemp("ranks")
+    model = create_tiny_model()
+    for name in ("model", "single", "two_ranks"):
+        (folder / name).mkdir()
+    model.save_pretrained(folder / "model")
+    create_char_tokenizer().save_pretrained(folder / "model")
+    single = create_backend(lora=lora_ranks.LORA, **lora_ranks.SETTINGS)
+    train(single, range(3))
+    single.save_checkpoint(folder / "single")
+    tests = str(Path(__file__).parent)
+    code = f"sys.path.insert(0, {tests!r})\nfrom pathlib import Path\nimport lora_ranks\nlora_ranks.main(Path(sys.argv[1]))"
+    children = start_ranks(code, 2, folder, folder=folder / "output")
+    try:
+        assert [child.wait() for child in children] == [0, 0], [child.error for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)], folder
+
+
+def check_history(found, expected):
+    for step, (found_step, expected_step) in enumerate(zip(found, expected, strict=True)):
+        for left, right in zip(found_step, expected_step, strict=True):
+            assert left == pytest.approx(right, abs=1e-5), f"step {step}"
+
+
+def test_two_ranks_train_adapters_as_one_process_does(two_ranks):
+    (zero, one), folder = two_ranks
+    assert zero == one
+    model = create_tiny_model()
+    assert zero["sharded"] and zero["trained"] == count_lora_parameters(model.config, lora_ranks.LORA)
+    expected = log_probs(create_reference_backend(copy.deepcopy(model)))
+    single = create_backend(model, lora_ranks.LORA, **lora_ranks.SETTINGS)
+    assert zero["fingerprint"] == fingerprint_base(single.model)
+    check_history(zero["history"], train(single, range(5)))
+    merged = torch.load(folder / "weights.pt")
+    for name, value in single.get_weights().value.items():
+        torch.testing.assert_close(merged[name], value, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(zero["log_probs"]), log_probs(single), atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(zero["reference"]), expected, atol=1e-5, rtol=0)
+    check_history(zero["rest"], train(single, range(5, 7)))
+
+
+def test_adapters_go_on_on_another_number_of_ranks(two_ranks):
+    from transformers import AutoModelForCausalLM
+
+    (zero, _), folder = two_ranks
+    assert zero["again"] == zero["rest"]  # two ranks load what two ranks saved, bit for bit
+    check_history(zero["resumed"], zero["history"][3:])  # two ranks load what one process saved
+    merged = torch.load(folder / "weights.pt")
+    for create in (create_backend_with_scheduler, create_fsdp_backend):
+        settings = {"schedule": "constant", "total_steps": 1} | lora_ranks.SETTINGS
+        backend = create(create_tiny_model(), lora=lora_ranks.LORA, **settings)
+        backend.load_checkpoint(folder / "two_ranks")
+        assert same(backend.get_weights().value, merged)
+        check_history(train(backend, range(5, 7)), zero["rest"])
+    opened = AutoModelForCausalLM.from_pretrained(folder / "two_ranks").state_dict()
+    for name, value in opened.items():
+        torch.testing.assert_close(value, merged[name], atol=1e-6, rtol=0)
+    assert (folder / "two_ranks" / "adapter" / "adapter_config.json").exists() and not (folder / "two_ranks" / "base").exists()

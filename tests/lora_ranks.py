@@ -1,0 +1,66 @@
+"""What each of several ranks does for test_lora.py: everything once, its findings as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rollouts.backends.adapter_files import fingerprint_base
+from rollouts.backends.distributed import init_distributed, leave_distributed
+from rollouts.backends.fsdp_factory import create_fsdp_backend
+from rollouts.backends.lora import LoRAConfig, adapted_layers, adapter_of
+from rollouts.batching import collate_samples
+from rollouts.loss_weights import token_mean
+from rollouts.losses import sft_loss
+from rollouts.types import Sample
+
+LORA = LoRAConfig(rank=3, alpha=12.0)  # 3 rows on two ranks: shards are not equal
+SETTINGS = {"lr": 1e-2, "eps": 1e-5}  # an eps above rounding: with a smaller one a gradient that is only rounding moves a weight as far
+
+
+def make_batch(seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = [
+        Sample(tokens=tuple(torch.randint(3, 64, (n,), generator=generator).tolist()), loss_mask=(0.0, *(1.0,) * (n - 1)))
+        for n in ((5, 9, 5, 3) if seed % 4 != 2 else (7,))
+    ]
+    batch = collate_samples(rows)
+    return replace(batch, loss_weights=token_mean(batch))
+
+
+def train(backend, steps):
+    return [(backend.forward_backward(make_batch(step), sft_loss).value, backend.optim_step().value) for step in steps]
+
+
+def select_log_probs(outputs):
+    return outputs.log_probs
+
+
+def main(folder: Path) -> None:
+    """Args: folder: has "model", and "single", a checkpoint of one process after 3 steps. "two_ranks" gets one of these ranks after 5."""
+    ranks = init_distributed(timeout_s=60, init_method="env://")
+    backend = create_fsdp_backend(folder / "model", **SETTINGS, ranks=ranks, lora=LORA)
+    parts = [part for _, layer in adapted_layers(backend.model) for part in adapter_of(layer)]
+    found = {
+        "sharded": all(isinstance(part, DTensor) and part.to_local().numel() < part.numel() for part in parts),
+        "trained": sum(p.numel() for p in backend.model.parameters() if p.requires_grad),
+        "fingerprint": fingerprint_base(backend.model),
+        "history": train(backend, range(5)),
+        "log_probs": backend.forward(make_batch(), select_log_probs).value.tolist(),
+        "reference": backend.forward_base(make_batch(), select_log_probs).value.tolist(),
+    }
+    weights = backend.get_weights().value
+    if ranks.rank == 0:
+        torch.save(weights, folder / "weights.pt")
+    backend.save_checkpoint(folder / "two_ranks")
+    found["rest"] = train(backend, range(5, 7))
+    backend.load_checkpoint(folder / "single")
+    found["resumed"] = train(backend, range(3, 5))
+    backend.load_checkpoint(folder / "two_ranks")
+    found["again"] = train(backend, range(5, 7))
+    (folder / f"rank_{ranks.rank}.json").write_text(json.dumps(found))
+    leave_distributed()
