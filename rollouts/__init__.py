@@ -107,6 +107,9 @@ _NAMES_OF_MODULES: Final = (
     ("backends.futures", "ImmediateTrainFuture TrainFuture open_pipeline"),
     ("backends.reward_models", "create_reward_model create_reward_model_backend load_reward_model"),
     ("backends.pytorch", "PyTorchTrainingBackend"),
+    ("backends.torch_func", "TorchFuncTrainingBackend create_torch_func_backend"),
+    ("backends.jax_backend", "JAXTrainingBackend create_jax_backend"),
+    ("backends.torchax_backend", "create_torchax_backend"),
     ("backends.factory", "create_adamw_optimizer create_backend_with_scheduler create_critic_backend create_cross_entropy_loss "
                          "create_pytorch_backend create_reference_backend create_warmup_cosine_scheduler load_hf_model parse_dtype"),
     ("generation", "create_generate_fn evaluate_prompts generate_group generate_rollout_batch generate_rollout_batches"),
