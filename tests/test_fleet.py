@@ -23,7 +23,7 @@ from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data_buffer import DataBuffer
 from rollouts.engines.fleet import EngineFleet
-from rollouts.engines.fleet_members import FleetConfig, MemberState
+from rollouts.engines.fleet_members import FleetConfig, MemberState, Roster
 from rollouts.engines.fleet_routing import Ask, Cost, FleetView, MemberLoad, choose_member, group_by_prompt, group_by_request_id
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, GroupGeneration, InMemoryWeightUpdates, ScoresTokens
 from rollouts.errors import ConfigError, EngineError, EngineRequestError, EngineStatusError
@@ -206,6 +206,29 @@ async def test_a_wait_in_line_can_be_cancelled_and_aborted_and_is_bounded(autoju
         assert (aborted[0].finish_reason, aborted[0].output_len) == ("abort", 0)
     assert count_requests(engine) == 1
     assert trio.current_time() == 10.0
+
+
+async def test_a_place_that_was_promised_to_a_cancelled_request_is_given_back():
+    """It becomes free when the request in line is cancelled already, and does not know it yet."""
+    roster, ask = Roster("the fleet", FleetConfig(max_requests=1)), Ask(Cost(1, 5))
+    member = roster.add(FakeEngine())
+    roster.set_state(member, MemberState.SERVING)
+    for is_aborted in (False, True):
+        running = await roster.take_place(ask, "running", lambda scope: None)
+        assert running is not None
+        outer, waits, ended = trio.CancelScope(), list[trio.CancelScope](), list[Any]()
+
+        async def wait(outer: Any = outer, waits: Any = waits, ended: Any = ended) -> None:
+            with outer:
+                ended.append(await roster.take_place(ask, "waiting", waits.append))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            await trio.testing.wait_all_tasks_blocked()
+            (waits[0] if is_aborted else outer).cancel()
+            roster.end_call(running)
+        assert ended == ([None] if is_aborted else [])
+        assert (member.num_requests, member.num_tokens, roster.num_waiting) == (0, 0, 0)
 
 
 async def test_an_abort_brings_what_there_is(autojump_clock):
