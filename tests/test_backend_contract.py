@@ -22,6 +22,7 @@ from rollouts.backends.factory import create_backend_with_scheduler
 from rollouts.backends.fsdp_factory import create_fsdp_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.jax_backend import create_jax_backend
+from rollouts.backends.lora import LoRAConfig
 from rollouts.backends.protocol import CheckpointingBackend
 from rollouts.backends.torch_func import create_torch_func_backend
 from rollouts.batching import collate_samples, select_rows
@@ -68,7 +69,14 @@ async def jax_backend(model, **settings):
     yield create_jax_backend(model, tokenizer=create_char_tokenizer(), **({"schedule": "cosine"} | (settings or SETTINGS)))
 
 
-BACKENDS = [direct_backend, pipelined_backend, torch_func_backend, jax_backend, fsdp_backend]
+@asynccontextmanager
+async def lora_backend(model, **settings):
+    """With the base in its checkpoints: a backend promises to restore one into any model of the architecture."""
+    yield create_direct(model, **(settings or SETTINGS), lora=LoRAConfig(rank=8, alpha=32.0, save_base=True))
+
+
+BACKENDS = [direct_backend, pipelined_backend, torch_func_backend, jax_backend, fsdp_backend, lora_backend]
+TRAIN_ADAPTERS = (lora_backend,)  # so the gradient of the weights is not theirs: what theirs is, is in test_lora.py
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda b: b.__name__, scope="module")  # so that tests of one backend, and its programs, stay together
@@ -119,7 +127,13 @@ async def test_log_probs_and_gradients_are_those_of_a_padded_forward_pass(open_b
     log_probs, entropy = reference_outputs(model, batch)
     (-(batch.loss_weights * log_probs).sum()).backward()
     found, results = await gradients(open_backend, [batch])
-    assert_close(found, [p.grad for p in model.parameters()])
+    if open_backend in TRAIN_ADAPTERS:
+        moved = {name for (name, _), x in zip(model.named_parameters(), found, strict=True) if x.any()}
+        assert moved == {
+            f"{name}.weight" for name, layer in model.model.named_modules(prefix="model") if isinstance(layer, torch.nn.Linear)
+        }
+    else:
+        assert_close(found, [p.grad for p in model.parameters()])
     assert results[0]["loss"] == pytest.approx(float(-(batch.loss_weights * log_probs).sum().detach()), abs=1e-5)
     async with open_backend(create_tiny_model()) as backend:
         torch.testing.assert_close(await backend.forward(batch, lambda o: o.log_probs).result(), log_probs.detach(), atol=1e-5, rtol=1e-4)
