@@ -296,7 +296,7 @@ def rl_training_config(config: Config, algorithm: Algorithm | None, max_tokens: 
         checkpoint_every=config.checkpoint.rl_every,
         eval_every=config.rl.eval_every,
         max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,
-        weight_sync="checkpoint" if config.engine.is_server else "memory",
+        weight_sync=config.engine.weight_sync_mode,
         parity=config.engine.parity(),
         probe_tolerance=config.engine.tolerance(config.model.device),
         seed=config.seed,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from integration.config import Config
 from integration.episode_settings import EPISODE_TASKS
 from integration.sections import ENGINE_KINDS, EngineSection
 from integration.server_fleet import GPU_VARIABLE, assign_gpus, create_news, open_server_fleet, spread_config
+from integration.weight_channels import check_weight_sync
 from rollouts.backends.factory import load_hf_model, load_tokenizer, parse_device
 from rollouts.backends.lora import copy_without_adapters
 from rollouts.backends.trainer_files import export_model
@@ -34,6 +36,7 @@ from rollouts.engines.fleet import EngineFleet
 from rollouts.engines.fleet_members import FleetConfig
 from rollouts.engines.fleet_routing import group_by_prompt, group_by_request_id
 from rollouts.engines.inprocess import InProcessEngine
+from rollouts.engines.path_map import PathMap
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine
 from rollouts.engines.server_commands import ServerConfig, build_environment
 from rollouts.engines.servers import launch_server
@@ -84,7 +87,9 @@ async def open_engines(
         async with create_embedded_engine(config, model, tokenizer) as engine:
             yield [engine]
         return
-    initial = await trio.to_thread.run_sync(partial(prepare_initial_model, model, tokenizer, source, output_dir / INITIAL_MODEL))
+    initial = await trio.to_thread.run_sync(
+        partial(prepare_initial_model, model, tokenizer, source, output_dir / INITIAL_MODEL, copies=bool(section.path_map))
+    )
     async with AsyncExitStack() as stack:
         create_client = partial(
             create_server_engine, section, environment=environment, vocab_size=model.config.get_text_config().vocab_size
@@ -238,6 +243,7 @@ def check_engine(section: EngineSection, environment: Mapping[str, str], *, devi
     if not section.is_server:
         return
     create_server_engine(section, "http://127.0.0.1", environment)
+    check_weight_sync(section, device=device)
     if not section.launch:
         return
     server = create_server_config(section, "model", environment, device=device)
@@ -265,6 +271,7 @@ def create_server_engine(section: EngineSection, url: str, environment: Mapping[
         "in_flight": section.in_flight,
         "allow_cast": True,  # the trainer's weights are float32, a server's what its GPU likes best
         "api_key": None if key_variable is None else environment[key_variable],
+        "path_map": PathMap.parse(section.path_map),
     }
     raise_open_file_limit()
     return kinds[section.kind](url, **{**settings, **options})
@@ -305,12 +312,27 @@ def create_server_config(section: EngineSection, model_path: str, environment: M
         context_length=section.context_length,
         max_num_seqs=section.max_num_seqs,
         memory_fraction=section.memory_fraction,
-        extra_args=section.extra_args,
+        extra_args=(*transfer_args(section), *section.extra_args),
+        env={"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if section.kind == "vllm" and section.weight_sync == "ipc" else {},
     )
 
 
-def prepare_initial_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None, target: Path) -> Path:
-    """A directory that says that its weights are version 0: links to the files of `source` or, without one, the model written anew."""
+def transfer_args(section: EngineSection) -> tuple[str, ...]:
+    """Arguments of a server that is to take weights otherwise than from a directory."""
+    transports = {"group": "nccl", "ipc": "ipc"}
+    if section.kind != "vllm" or section.weight_sync not in transports:
+        return ()
+    return ("--weight-transfer-config", json.dumps({"backend": transports[section.weight_sync]}))
+
+
+def prepare_initial_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None, target: Path, *, copies: bool = False
+) -> Path:
+    """A directory that says that its weights are version 0: links to the files of `source` or, without one, the model written anew.
+
+    Args:
+        copies: instead of links, for servers that do not have the files under the same path.
+    """
     target.mkdir(parents=True, exist_ok=True)
     if source is None:
         export_model(model, tokenizer, target)
@@ -319,6 +341,9 @@ def prepare_initial_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
             link = target / file.name
             if file.is_file() and file.name != WEIGHT_VERSION_FILE:
                 link.unlink(missing_ok=True)
-                link.symlink_to(file.absolute())
+                if copies:
+                    shutil.copyfile(file, link)
+                else:
+                    link.symlink_to(file.absolute())
     (target / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": 0}) + "\n")
     return target

@@ -284,9 +284,7 @@ class EngineSection:
     max_num_seqs: int | None = None  # sequences at the same time in a server; None = the server's own
     memory_fraction: float | None = None  # of a GPU's memory that a server takes, all in all; None = the server's own, which is nearly all
     in_flight: Literal["continue", "abort"] = "continue"  # requests during a weight sync: go on under the new weights, or are sent again
-    weight_sync: Literal["auto", "disk", "memory", "group", "ipc"] = (
-        "auto"  # how engines get new weights; auto = memory, or disk for servers
-    )
+    weight_sync: Literal["auto", "disk", "memory", "group", "ipc"] = "auto"  # of new weights to engines; auto = memory, servers from disk
     weight_sync_address: str = "127.0.0.1"  # of this machine as servers see it, for group
     weight_sync_mib: int = 256  # of weights that travel at a time, in MiB; twice as much is needed for them
     path_map: tuple[str, ...] = ()  # where servers have a shared disk at another place: /prefix/here=/prefix/there, for disk

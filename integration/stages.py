@@ -41,6 +41,7 @@ from integration.sharded_models import create_beside, create_policy, create_samp
 from integration.task_rewards import open_task, use_own_reward
 from integration.tasks import Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
 from integration.trajectory_writer import TrajectoryWriter
+from integration.weight_channels import open_weight_channel
 from rollouts.agent_policies import EngineAgentPolicy
 from rollouts.async_rollouts import WorkflowExecutor, create_workflow_executor
 from rollouts.backends.futures import open_pipeline
@@ -212,6 +213,7 @@ async def run_rl(
             environment=control.environment,
             say=control.say,
         ) as engines,
+        open_weight_channel(config, engines, control.environment) as channel,
         open_task(task) as task,
         open_training_reward(config, task, tokenizer) as reward_fn,
     ):
@@ -220,7 +222,7 @@ async def run_rl(
         rollouts = create_rollout_source(config, buffer, rollout, engines)
         resume = None
         if source is not None:
-            resume = await restore_rl_run(source, pipeline, rollouts, engines, training, critic=beside.critic)
+            resume = await restore_rl_run(source, pipeline, rollouts, engines, training, critic=beside.critic, weight_channel=channel)
             control.say(f"RL goes on after step {resume.step} of {config.rl.num_steps}")
         trajectories = TrajectoryWriter(output_dir / "trajectories", config.trajectories)
         ledger = Ledger(output_dir / "ledger.jsonl", finished_steps=0 if resume is None else resume.step)
@@ -250,6 +252,7 @@ async def run_rl(
             "on_rollouts": keep,
             "on_estimates": keep_estimates,
             "clock": control.clock,
+            "weight_channel": channel,
         }
         async with rollouts:
             with trajectories:

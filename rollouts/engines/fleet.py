@@ -23,7 +23,7 @@ from torch import Tensor
 from rollouts.engines.fleet_health import FleetHealth, FleetWeights, ask_version
 from rollouts.engines.fleet_members import FleetConfig, Member, MemberState, MemberStatus, Roster
 from rollouts.engines.fleet_requests import FleetRequests
-from rollouts.engines.fleet_updates import FleetUpdates
+from rollouts.engines.fleet_updates import FleetUpdates, Give
 from rollouts.engines.protocol import (
     WEIGHT_VERSION_FILE,
     GroupGeneration,
@@ -203,6 +203,14 @@ class EngineFleet:
 
         return await self._updates.update(FleetWeights(weight_version, tensors=weights), give)
 
+    async def update_weights_with(self, give: Give, weight_version: int) -> Mapping[str, Any]:
+        """Let `give` bring weights to each member in another way; a member that comes back cannot be given them.
+
+        Returns and raises as above.
+        """
+        self._requests.check_not_closed()
+        return await self._updates.update(FleetWeights(weight_version), give)
+
     async def get_weight_version(self) -> int:
         """The lowest version of any member that generates, each asked now: no token will be sampled with older weights.
 
@@ -256,6 +264,11 @@ class EngineFleet:
     def members(self) -> tuple[MemberStatus, ...]:
         """What each member is doing."""
         return tuple(member.status for member in self._roster.members.values())
+
+    @property
+    def engines(self) -> tuple[InferenceEngine, ...]:
+        """The engine of each member."""
+        return tuple(member.engine for member in self._roster.members.values())
 
     async def add(self, engine: InferenceEngine) -> None:
         """Let an engine join: it is given the weights, generates a token with them, and then gets requests.

@@ -41,7 +41,7 @@ def stage_output_head(directory: Path) -> Path | None:
         stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=directory))
         stage.chmod(directory.stat().st_mode)  # the server may be another user's
         for file in layout.files:
-            (stage / file).symlink_to(directory.absolute() / file)
+            (stage / file).symlink_to(Path("..", file))  # relative: the server may have the directory under another path
             with safe_open(directory / file, framework="pt") as opened:
                 if names[0] in opened.keys():  # noqa: SIM118
                     save_file({HEAD: opened.get_tensor(names[0])}, stage / "output_head.safetensors", metadata={"format": "pt"})

@@ -26,6 +26,7 @@ from rollouts.engines.checkpoint_check import (
 )
 from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http_engine import Generated, RequestsInFlight, Send, WireRequest, version_of
+from rollouts.engines.path_map import PathMap
 from rollouts.engines.request_checks import check_request, check_tokens
 from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo
 from rollouts.engines.sglang_facts import MeasuredKind, ask_facts, read_facts
@@ -86,6 +87,7 @@ class SGLangEngine:
         deadlines: Deadlines | None = None,
         retry: RetryPolicy | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
+        path_map: PathMap | None = None,
         name: str | None = None,
     ) -> None:
         """
@@ -103,6 +105,7 @@ class SGLangEngine:
             bucket_bytes: of tensors in one request of update_weights.
             max_connections: generations in flight; more wait.
             transport: for tests.
+            path_map: where the server has directories of weights under other paths than this process.
             name: in messages.
         """
         assert in_flight in ("continue", "abort"), f"in_flight is {in_flight!r}, expected 'continue' or 'abort'"
@@ -110,6 +113,7 @@ class SGLangEngine:
             base_url, api_key=api_key, deadlines=deadlines, retry=retry, max_connections=max_connections, transport=transport
         )
         self.name = name or f"the SGLang server at {self._server.base_url}"
+        self._paths = path_map or PathMap()
         self._expected_model = expected_model
         self._vocab_size = vocab_size
         self._in_flight: Literal["continue", "abort"] = in_flight
@@ -120,7 +124,7 @@ class SGLangEngine:
         self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
         self._num_samples: dict[str, int] = {}  # of each wire id in flight
         pause_mode: PauseMode = "retract" if in_flight == "continue" else "abort"
-        self._routes = SGLangWeights(self.name, self._server, pause_mode, lambda: len(self._num_samples))
+        self._routes = SGLangWeights(self.name, self._server, pause_mode, lambda: len(self._num_samples), self._paths)
         self._facts: SGLangServer | None = None
         self._weights: WeightTransaction | None = None
         self._has_warned_of_seeds = False
@@ -135,6 +139,7 @@ class SGLangEngine:
                 expected_model=self._expected_model,
                 vocab_size=self._vocab_size,
                 log_prob_kind=self._log_prob_kind,
+                paths=self._paths,
             )
             info = self._facts.info
             self._weights = await self._create_transaction(info)
@@ -388,7 +393,7 @@ class SGLangEngine:
         return replace(now.info, log_prob_kind=server.info.log_prob_kind, vocab_size=server.info.vocab_size)
 
     async def _create_transaction(self, info: ServerInfo) -> WeightTransaction:
-        routes, model_path = self._routes, Path(info.model_path)
+        routes, model_path = self._routes, self._paths.to_local(info.model_path)
         served = None
         if info.weight_version == INITIAL_LABEL:  # else it may hold weights that came in another way since it loaded this directory
             served = ServedDirectory(model_path, INITIAL_LABEL, await trio.to_thread.run_sync(read_fingerprint, model_path))

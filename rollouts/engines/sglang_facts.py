@@ -10,6 +10,7 @@ import trio
 
 from rollouts.engines.checkpoint_check import read_vocab_size
 from rollouts.engines.http import HTTPEndpoint
+from rollouts.engines.path_map import PathMap
 from rollouts.engines.server_info import check_server, check_version
 from rollouts.engines.sglang_protocol import (
     OLDEST_VERSION,
@@ -34,6 +35,7 @@ async def read_facts(
     expected_model: str | Path | None = None,
     vocab_size: int | None = None,
     log_prob_kind: MeasuredKind | None = None,
+    paths: PathMap | None = None,
 ) -> SGLangServer:
     """Ask a server what it is, and measure which log-probs it gives.
 
@@ -42,12 +44,13 @@ async def read_facts(
         expected_model: that it must serve; None = any.
         vocab_size: that it must have; needed where its model directory cannot be read from here.
         log_prob_kind: that it must have; None = any.
+        paths: from its directories to those here.
 
     Raises: EngineError if it is another server than was meant, or one that cannot be used safely; EngineTimeout if it does not generate.
     """
     answers = await ask_facts(server)
     facts, foreign = parse_server_info(*answers), find_foreign_defaults(answers[1])
-    found = await trio.to_thread.run_sync(read_vocab_size, Path(facts.info.model_path))
+    found = await trio.to_thread.run_sync(read_vocab_size, (paths or PathMap()).to_local(facts.info.model_path))
     info = replace(facts.info, vocab_size=vocab_size if found is None else found)
     check_version(name, info.version, oldest=OLDEST_VERSION, tested=TESTED_VERSIONS)
     check_server(name, info, expected_model=expected_model, vocab_size=vocab_size)

@@ -16,6 +16,7 @@ import trio
 from torch import Tensor
 
 from rollouts.engines.http import HTTPEndpoint
+from rollouts.engines.path_map import PathMap
 from rollouts.engines.sglang_protocol import PauseMode, is_updated_but_not_flushed, parse_update_answer, sglang_tensor_payload
 from rollouts.errors import EngineError, EngineProtocolError, EngineStatusError, EngineTimeout
 from rollouts.weight_plan import WeightPlan
@@ -29,17 +30,19 @@ _CLEANUP_S = 10.0
 class SGLangWeights:
     """The weights of one server. Holds nothing but where it is."""
 
-    def __init__(self, name: str, server: HTTPEndpoint, pause_mode: PauseMode, count_in_flight: Callable[[], int]) -> None:
+    def __init__(self, name: str, server: HTTPEndpoint, pause_mode: PauseMode, count_in_flight: Callable[[], int], paths: PathMap) -> None:
         """
         Args:
             name: of the engine, for messages.
             pause_mode: what a pause does to running requests.
             count_in_flight: requests of this client that the server has not answered.
+            paths: from directories here to those of the server.
         """
         self._name = name
         self._server = server
         self._pause_mode = pause_mode
         self._count_in_flight = count_in_flight
+        self._paths = paths
 
     async def pause(self) -> None:
         """Stop generating. Requests that come wait at the server. Idempotent."""
@@ -70,11 +73,12 @@ class SGLangWeights:
 
     async def load_directory(self, path: Path, label: str) -> None:
         """Load the weights in a directory and label them. One that was not checked may kill the server."""
-        body = {"model_path": str(path), "weight_version": label, "flush_cache": True, "abort_all_requests": False}
+        there = str(self._paths.to_server(path))
+        body = {"model_path": there, "weight_version": label, "flush_cache": True, "abort_all_requests": False}
         await self.update("/update_weights_from_disk", body)
         served = (await self._read_info())["model_path"]
-        if served != str(path):
-            raise EngineProtocolError(f"{self._name} says that it serves {served!r} after loading {str(path)!r}")
+        if served != there:
+            raise EngineProtocolError(f"{self._name} says that it serves {served!r} after loading {there!r}")
 
     async def send_tensors(self, label: str, *, num_ranks: int, plan: WeightPlan, weights: Mapping[str, Tensor]) -> None:
         """Send weights over HTTP, bucket by bucket, and label them.

@@ -30,6 +30,7 @@ from rollouts.engines.checkpoint_check import (
 from rollouts.engines.http import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http_engine import Generated, RequestsInFlight, WireRequest, version_of
 from rollouts.engines.output_head import stage_output_head
+from rollouts.engines.path_map import PathMap
 from rollouts.engines.request_checks import check_request, check_tokens
 from rollouts.engines.server_info import INITIAL_LABEL, ServerInfo, check_server, check_version
 from rollouts.engines.vllm_protocol import (
@@ -81,6 +82,7 @@ class VLLMEngine:
         deadlines: Deadlines | None = None,
         retry: RetryPolicy | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
+        path_map: PathMap | None = None,
         name: str | None = None,
     ) -> None:
         """
@@ -95,6 +97,7 @@ class VLLMEngine:
             allow_cast: whether checkpoints may have another floating-point precision, which the server casts.
             max_connections: generations in flight; more wait.
             transport: for tests.
+            path_map: where the server has directories of weights under other paths than this process.
             name: in messages.
         """
         assert in_flight in ("continue", "abort"), f"in_flight is {in_flight!r}, expected 'continue' or 'abort'"
@@ -102,6 +105,7 @@ class VLLMEngine:
             base_url, api_key=api_key, deadlines=deadlines, retry=retry, max_connections=max_connections, transport=transport
         )
         self.name = name or f"the vLLM server at {self._server.base_url}"
+        self._paths = path_map or PathMap()
         self._expected_model = expected_model
         self._vocab_size = vocab_size
         self._pause_mode = "keep" if in_flight == "continue" else "abort"
@@ -118,7 +122,7 @@ class VLLMEngine:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
             info = self._info = await self._read_info()
-            found = await trio.to_thread.run_sync(read_eos_token_ids, Path(info.model_path))
+            found = await trio.to_thread.run_sync(read_eos_token_ids, self._paths.to_local(info.model_path))
             self._eos_token_ids = frozenset(i for i in found if info.vocab_size is None or 0 <= i < info.vocab_size)
             self._weights = await self._create_transaction(info)
             if info.is_paused:
@@ -313,7 +317,7 @@ class VLLMEngine:
         stage = None
         try:
             stage = await trio.to_thread.run_sync(stage_output_head, path) if self._get_info().device == "cpu" else None
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(stage or path)}}
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._paths.to_server(stage or path))}}
             parse_load_answer(await self._server.post_json("/collective_rpc", body, kind="sync", idempotent=True))
         except CheckpointError as error:
             raise EngineError(str(error)) from error
@@ -346,7 +350,7 @@ class VLLMEngine:
             read_label=self._read_label,
             resume=self._resume_on_server,
         )
-        served, model_path = None, Path(info.model_path)
+        served, model_path = None, self._paths.to_local(info.model_path)
         if info.weight_version == INITIAL_LABEL:  # else it holds weights of a directory that it does not tell
             served = ServedDirectory(model_path, INITIAL_LABEL, await trio.to_thread.run_sync(read_fingerprint, model_path))
         if self._reference is None:
@@ -375,7 +379,7 @@ class VLLMEngine:
                 await server.get_json("/weight_info"),
                 await server.get_json("/is_paused"),
             )
-        found = await trio.to_thread.run_sync(read_vocab_size, Path(info.model_path))
+        found = await trio.to_thread.run_sync(read_vocab_size, self._paths.to_local(info.model_path))
         info = replace(info, vocab_size=self._vocab_size if found is None else found)
         check_server(self.name, info, expected_model=self._expected_model, vocab_size=self._vocab_size)
         return info

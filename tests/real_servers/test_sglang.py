@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
-from rollouts.engines.distributed_weights import open_weight_group
+from rollouts.engines.distributed_weights import open_http_channel, open_shared_memory, open_weight_group
 from rollouts.engines.http import Deadlines
 from rollouts.engines.server_commands import ServerConfig
 from rollouts.engines.servers import launch_server
@@ -397,6 +397,20 @@ async def test_weights_over_a_gloo_group_are_those_from_the_disk(sglang_server, 
     models = {version + 1: weights[0], version + 2: weights[1], version + 3: weights[1]}
     assert [sorted(set(c.output_versions)) for c in found] == [[version + 1, version + 2], [version + 2, version + 3]]
     assert await difference_to_trainer(found, models) < TOLERANCE
+
+
+@pytest.mark.parametrize("open_channel", [open_shared_memory, open_http_channel])
+async def test_weights_through_shared_memory_or_requests_are_those_from_the_disk(sglang_server, weights, open_channel):
+    async with SGLangEngine(sglang_server.url) as engine:
+        await engine.update_weights_from_checkpoint(weights[1])
+        expected = await engine.compute_checksum()
+        await engine.update_weights_from_checkpoint(weights[0])
+        assert await engine.compute_checksum() != expected
+        version = await engine.get_weight_version()
+        async with open_channel([engine], bucket_bytes=50_000) as channel:
+            (answer,) = await channel.update_weights(dict(load_model(weights[1]).state_dict()), version + 1)
+        assert answer["weight_version"] == version + 1
+        assert await engine.compute_checksum() == expected
 
 
 async def test_bad_checkpoints_are_not_sent_and_the_server_goes_on(sglang_server, weights, tmp_path: Path):
