@@ -268,7 +268,7 @@ class EngineSection:
 
     kind: str = "inprocess"  # inprocess (the embedded engine), vllm, sglang
     max_slots: int = 512  # sequences at the same time in the embedded engine
-    urls: tuple[str, ...] = ()  # servers that run already, http://host:port; each prompt goes to one of them
+    urls: tuple[str, ...] = ()  # servers that run already, http://host:port; several are used as one
     launch: bool = False  # start a server for this run, and stop it at the end
     num_servers: int = 1  # that are started; several are used as one
     gpus: tuple[str, ...] = ()  # of the servers that are started, in order, tensor_parallel_size for each; () = the visible ones
