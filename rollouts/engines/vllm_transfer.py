@@ -35,12 +35,12 @@ UPDATE = "/update_weights"
 FINISH = "/finish_weight_update"
 SHUT_DOWN = "/shutdown_weight_transfer_engine"
 
-_MESSAGES = {
-    INIT: "Weight transfer initialized",
-    START: "Weight update started",
-    UPDATE: "Weights updated",
-    FINISH: "Weight update finished",
-}
+_MESSAGES = (
+    (INIT, "Weight transfer initialized"),
+    (START, "Weight update started"),
+    (UPDATE, "Weights updated"),
+    (FINISH, "Weight update finished"),
+)
 
 
 class Meeting:
@@ -218,9 +218,9 @@ async def _start(engine: VLLMEngine) -> None:
 
 async def _call(engine: VLLMEngine, route: str, body: Mapping[str, Any] | None) -> None:
     """One call to a route. Raises EngineError unless it says that it did what it is for."""
-    answer = await engine.call_weight_route(route, body)
-    if not isinstance(answer, dict) or answer.get("message") != _MESSAGES[route]:
-        raise EngineError(f"{engine.name}: {route} answered {str(answer)[:500]}, expected the message {_MESSAGES[route]!r}")
+    answer, expected = await engine.call_weight_route(route, body), dict(_MESSAGES)[route]
+    if not isinstance(answer, dict) or answer.get("message") != expected:
+        raise EngineError(f"{engine.name}: {route} answered {str(answer)[:500]}, expected the message {expected!r}")
 
 
 async def _shut_down(engines: Sequence[VLLMEngine]) -> None:
