@@ -107,6 +107,11 @@ _NAMES_OF_MODULES: Final = (
     ("backends.futures", "ImmediateTrainFuture TrainFuture open_pipeline"),
     ("backends.reward_models", "create_reward_model create_reward_model_backend load_reward_model"),
     ("backends.pytorch", "PyTorchTrainingBackend"),
+    ("backends.fsdp", "FSDPTrainingBackend"),
+    ("backends.fsdp_config", "FSDPConfig"),
+    ("backends.fsdp_factory", "create_fsdp_backend create_fsdp_critic_backend create_fsdp_reference_backend "
+                              "create_fsdp_reward_model_backend"),
+    ("backends.distributed", "init_distributed leave_distributed masked_normalization masked_whiten"),
     ("backends.torch_func", "TorchFuncTrainingBackend create_torch_func_backend"),
     ("backends.jax_backend", "JAXTrainingBackend create_jax_backend"),
     ("backends.torchax_backend", "create_torchax_backend"),

@@ -46,20 +46,20 @@ def make_model(seed: int = 0, num_layers: int = 1):
 
 
 def make_batch(step: int, num_rows: int | None = None):
-    """Ragged rows, one alone every fourth step; temperatures and rows of several contexts in some steps."""
+    """Ragged rows, or one alone; temperatures and rows of several contexts in some steps."""
     generator = torch.Generator().manual_seed(step)
-    num_rows = num_rows or (1 if step % 4 == 2 else 6)
+    num_rows = num_rows or (1 if step % 4 == 1 else 6)
     samples = []
     for i in range(num_rows):
         n = int(torch.randint(2, 14, (1,), generator=generator))
         tokens = tuple(torch.randint(3, 32, (n,), generator=generator).tolist())
-        starts = (n // 2,) if step % 3 == 1 and n >= 4 else ()
+        starts = (n // 2,) if step % 3 == 0 and n >= 4 else ()
         mask = tuple(0.0 if t in (0, *starts) else 1.0 for t in range(n))
         log_probs = tuple((-3.4 + 0.2 * torch.randn(n, generator=generator) * torch.tensor(mask)).tolist())
         samples.append(
             Sample(
                 tokens=tokens, loss_mask=mask, index=i, group_index=i // 3, reward=float(torch.rand(1, generator=generator)),
-                rollout_log_probs=log_probs, context_starts=starts, temperature=0.7 if step % 4 == 1 else 1.0,
+                rollout_log_probs=log_probs, context_starts=starts, temperature=0.7 if step % 4 in (1, 2) else 1.0,
             )
         )  # fmt: skip
     return collate_samples(samples)

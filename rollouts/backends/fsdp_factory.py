@@ -65,7 +65,7 @@ def create_fsdp_backend(
         empty = load_hf_model_on_meta(model)
         if lora is not None:
             add_adapters(empty, lora)
-        model = _load_sharded(empty, ranks, config, partial(materialize_from_hf, directory=model, device=ranks.device))
+        model = _load_sharded(empty, ranks, config, partial(materialize_from_hf, directory=model, device=_storage(ranks, config)))
         if lora is not None:
             init_adapters(model, lora.seed)
     elif lora is not None:
@@ -117,7 +117,7 @@ def create_fsdp_critic_backend(
     config = FSDPConfig() if config is None else config
     if isinstance(model, str | Path):
         tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        fill = partial(materialize_critic, origin=model, device=ranks.device, seed=seed, head_std=head_std)
+        fill = partial(materialize_critic, origin=model, device=_storage(ranks, config), seed=seed, head_std=head_std)
         model = _load_sharded(load_critic_on_meta(model), ranks, config, fill)
     elif model.get_output_embeddings() is not None:
         model = create_critic_model(model, seed=seed, head_std=head_std)
@@ -145,7 +145,7 @@ def create_fsdp_reference_backend(
     if isinstance(model, str | Path):
         tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         frozen = _freeze(load_hf_model_on_meta(model))
-        model = _load_sharded(frozen, ranks, config, partial(materialize_from_hf, directory=model, device=ranks.device))
+        model = _load_sharded(frozen, ranks, config, partial(materialize_from_hf, directory=model, device=_storage(ranks, config)))
     return _create_backend(_freeze(model), _create_idle_optimizer, None, config, ranks, tokenizer, compute_log_probs)
 
 
@@ -222,6 +222,11 @@ def _create_backend(
         rows_per_unit=rows_per_unit,
         lora=lora,
     )
+
+
+def _storage(ranks: Ranks, config: FSDPConfig) -> torch.device:
+    """Where the shards of the parameters lie."""
+    return torch.device("cpu") if config.cpu_offload else ranks.device
 
 
 def _freeze(model: PreTrainedModel) -> PreTrainedModel:
