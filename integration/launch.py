@@ -8,14 +8,16 @@ import signal
 import sys
 import uuid
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 import torch
 
+from integration.command_line import CommandLine, parse_command_line
 from integration.config import Config
+from integration.run_directory import EXIT_USAGE
 from rollouts.backends.factory import parse_device
 from rollouts.backends.rank_group import RankGroup, join_ranks
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, DataError
 
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 
@@ -26,13 +28,19 @@ def is_follower(environment: Mapping[str, str]) -> bool:
 
 
 @contextmanager
-def silence_followers(environment: Mapping[str, str]) -> Generator[None]:
-    """In a process that serves another one, nothing goes to stdout, which is rank 0's."""
-    if not is_follower(environment):
-        yield
-        return
+def silence_stdout() -> Generator[None]:
+    """In a process that serves another one: stdout is rank 0's."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
+
+
+def parse_quietly(argv: Sequence[str]) -> CommandLine:
+    """The command line of a process that serves another one, which says what is wrong with it. Raises SystemExit then."""
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        try:
+            return parse_command_line(argv)
+        except (ConfigError, DataError):
+            raise SystemExit(EXIT_USAGE) from None
 
 
 def count_processes(config: Config, environment: Mapping[str, str]) -> int:

@@ -54,6 +54,7 @@ def build_policy(config: Config, source: Path | None, optimizer: OptimizerConfig
         device=parse_device(config.model.device),
         tokenizer=_create_padded_tokenizer(config, source),
         config=fsdp_config(config),
+        lora=config.lora.create(config.seed),
         **optimizer_arguments(optimizer),
     )
 
@@ -141,11 +142,12 @@ def create_beside(
         return create_companions(config, algorithm, model, tokenizer, critic_steps)
     reference: TrainingBackend | None = None
     critic: TrainingBackend | None = None
-    if "ref_log_probs" in algorithm.requires:
+    is_base = "ref_log_probs" in algorithm.requires and config.lora.rank > 0 and config.reference.path is None
+    if "ref_log_probs" in algorithm.requires and not is_base:
         reference = group.create_backend(REFERENCE, partial(build_reference, replace(config), source))
     if "values" in algorithm.requires:
         critic = group.create_backend(CRITIC, partial(build_critic, replace(config), source, critic_steps))
-    return Companions(reference, critic)
+    return Companions(reference, critic, reference_is_base=is_base)
 
 
 def check_rank_settings(config: Config) -> None:
@@ -155,5 +157,3 @@ def check_rank_settings(config: Config) -> None:
         raise ConfigError(
             f"model.device is {config.model.device!r} with backend.kind 'fsdp': use cpu, or cuda, of which each process takes its own GPU"
         )
-    if config.lora.rank:
-        raise ConfigError(f"lora.rank is {config.lora.rank} with backend.kind 'fsdp': adapters are trained in one process, with 'pytorch'")

@@ -24,12 +24,13 @@ from integration.dry_run import describe_run
 from integration.engines import check_engine
 from integration.episode_settings import EPISODE_TASKS
 from integration.episode_tasks import check_demonstrations, check_task
-from integration.launch import count_processes, is_follower, launch, needs_launch, open_group, silence_followers
+from integration.launch import count_processes, is_follower, launch, needs_launch, open_group, parse_quietly, silence_stdout
 from integration.log_levels import log_to_stderr
 from integration.models import check_backend, check_companions, create_tokenizer
 from integration.rewards import check_reward
 from integration.run_directory import (
     EXIT_STOPPED,
+    EXIT_USAGE,
     METRICS_FILE,
     StopRequest,
     measure_seconds,
@@ -146,8 +147,6 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
         argv: what the command line was read from, for the processes that it may start.
     """
     config = command.config
-    if is_follower(os.environ):
-        return _follow(command)
     num_processes = count_processes(config, os.environ)
     check_data_given(config)
     check_backend(config)
@@ -176,6 +175,8 @@ def _follow(command: CommandLine) -> int:
     """What a process does that another one leads."""
     if command.dry_run:
         return 0
+    if command.config.backend.kind != "fsdp":
+        return EXIT_USAGE  # rank 0 says why
     if "rl" in command.mode:
         _ = command.config.algorithm  # so that the user's functions are known here, too
     _set_threads(command.config)
@@ -219,8 +220,10 @@ def _run_in_directory(command: CommandLine, group: RankGroup | None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    with silence_followers(os.environ):
-        return run_command(lambda: parse_command_line(argv), lambda command: run(command, argv))
+    if is_follower(os.environ):
+        with silence_stdout():
+            return run_command(partial(parse_quietly, argv), _follow)
+    return run_command(lambda: parse_command_line(argv), lambda command: run(command, argv))
 
 
 if __name__ == "__main__":

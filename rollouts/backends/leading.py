@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rollouts.backends.fsdp import combine_metrics, combine_rows, plan_rank_rows, select_part
 from rollouts.backends.futures import ImmediateTrainFuture
-from rollouts.backends.protocol import DescribesOutputs, Future, OutputFn
+from rollouts.backends.lora import adapters_off
+from rollouts.backends.protocol import DescribesOutputs, Future, OutputFn, TrainsAdapters
 from rollouts.backends.rank_group import RankGroup
 from rollouts.backends.token_spec import DescribesTokens, TokenSpec
 from rollouts.types import LossFn, TrainBatch
@@ -52,6 +53,10 @@ class RankBackend(Protocol):
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
         """See CheckpointingBackend; ranks write files of their own into a directory that all of them see."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what is written beside training; needed only of a backend that does so."""
         ...
 
     def load_checkpoint(self, directory: Path) -> Future[None]:
@@ -108,6 +113,18 @@ class LeadingBackend:
         _, shards = self._deal(batch)
         parts = self._group.run("forward_backward", _forward_backward, self._name, loss_fn, with_entropy, own=shards)
         return ImmediateTrainFuture(combine_metrics(parts), "forward_backward")
+
+    @property
+    def trains_adapters(self) -> bool:
+        """See TrainsAdapters."""
+        return isinstance(self._own, TrainsAdapters) and self._own.trains_adapters
+
+    def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
+        """See TrainsAdapters: forward without the adapters."""
+        assert self.trains_adapters, "forward_base is of a backend with adapters"
+        plan, shards = self._deal(batch)
+        parts = self._group.run("forward_base", _forward_base, self._name, output_fn, with_entropy, own=shards)
+        return ImmediateTrainFuture(combine_rows(parts, plan, (batch.tokens.shape[0], batch.tokens.shape[1])), "forward_base")
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
         """Clip, update, advance the schedule, clear gradients, on every rank."""
@@ -172,6 +189,11 @@ def _forward(backends: _Backends, name: str, output_fn: OutputFn, with_entropy: 
     return backends[name].forward_shard(shard, output_fn, with_entropy=with_entropy)
 
 
+def _forward_base(backends: _Backends, name: str, output_fn: OutputFn, with_entropy: bool, shard: TrainBatch | None) -> Tensor | None:
+    with adapters_off(backends[name].model):
+        return _forward(backends, name, output_fn, with_entropy, shard)
+
+
 def _forward_backward(backends: _Backends, name: str, loss_fn: LossFn, with_entropy: bool, shard: TrainBatch | None) -> dict[str, float]:
     return dict(backends[name].forward_backward_shard(shard, loss_fn, with_entropy=with_entropy))
 
@@ -199,7 +221,9 @@ def _load_weights(backends: _Backends, name: str, weights: Mapping[str, Tensor])
 
 
 def _save_checkpoint(backends: _Backends, name: str, directory: Path) -> None:
-    backends[name].save_checkpoint(directory)
+    backend = backends[name]
+    if not backend.save_checkpoint(directory).done():
+        backend.close()  # one that writes beside training has written when this returns: the loops then rename the directory
 
 
 def _load_checkpoint(backends: _Backends, name: str, directory: Path) -> None:

@@ -1,0 +1,260 @@
+"""Runs on several processes: the numbers are those of one, a run goes on with another number of them, and ends as one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from forked import PATIENCE_S, Child
+from fsdp_runs import CASES
+from rank_processes import find_free_port, start_ranks
+
+from integration.config import Config
+from integration.launch import count_processes, is_follower, needs_launch
+from integration.sections import BackendSection, ModelSection
+from integration.train import main
+from rollouts.backends.fsdp_config import FSDPConfig
+from rollouts.checkpoints import list_checkpoints
+from rollouts.errors import ConfigError
+from rollouts.metrics import read_metrics
+
+ROOT = Path(__file__).parent.parent
+
+COMPARE = """
+import os, sys
+from pathlib import Path
+from fsdp_runs import run_case, write_result
+from rollouts.backends.rank_group import join_ranks
+
+folder, cases, steps, stop = Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4])
+out = {}
+with join_ranks(os.environ, timeout_s=120) as group:
+    if group.rank > 0:
+        group.serve()
+    else:
+        for case in cases:
+            out[case] = {"two": run_case(case, folder / f"two_{case}", group, num_steps=steps)}
+            out[case]["first part"] = run_case(case, folder / f"parts_{case}", group, num_steps=steps, stop_after=stop)
+if out:
+    with join_ranks({}) as group:
+        for case in cases:
+            out[case]["second part"] = run_case(case, folder / f"parts_{case}", group, num_steps=steps, stop_after=stop)
+    for case in cases:
+        out[case]["one"] = run_case(case, folder / f"one_{case}", num_steps=steps)
+    write_result(folder / "result.json", out)
+"""  # two processes, the first part on two and the second on one, and one process with the other backend
+
+
+def compare(folder: Path, cases: str, *, num_steps: int, stop_after: int, num_ranks: int = 2) -> dict:
+    """What COMPARE found out."""
+    children = start_ranks(COMPARE, num_ranks, folder, cases, num_steps, stop_after, folder=folder)
+    try:
+        assert [child.wait() for child in children] == [0] * num_ranks, [child.error for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    return json.loads((folder / "result.json").read_text())
+
+
+def check_equal(found: list[dict], expected: list[dict]) -> None:
+    """Lines of metrics agree to 1e-5, whatever is told in them."""
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            assert ours[key] == pytest.approx(theirs[key], abs=1e-5, rel=1e-5), (theirs["step"], key)
+
+
+def steps_of(lines: list[dict]) -> list[dict]:
+    """Without the line of the evaluation before the first step."""
+    return [line for line in lines if line["step"] > 0]
+
+
+def test_ppo_on_two_processes_equals_one_and_goes_on_with_one(tmp_path: Path):
+    """Policy, critic and reference sharded, nine ragged rows in micro-batches, the engine on rank 0."""
+    out = compare(tmp_path, "ppo", num_steps=4, stop_after=2)["ppo"]
+    assert {"grad_norm", "critic_grad_norm", "reference_kl", "explained_variance", "reward_mean"} <= out["one"][-1].keys()
+    assert len({line["reward_mean"] for line in out["one"]}) > 1  # something was learned from
+    check_equal(out["two"], out["one"])
+    parts = [*steps_of(out["first part"])[:2], *steps_of(out["second part"])[-2:]]
+    check_equal(parts, steps_of(out["one"]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("case", "num_ranks"), [(case, 2) for case in CASES] + [("ppo", 3)])
+def test_twenty_steps_of_every_kind_of_run_equal_those_of_one_process(tmp_path: Path, case: str, num_ranks: int):
+    out = compare(tmp_path, case, num_steps=20, stop_after=11, num_ranks=num_ranks)[case]
+    check_equal(out["two"], out["one"])
+    check_equal([*steps_of(out["first part"])[:11], *steps_of(out["second part"])[-9:]], steps_of(out["one"]))
+
+
+# -- the main job
+
+SMALL = (
+    "--mode sft --sft.batch-size 7 --sft.eval-every 0 --sft.num-steps 6 --evaluation.num-prompts 4 --checkpoint.sft-every 1 --model.hidden-size 16 "
+    "--model.num-layers 1 --model.intermediate-size 16 --model.num-heads 2 --model.num-kv-heads 1 --num-threads 1"
+).split()  # fmt: skip
+
+RUN = """
+import sys
+from integration.train import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def wait_for_step(directory: Path, count: int, children: list[Child]) -> None:
+    """Wait until so many steps are logged and saved."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (path := directory / "metrics.jsonl").exists() or len(steps_of(read_metrics(path))) < count:
+        assert time.monotonic() < deadline, "the run does not get on"
+        assert all(child.is_alive for child in children), [child.error for child in children]
+        time.sleep(0.002)
+
+
+def test_a_run_on_two_processes_is_stopped_killed_and_resumed_with_another_number(tmp_path: Path):
+    directory = tmp_path / "run"
+    common = ["--output-dir", directory]
+    fsdp = ["--backend.kind", "fsdp", "--backend.timeout-s", 60]
+    first = start_ranks(RUN, 2, *common, *SMALL, *fsdp, "--sft.num-steps", 5000, folder=tmp_path / "first")
+    wait_for_step(directory, 2, first)
+    for child in first:  # as torchrun does with a signal that it gets
+        os.kill(child.pid, signal.SIGTERM)
+    assert [child.wait() for child in first] == [130, 0], [child.error for child in first]
+    assert "To go on" in first[0].out
+    assert (first[0].error, first[1].out, first[1].error) == ("", "", "")
+    stopped = len(steps_of(read_metrics(directory / "metrics.jsonl")))
+
+    second = start_ranks(RUN, 2, *common, "--resume", folder=tmp_path / "second")
+    wait_for_step(directory, stopped + 2, second)
+    os.kill(second[1].pid, signal.SIGKILL)
+    assert [child.wait() for child in second] == [1, -signal.SIGKILL]
+    assert "rank 1" in second[0].error
+    assert "is gone" in second[0].error
+    assert "Traceback" not in second[0].error
+    (newest,) = list_checkpoints(directory / "sft" / "checkpoints")[-1:]
+    num_steps = int(newest.name.removeprefix("step_")) + 2
+
+    # one process, without torchrun
+    assert main([str(x) for x in (*common, "--resume", "--quiet", "--sft.num-steps", num_steps)]) == 0
+    lines = steps_of(read_metrics(directory / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == list(range(1, num_steps + 1))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def config_with(**backend) -> Config:
+    return Config(backend=BackendSection(**backend))
+
+
+def test_processes_are_counted_from_the_settings_and_from_torchrun():
+    plain, two = config_with(), config_with(kind="fsdp", num_processes=2)
+    under_torchrun = {"RANK": "0", "WORLD_SIZE": "2"}
+    assert (count_processes(plain, {}), count_processes(config_with(kind="fsdp"), {}), count_processes(two, {})) == (1, 1, 2)
+    assert needs_launch(two, {})
+    assert not needs_launch(plain, {})
+    assert not needs_launch(config_with(kind="fsdp"), {})  # one process needs no launcher
+    assert not needs_launch(two, under_torchrun)
+    assert not is_follower(under_torchrun)
+    assert is_follower({"RANK": "1"})
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2, but backend.kind is 'pytorch'.*add --backend.kind fsdp"):
+        count_processes(plain, under_torchrun)
+    with pytest.raises(ConfigError, match="num_processes is 2, but torchrun started 4"):
+        count_processes(two, {"RANK": "0", "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "fdsp"}, "did you mean 'fsdp'"),
+        ({"num_processes": 2}, "add --backend.kind fsdp"),
+        ({"fsdp": FSDPConfig(cpu_offload=True)}, "add --backend.kind fsdp"),
+        ({"kind": "fsdp", "num_processes": 0}, "at least 1"),
+        ({"kind": "fsdp", "timeout_s": 0.0}, "more than 0"),
+    ],
+)
+def test_settings_of_processes_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        config_with(**settings)
+
+
+def test_several_processes_with_the_backend_of_one_are_refused_by_rank_0_alone(capsys, monkeypatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main([]) == 2
+    assert "add --backend.kind fsdp" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert main([]) == 2
+    assert capsys.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_starts_nobody(capsys, monkeypatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--dry-run", "--backend.kind", "fsdp", "--backend.num-processes", "8"]) == 0
+    assert "nothing was run" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids, as the kernel tells them."""
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at processes as Linux shows them")
+@pytest.mark.timeout(600)
+def test_the_command_starts_its_processes_and_all_end_when_one_is_killed(tmp_path: Path):
+    directory = tmp_path / "run"
+    fsdp = ["--backend.kind", "fsdp", "--backend.num-processes", 2]
+    launcher = start("-m", "integration.train", "--output-dir", directory, *SMALL, *fsdp, "--sft.num-steps", 5000)
+    wait_for_step(directory, 2, [])
+    ranks = children_of(launcher.pid)
+    assert len(ranks) == 2
+    os.kill(max(ranks), signal.SIGKILL)
+    out, error = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 1, error
+    assert "is gone" in error
+    assert "Traceback" not in error
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+    launcher = start("-m", "integration.train", "--output-dir", directory, "--resume")
+    wait_for_step(directory, len(steps_of(read_metrics(directory / "metrics.jsonl"))) + 1, [])
+    launcher.send_signal(signal.SIGINT)
+    out, error = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode in (130, 128 + signal.SIGINT), error
+    assert "To go on" in out
+    assert "Traceback" not in error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchrun_starts_the_same_command_on_two_machines(tmp_path: Path):
+    directory, port = tmp_path / "run", find_free_port()
+    rendezvous = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+    job = ["--rdzv-endpoint", f"localhost:{port}", "-m", "integration.train", "--output-dir", directory, *SMALL, "--backend.kind", "fsdp"]
+    machines = [start(*rendezvous, *job) for _ in range(2)]
+    ends = [machine.communicate(timeout=3 * PATIENCE_S) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], ends
+    assert sorted("after SFT" in out for out, _ in ends) == [False, True]
+    assert len(steps_of(read_metrics(directory / "metrics.jsonl"))) == 6
+
+
+def test_settings_of_devices_that_several_processes_cannot_have_are_refused(monkeypatch):
+    from integration.sharded_models import check_rank_settings
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match="each process takes its own GPU"):
+        check_rank_settings(Config(backend=BackendSection(kind="fsdp"), model=ModelSection(device="cuda:1")))
