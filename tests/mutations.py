@@ -2439,6 +2439,48 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return max(role.total() for role in training)",
         ("test_budget.py::test_rank_0_has_the_engine_and_every_rank_its_shard",),
     ),
+    Mutation(
+        "backends/lora.py",
+        "merged weights lack the scale",
+        "(b.float() @ a.float()) * scale)",
+        "(b.float() @ a.float()))",
+        ("test_lora.py::test_merged_weights_are_those_that_peft_merges",),
+    ),
+    Mutation(
+        "backends/lora.py",
+        "every layer begins with the same A",
+        'f"{seed} {name}"',
+        'f"{seed}"',
+        ("test_lora.py::test_adapters_begin_by_their_seed_alone",),
+    ),
+    Mutation(
+        "backends/lora.py",
+        "the reference has the adapters, too",
+        "layer._disable_adapters = True",
+        "layer._disable_adapters = False",
+        ("test_lora.py::test_the_model_without_adapters_is_the_reference_while_training_goes_on",),
+    ),
+    Mutation(
+        "backends/adapter_files.py",
+        "given weights keep the adapters that were trained on others",
+        "        zero_adapters(self._model)\n",
+        "",
+        ("test_lora.py::test_given_weights_become_the_base_and_adapters_begin_anew",),
+    ),
+    Mutation(
+        "backends/adapter_files.py",
+        "adapters are loaded onto any base",
+        "if self.fingerprint() != expected:\n            if not",
+        "if False:\n            if not",
+        ("test_lora.py::test_a_checkpoint_that_does_not_fit_is_refused_with_a_reason",),
+    ),
+    Mutation(
+        "backends/trainer_files.py",
+        "tied weights of a merged model are written twice",
+        "weights[name] = weights.get(first[name], value)",
+        "weights[name] = value",
+        ("test_lora.py::test_merged_weights_are_those_that_peft_merges",),
+    ),
 )
 
 

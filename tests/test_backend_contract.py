@@ -225,7 +225,8 @@ async def test_it_overfits_one_batch(open_backend):
         for _ in range(20):
             losses.append(backend.forward_backward(batch, sft_loss))
             await backend.optim_step().result()
-        assert (await losses[-1].result())["loss"] < 0.6 * (await losses[0].result())["loss"]
+        share = 0.9 if open_backend in TRAIN_ADAPTERS else 0.6  # whose output layer, of random weights, is frozen
+        assert (await losses[-1].result())["loss"] < share * (await losses[0].result())["loss"]
 
 
 async def test_weights_are_a_snapshot_and_come_back(open_backend):
