@@ -336,7 +336,7 @@ def agree(ranks: Ranks, problem: Exception | None, operation: str) -> None:
     found = [(rank, text) for rank, text in enumerate(problems) if text is not None]
     if not found:
         return
-    if isinstance(problem, CheckpointError) and len({text for _, text in found}) == 1:
+    if isinstance(problem, CheckpointError) and len(found) == ranks.world_size and len({text for _, text in found}) == 1:
         raise problem
     if ranks.world_size == 1:
         raise CheckpointError(f"{operation} failed: {found[0][1]}") from problem
