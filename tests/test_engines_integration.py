@@ -88,11 +88,14 @@ async def train(config: Config, directory: Path, stop_after: int | None = None) 
 @pytest.mark.parametrize("kind", SERVERS)
 @pytest.mark.parametrize("in_flight", ["continue", "abort"])
 async def test_the_rl_stage_trains_on_a_server_whose_numbers_are_the_trainers(kind: str, in_flight: str, tmp_path: Path):
-    config = create_config(kind, "http://127.0.0.1:1", in_flight=in_flight, parity_action="stop", parity_threshold=1e-4)
+    how = "group" if (kind, in_flight) == ("sglang", "abort") else "auto"
+    config = create_config(kind, "http://127.0.0.1:1", in_flight=in_flight, weight_sync=how, parity_action="stop", parity_threshold=1e-4)
     async with SERVERS[kind](save_other_model(config, tmp_path / "other")) as server:
         config = replace(config, engine=replace(config.engine, urls=(server.url,)))
         lines = [line for line in await train(config, tmp_path) if "loss" in line]
     assert [line["weight_version"] for line in lines] == [0, 1, 2]
+    if kind == "sglang":
+        assert server.count("/update_weights_from_distributed") == (3 if how == "group" else 0)
     assert all(line["engine_diff_max"] < 1e-4 for line in lines)
     assert all(line["staleness_max"] == 0 for line in lines)
 
