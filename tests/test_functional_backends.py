@@ -10,16 +10,22 @@ import pytest
 import torch
 from forked import run
 
+from integration.config import Config
+from integration.models import check_backend, create_backend
+from integration.sections import BackendSection, LoRASection, ModelSection
 from rollouts.algorithms import grpo
 from rollouts.backends.factory import create_backend_with_scheduler, create_critic_model
 from rollouts.backends.functional import AdamW, accumulate_gradient, apply_update, create_state, train_step
-from rollouts.backends.jax_backend import create_jax_backend
+from rollouts.backends.jax_backend import JAXTrainingBackend, create_jax_backend
 from rollouts.backends.jax_model import read_decoder_config, round_up
 from rollouts.backends.outputs import compute_values
+from rollouts.backends.protocol import StreamsWeights
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.backends.torch_func import TorchFuncTrainingBackend, create_torch_func_backend
 from rollouts.backends.torchax_backend import create_torchax_backend
 from rollouts.batching import collate_samples, select_rows
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.config import OptimizerConfig
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.loss_weights import token_mean
 from rollouts.losses import sft_loss, value_loss
@@ -204,6 +210,42 @@ async def test_the_model_shows_the_state_and_a_snapshot_of_the_state_stays():
     assert (await run_sft(backend, 2)) == (await run_sft(create_torch_func_backend(create_tiny_model(), lr=1e-2), 2))
 
 
+@pytest.mark.parametrize("create", FACTORIES, ids=lambda f: f.__name__)
+async def test_weights_that_leave_in_parts_are_those_of_the_snapshot(create):
+    backend = create(create_tiny_model(), lr=1e-2)
+    assert isinstance(backend, StreamsWeights)
+    whole = await backend.get_weights().result()
+    specs = await backend.describe_weights().result()
+    assert "lm_head.weight" in whole and "lm_head.weight" not in {spec.name for spec in specs}  # tied
+    parts = await backend.gather_weights([spec.name for spec in specs]).result()
+    assert all(torch.equal(parts[spec.name], whole[spec.name]) and spec.shape == tuple(whole[spec.name].shape) for spec in specs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [("torch_func", TorchFuncTrainingBackend), ("jax", JAXTrainingBackend), ("pytorch", PyTorchTrainingBackend)]
+)
+def test_a_run_gets_the_backend_of_its_settings(kind, found):
+    config = Config(backend=BackendSection(kind=kind))
+    check_backend(config)
+    backend = create_backend(config, create_tiny_model(), create_char_tokenizer(), OptimizerConfig(lr=1e-3, eps=1e-6), total_steps=3)
+    assert type(backend) is found
+    if kind != "pytorch":
+        assert (backend.rule.lr, backend.rule.eps) == (1e-3, 1e-6)
+
+
+def test_settings_that_a_backend_cannot_have_are_refused_before_the_run(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"backend.compute_dtype is 'bfloat16'.*float32 with backend.kind 'jax'"):
+        BackendSection(kind="jax", compute_dtype="bfloat16")
+    for kind in ("jax", "torch_func"):
+        with pytest.raises(ConfigError, match=f"lora.rank is 4 with backend.kind '{kind}'"):
+            check_backend(Config(backend=BackendSection(kind=kind), lora=LoRASection(rank=4)))
+    model = create_tiny_model()
+    model.config.attention_dropout = 0.1
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"attention_dropout is 0\.1"):
+        check_backend(Config(backend=BackendSection(kind="jax"), model=ModelSection(path=str(tmp_path))))
+
+
 async def test_a_critic_is_a_functional_backend_with_another_head():
     def loss_fn(outputs, batch):
         loss, metrics = value_loss(outputs, batch)
@@ -350,6 +392,8 @@ import importlib, pkgutil, sys
 for name in ("jax", "jaxlib", "optax", "torchax"):
     sys.modules[name] = None
 import rollouts.backends
+from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.config import OptimizerConfig
 from rollouts.errors import ConfigError
 from rollouts.testing import create_tiny_model
 

@@ -7,7 +7,7 @@ products in full precision, on JAX's default device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,23 +32,27 @@ from rollouts.backends.jax_steps import (
     to_array,
     to_tensor,
 )
+from rollouts.backends.model_pass import move_batch
 from rollouts.backends.protocol import OutputFn
 from rollouts.backends.schedules import Schedule, choose_factor
 from rollouts.backends.sharded_weights import create_on_meta
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
 from rollouts.backends.trainer_files import finish_export, read_trainer_state, write_trainer_state
 from rollouts.backends.updates import UpdateCounts, check_skipped_updates
+from rollouts.backends.weight_gather import describe_model_weights
 from rollouts.backends.weight_stream import check_architecture, first_names
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.logprobs import token_log_probs
 from rollouts.model_weights import check_weights_fit, read_weights
 from rollouts.packing import check_same, native_attention
 from rollouts.types import LossFn, TrainBatch
+from rollouts.weight_plan import WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KIND = "jax"
+CPU = torch.device("cpu")  # where losses are evaluated
 MODULES = ("jax", "optax")
 
 
@@ -114,11 +118,12 @@ class JAXTrainingBackend:
 
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """output_fn of the model's outputs, without gradient, on the CPU."""
-        outputs = evaluate_batch(self.state.weights, batch, self._spec, with_entropy=with_entropy)
+        outputs = evaluate_batch(self.state.weights, move_batch(batch, CPU), self._spec, with_entropy=with_entropy)
         return ImmediateTrainFuture(output_fn(outputs), "forward")
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
         """Add the gradient of loss_fn on this batch."""
+        batch = move_batch(batch, CPU)
         self.state, metrics = accumulate_gradient(self.state, batch, loss_fn, self._spec, with_entropy=with_entropy)
         return ImmediateTrainFuture(metrics, "forward_backward")
 
@@ -138,6 +143,17 @@ class JAXTrainingBackend:
         check_weights_fit(self._skeleton, weights, "the given weights")
         self._replace_weights(weights)
         return ImmediateTrainFuture(None, "load_weights")
+
+    # -- StreamsWeights
+
+    def describe_weights(self) -> ImmediateTrainFuture[tuple[WeightSpec, ...]]:
+        """Names, dtypes and shapes of the weights."""
+        return ImmediateTrainFuture(describe_model_weights(self._skeleton), "describe_weights")
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """Copies of the weights of these names, on the CPU: PyTorch's devices are none of JAX's."""
+        own = self.state.weights
+        return ImmediateTrainFuture({name: to_tensor(own[self._first_names[name]]) for name in names}, "gather_weights")
 
     # -- CheckpointingBackend
 

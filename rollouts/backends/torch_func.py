@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,13 @@ from rollouts.backends.schedules import Schedule, choose_factor
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
 from rollouts.backends.trainer_files import export_model, read_trainer_state, write_trainer_state
 from rollouts.backends.updates import UpdateCounts, check_skipped_updates
+from rollouts.backends.weight_gather import describe_model_weights, gather_model_weights
 from rollouts.backends.weight_stream import check_architecture, stream_weights
 from rollouts.errors import CheckpointError
 from rollouts.model_weights import check_weights_fit, read_weights
 from rollouts.packing import use_packed_attention
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
+from rollouts.weight_plan import WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -146,6 +148,16 @@ class TorchFuncTrainingBackend:
         check_weights_fit(self.model, weights, "the given weights")
         self._replace_parameters(weights)
         return ImmediateTrainFuture(None, "load_weights")
+
+    # -- StreamsWeights
+
+    def describe_weights(self) -> ImmediateTrainFuture[tuple[WeightSpec, ...]]:
+        """Names, dtypes and shapes of the weights."""
+        return ImmediateTrainFuture(describe_model_weights(self.model), "describe_weights")
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """Copies of the weights of these names."""
+        return ImmediateTrainFuture(gather_model_weights(self.model, names, keep_device=keep_device), "gather_weights")
 
     # -- CheckpointingBackend
 
