@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import memory_mb, print_table, write_json
-from integration.budget import HEAP_SHARE, PROCESS_BYTES, STATES, Training, sharded_training, training_parts
+from integration.budget import PROCESS_BYTES, Training, heap_bytes, sharded_training, training_parts
 from integration.budget_sizes import read_sizes
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.fsdp_config import FSDPConfig
@@ -104,9 +104,7 @@ def estimate(size: str, tokens: int, num_ranks: int, device: str) -> int:
     training = sharded_training(tokens, num_ranks, FSDPConfig()) if num_ranks > 1 else Training(tokens=tokens)
     parts = training_parts(read_sizes(create_config(size)), training)
     tensors = sum(part.size for part in parts)
-    if device != "cpu":
-        return tensors
-    return tensors + PROCESS_BYTES + int(HEAP_SHARE * sum(part.size for part in parts if part.name not in STATES))
+    return tensors if device != "cpu" else tensors + PROCESS_BYTES + heap_bytes(read_sizes(create_config(size)), training, parts)
 
 
 def measure_in_processes_of_their_own(size: str, tokens: int, num_ranks: int, device: str, directory: str) -> dict[str, float]:

@@ -20,6 +20,7 @@ one layer while it is computed again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Literal
@@ -34,7 +35,8 @@ FLOAT = 4  # bytes of a float32
 MOMENTS = 2  # that Adam keeps of each trained parameter
 CHUNK_TOKENS = 1024  # tokens whose logits exist at the same time (OutputOptions.chunk_size)
 PROCESS_BYTES = 400 * 2**20  # of a CPU process with torch, transformers and this package; measured by benchmarks.memory
-HEAP_SHARE = 0.35  # of what a step makes anew, on a CPU: glibc's heap keeps gaps between blocks of less than 32 MiB; measured likewise
+HEAP_SHARE = 0.35  # of what a step makes anew, see heap_bytes; measured likewise
+HEAP_BLOCK = 32 * 2**20  # from this size on glibc takes a block from the system, and gives it back
 STATES = ("parameters", "gradients", "Adam's moments")  # names of parts that stay from step to step
 
 
@@ -123,6 +125,24 @@ def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
         Part("logits, gradients on their way", max(begin, end) - activation_bytes(sizes, training)),
     ]
     return [part for part in parts if part.size]
+
+
+def heap_bytes(sizes: ModelSizes, training: Training, parts: Sequence[Part]) -> int:
+    """What the heap of a process on a CPU keeps beyond what is in use: gaps between blocks that are smaller than 32 MiB.
+
+    About a third of what a step makes anew. FSDP makes and drops the parameters of each layer in turn, and the buffers they come in,
+    between activations that stay; the room of all of them is kept. With MALLOC_MMAP_THRESHOLD_=131072 in the environment there is nothing
+    of this.
+
+    Args:
+        parts: training_parts of the same.
+    """
+    gaps = HEAP_SHARE * sum(part.size for part in parts if part.name not in STATES)
+    if training.sharding is not None and training.sharding.shards > 1:
+        in_layers = sizes.num_parameters - sizes.root_parameters
+        buffered = training.width * unit_parameters(sizes, training.sharding.config) < HEAP_BLOCK
+        gaps += training.width * in_layers * (1 + buffered)
+    return ceil(gaps)
 
 
 def inference_parts(sizes: ModelSizes, training: Training) -> list[Part]:

@@ -7,12 +7,11 @@ from math import ceil
 
 from integration.budget import (
     FLOAT,
-    HEAP_SHARE,
     PROCESS_BYTES,
-    STATES,
     Part,
     Training,
     cache_bytes,
+    heap_bytes,
     inference_parts,
     training_parts,
 )
@@ -62,14 +61,17 @@ class Role:
 
 def plan_roles(work: Workload) -> list[Role]:
     """The processes of a run and what each holds when it needs most, as if the passes of policy, critic and reference met."""
-    host = work.device == "cpu"
-    parts = [Part("Python, torch and libraries", PROCESS_BYTES, on_host=True), *training_parts(work.sizes, work.training)]
+    policy = training_parts(work.sizes, work.training)
+    parts = [Part("Python, torch and libraries", PROCESS_BYTES, on_host=True), *policy]
     parts += [_of("reference", part) for part in inference_parts(work.sizes, work.training)] if work.has_reference else []
+    gaps = heap_bytes(work.sizes, work.training, policy)
     if work.has_critic:
-        parts += [_of("critic", part) for part in training_parts(critic_sizes(work.sizes), replace(work.training, has_vocabulary=False))]
-    if host:
-        passing = sum(part.size for part in parts[1:] if part.name.rpartition(": ")[2] not in STATES)
-        parts.append(Part("blocks that the heap keeps", ceil(HEAP_SHARE * passing), on_host=True))
+        sizes, training = critic_sizes(work.sizes), replace(work.training, has_vocabulary=False)
+        critic = training_parts(sizes, training)
+        parts += [_of("critic", part) for part in critic]
+        gaps += heap_bytes(sizes, training, critic)
+    if work.device == "cpu":
+        parts.append(Part("gaps that the heap keeps", gaps, on_host=True))
     rank = Role("each rank" if work.num_ranks > 1 else "the process", work.num_ranks, tuple(parts))
     first = [*parts, *_parts_of_rank_0(work)]
     roles = [Role("rank 0", 1, tuple(first)), Role("each other rank", work.num_ranks - 1, tuple(parts))]

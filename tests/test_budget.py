@@ -18,6 +18,7 @@ from integration.budget import (
     Training,
     activation_bytes,
     cache_bytes,
+    heap_bytes,
     inference_parts,
     sharded_training,
     training_parts,
@@ -186,6 +187,18 @@ def test_a_critic_has_no_logits_and_a_reference_no_gradients(sizes: ModelSizes):
     assert frozen["parameters"] == 4 * TOTAL
     assert set(frozen) == {"parameters", "a forward pass"}
     assert frozen["a forward pass"] < activation_bytes(sizes, training)
+
+
+def test_the_heap_of_a_process_keeps_gaps(sizes: ModelSizes):
+    alone, four = Training(tokens=64), sharded_training(64, 4, FSDPConfig())
+    passing = sum(size for name, size in parts_of(sizes, alone).items() if name not in STATES)
+    assert heap_bytes(sizes, alone, training_parts(sizes, alone)) == pytest.approx(0.35 * passing, abs=1)
+    passing = sum(size for name, size in parts_of(sizes, four).items() if name not in STATES)
+    assert heap_bytes(sizes, four, training_parts(sizes, four)) == pytest.approx(0.35 * passing + 2 * 4 * 3 * LAYER, abs=1)
+    work = Workload(sizes=sizes, training=alone, device="cpu")
+    by_name = {part.name: part.size for part in plan_roles(work)[0].parts}
+    assert by_name["gaps that the heap keeps"] == heap_bytes(sizes, alone, training_parts(sizes, alone))
+    assert not any("heap" in part.name for part in plan_roles(replace(work, device="cuda"))[0].parts)
 
 
 # -- FSDP: each setting moves its own term, and no other
