@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from integration.budget import STATES, Part, Training
+from integration.budget import STATES, Part, Sharding, Training
 from integration.budget_run import Role, Traffic, Workload, largest_microbatch, needed_bytes, plan_roles, plan_traffic
 from integration.budget_sizes import ModelSizes, count_adapter_parameters, create_empty_model
 from integration.budget_traffic import Links
 from integration.config import Config, count_rl_updates, response_tokens
 from integration.hardware import HardwareSection
+from rollouts.backends.factory import parse_device
 from rollouts.requirements import POLICY_COLUMNS
 
 PROMPT_TOKENS = 64  # assumed
@@ -49,7 +51,7 @@ def read_workload(config: Config, mode: str, model_config: Any, sizes: ModelSize
     return Workload(
         sizes=sizes,
         training=read_training(config, mode, model_config, row_tokens),
-        device=torch.device("cpu" if config.model.device == "auto" and not torch.cuda.is_available() else _kind(config.model.device)).type,
+        device=parse_device("auto").type if config.model.device == "auto" else torch.device(config.model.device).type,
         has_reference="ref_log_probs" in requires,
         has_critic="values" in requires,
         embedded_slots=0 if engine.is_server or not in_rl else min(engine.max_slots, per_step),
@@ -78,7 +80,18 @@ def read_training(config: Config, mode: str, model_config: Any, row_tokens: int)
     if config.lora.rank:
         model = create_empty_model(model_config, trust_remote_code=config.model.trust_remote_code)
         adapters = count_adapter_parameters(model, rank=config.lora.rank, target_modules=config.lora.target_modules)
-    return Training(tokens=tokens, precision=config.backend.compute_dtype, trained_parameters=adapters)
+    training = Training(tokens=tokens, precision=config.backend.compute_dtype, trained_parameters=adapters)
+    if config.backend.kind != "fsdp":
+        return training
+    fsdp = config.backend.fsdp
+    precision = config.backend.compute_dtype if fsdp.mixed_precision is None else fsdp.mixed_precision
+    return replace(training, precision=precision, sharding=Sharding(num_ranks=count_ranks(config), config=fsdp))
+
+
+def count_ranks(config: Config) -> int:
+    """Training processes: as configured, else one for each GPU of this machine, else 1."""
+    on_gpus = config.model.device != "cpu" and torch.cuda.is_available()
+    return config.backend.num_processes or (torch.cuda.device_count() if on_gpus else 1)
 
 
 def sft_row_tokens(config: Config) -> int:
@@ -96,12 +109,12 @@ def describe_role(role: Role, *, alone: bool) -> dict[str, str]:
             title = {"": "training state", "critic": "critic's training state"}.get(owner, f"{owner}: state")
             lines[f"{prefix}: {title}"] = format_bytes(sum(part.size for part in states))
             for part in states:
-                lines[f"{prefix}:   {owner}{' ' * bool(owner)}{part.name.rpartition(': ')[2]}"] = _place(part)
+                lines[f"{prefix}:   {owner}{' ' * bool(owner)}{part.name.rpartition(': ')[2]}"] = format_bytes(part.size)
         elif states:
-            lines[f"{prefix}: {owner} weights"] = _place(states[0])
+            lines[f"{prefix}: {owner} weights"] = format_bytes(states[0].size)
         for part in parts:
             if part not in states:
-                lines[f"{prefix}: {NAMES.get(part.name, part.name)}"] = _place(part)
+                lines[f"{prefix}: {NAMES.get(part.name, part.name)}"] = format_bytes(part.size)
     count = f", in each of {role.count:,}" if role.count > 1 else ""
     lines[f"{prefix}: sum"] = format_bytes(role.total()) + count
     return lines
@@ -169,14 +182,6 @@ def format_bytes(size: float) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
-
-
-def _place(part: Part) -> str:
-    return format_bytes(part.size)
-
-
-def _kind(device: str) -> str:
-    return "cuda" if device == "auto" else device
 
 
 def _read(path: str) -> list[str]:
