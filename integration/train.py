@@ -57,7 +57,7 @@ LIMITS_OF_ROLLOUTS = (  # what messages about rollouts that fail, hang or pile u
     "retry_delay_s", "rollout_timeout_s", "patience_s", "checkpoint_in_flight",
 )  # fmt: skip
 MAY_CHANGE_ON_RESUME = (
-    *("output_dir", "num_threads", "sft.num_steps", "rl.num_steps", "checkpoint."),
+    *("output_dir", "num_threads", "sft.num_steps", "rl.num_steps", "checkpoint.", "hardware."),
     *("backend.kind", "backend.num_processes", "backend.timeout_s", "backend.fsdp."),
     *(f"rl.asynchronous.{name}" for name in LIMITS_OF_ROLLOUTS),
 )
