@@ -28,7 +28,7 @@ from rollouts.types import Sample, TrainBatch
 PRELUDE = """
 import os, sys
 os.environ.update(RANK=sys.argv.pop(1), WORLD_SIZE=sys.argv.pop(1), MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv.pop(1))
-os.environ["LOCAL_RANK"] = os.environ["RANK"]
+os.environ.update(LOCAL_RANK=os.environ["RANK"], TORCHELASTIC_RUN_ID="test")
 import torch
 torch.set_num_threads(1)
 """
