@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from forked import Child
 from rank_processes import PRELUDE, find_free_port, start_ranks
 
+from rollouts.advantages import normalize_by_group
 from rollouts.backends.distributed import (
     Ranks,
     all_gather,
@@ -24,7 +26,7 @@ from rollouts.backends.distributed import (
     synchronize,
 )
 from rollouts.errors import BackendError
-from rollouts.statistics import whiten
+from rollouts.statistics import batch_std, whiten
 
 CODE = """
 sys.path.insert(0, {tests!r})
@@ -94,8 +96,11 @@ def test_one_rank_exchanges_with_nobody():
 def test_normalized_entries_have_mean_zero_and_deviation_one():
     x = 5 + 3 * torch.randn(20, 9, generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(180).reshape(20, 9) % 4 > 0).float()
+    everything = torch.zeros(len(x), dtype=torch.int64)
+    expected = normalize_by_group(x, everything, mask=mask, std_level=partial(batch_std, unbiased=False), epsilon=1e-5)
     for ranks in (None, init_distributed()):
         found = masked_normalization(x, mask, ranks=ranks)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
         assert found.dtype == x.dtype
         assert (found[mask == 0] == 0).all()
         assert float(found[mask > 0].mean()) == pytest.approx(0.0, abs=1e-6)

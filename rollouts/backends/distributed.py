@@ -9,6 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from rollouts.errors import BackendError
-from rollouts.statistics import whiten
+from rollouts.statistics import masked_mean, masked_var, whiten
 
 T = TypeVar("T")
 
@@ -185,25 +186,23 @@ def masked_whiten(
         x, mask: # [B, T], rows of this rank; shapes may differ between ranks, and a rank may have no rows.
         shift_mean, unbiased, epsilon: as in whiten.
     """
-
-    def add_up(sums: Tensor) -> Tensor:
-        return all_reduce(ranks, sums, operation="adding up the moments of masked entries")
-
+    add_up = partial(all_reduce, ranks, operation="adding up the moments of masked entries")
     return whiten(x, mask, shift_mean=shift_mean, unbiased=unbiased, epsilon=epsilon, all_reduce=add_up)
 
 
 def masked_normalization(x: Tensor, mask: Tensor, *, unbiased: bool = False, epsilon: float = 1e-5, ranks: Ranks | None = None) -> Tensor:
-    """Entries with mask > 0 with mean 0 and standard deviation 1, in float64 on the way; 0 elsewhere.
+    """(x - mean) / (std + epsilon) over the entries with mask > 0, in float64 on the way; 0 elsewhere.
 
     Args:
         x, mask: # [B, T].
         unbiased: divisor n - 1 or n.
-        epsilon: added to the variance.
-        ranks: mean and variance over all of them; None = over this process's entries.
+        ranks: mean and std over the entries of all of them; None = over this process's.
 
     Returns: # [B, T] in the dtype of x.
+    Source: AReaL's function of this name, which gives masked entries (0 - mean) / std instead.
     """
-    precise = x.to(torch.float64), mask.to(torch.float64)
-    if ranks is None:
-        return whiten(*precise, unbiased=unbiased, epsilon=epsilon).to(x.dtype)
-    return masked_whiten(ranks, *precise, unbiased=unbiased, epsilon=epsilon).to(x.dtype)
+    precise, on = x.to(torch.float64), (mask > 0).to(torch.float64)
+    add_up = None if ranks is None else partial(all_reduce, ranks, operation="adding up the moments of masked entries")
+    mean = masked_mean(precise, on, all_reduce=add_up)
+    std = masked_var(precise, on, unbiased=unbiased, all_reduce=add_up).sqrt()
+    return ((precise - mean) / (std + epsilon) * on).to(x.dtype)
