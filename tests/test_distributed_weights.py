@@ -12,6 +12,7 @@ from endless_models import create_endless_model
 from server_waits import PATIENCE_S, wait_for_tokens
 from transformers import AutoModelForCausalLM
 
+from rollouts.engines.cuda_ipc import SharedBucket, serialize_handles
 from rollouts.engines.distributed_weights import (
     open_http_channel,
     open_shared_memory,
@@ -19,12 +20,13 @@ from rollouts.engines.distributed_weights import (
     sglang_bucket_payload,
     sglang_group_payload,
 )
+from rollouts.engines.fakes.tensor_payloads import read_named_tensors
 from rollouts.engines.http import Deadlines
 from rollouts.engines.sglang import SGLangEngine
 from rollouts.errors import BackendError, EngineError
 from rollouts.testing import FakeSGLangServer, Fault
 from rollouts.types import SamplingParams
-from rollouts.weight_plan import describe_weights, plan_weights
+from rollouts.weight_plan import describe_weights, flatten_bucket, plan_weights
 
 PROMPT = (5, 9, 12, 20)
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
@@ -270,3 +272,34 @@ async def test_weights_travel_in_the_precision_of_the_servers(directory):
         (body,) = [request.json() for request in one.received if request.path == "/update_weights_from_distributed"]
         assert set(body["dtypes"]) == {"bfloat16"}
         assert (await first.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(model.bfloat16().float())
+
+
+async def test_a_transfer_that_is_cancelled_leaves_the_old_weights(directory):
+    weights = dict(create_endless_model(1).state_dict())
+
+    async def read(bucket):
+        await trio.lowlevel.checkpoint()
+        if bucket.index == 3:
+            scope.cancel()
+        return {name: weights[name] for name in bucket.names}
+
+    async with FakeSGLangServer(directory) as one, SGLangEngine(one.url) as first:
+        async with open_weight_group([first], backend="gloo", bucket_bytes=5000) as group:
+            with trio.fail_after(PATIENCE_S), trio.CancelScope() as scope:
+                await group.send_weights(describe_weights(weights), read, 1)
+            assert scope.cancelled_caught
+            with pytest.raises(EngineError, match="open a new one"):
+                await group.update_weights(weights, 1)
+        assert set((await first.generate(PROMPT, GREEDY)).output_versions) == {0}
+        assert one.core.groups == {}
+
+
+def test_every_rank_opens_the_tensors_of_a_bucket():
+    weights = {"a": torch.arange(6.0), "b": torch.arange(2.0)}
+    bucket = plan_weights(describe_weights(weights), 1000).buckets[0]
+    shared = SharedBucket((flatten_bucket(bucket, weights, "cpu"),))
+    texts = serialize_handles(bucket, shared, 2)
+    assert len(texts) == 2
+    for text in texts:
+        opened = read_named_tensors(text)
+        assert all(opened[name].equal(weights[name]) for name in weights)

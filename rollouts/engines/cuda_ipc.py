@@ -93,8 +93,9 @@ def serialize_handles(bucket: Bucket, shared: SharedBucket, num_ranks: int) -> l
     Args:
         num_ranks: rank i is given the buffer on device i where there are as many, else all are given the first.
     """
-    texts = [_pickle_handles(list(unflatten_bucket(bucket, flat).items())) for flat in shared.flats]
-    return texts if len(texts) == num_ranks else texts[:1] * num_ranks
+    flats = shared.flats if len(shared.flats) == num_ranks else shared.flats[:1] * num_ranks
+    # a pickle for each, also of the same buffer: whoever opens a handle gives back the one reference that was counted for it
+    return [_pickle_handles(list(unflatten_bucket(bucket, flat).items())) for flat in flats]
 
 
 def vllm_handles(shared: SharedBucket, export: Export = export_cuda) -> str:

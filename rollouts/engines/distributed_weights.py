@@ -23,7 +23,7 @@ from rollouts.engines.cuda_ipc import SharedBucket, SharedMemorySender, serializ
 from rollouts.engines.sglang import SGLangEngine
 from rollouts.engines.sglang_protocol import sglang_tensor_payload
 from rollouts.engines.sglang_weights import SGLangWeights
-from rollouts.engines.torch_groups import GroupBackend, GroupSender, open_rendezvous
+from rollouts.engines.torch_groups import GroupBackend, GroupSender, find_device, open_rendezvous
 from rollouts.engines.weight_transfer import BucketRounds, Receiver, WeightTransfer
 from rollouts.errors import EngineError, raise_single_errors
 from rollouts.weight_plan import Bucket, WeightSpec, cast_bucket
@@ -125,7 +125,7 @@ async def open_weight_group(
     assert engines, "a weight group needs at least one engine"
     name = f"rollouts-{uuid.uuid4().hex}"
     num_ranks = [engine.tensor_parallel_size for engine in engines]
-    where = torch.device(device if device is not None else "cuda" if backend == "nccl" else "cpu")
+    where = find_device(device if device is not None else "cuda" if backend == "nccl" else "cpu")
     rendezvous = await open_rendezvous(master_address, backend, name, 1 + sum(num_ranks), timeout_s)
     offsets = [1 + sum(num_ranks[:i]) for i in range(len(engines))]
 
@@ -173,7 +173,7 @@ async def open_shared_memory(
     def create_body(engine: SGLangEngine, bucket: Bucket, shared: SharedBucket) -> Mapping[str, Any]:
         return {"serialized_named_tensors": serialize_handles(bucket, shared, engine.tensor_parallel_size), "flush_cache": False}
 
-    sender = SharedMemorySender([torch.device(device) for device in devices])
+    sender = SharedMemorySender([find_device(device) for device in devices])
     receivers = [create_sglang_receiver(engine, _TENSORS, partial(create_body, engine)) for engine in engines]
     try:
         yield WeightTransfer(receivers, sender, bucket_bytes=bucket_bytes, dtype=dtype)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import base64
 import ctypes
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import trio
 from torch import Tensor
 
+from rollouts.engines.torch_groups import find_device
 from rollouts.errors import EngineError
 from rollouts.weight_plan import Bucket, flatten_bucket
 
@@ -38,7 +40,7 @@ class NCCLCommunicator:
 
     def __init__(self, library: Any, world_size: int, device: torch.device) -> None:
         """library: see load_nccl. Raises EngineError."""
-        self._library, self._world_size, self._device = library, world_size, device
+        self._library, self._world_size, self._device = library, world_size, find_device(device)
         self._id = UniqueId()
         self._comm = ctypes.c_void_p()
         self._check("ncclGetUniqueId", library.ncclGetUniqueId(ctypes.byref(self._id)))
@@ -51,26 +53,30 @@ class NCCLCommunicator:
     def join(self) -> None:
         """Meet the others. Blocks until all are there. Raises EngineError."""
         library = self._library
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        self._check("ncclCommInitRank", library.ncclCommInitRank(ctypes.byref(self._comm), self._world_size, self._id, 0))
-        one = torch.zeros(1, device=self._device)  # all members do this once, or none
-        place = ctypes.c_void_p(one.data_ptr())
-        self._check("ncclAllReduce", library.ncclAllReduce(place, place, 1, _FLOAT32, _SUM, self._comm, self._stream()))
-        self._synchronize()
+        with self._on_device():
+            self._check("ncclCommInitRank", library.ncclCommInitRank(ctypes.byref(self._comm), self._world_size, self._id, 0))
+            one = torch.zeros(1, device=self._device)  # all members do this once, or none
+            place = ctypes.c_void_p(one.data_ptr())
+            self._check("ncclAllReduce", library.ncclAllReduce(place, place, 1, _FLOAT32, _SUM, self._comm, self._stream()))
+            self._synchronize()
 
     def broadcast(self, data: Tensor) -> None:
         """Send bytes to all others. data: # [bytes] uint8, on the device. Blocks until they are sent. Raises EngineError."""
         assert data.dtype == torch.uint8, f"data is {data.dtype}, expected bytes"
         place = ctypes.c_void_p(data.data_ptr())
-        self._check("ncclBroadcast", self._library.ncclBroadcast(place, place, data.numel(), _UINT8, 0, self._comm, self._stream()))
-        self._synchronize()
+        with self._on_device():
+            self._check("ncclBroadcast", self._library.ncclBroadcast(place, place, data.numel(), _UINT8, 0, self._comm, self._stream()))
+            self._synchronize()
 
     def abort(self) -> None:
         """End whatever is under way, in another thread too, and leave."""
         if self._comm:
             self._library.ncclCommAbort(self._comm)
             self._comm = ctypes.c_void_p()
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Which device is the current one is a matter of each thread."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _stream(self) -> ctypes.c_void_p:
         return ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None)

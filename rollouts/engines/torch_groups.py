@@ -18,6 +18,12 @@ from rollouts.weight_plan import Bucket, flatten_bucket
 GroupBackend = Literal["nccl", "gloo"]
 
 
+def find_device(device: torch.device | str) -> torch.device:
+    """A device with its number: of "cuda" the one that is current in this thread, which other threads do not know."""
+    found = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
+
+
 class TorchRendezvous:
     """Where the members of a group that does not exist yet find one another. Made by open_rendezvous."""
 

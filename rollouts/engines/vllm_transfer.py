@@ -24,6 +24,7 @@ from rollouts.engines.cuda_ipc import Export, SharedBucket, SharedMemorySender, 
 from rollouts.engines.distributed_weights import LEAVE_S, CreateBody, open_membership
 from rollouts.engines.http import HTTPEndpoint
 from rollouts.engines.nccl import NCCLSender, create_communicator, join_communicator
+from rollouts.engines.torch_groups import find_device
 from rollouts.engines.vllm import VLLMEngine
 from rollouts.engines.weight_transfer import BucketRounds, Receiver, Sender, WeightTransfer
 from rollouts.errors import EngineError, EngineStatusError
@@ -113,7 +114,7 @@ async def open_vllm_group(
     Raises: EngineError if a server does not join, or there is no NCCL here.
     """
     assert engines, "a weight group needs at least one engine"
-    where = torch.device(device)
+    where = find_device(device)
     num_ranks = [await engine.count_workers() for engine in engines]
     world_size = 1 + sum(num_ranks)
     meeting = await (partial(_meet_over_nccl, where, timeout_s) if create_meeting is None else create_meeting)(world_size)
@@ -163,7 +164,7 @@ async def open_vllm_ipc(
 
     for engine in engines:
         await _call(engine, INIT, {"init_info": {"packed": True}})
-    sender = SharedMemorySender([torch.device(device) for device in devices])
+    sender = SharedMemorySender([find_device(device) for device in devices])
     receivers = [create_vllm_receiver(engine, create_body) for engine in engines]
     try:
         yield WeightTransfer(receivers, sender, bucket_bytes=bucket_bytes, dtype=dtype)
