@@ -26,6 +26,8 @@ from rollouts.losses import sft_loss
 from rollouts.testing import create_tiny_model
 from rollouts.types import Sample
 
+pytestmark = pytest.mark.timeout(300)  # two processes, on a machine that has other things to do
+
 CODE = """
 sys.path.insert(0, {tests!r})
 from pathlib import Path
@@ -198,6 +200,24 @@ def test_a_directory_gives_the_backend_that_its_model_gives(tmp_path: Path):
     assert isinstance(backend, StreamsWeights)
     assert backend.num_shards == 1
     assert torch.equal(backend.forward(make_batch(), log_probs).value, expected.forward(make_batch(), log_probs).value)
+
+
+def test_a_checkpoint_that_is_written_beside_training_is_that_of_its_moment(tmp_path: Path):
+    backend = create_fsdp_backend(create_tiny_model(), lr=1e-2, tokenizer=create_char_tokenizer(), save_in_background=True)
+    backend.forward_backward(make_batch(), sft_loss)
+    backend.optim_step()
+    expected = backend.get_weights().value
+    for name in ("first", "second"):  # the second waits for the first
+        (tmp_path / name).mkdir()
+        backend.save_checkpoint(tmp_path / name)
+    backend.forward_backward(make_batch(), sft_loss)
+    backend.optim_step()
+    backend.close()
+    for name in ("first", "second"):
+        other = create_fsdp_backend(create_tiny_model(seed=1), lr=1e-2)
+        other.load_checkpoint(tmp_path / name)
+        assert other.counts.num_updates == 1
+        assert all(torch.equal(value, expected[key]) for key, value in other.get_weights().value.items())
 
 
 def test_too_many_skipped_updates_are_an_error():

@@ -44,6 +44,7 @@ def create_fsdp_backend(
     config: FSDPConfig | None = None,
     ranks: Ranks | None = None,
     rows_per_unit: int = 1,
+    save_in_background: bool = False,
     lora: LoRAConfig | None = None,
 ) -> FSDPTrainingBackend:
     """create_pytorch_backend or create_backend_with_scheduler over all ranks: a policy, AdamW, a schedule.
@@ -56,6 +57,7 @@ def create_fsdp_backend(
         config: None = FSDPConfig(). bfloat16 is its mixed_precision.
         ranks: None = of init_distributed(device).
         rows_per_unit: 2 for losses that compare the two rows of a pair, such as preferences.preference_loss.
+        save_in_background: write checkpoints beside training, see FSDPTrainingBackend.
         lora: train adapters on the frozen model instead of its weights; the model is given them in place.
     """
     ranks = init_distributed(device) if ranks is None else ranks
@@ -82,6 +84,7 @@ def create_fsdp_backend(
         compute_log_probs,
         max_grad_norm=max_grad_norm,
         rows_per_unit=rows_per_unit,
+        save_in_background=save_in_background,
         lora=lora,
     )
 
@@ -104,6 +107,7 @@ def create_fsdp_critic_backend(
     tokenizer: PreTrainedTokenizerBase | None = None,
     config: FSDPConfig | None = None,
     ranks: Ranks | None = None,
+    save_in_background: bool = False,
 ) -> FSDPTrainingBackend:
     """create_critic_backend over all ranks.
 
@@ -123,7 +127,17 @@ def create_fsdp_critic_backend(
         model = create_critic_model(model, seed=seed, head_std=head_std)
     create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
     optimizer = partial(create_adamw_optimizer, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    return _create_backend(model, optimizer, create, config, ranks, tokenizer, compute_values, max_grad_norm=max_grad_norm)
+    return _create_backend(
+        model,
+        optimizer,
+        create,
+        config,
+        ranks,
+        tokenizer,
+        compute_values,
+        max_grad_norm=max_grad_norm,
+        save_in_background=save_in_background,
+    )
 
 
 def create_fsdp_reference_backend(
@@ -208,6 +222,7 @@ def _create_backend(
     *,
     max_grad_norm: float = 1.0,
     rows_per_unit: int = 1,
+    save_in_background: bool = False,
     lora: LoRAConfig | None = None,
 ) -> FSDPTrainingBackend:
     return FSDPTrainingBackend(
@@ -220,6 +235,7 @@ def _create_backend(
         tokenizer=tokenizer,
         compute_outputs=compute_outputs,
         rows_per_unit=rows_per_unit,
+        save_in_background=save_in_background,
         lora=lora,
     )
 
