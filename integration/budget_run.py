@@ -29,11 +29,13 @@ class Workload:
     training: Training  # of the policy
     device: str  # "cpu", or that of a GPU
     has_reference: bool = False
+    reference_is_policy: bool = False  # the policy with its adapters switched off: no parameters of its own
     has_critic: bool = False
     embedded_slots: int = 0  # sequences of the embedded engine, 0 = there is none
     num_servers: int = 0
     server_width: int = 2  # bytes of a server's weights
     server_ranks: int = 1  # GPUs that share the model of one server
+    bucket_bytes: int = 0  # of weights that are sent to servers from memory, 0 = servers read them from the disk
     row_tokens: int = 0  # of a row at its longest, prompt included
     step_rows: int = 0  # of one optimizer step
     batch_rows: int = 0  # of one batch of rollouts, 0 = there are none
@@ -63,7 +65,8 @@ def plan_roles(work: Workload) -> list[Role]:
     """The processes of a run and what each holds when it needs most, as if the passes of policy, critic and reference met."""
     policy = training_parts(work.sizes, work.training)
     parts = [Part("Python, torch and libraries", PROCESS_BYTES, on_host=True), *policy]
-    parts += [_of("reference", part) for part in inference_parts(work.sizes, work.training)] if work.has_reference else []
+    if work.has_reference and not work.reference_is_policy:
+        parts += [_of("reference", part) for part in inference_parts(work.sizes, work.training)]
     gaps = heap_bytes(work.sizes, work.training, policy)
     if work.has_critic:
         sizes, training = critic_sizes(work.sizes), replace(work.training, has_vocabulary=False)
@@ -95,6 +98,7 @@ def server_parts(work: Workload) -> list[Part]:
     return [
         Part("weights", ceil(work.server_width * work.sizes.num_parameters / work.server_ranks)),
         Part("keys and values of its share of a batch", ceil(cache / work.server_ranks)),
+        *([Part("two buckets of weights", 2 * work.bucket_bytes)] if work.bucket_bytes else []),
     ]
 
 
@@ -107,6 +111,8 @@ def _parts_of_rank_0(work: Workload) -> list[Part]:
         parts.append(Part("engine: keys and values", cache_bytes(work.sizes, tokens=work.embedded_slots * work.row_tokens)))
         tied = FLOAT * work.sizes.head_parameters if work.sizes.is_tied else 0  # a copy under each name
         parts.append(Part("weights on their way to the engine", whole + tied, on_host=True))
+    if work.num_servers and work.bucket_bytes:
+        parts.append(Part("two buckets of weights", 2 * min(work.bucket_bytes, whole)))
     if work.batch_rows:
         parts.append(Part("samples of a batch", SAMPLE_BYTES * work.batch_rows * work.row_tokens, on_host=True))
     return parts
@@ -181,6 +187,12 @@ def plan_traffic(work: Workload, links: Links) -> list[Traffic]:
             traffic += [Traffic("log-probs and values of a batch", number, alone)] if number else []
             sent = work.updates_per_batch * models + work.forward_passes + work.has_reference
             traffic.append(Traffic("rows of a batch", sent, (rows_traffic(tokens, num_ranks=work.num_ranks, links=links),)))
-        sync = sync_traffic(work.sizes, sharding=work.training.sharding, links=links, num_engines=work.num_servers, width=FLOAT)
+        sync = sync_traffic(
+            work.sizes,
+            sharding=work.training.sharding,
+            links=links,
+            num_engines=work.num_servers,
+            width=work.server_width if work.bucket_bytes else FLOAT,
+        )
         traffic += [Traffic("a weight sync", 1, tuple(sync))] if sync else []
     return [entry for entry in traffic if entry.size]

@@ -377,6 +377,8 @@ def test_rank_0_has_the_engine_and_every_rank_its_shard(sizes: ModelSizes):
     assert needed_bytes(replace(work, device="cpu")) > 4 * others.total()
     served = plan_roles(replace(work, embedded_slots=0, num_servers=2, server_ranks=2))[-1]
     assert (served.count, served.parts[0].size) == (4, TOTAL)  # two bytes, over two GPUs
+    sent = plan_roles(replace(work, embedded_slots=0, num_servers=2, bucket_bytes=100))
+    assert [part.size for role in sent for part in role.parts if part.name == "two buckets of weights"] == [200, 200]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -437,6 +439,9 @@ def test_a_dry_run_over_ranks_says_what_each_holds_and_whether_it_fits():
 def test_adapters_show_in_the_budget():
     plain, adapted = describe(Config()), describe(Config(lora=LoRASection(rank=4)))
     assert adapted["memory:   Adam's moments"] != plain["memory:   Adam's moments"]
+    with_kl = replace(Config(lora=LoRASection(rank=4)), rl=RLSection(algorithm="grpo(kl_coef=0.1)"))
+    assert "memory: reference weights" not in describe(with_kl)  # it is the policy without its adapters
+    assert "memory: reference weights" in describe(replace(with_kl, lora=LoRASection()))
     assert not any(name.startswith("traffic") for name in plain)
 
 
