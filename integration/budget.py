@@ -130,9 +130,9 @@ def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
 def heap_bytes(sizes: ModelSizes, training: Training, parts: Sequence[Part]) -> int:
     """What the heap of a process on a CPU keeps beyond what is in use: gaps between blocks that are smaller than 32 MiB.
 
-    About a third of what a step makes anew. FSDP makes and drops the parameters of each layer in turn, and the buffers they come in,
-    between activations that stay; the room of all of them is kept. With MALLOC_MMAP_THRESHOLD_=131072 in the environment there is nothing
-    of this.
+    About a third of what a step makes anew. With FSDP the buffers of layers in which parameters come and gradients go, if they are such
+    blocks: they are made and dropped between activations that stay, and the room of all of them is kept. With MALLOC_MMAP_THRESHOLD_=131072
+    in the environment there is nothing of this.
 
     Args:
         parts: training_parts of the same.
@@ -140,8 +140,8 @@ def heap_bytes(sizes: ModelSizes, training: Training, parts: Sequence[Part]) -> 
     gaps = HEAP_SHARE * sum(part.size for part in parts if part.name not in STATES)
     if training.sharding is not None and training.sharding.shards > 1:
         in_layers = sizes.num_parameters - sizes.root_parameters
-        buffered = training.width * unit_parameters(sizes, training.sharding.config) < HEAP_BLOCK
-        gaps += training.width * in_layers * (1 + buffered)
+        if training.width * unit_parameters(sizes, training.sharding.config) < HEAP_BLOCK:
+            gaps += 2 * training.width * in_layers
     return ceil(gaps)
 
 
