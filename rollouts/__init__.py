@@ -107,6 +107,8 @@ _NAMES_OF_MODULES: Final = (
     ("backends.futures", "ImmediateTrainFuture TrainFuture open_pipeline"),
     ("backends.reward_models", "create_reward_model create_reward_model_backend load_reward_model"),
     ("backends.pytorch", "PyTorchTrainingBackend"),
+    ("backends.lora", "LoRAConfig"),
+    ("backends.lora_reference", "create_lora_reference"),
     ("backends.fsdp", "FSDPTrainingBackend"),
     ("backends.fsdp_config", "FSDPConfig"),
     ("backends.fsdp_factory", "create_fsdp_backend create_fsdp_critic_backend create_fsdp_reference_backend "

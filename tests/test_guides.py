@@ -12,7 +12,7 @@ from rollouts.errors import SandboxError
 from rollouts.sandbox.run import find_confinement
 
 ROOT = Path(__file__).parent.parent
-GUIDES = ("agents.md", "algorithms.md", "fleets.md", "weight-sync.md")
+GUIDES = ("agents.md", "algorithms.md", "fleets.md", "lora.md", "weight-sync.md")
 
 
 def has_sandbox() -> bool:
