@@ -115,8 +115,12 @@ def measure_in_processes_of_their_own(size: str, tokens: int, num_ranks: int, de
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    found = [json.loads(text) for text in re.findall(r"\{.*?\}", done.stdout)]  # two ranks may share a line
-    return max(found, key=lambda result: result["peak"])
+    return max(read_results(done.stdout), key=lambda result: result["peak"])
+
+
+def read_results(text: str) -> list[dict[str, float]]:
+    """What the processes printed; two may share a line."""
+    return [json.loads(found) for found in re.findall(r"\{.*?\}", text)]
 
 
 def main() -> None:

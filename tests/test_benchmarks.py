@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import algorithms, async_executor
+from benchmarks import algorithms, async_executor, fsdp, memory
 from benchmarks.measure import memory_mb
+from integration.budget import PROCESS_BYTES, Training, heap_bytes, training_parts
+from integration.budget_sizes import read_sizes
 from rollouts.types import Sample
 
 
@@ -72,3 +74,32 @@ def test_the_memory_of_this_process_grows_with_what_it_holds():
     assert len(held) / 2**20 == 64
     assert 48 < memory_mb("VmRSS") - before < 80
     assert memory_mb("VmHWM") >= memory_mb("VmRSS") > 0
+
+
+def test_the_time_of_ranks_is_split_into_communication_and_computation():
+    times = {"alone": [8.0, 8.0], "together": [5.0, 6.0], "collectives": [0.5, 1.0], "CPU alone": [8.0, 8.0], "CPU of all": [10.0, 9.0]}
+    found = {"times": times, "received": 3 * 2**20, "states": (50, 100)}
+    table = fsdp.summarize(found, "small", 4, 2)
+    assert {name: row["median"] for name, row in table.items() if "formula" not in name} == {
+        "one process, s": 8.0,
+        "2 ranks, s": 5.5,
+        "of it in collectives, s": 0.75,
+        "speed-up": pytest.approx((8 / 5 + 8 / 6) / 2),
+        "time beyond 1 / ranks": pytest.approx(0.375),
+        "of it communication": pytest.approx(0.1875),
+        "of it computation": pytest.approx(0.1875),
+        "CPU seconds of all / one process": pytest.approx(1.1875),
+        "MiB received by a rank": 3.0,
+        "states of a rank / one process": 0.5,
+    }
+    assert (table["2 ranks, s"]["lowest"], table["2 ranks, s"]["highest"]) == (5.0, 6.0)
+
+
+def test_the_estimate_beside_measured_memory_is_that_of_a_dry_run():
+    sizes = read_sizes(memory.create_config("small"))
+    parts = training_parts(sizes, Training(tokens=256))
+    tensors = sum(part.size for part in parts)
+    assert memory.estimate("small", 256, 1, "cuda") == tensors
+    assert memory.estimate("small", 256, 1, "cpu") == tensors + PROCESS_BYTES + heap_bytes(sizes, Training(tokens=256), parts)
+    assert memory.estimate("small", 256, 2, "cuda") < tensors
+    assert memory.read_results('noise\n{"peak": 1.0}{"peak": 2.0}\n') == [{"peak": 1.0}, {"peak": 2.0}]
