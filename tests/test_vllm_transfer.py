@@ -285,6 +285,15 @@ async def test_a_trainer_that_fails_between_two_buckets_leaves_the_old_weights(d
             assert set((await engine.generate(PROMPT, GREEDY)).output_versions) == {0}
 
 
+async def test_no_server_confirms_before_all_have_everything(directory):
+    num_buckets = len(plan_weights(describe_weights(create_endless_model(1).state_dict()), 5000).buckets)
+    async with open_servers(directory, "gloo") as (servers, engines), open_group(engines) as channel:
+        servers[1].add_fault(Fault("status", UPDATE, after=num_buckets - 1, delay_s=0.2))
+        with trio.fail_after(PATIENCE_S), pytest.raises(EngineError, match="s0 has weight version 0"):
+            await channel.update_weights(dict(create_endless_model(1).state_dict()), 1)
+        assert servers[0].count("/update_weight_version") == 1, "only that of the weights that it went back to"
+
+
 async def test_an_update_that_another_client_left_open_is_finished_first(directory):
     async with open_servers(directory, "gloo") as (servers, engines), open_group(engines) as channel:
         servers[0].core.session_is_open = True
