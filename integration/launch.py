@@ -14,7 +14,7 @@ import torch
 
 from integration.command_line import CommandLine, parse_command_line
 from integration.config import Config
-from integration.run_directory import EXIT_USAGE
+from integration.run_directory import EXIT_FAILURE, EXIT_USAGE
 from rollouts.backends.factory import parse_device
 from rollouts.backends.rank_group import RankGroup, join_ranks
 from rollouts.errors import ConfigError, DataError
@@ -78,7 +78,7 @@ def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int)
     Args:
         stop_s: that the processes have to end after a signal, before they are killed: a step and a checkpoint.
 
-    Returns: the exit status of rank 0 if it failed, else that of a rank that did; 0 if none did.
+    Returns: 0 if all processes did what they should; the exit status of rank 0 if it ended by itself with another; else 1.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -100,16 +100,11 @@ def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int)
     try:
         elastic_launch(settings, sys.executable)("-m", module, *argv)
     except ChildFailedError as error:
-        failures = error.failures
-        return _status_of((failures[0] if 0 in failures else failures[min(failures)]).exitcode)
+        own = error.failures.get(0)
+        return own.exitcode if own is not None and own.exitcode > 0 else EXIT_FAILURE
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
-
-
-def _status_of(code: int) -> int:
-    """Of a process, as a shell tells it: 128 + N if signal N ended it."""
-    return code if code >= 0 else 128 - code
 
 
 def open_group(config: Config, environment: Mapping[str, str]) -> RankGroup:
