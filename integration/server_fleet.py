@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 
 from rollouts.engines.fleet import EngineFleet
-from rollouts.engines.fleet_members import FleetConfig
+from rollouts.engines.fleet_members import FleetConfig, MemberState
 from rollouts.engines.server_commands import ServerConfig
 from rollouts.engines.servers import ServerProcess, launch_server
 from rollouts.engines.sglang import SGLangEngine
@@ -23,6 +23,7 @@ from rollouts.errors import ConfigError, EngineError, raise_single_errors
 
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SECONDS_BETWEEN_NEWS = 10.0
+LOOK_S = 5.0  # between two looks whether a server hangs
 
 
 @dataclass(eq=False)
@@ -80,6 +81,7 @@ async def open_server_fleet(
     initial_weights: Path | None,
     say: Callable[[str], None],
     startup_s: float = 900.0,
+    hang_s: float = 180.0,
 ) -> AsyncGenerator[EngineFleet]:
     """Start all servers at the same time, and make a fleet of them; stop them at the end of the block.
 
@@ -90,6 +92,7 @@ async def open_server_fleet(
             it. None = its end is the end of the block.
         initial_weights: that the servers are started with.
         say: told what becomes of servers and engines.
+        hang_s: after which a server that lives, but does not come back into the fleet, is treated as one that has ended.
 
     Raises: EngineError if a server does not start, naming it.
     """
@@ -108,7 +111,7 @@ async def open_server_fleet(
             await stack.enter_async_context(fleet)
             async with trio.open_nursery() as keepers:
                 for post, engine in zip(posts, engines, strict=True):
-                    keepers.start_soon(_keep_server, post, engine, fleet, max_restarts, say)
+                    keepers.start_soon(_keep_server, post, engine, fleet, max_restarts, hang_s, say)
                 yield fleet
                 keepers.cancel_scope.cancel()
             await stack.aclose()
@@ -137,20 +140,19 @@ async def _hold_server(
 
 
 async def _keep_server(
-    post: _Post, engine: VLLMEngine | SGLangEngine, fleet: EngineFleet, max_restarts: int | None, say: Callable[[str], None]
+    post: _Post, engine: VLLMEngine | SGLangEngine, fleet: EngineFleet, max_restarts: int | None, hang_s: float, say: Callable[[str], None]
 ) -> None:
-    """Start the server again when it ends, until that was often enough."""
+    """Start the server again when it ends or hangs, until that was often enough."""
     server = _get_server(post)
     num_restarts = 0
     while True:
-        await post.died.wait()
-        assert post.death is not None, "a server died of nothing"
-        death, post.death, post.died = post.death, None, trio.Event()
+        death = await _wait_for_death(post, engine, fleet, hang_s)
         if max_restarts is None:
             raise death
         if num_restarts >= max_restarts:
             what = "it is not started again" if max_restarts == 0 else f"it was started again {max_restarts} times"
             fleet.remove(engine, f"{death} ({what})")
+            await server.stop()
             return
         num_restarts += 1
         fleet.report_down(engine, str(death))
@@ -159,6 +161,22 @@ async def _keep_server(
             await server.restart()
         except EngineError as error:
             post.note_death(error)
+        else:
+            fleet.try_now(engine)
+
+
+async def _wait_for_death(post: _Post, engine: VLLMEngine | SGLangEngine, fleet: EngineFleet, hang_s: float) -> EngineError:
+    """How the server ended, or that it hangs."""
+    begin = trio.current_time()  # a server that was just started needs time to get back into the fleet
+    while post.death is None:
+        with trio.move_on_after(LOOK_S):
+            await post.died.wait()
+        member = fleet.status_of(engine)
+        down_s = trio.current_time() - max(begin, member.since)
+        if post.death is None and member.state is MemberState.DOWN and down_s > hang_s:
+            return EngineError(f"{post.name} lives, but could not be used for {down_s:.0f} s: {member.reason}")
+    death, post.death, post.died = post.death, None, trio.Event()
+    return death
 
 
 def _get_server(post: _Post) -> ServerProcess:

@@ -381,6 +381,18 @@ async def test_a_flapping_member_is_tried_less_and_less_often(autojump_clock):
     assert count_requests(good) == 127
 
 
+async def test_a_member_that_is_known_to_be_back_is_tried_at_once(autojump_clock):
+    engines = fakes(2)
+    async with fleet_of(engines, first_wait_s=30.0) as fleet:
+        engines[0].kill()
+        fleet.report_down(engines[0], "its process has ended")
+        await trio.sleep(1.0)
+        engines[0].revive(0)
+        fleet.try_now(engines[0])
+        await trio.sleep(1.5)
+        assert fleet.status_of(engines[0]).state is MemberState.SERVING
+
+
 # -- joining and leaving
 
 

@@ -260,6 +260,10 @@ class EngineFleet:
 
     # -- members
 
+    def status_of(self, engine: InferenceEngine) -> MemberStatus:
+        """What the member of an engine is doing. Raises ConfigError if it is no member."""
+        return self._roster.find(engine).status
+
     @property
     def members(self) -> tuple[MemberStatus, ...]:
         """What each member is doing."""
@@ -329,6 +333,15 @@ class EngineFleet:
         member = self._roster.find(engine)
         if member.state is not MemberState.DOWN:
             self._health.take_down(member, reason)
+
+    def try_now(self, engine: InferenceEngine) -> None:
+        """Try a member that is down at once, for instance because its server was started again.
+
+        Raises: ConfigError if it is no member.
+        """
+        member = self._roster.find(engine)
+        member.num_failures = 1
+        member.wake()
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a line of metrics; counts are since the beginning."""

@@ -74,6 +74,7 @@ class MemberStatus:
     number: int
     name: str
     state: MemberState
+    since: float  # trio's time at which it got into this state
     version: int  # of its weights, the last that was confirmed
     num_requests: int  # samples in flight
     num_tokens: int  # prompts and budgets of these
@@ -128,7 +129,7 @@ class Member:
     def status(self) -> MemberStatus:
         """As people see it."""
         return MemberStatus(
-            number=self.number, name=self.name, state=self.state, version=self.version, num_requests=self.num_requests,
+            number=self.number, name=self.name, state=self.state, since=self.since, version=self.version, num_requests=self.num_requests,
             num_tokens=self.num_tokens, num_failures=self.num_failures, reason=self.reason,
         )  # fmt: skip
 

@@ -36,7 +36,8 @@ class FleetUpdates:
         updated: list[Member] = []
         failures: dict[Member, EngineError] = {}
         while not members:
-            await self._roster.wait_serving(f"weight version {weights.version} was given to nobody")  # not under the lock, which it may need
+            # not under the lock, which a member needs to come back
+            await self._roster.wait_serving(f"weight version {weights.version} was given to nobody")
             async with self._health.updating:
                 members = self._roster.serving()
                 if members:
