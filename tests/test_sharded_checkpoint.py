@@ -156,6 +156,15 @@ def test_three_ranks_go_on_where_two_were(found, folder):
     assert sum(rank["read"] for rank in resumed) == found[0]["load_in_parts"]["size"]
 
 
+def test_adapters_on_shards_are_saved_with_merged_weights_and_restored(found, folder):
+    for rank in (rank["save_adapters"] for rank in found):
+        assert rank["merged"], "what servers are to load is not what was trained"
+        assert rank["again"] == rank["expected"]
+        assert "was written by a backend that trains adapters" in rank["without"]
+        assert "has no adapters" in rank["with"]
+    assert AutoModelForCausalLM.from_pretrained(folder / "adapted").num_parameters() == sharded_ranks.make_model().num_parameters()
+
+
 def test_a_checkpoint_is_written_while_training_goes_on(found):
     for rank in (rank["save_beside"] for rank in found):
         assert rank["again"] == rank["expected"], "the checkpoint has not what was there when it was begun"

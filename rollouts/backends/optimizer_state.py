@@ -93,12 +93,9 @@ def _split_whole(
 
 def _take_shard(whole: Tensor, parameter: Tensor) -> Tensor:
     """A copy of this rank's part of a whole tensor, sharded like a parameter."""
-    if not isinstance(parameter, DTensor):
-        return whole.clone()
-    local = whole[local_part(parameter)].to(parameter.to_local().device, copy=True)
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    value = torch.empty_like(parameter.detach(), dtype=whole.dtype)
+    (value.to_local() if isinstance(value, DTensor) else value).copy_(whole[local_part(parameter)])
+    return value
 
 
 def _name_some(names: Iterable[str]) -> list[str]:

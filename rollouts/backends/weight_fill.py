@@ -47,12 +47,9 @@ def check_shapes_fit(model: torch.nn.Module, shapes: Mapping[str, Shape], what: 
 
 def _make_parameter(old: Tensor, piece: Tensor, device: torch.device) -> torch.nn.Parameter:
     """A parameter like one on meta with its values; of a DTensor the piece is this rank's shard."""
-    local = torch.empty(piece.shape, dtype=old.dtype, device=device)
-    local.copy_(piece)
-    if isinstance(old, DTensor):
-        shape, stride = old.shape, old.stride()
-        local = DTensor.from_local(local, old.device_mesh, old.placements, run_check=False, shape=shape, stride=stride)
-    return torch.nn.Parameter(local, requires_grad=old.requires_grad)
+    value = torch.empty_like(old.detach(), device=device)
+    (value.to_local() if isinstance(value, DTensor) else value).copy_(piece)
+    return torch.nn.Parameter(value, requires_grad=old.requires_grad)
 
 
 def _replace_parameters(model: torch.nn.Module, made: Mapping[int, torch.nn.Parameter]) -> None:
