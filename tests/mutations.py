@@ -2415,6 +2415,35 @@ MUTATIONS: tuple[Mutation, ...] = (
         '"num_dropped": 0.0,',
         ("test_generation.py::test_evaluation_raises_or_drops_what_cannot_be_scored",),
     ),
+    # -- sharded models on disk
+    Mutation(
+        "backends/weight_stream.py",
+        "every rank reads the first rows of a weight",
+        "slice(start, start + size) for start, size in zip(offset, shape",
+        "slice(0, size) for start, size in zip(offset, shape",
+        ("test_sharded_checkpoint.py::test_no_rank_reads_or_holds_more_than_its_part_of_a_model",),
+    ),
+    Mutation(
+        "backends/weight_export.py",
+        "what a rank could not write stays its secret",
+        'agree(ranks, writer.error, f"exporting',
+        'agree(ranks, None, f"exporting',
+        ("test_sharded_checkpoint.py::test_what_one_rank_cannot_write_is_an_error_on_all",),
+    ),
+    Mutation(
+        "backends/weight_export.py",
+        "training writes over the weights that are being saved beside it",
+        'local.to("cpu", copy=True) if copied else local',
+        'local.to("cpu") if copied else local',
+        ("test_sharded_checkpoint.py::test_a_checkpoint_is_written_while_training_goes_on",),
+    ),
+    Mutation(
+        "backends/optimizer_state.py",
+        "the state of an optimizer begins anew after loading",
+        '{"state": {index[name]: values for name, values in state.values.items()}, "param_groups": groups}',
+        '{"state": {}, "param_groups": groups}',
+        ("test_sharded_checkpoint.py::test_the_same_number_of_ranks_goes_on_bit_for_bit",),
+    ),
     # -- a model over several processes
     Mutation(
         "backends/sharded_model.py",

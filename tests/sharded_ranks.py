@@ -21,6 +21,7 @@ from rollouts.backends.fsdp_config import FSDPConfig
 from rollouts.backends.fsdp_factory import create_fsdp_backend
 from rollouts.backends.lora import LoRAConfig
 from rollouts.backends.reward_models import create_reward_model
+from rollouts.backends.sharded_checkpoint import Progress, take_snapshot
 from rollouts.backends.sharded_model import create_mesh, shard_model
 from rollouts.backends.sharded_weights import (
     copy_model,
@@ -214,7 +215,12 @@ def save_beside(ranks, folder: Path):
     backend = make_backend(ranks, save_in_background=True)
     train(backend, range(2))
     future = backend.save_checkpoint(folder / "beside")
+    state = backend.model, backend.optimizer, backend.scheduler, Progress(backend.counts, 0)
+    snapshot = take_snapshot(*state, ranks=ranks, copied=True)
+    values = [piece.values for piece in snapshot.pieces] + [getattr(x, "_local_tensor", x) for x in snapshot.tensors.values()]
+    before = [x.clone() for x in values]
     found = {"expected": train(backend, range(2, 4))}
+    found["copied"] = all(map(torch.equal, before, values))
     future.wait()
     again = make_backend(ranks, seed=1)
     again.load_checkpoint(folder / "beside")
@@ -281,18 +287,8 @@ def prepare(folder: Path) -> None:
     save_file({name: x for name, x in weights.items() if "layers.1.mlp.up_proj" not in name}, folder / "lacking" / path)
     save_file(weights | {"model.norm.weight": torch.zeros(7)}, folder / "narrow" / path)
     (folder / "empty" / path).rename(folder / "empty" / "adapter_model.safetensors")
-    for name in (
-        "export",
-        "copies",
-        "saved",
-        "of one process",
-        "of one rank",
-        "before the first step",
-        "beside",
-        "after",
-        "damaged",
-        "adapted",
-    ):
+    places = ("export", "copies", "saved", "of one process", "of one rank", "before the first step", "beside", "after", "damaged")
+    for name in (*places, "adapted"):
         (folder / name).mkdir()
 
 

@@ -167,6 +167,7 @@ def test_adapters_on_shards_are_saved_with_merged_weights_and_restored(found, fo
 
 def test_a_checkpoint_is_written_while_training_goes_on(found):
     for rank in (rank["save_beside"] for rank in found):
+        assert rank["copied"], "training wrote over what is to be saved"
         assert rank["again"] == rank["expected"], "the checkpoint has not what was there when it was begun"
 
 
