@@ -65,6 +65,11 @@ class RewardModelConfig:
             raise ConfigError(f"there are no pairs of the task {self.task!r}: {suggest(self.task, PAIR_TASKS)}; or give --data.path")
         if self.data.path is None and self.data.eval_path is not None:
             raise ConfigError(f"data.eval_path is {self.data.eval_path!r}, but there is no data.path to train on: give both")
+        if self.backend.kind != "pytorch":
+            raise ConfigError(
+                f"backend.kind is {self.backend.kind!r}, but this command trains a reward model in one process: leave it out, or call "
+                "train_reward_model with create_fsdp_reward_model_backend in a program of your own"
+            )
         _ = self.loop
 
     @property

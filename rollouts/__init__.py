@@ -113,6 +113,8 @@ _NAMES_OF_MODULES: Final = (
     ("backends.fsdp_config", "FSDPConfig"),
     ("backends.fsdp_factory", "create_fsdp_backend create_fsdp_critic_backend create_fsdp_reference_backend "
                               "create_fsdp_reward_model_backend"),
+    ("backends.rank_group", "RankGroup join_ranks"),
+    ("backends.leading", "LeadingBackend"),
     ("backends.distributed", "init_distributed leave_distributed masked_normalization masked_whiten"),
     ("backends.torch_func", "TorchFuncTrainingBackend create_torch_func_backend"),
     ("backends.jax_backend", "JAXTrainingBackend create_jax_backend"),

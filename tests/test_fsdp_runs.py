@@ -17,6 +17,7 @@ from rank_processes import find_free_port, start_ranks
 
 from integration.config import Config
 from integration.launch import count_processes, is_follower, needs_launch
+from integration.reward_model_config import RewardModelConfig
 from integration.sections import BackendSection, ModelSection
 from integration.train import main
 from rollouts.backends.fsdp_config import FSDPConfig
@@ -182,6 +183,11 @@ def test_processes_are_counted_from_the_settings_and_from_torchrun():
 def test_settings_of_processes_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         config_with(**settings)
+
+
+def test_a_reward_model_is_not_silently_trained_in_one_process():
+    with pytest.raises(ConfigError, match="trains a reward model in one process"):
+        RewardModelConfig(backend=BackendSection(kind="fsdp"))
 
 
 def test_several_processes_with_the_backend_of_one_are_refused_by_rank_0_alone(capsys, monkeypatch, tmp_path: Path):
