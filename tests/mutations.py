@@ -2608,6 +2608,56 @@ MUTATIONS: tuple[Mutation, ...] = (
         "[(batch,) for rows in plan]",
         ("test_rank_group.py::test_three_ranks_train_as_one_process_does",),
     ),
+    # -- functional backends
+    Mutation(
+        "backends/functional.py",
+        "the functional AdamW decays vectors, too",
+        "decay = rule.weight_decay if gradient.dim() >= 2 else 0.0",
+        "decay = rule.weight_decay",
+        ("test_functional_backends.py::test_a_step_over_any_function_is_that_of_torch_adamw",),
+    ),
+    Mutation(
+        "backends/functional.py",
+        "a micro-batch's gradient takes the place of those before it",
+        "{name: before[name] + value for name, value in found.items()}",
+        "{name: value for name, value in found.items()}",
+        ("test_backend_contract.py::test_micro_batches_row_order_and_padding_do_not_change_the_gradient[torch_func_backend]",),
+    ),
+    Mutation(
+        "backends/functional.py",
+        "every pass draws the same dropout",
+        "drawn = 1_000_003 * state.seed + state.num_passes",
+        "drawn = state.seed",
+        ("test_functional_backends.py::test_dropout_is_drawn_from_the_state",),
+    ),
+    Mutation(
+        "backends/jax_model.py",
+        "JAX gives the first token of a context a log-prob",
+        "return PackedArrays(tokens, positions, (positions > 0), tempered, gather, place)",
+        "return PackedArrays(tokens, positions, (np.arange(num_tokens) < count), tempered, gather, place)",
+        ("test_backend_contract.py::test_contexts_of_a_row_are_what_they_are_as_rows[jax_backend-counts1]",),
+    ),
+    Mutation(
+        "backends/jax_steps.py",
+        "JAX applies a gradient that is not finite",
+        "return jnp.where(finite, new, old)",
+        "return new",
+        ("test_backend_contract.py::test_a_non_finite_gradient_is_skipped_and_counted[jax_backend]",),
+    ),
+    Mutation(
+        "backends/jax_steps.py",
+        "the gradient of an entropy bonus does not reach JAX",
+        "entropy=columns[1] if len(columns) > 1 else None",
+        "entropy=columns[1].detach() if len(columns) > 1 else None",
+        ("test_functional_backends.py::test_ten_steps_have_the_losses_of_the_pytorch_backend[grpo, clipped-create_jax_backend]",),
+    ),
+    Mutation(
+        "backends/trainer_files.py",
+        "a checkpoint of another kind of backend is read as one's own",
+        "if found != kind:",
+        "if found is None:",
+        ("test_functional_backends.py::test_a_checkpoint_of_another_kind_of_backend_is_refused_by_name",),
+    ),
 )
 
 
