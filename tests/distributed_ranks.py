@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rollouts.backends.distributed import (
     all_gather,
@@ -52,8 +53,9 @@ def run_exchanges(ranks):
 
 def run_failures(ranks, folder):
     """Rank 1 is too late for one exchange, and then ends. What rank 0 is told of both."""
-    short = replace(ranks, timeout_s=0.5, group=dist.new_group(timeout=timedelta(seconds=0.5)))
+    short = replace(ranks, timeout_s=0.5, group=dist.new_group())
     all_reduce(short, torch.ones(1))  # the connections of the group are there
+    _set_pg_timeout(timedelta(seconds=short.timeout_s), short.group)  # of what comes now
     mark = folder / "rank_0_was_told"
     if ranks.rank == 1:
         while not mark.exists():

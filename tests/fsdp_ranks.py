@@ -6,12 +6,17 @@ Rank 0 also computes with one process what the ranks compute together.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +26,8 @@ from rollouts.backends.distributed import (
     init_distributed,
     leave_distributed,
 )
-from rollouts.backends.factory import create_backend_with_scheduler, create_critic_backend, create_reference_backend
+from rollouts.backends.factory import create_adamw_optimizer, create_backend_with_scheduler, create_critic_backend, create_reference_backend
+from rollouts.backends.fsdp import FSDPTrainingBackend
 from rollouts.backends.fsdp_config import FSDPConfig
 from rollouts.backends.fsdp_factory import (
     create_fsdp_backend,
@@ -31,6 +37,7 @@ from rollouts.backends.fsdp_factory import (
 )
 from rollouts.backends.reward_models import create_reward_model_backend
 from rollouts.batching import collate_samples, plan_sharded_microbatches, select_rows
+from rollouts.errors import BackendError
 from rollouts.loss_weights import token_mean
 from rollouts.losses import sft_loss, value_loss
 from rollouts.preferences import pair_mean, score_loss
@@ -243,12 +250,40 @@ def run_pairs(ranks):
     return {name: [b.forward_backward(batch, score_loss).value | b.optim_step().value for _ in range(2)] for name, b in backends.items()}
 
 
+def run_late(ranks, folder):
+    """Rank 1 does not come to two passes. What rank 0 is told of them."""
+    short = replace(ranks, timeout_s=1.0, group=dist.new_group())
+    mesh = DeviceMesh.from_group(short.group, "cpu", mesh_dim_names=("shard",))
+    backends = [FSDPTrainingBackend(make_model(), partial(create_adamw_optimizer, lr=1e-3), ranks=short, mesh=mesh) for _ in range(2)]
+    _set_pg_timeout(timedelta(seconds=short.timeout_s), short.group)  # of what comes now
+    mark = folder / "rank_0_was_told"
+    batch = make_batch(0)
+    batch = replace(batch, loss_weights=token_mean(batch))
+    if ranks.rank == 1:
+        while not mark.exists():
+            time.sleep(0.01)
+        return []
+    found = [explain(partial(backends[0].forward, batch, select("log_probs")))]
+    found.append(explain(partial(backends[1].forward_backward, batch, sft_loss)))
+    mark.touch()
+    return found
+
+
+def explain(operation):
+    try:
+        operation()
+    except BackendError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def main(folder: Path, num_steps: int, names: Sequence[str], *, all_checks: bool) -> None:
     """Joins the other ranks, does everything, and writes folder/rank_N.json."""
     ranks = init_distributed(timeout_s=60, init_method="env://")
     found = {"algorithms": run_algorithms(ranks, num_steps, names)}
     if all_checks:
         found |= {"configs": run_configs(ranks), "state": run_state(ranks), "pairs": run_pairs(ranks)}
+        found["late"] = run_late(ranks, folder)
     (folder / f"rank_{ranks.rank}.json").write_text(json.dumps(found))
     barrier(ranks)
     leave_distributed()

@@ -148,6 +148,11 @@ def test_whole_weights_are_given_and_taken_on_every_rank(found):
         assert state["gathered"]
 
 
+def test_a_pass_that_another_rank_does_not_come_to_is_an_error_that_names_it(found):
+    for message, operation in zip(found[0]["late"], ("forward", "forward_backward"), strict=True):
+        assert f"{operation} on rank 0 of 2 was not finished within 1 s" in message
+
+
 # -- one rank, in this process
 
 
