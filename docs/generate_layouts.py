@@ -26,7 +26,6 @@ from integration.budget_sizes import ModelSizes, read_sizes
 from integration.budget_text import format_bytes, read_links, read_workload
 from integration.command_line import parse_command_line
 from integration.config import Config
-from integration.models import read_model_config
 
 PAGE = Path(__file__).parent / "layouts.md"
 GIB = 2**30
@@ -87,8 +86,7 @@ def read_layout(layout: Layout) -> tuple[Config, Workload]:
         urls = " ".join(f"http://serve{i}:8000" for i in range(count))
         engine = f"--engine.kind vllm --engine.tensor-parallel-size {gpus} --engine.urls {urls}" if count else ""
         command = parse_command_line([*COMMON.split(), "--model.path", directory, *layout.flags.split(), *engine.split()])
-        model = read_model_config(command.config)
-        return command.config, read_workload(command.config, command.mode, model, read_model_sizes(layout.model))
+        return command.config, read_workload(command.config, command.mode, read_model_sizes(layout.model))
 
 
 @cache

@@ -28,6 +28,9 @@ class ModelSizes:
     vocab_size: int
     is_tied: bool  # output layer and embedding are one matrix
     has_qk_norm: bool  # queries and keys are normalized, as in Qwen3
+    linear_widths: tuple[
+        tuple[str, int], ...
+    ] = ()  # names of linear layers below the output layer, inputs + outputs of each name
 
     @property
     def query_size(self) -> int:
@@ -74,6 +77,7 @@ def read_sizes(model_config: Any, *, trust_remote_code: bool = False) -> ModelSi
         vocab_size=config.vocab_size,
         is_tied=bool(getattr(model_config, "tie_word_embeddings", False)),
         has_qk_norm="q_norm" in names,
+        linear_widths=_linear_widths(model),
     )
 
 
@@ -92,20 +96,24 @@ def create_empty_model(model_config: Any, *, trust_remote_code: bool = False) ->
     return model
 
 
-def count_adapter_parameters(model: Any, *, rank: int, target_modules: tuple[str, ...]) -> int:
+def count_adapter_parameters(sizes: ModelSizes, *, rank: int, target_modules: tuple[str, ...]) -> int:
     """Parameters of LoRA's adapters: rank (inputs + outputs) for each linear layer whose name ends in one of the targets.
 
     Args:
-        model: create_empty_model's.
         target_modules: LoRAConfig's; "all-linear" = all but the output layer.
     """
-    head = model.get_output_embeddings()
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    if target_modules == (ALL_LINEAR,):
-        chosen = [module for _, module in layers if module is not head]
-    else:
-        chosen = [module for name, module in layers if name.rpartition(".")[2] in target_modules]
-    return sum(rank * (module.in_features + module.out_features) for module in chosen)
+    everywhere = target_modules == (ALL_LINEAR,)
+    return sum(rank * width for name, width in sizes.linear_widths if everywhere or name in target_modules)
+
+
+def _linear_widths(model: Any) -> tuple[tuple[str, int], ...]:
+    """Inputs and outputs of all linear layers of a name, summed, the output layer left out."""
+    widths: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+            name = path.rpartition(".")[2]
+            widths[name] = widths.get(name, 0) + module.in_features + module.out_features
+    return tuple(widths.items())
 
 
 def _intermediate_size(config: Any) -> int:

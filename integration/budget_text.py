@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from integration.budget import STATES, Part, Sharding, Training
 from integration.budget_run import Role, Traffic, Workload, largest_microbatch, needed_bytes, plan_roles, plan_traffic
-from integration.budget_sizes import ModelSizes, count_adapter_parameters, create_empty_model
+from integration.budget_sizes import ModelSizes, count_adapter_parameters
 from integration.budget_traffic import Links
 from integration.config import Config, count_rl_updates, response_tokens
 from integration.hardware import HardwareSection
@@ -23,9 +22,9 @@ SORT_ROW_TOKENS = {"sort": 12, "sort-long": 16}  # prompt and answer of an avera
 GIB = 2**30
 
 
-def describe_budget(config: Config, mode: str, model_config: Any, sizes: ModelSizes) -> dict[str, str]:
+def describe_budget(config: Config, mode: str, sizes: ModelSizes) -> dict[str, str]:
     """Memory of each process, whether it fits, and traffic, as facts."""
-    work = read_workload(config, mode, model_config, sizes)
+    work = read_workload(config, mode, sizes)
     roles = plan_roles(work)
     facts: dict[str, str] = {}
     for role in roles:
@@ -38,7 +37,7 @@ def describe_budget(config: Config, mode: str, model_config: Any, sizes: ModelSi
     return facts
 
 
-def read_workload(config: Config, mode: str, model_config: Any, sizes: ModelSizes) -> Workload:
+def read_workload(config: Config, mode: str, sizes: ModelSizes) -> Workload:
     """A run of these settings, in the stage that needs most."""
     rl, engine = config.rl, config.engine
     in_rl = "rl" in mode
@@ -50,7 +49,7 @@ def read_workload(config: Config, mode: str, model_config: Any, sizes: ModelSize
     passes = 0 if not own or (single and own <= config.algorithm.loss_only) else 1
     return Workload(
         sizes=sizes,
-        training=read_training(config, mode, model_config, row_tokens),
+        training=read_training(config, mode, sizes, row_tokens),
         device=parse_device("auto").type if config.model.device == "auto" else torch.device(config.model.device).type,
         has_reference="ref_log_probs" in requires,
         has_critic="values" in requires,
@@ -68,7 +67,7 @@ def read_workload(config: Config, mode: str, model_config: Any, sizes: ModelSize
     )
 
 
-def read_training(config: Config, mode: str, model_config: Any, row_tokens: int) -> Training:
+def read_training(config: Config, mode: str, sizes: ModelSizes, row_tokens: int) -> Training:
     """How the policy is trained: its largest micro-batch, precision and sharding."""
     rl, sft = config.rl, config.sft
     tokens = 0
@@ -80,8 +79,7 @@ def read_training(config: Config, mode: str, model_config: Any, row_tokens: int)
         tokens = max(tokens, row, min(sft.max_tokens_per_microbatch, sft.batch_size * row))
     adapters = None
     if config.lora.rank:
-        model = create_empty_model(model_config, trust_remote_code=config.model.trust_remote_code)
-        adapters = count_adapter_parameters(model, rank=config.lora.rank, target_modules=config.lora.target_modules)
+        adapters = count_adapter_parameters(sizes, rank=config.lora.rank, target_modules=config.lora.target_modules)
     training = Training(tokens=tokens, precision=config.backend.compute_dtype, trained_parameters=adapters)
     if config.backend.kind != "fsdp":
         return training

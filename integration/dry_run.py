@@ -60,7 +60,7 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
         facts["RL samples"] = f"{config.rl.num_steps * per_step:,}"
         facts["RL weight syncs"] = f"{config.rl.num_steps // config.rl.sync_every:,}"
         facts["RL rollouts"] = describe_rollouts(config)
-    return facts | describe_budget(config, mode, model, sizes)
+    return facts | describe_budget(config, mode, sizes)
 
 
 def describe_rollouts(config: Config) -> str:

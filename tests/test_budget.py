@@ -26,7 +26,7 @@ from integration.budget import (
     working_bytes,
 )
 from integration.budget_run import Workload, critic_sizes, largest_microbatch, needed_bytes, plan_roles, plan_traffic
-from integration.budget_sizes import ModelSizes, count_adapter_parameters, create_empty_model, read_sizes
+from integration.budget_sizes import ModelSizes, count_adapter_parameters, read_sizes
 from integration.budget_text import describe_budget, find_memory, format_bytes
 from integration.budget_traffic import Links, count_microbatches, pass_traffic, rows_traffic, sync_traffic
 from integration.config import Config, create_model_config
@@ -91,15 +91,14 @@ def test_sizes_are_read_off_the_configuration(sizes: ModelSizes):
 
 
 def test_adapters_are_counted_as_peft_makes_them():
-    config = make_config()
     for targets in (("all-linear",), ("q_proj", "v_proj")):
         model = create_tiny_model(vocab_size=50)
         add_adapters(model, LoRAConfig(rank=3, target_modules=targets))
         real = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        empty = create_empty_model(create_tiny_model(vocab_size=50).config)
-        assert count_adapter_parameters(empty, rank=3, target_modules=targets) == real
+        plain = read_sizes(create_tiny_model(vocab_size=50).config)
+        assert count_adapter_parameters(plain, rank=3, target_modules=targets) == real
     by_hand = 3 * 5 * (2 * (16 + 32) + 2 * (16 + 16) + 3 * (16 + 40))
-    assert count_adapter_parameters(create_empty_model(config), rank=5, target_modules=("all-linear",)) == by_hand
+    assert count_adapter_parameters(read_sizes(make_config()), rank=5, target_modules=("all-linear",)) == by_hand
 
 
 # -- memory
@@ -410,8 +409,7 @@ def test_traffic_of_a_step_counts_its_micro_batches(sizes: ModelSizes):
 
 
 def describe(config: Config, mode: str = "rl") -> dict[str, str]:
-    model = create_model_config(config.model)
-    return describe_budget(config, mode, model, read_sizes(model))
+    return describe_budget(config, mode, read_sizes(create_model_config(config.model)))
 
 
 def test_a_dry_run_over_ranks_says_what_each_holds_and_whether_it_fits():
