@@ -2581,11 +2581,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_rank_group.py::test_a_process_that_was_stopped_does_not_think_that_others_were_silent",),
     ),
     Mutation(
-        "backends/rank_watch.py",
-        "a rank whose leader is gone may stay stuck",
-        "self._operation is not None and now - self._doomed_since > self._limits.grace_s",
-        "False",
-        ("test_rank_group.py::test_a_stuck_rank_is_ended_and_a_waiting_one_woken_when_rank_0_is_gone_or_silent",),
+        "backends/rank_failures.py",
+        "who is gone is taken for one that hangs",
+        "gone = [rank for rank in trouble.gone if rank in missing]",
+        "gone = list[int]()",
+        ("test_rank_group.py::test_the_rank_that_the_others_failed_because_of_is_found",),
     ),
     Mutation(
         "backends/rank_channel.py",

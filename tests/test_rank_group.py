@@ -282,8 +282,9 @@ def test_messages_are_whole_and_the_end_of_a_process_is_seen_at_once():
 
 def test_nobody_without_the_token_is_taken_for_a_rank():
     listener = Listener("127.0.0.1")
-    stranger = Channel(socket.create_connection(("127.0.0.1", listener.port)))
-    stranger.send(b"0 1 0", 5.0)
+    strangers = [Channel(socket.create_connection(("127.0.0.1", listener.port))) for _ in range(2)]
+    for number, stranger in enumerate(strangers):
+        stranger.send(f"guess 1 {number}".encode(), 5.0)
     with pytest.raises(BackendError, match=r"rank 1 of 2 did not join within 0\.2 s"):
         listener.accept(2, timeout_s=0.2)
     connect_to_leader("127.0.0.1", listener.port, listener.token, 1, timeout_s=5.0)
@@ -317,6 +318,7 @@ def lost() -> Exception:
         ({0: lost(), 1: ValueError("bad"), 2: lost()}, [], Trouble("forward", {2: "x", 1: "y"}), 1),
         ({0: lost(), 2: lost()}, [1], Trouble("forward", gone=(1,)), 1),
         ({0: lost(), 1: ValueError("bad")}, [2], Trouble("forward", {1: "bad"}, gone=(2,)), 1),
+        ({0: lost()}, [1, 2], Trouble("forward", gone=(2,)), 2),
         ({0: lost()}, [1, 2], Trouble("forward", silent=(2,)), 2),
         ({0: lost(), 1: lost()}, [2], Trouble("forward"), 2),
         ({0: ValueError("mine"), 1: KeyError("other")}, [], Trouble("forward", {1: "other"}), 0),
