@@ -115,7 +115,7 @@ async def test_a_run_on_a_server_that_was_interrupted_goes_on_as_if_nothing_had_
 
 @pytest.mark.parametrize(("kind", "segment_wise"), [("vllm", False), ("sglang", True)])
 async def test_rollouts_from_a_server_run_beside_training(kind: str, segment_wise: bool, tmp_path: Path):
-    config = create_config(kind, "http://127.0.0.1:1")
+    config = create_config(kind, "http://127.0.0.1:1", weight_sync="memory" if kind == "sglang" else "auto")
     rl = replace(config.rl, num_steps=4, algorithm="decoupled(grpo)", asynchronous=AsyncConfig(enabled=True, max_staleness=2))
     config = replace(config, rl=rl, enable_segment_wise_ppo=segment_wise)
     async with SERVERS[kind](save_other_model(config, tmp_path / "other")) as server:

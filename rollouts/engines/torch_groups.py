@@ -21,7 +21,7 @@ GroupBackend = Literal["nccl", "gloo"]
 def find_device(device: torch.device | str) -> torch.device:
     """A device with its number: of "cuda" the one that is current in this thread, which other threads do not know."""
     found = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 
 class TorchRendezvous:
