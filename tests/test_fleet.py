@@ -712,7 +712,7 @@ async def test_staleness_bounds_and_metrics_hold_over_a_fleet_whose_members_die(
 TIMES = st.integers(0, 60).map(lambda tenths: tenths / 10)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     num_engines=st.integers(1, 4),
     begins=st.lists(TIMES, min_size=1, max_size=12),
