@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -283,6 +284,12 @@ def test_targets_are_named_in_full_where_their_ends_would_mean_more(tmp_path: Pa
 def test_what_cannot_be_is_refused_with_a_reason(make, expected: str):
     with pytest.raises(ConfigError, match=expected):
         make()
+
+
+def test_without_peft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'rollouts\[lora\]'"):
+        create_backend()
 
 
 async def test_the_model_without_adapters_is_the_reference_while_training_goes_on():
