@@ -8,6 +8,7 @@ from typing import Any
 import trio
 
 from rollouts.engines.fleet import EngineFleet
+from rollouts.engines.fleet_members import MemberState
 from rollouts.engines.protocol import InferenceEngine, ReadBucket, WeightChannel
 from rollouts.errors import EngineError, raise_single_errors
 from rollouts.weight_plan import WeightSpec
@@ -40,6 +41,12 @@ class FleetChannel:
 
     async def send_weights(self, specs: Sequence[WeightSpec], read: ReadBucket, weight_version: int) -> list[Mapping[str, Any]]:
         """See WeightChannel. Returns: one answer, of the fleet."""
+        down = [f"{member.name}: {member.reason}" for member in self._fleet.members if member.state is MemberState.DOWN]
+        if down:
+            raise EngineError(
+                f"{len(down)} of {len(self._engines)} engines are down ({'; '.join(down)}), and a transfer is to all of them: start them "
+                "again and resume the run, or sync weights from a directory"
+            )
         missing = set(map(id, self._engines))
         everyone, done = trio.Event(), trio.Event()
         answers: dict[int, Mapping[str, Any]] = {}
