@@ -1,7 +1,8 @@
 """Stand-ins for tests of your own rewards, environments, engines and loops: no model, no GPU, and time that can be virtual.
 
 FakeEngine is an InferenceEngine (and InMemoryWeightUpdates) that answers from a script; FakeBackend is a TrainingBackend (and
-CheckpointingBackend) that trains nothing; create_tiny_model is a real Hugging Face model, randomly initialised and very small.
+CheckpointingBackend) that trains nothing; FakeWeightChannel a WeightChannel between the two; create_tiny_model is a real Hugging Face
+model, randomly initialised and very small.
 
 Delays are trio sleeps, so under the autojump clock of pytest-trio a test of seconds takes microseconds and is exact:
 
