@@ -14,7 +14,7 @@ import torch
 
 from integration.command_line import CommandLine, parse_command_line
 from integration.config import Config
-from integration.run_directory import EXIT_FAILURE, EXIT_USAGE
+from integration.run_directory import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
 from rollouts.backends.factory import parse_device
 from rollouts.backends.rank_group import RankGroup, join_ranks
 from rollouts.errors import ConfigError, DataError
@@ -84,7 +84,6 @@ def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what happened is told by rank 0
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     settings = LaunchConfig(
         min_nodes=1,
@@ -97,13 +96,16 @@ def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int)
         max_restarts=0,
         shutdown_timeout=stop_s,
     )
+    logging.disable(logging.ERROR)  # what happened is told by rank 0
     try:
         elastic_launch(settings, sys.executable)("-m", module, *argv)
     except ChildFailedError as error:
         own = error.failures.get(0)
         return own.exitcode if own is not None and own.exitcode > 0 else EXIT_FAILURE
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return EXIT_STOPPED if error.sigval == signal.SIGINT else 128 + int(error.sigval)
+    finally:
+        logging.disable(logging.NOTSET)
     return 0
 
 

@@ -114,7 +114,7 @@ sys.exit(main(sys.argv[1:]))
 
 def wait_for_step(directory: Path, count: int, children: list[Child]) -> None:
     """Wait until so many steps are logged and saved."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + 3 * PATIENCE_S  # processes of the command import everything themselves
     while not (path := directory / "metrics.jsonl").exists() or len(steps_of(read_metrics(path))) < count:
         assert time.monotonic() < deadline, "the run does not get on"
         assert all(child.is_alive for child in children), [child.error for child in children]
@@ -240,9 +240,9 @@ def test_the_command_starts_its_processes_and_all_end_when_one_is_killed(tmp_pat
     wait_for_step(directory, len(steps_of(read_metrics(directory / "metrics.jsonl"))) + 1, [])
     launcher.send_signal(signal.SIGINT)
     out, error = launcher.communicate(timeout=PATIENCE_S)
-    assert launcher.returncode in (130, 128 + signal.SIGINT), error
+    assert launcher.returncode == 130, error
     assert "To go on" in out
-    assert "Traceback" not in error
+    assert error == ""
 
 
 @pytest.mark.slow
