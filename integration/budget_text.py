@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -70,13 +71,14 @@ def read_workload(config: Config, mode: str, sizes: ModelSizes) -> Workload:
 def read_training(config: Config, mode: str, sizes: ModelSizes, row_tokens: int) -> Training:
     """How the policy is trained: its largest micro-batch, precision and sharding."""
     rl, sft = config.rl, config.sft
+    ranks = count_ranks(config) if config.backend.kind == "fsdp" else 1
     tokens = 0
     if "rl" in mode:
         step = rl.prompts_per_step * rl.samples_per_prompt // rl.num_minibatches * row_tokens
-        tokens = max(row_tokens, min(rl.max_tokens_per_microbatch, step))
+        tokens = max(row_tokens, min(rl.max_tokens_per_microbatch, ceil(step / ranks)))
     if "sft" in mode:
         row = sft_row_tokens(config)
-        tokens = max(tokens, row, min(sft.max_tokens_per_microbatch, sft.batch_size * row))
+        tokens = max(tokens, row, min(sft.max_tokens_per_microbatch, ceil(sft.batch_size * row / ranks)))
     adapters = None
     if config.lora.rank:
         adapters = count_adapter_parameters(sizes, rank=config.lora.rank, target_modules=config.lora.target_modules)
@@ -85,7 +87,7 @@ def read_training(config: Config, mode: str, sizes: ModelSizes, row_tokens: int)
         return training
     fsdp = config.backend.fsdp
     precision = config.backend.compute_dtype if fsdp.mixed_precision is None else fsdp.mixed_precision
-    return replace(training, precision=precision, sharding=Sharding(num_ranks=count_ranks(config), config=fsdp))
+    return replace(training, precision=precision, sharding=Sharding(num_ranks=ranks, config=fsdp))
 
 
 def count_ranks(config: Config) -> int:

@@ -27,7 +27,7 @@ from integration.budget import (
 )
 from integration.budget_run import Workload, critic_sizes, largest_microbatch, needed_bytes, plan_roles, plan_traffic
 from integration.budget_sizes import ModelSizes, count_adapter_parameters, read_sizes
-from integration.budget_text import describe_budget, find_memory, format_bytes
+from integration.budget_text import describe_budget, find_memory, format_bytes, read_workload
 from integration.budget_traffic import Links, count_microbatches, pass_traffic, rows_traffic, sync_traffic
 from integration.config import Config, create_model_config
 from integration.hardware import HardwareSection
@@ -432,6 +432,18 @@ def test_a_dry_run_over_ranks_says_what_each_holds_and_whether_it_fits():
     assert describe(tight)["memory: fits"].startswith("NO: ")
     none = describe(replace(config, hardware=HardwareSection(memory_gib=1e-4)))
     assert "no micro-batch fits: shard over more ranks" in none["memory: fits"]
+
+
+def test_ranks_share_the_rows_of_a_step():
+    rl = RLSection(prompts_per_step=2, samples_per_prompt=4, num_minibatches=1)
+    whole = read_workload(Config(rl=rl), "rl", read_sizes(make_config()))
+    half = read_workload(Config(rl=rl, backend=BackendSection(kind="fsdp", num_processes=2)), "rl", whole.sizes)
+    assert (whole.training.tokens, half.training.tokens) == (8 * 72, 4 * 72)  # prompt 64, response 8
+    small = read_workload(Config(rl=replace(rl, max_tokens_per_microbatch=100)), "rl", whole.sizes)
+    assert small.training.tokens == 100
+    assert (
+        read_workload(Config(rl=replace(rl, max_tokens_per_microbatch=10)), "rl", whole.sizes).training.tokens == 72
+    )  # a row is not split
 
 
 def test_adapters_show_in_the_budget():
