@@ -17,7 +17,7 @@ from rollouts.backends.adapter_files import ADAPTER_DIRECTORY, fingerprint_base,
 from rollouts.backends.factory import load_hf_model
 from rollouts.checkpoints import latest_checkpoint
 from rollouts.config import OptimizerConfig
-from rollouts.errors import CheckpointError, ConfigError
+from rollouts.errors import ConfigError
 from rollouts.metrics import JSONLLogger, read_metrics
 
 
@@ -32,9 +32,6 @@ async def test_an_interrupted_run_goes_on_and_its_own_base_is_the_reference(star
     assert abs(whole[-1]["reference_kl"]) > 1e-5
     checkpoint = latest_checkpoint(tmp_path / "whole" / "rl" / "checkpoints")
     assert checkpoint is not None and (checkpoint / ADAPTER_DIRECTORY / "adapter_model.safetensors").exists()
-    await run(config, tmp_path / "seed", stop_after=2)
-    with pytest.raises(CheckpointError, match="were trained on other weights"):  # the built-in model is another with another seed
-        await run(replace(config, seed=1), tmp_path / "seed")
 
 
 async def test_after_sft_with_adapters_the_base_and_reference_of_rl_is_the_merged_model(start, tmp_path: Path):  # noqa: F811
