@@ -1,6 +1,6 @@
 """Two real servers as one fleet, one of them killed in the middle of a batch.
 
-VLLM_PYTHON=path/to/venv/bin/python pytest tests/real_servers/test_fleet.py -m vllm, and the same with SGLANG_PYTHON and -m sglang.
+VLLM_PYTHON=path/to/venv/bin/python pytest tests/real_servers/test_fleet_servers.py -m vllm, and the same with SGLANG_PYTHON and -m sglang.
 """
 
 from __future__ import annotations
