@@ -28,9 +28,7 @@ class ModelSizes:
     vocab_size: int
     is_tied: bool  # output layer and embedding are one matrix
     has_qk_norm: bool  # queries and keys are normalized, as in Qwen3
-    linear_widths: tuple[
-        tuple[str, int], ...
-    ] = ()  # names of linear layers below the output layer, inputs + outputs of each name
+    linear_widths: tuple[tuple[str, int], ...] = ()  # names of linear layers below the output layer, inputs + outputs of each name
 
     @property
     def query_size(self) -> int:
