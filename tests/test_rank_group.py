@@ -157,16 +157,17 @@ def test_weights_are_gathered_on_rank_0_alone_and_a_consumer_that_fails_hangs_no
 
 
 def fail(body: str, folder: Path, num_ranks: int = 2) -> tuple[list[int], list[str]]:
-    """The statuses and the errors of ranks of which rank 0 does this with a backend."""
-    preface = (
-        'print("begun", flush=True)\nbackend = group.create_backend("policy", jobs.create_tiny_backend)\nbatch = jobs.make_batches()[0]\n'
-    )
-    ends = end_all(start_ranks(script(preface + body), num_ranks, folder=folder))
+    """The statuses and the errors of ranks of which rank 0 does this."""
+    ends = end_all(start_ranks(script(body), num_ranks, folder=folder))
     return [status for status, _ in ends], [error for _, error in ends]
 
 
 def test_a_loss_that_raises_on_one_rank_ends_all_with_one_traceback(tmp_path: Path):
-    statuses, errors = fail("backend.forward_backward(batch, partial(jobs.loss_of_named_rank, rank=1))", tmp_path, 3)
+    body = """
+backend = group.create_backend("policy", jobs.create_tiny_backend)
+backend.forward_backward(jobs.make_batches()[0], partial(jobs.loss_of_named_rank, rank=1))
+"""
+    statuses, errors = fail(body, tmp_path, 3)
     assert statuses == [1, 1, 1]
     assert "error: rank 1 failed in forward_backward: ZeroDivisionError: a bad loss" in errors[0]
     assert "".join(errors).count("Traceback") == 1

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 import trio
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # as torch.distributed exports them, with types
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # as torch.distributed exports them, with types
 
 from rollouts.backends.distributed import Ranks, init_distributed, leave_distributed
 from rollouts.backends.rank_channel import (
@@ -99,6 +99,9 @@ def join_ranks(
     Raises: ConfigError; BackendError naming the ranks that did not come.
     """
     if "RANK" not in environment:
+        if not dist.is_initialized():  # alone, whatever launcher this process itself has
+            kind = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+            dist.init_process_group(kind, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
         return RankGroup(init_distributed(device, timeout_s=timeout_s), {}, timeout_s=timeout_s, grace_s=grace_s)
     place = read_placement(environment)
     device = torch.device(device)
