@@ -5,6 +5,8 @@ Shared by training backends and the embedded engine. A bad set of weights is ref
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -17,13 +19,45 @@ from torch import Tensor
 from rollouts.errors import CheckpointError
 
 
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """All tensors of the model*.safetensors files in a directory. Raises CheckpointError if there are none or one is damaged."""
-    paths = sorted(directory.glob("model*.safetensors"))
-    if not paths:
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+_PART = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory: those of its index, else the only one there is, else all parts.
+
+    Raises: CheckpointError if there are none, one that the index names is missing, or, without an index, one of numbered parts is.
+    """
+    index = directory / INDEX_FILE
+    if index.exists():
+        try:
+            weight_map = cast("dict[str, str]", json.loads(index.read_text())["weight_map"])
+            names = sorted(set(weight_map.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} has no weight_map of names to files ({error!r}): export the weights again") from error
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{directory} lacks {missing[:3]} of its index: the export is not complete, or files were removed")
+        return [directory / name for name in names]
+    single = directory / WEIGHTS_FILE
+    found = [single] if single.is_file() else sorted(directory.glob("model*.safetensors"))
+    if not found:
         raise CheckpointError(f"{directory} has no model.safetensors: it is not a model directory, or its weights are in another format")
+    numbers = [(int(part[1]), int(part[2])) for path in found if (part := _PART.fullmatch(path.name))]
+    expected = sorted((k, count) for count in {count for _, count in numbers} for k in range(1, count + 1))
+    if sorted(numbers) != expected or len({count for _, count in numbers}) > 1:
+        raise CheckpointError(
+            f"{directory} has no {INDEX_FILE}, and its parts are not one model: found {[path.name for path in found][:6]}. An export was "
+            "interrupted, or files were removed: export the weights again"
+        )
+    return found
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of the files of find_weight_files. Raises CheckpointError as it does, or if one is damaged."""
     weights: dict[str, Tensor] = {}
-    for path in paths:
+    for path in find_weight_files(directory):
         try:
             weights.update(load_file(path))
         except (SafetensorError, OSError) as error:

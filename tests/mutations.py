@@ -1787,9 +1787,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "engines/fleet_updates.py",
         "a member that comes back gets the weights before the update",
-        "                self._health.weights = weights",
-        "                pass",
+        "            self._health.weights = weights",
+        "            pass",
         ("test_fleet.py::test_a_member_that_comes_back_gets_the_weights_before_it_is_used",),
+    ),
+    Mutation(
+        "engines/fleet_updates.py",
+        "a member whose update was cancelled is believed what it names",
+        'was cancelled", needs_weights=True)',
+        'was cancelled")',
+        ("test_fleet_updates.py::test_a_member_whose_update_was_cancelled_is_given_weights_whatever_it_names",),
+    ),
+    Mutation(
+        "engines/fleet_updates.py",
+        "a rolling update lets a member serve that is to leave",
+        "if at_once is not None and member.state is MemberState.UPDATING:",
+        "if at_once is not None:",
+        ("test_fleet_updates.py::test_a_member_that_is_told_to_leave_in_its_update_gets_nothing_more",),
     ),
     Mutation(
         "engines/fleet_updates.py",
@@ -2429,6 +2443,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         'agree(ranks, writer.error, f"exporting',
         'agree(ranks, None, f"exporting',
         ("test_sharded_checkpoint.py::test_what_one_rank_cannot_write_is_an_error_on_all",),
+    ),
+    Mutation(
+        "backends/weight_export.py",
+        "files of an export replace those of another model one by one",
+        "if len(files) > 1 or old.name not in names:",
+        "if old.name not in names:",
+        ("test_sharded_checkpoint.py::test_an_export_that_dies_half_way_leaves_no_mixture_of_two_models",),
     ),
     Mutation(
         "backends/weight_export.py",

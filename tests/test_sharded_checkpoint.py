@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
 import pytest
 import sharded_ranks
 import torch
 from rank_processes import start_ranks
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from rollouts.backends import weight_sources
 from rollouts.backends.distributed import init_distributed
 from rollouts.backends.weight_export import alone, export_sharded, plan_files
+from rollouts.backends.weight_sources import FileWeights
 from rollouts.backends.weight_stream import stream_weights
 from rollouts.engines.checkpoint_check import check_checkpoint, read_checkpoint_layout
+from rollouts.errors import CheckpointError
+from rollouts.model_weights import read_weights
 from rollouts.weight_plan import WeightSpec
 
 CODE = """
@@ -210,6 +216,76 @@ def test_a_model_in_one_process_is_exported_the_same_way(tmp_path: Path):
     expected = dict(stream_weights(sharded_ranks.make_model()))
     assert all(torch.equal(value, expected[name]) for name, value in opened.state_dict().items())
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*.safetensors")} == {0o644}
+
+
+@pytest.mark.parametrize("parts", [(True, True), (True, False), (False, True)])
+def test_an_export_that_dies_half_way_leaves_no_mixture_of_two_models(tmp_path: Path, monkeypatch, parts: tuple[bool, bool]):
+    """Wherever it dies: what opens is one of the two, whole."""
+    model = sharded_ranks.make_model()
+    size = sum(value.nbytes for value in model.state_dict().values())
+
+    def export(number: int, in_parts: bool) -> None:
+        with torch.no_grad():
+            model.get_input_embeddings().weight.fill_(number)
+            model.model.norm.weight.fill_(number)
+        export_sharded(model, tmp_path, max_file_bytes=size // 2 if in_parts else size)
+
+    def number_of(tensors) -> set[float]:
+        return {tensors(name).flatten()[0].item() for name in ("model.embed_tokens.weight", "model.norm.weight")}
+
+    def outcome() -> str:
+        try:
+            with FileWeights(tmp_path) as weights:
+                found = number_of(lambda name: weights.read(name, tuple(slice(0, size) for size in weights.shapes[name])))
+            assert number_of(read_weights(tmp_path).__getitem__) == found
+        except CheckpointError as error:
+            assert "export" in str(error) or "no model.safetensors" in str(error)
+            return "refused"
+        return str(found)
+
+    class Killed(BaseException): ...
+
+    seen: list[str] = []
+    for allowed in range(20):
+        for path in tmp_path.glob("model*"):
+            path.unlink()
+        export(1, parts[0])
+        left = [allowed]
+
+        def step(real, *arguments, left=left, **options):
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+            return real(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", partial(step, os.replace))
+            patch.setattr(Path, "unlink", lambda self, real=Path.unlink, **options: step(real, self, **options))
+            try:
+                export(2, parts[1])
+            except Killed:
+                seen.append(outcome())
+            else:
+                break
+    assert outcome() == "{2.0}"
+    assert set(seen) <= {"{1.0}", "{2.0}", "refused"}
+    assert len(seen) > 2
+
+
+def test_weights_that_are_replaced_while_they_are_opened_are_refused(tmp_path: Path, monkeypatch):
+    model = sharded_ranks.make_model()
+    export_sharded(model, tmp_path, max_file_bytes=sharded_ranks.FILE_BYTES)
+    opened: list[Path] = []
+
+    def open_late(path: Path, **options):
+        opened.append(path)
+        if len(opened) == 2:
+            export_sharded(model, tmp_path, max_file_bytes=sharded_ranks.FILE_BYTES)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(weight_sources, "safe_open", open_late)
+    with pytest.raises(CheckpointError, match="were replaced while they were opened"):
+        FileWeights(tmp_path)
 
 
 def test_files_of_an_export_are_planned_by_size_and_wide_numbers_come_first():

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from rollouts.backends.distributed import Ranks, explain_failures, gather_objects
 from rollouts.backends.lora import adapted_weights
-from rollouts.backends.weight_sources import INDEX_FILE, WEIGHTS_FILE, Part
+from rollouts.backends.weight_sources import Part
 from rollouts.backends.weight_stream import first_names, local_part, whole_weight
 from rollouts.errors import CheckpointError
-from rollouts.model_weights import base_weights
+from rollouts.model_weights import INDEX_FILE, WEIGHTS_FILE, base_weights
 from rollouts.weight_plan import WeightSpec, describe_tensor
 
 if TYPE_CHECKING:
@@ -304,15 +304,19 @@ def _write_config(model: PreTrainedModel, directory: Path, tokenizer: PreTrained
 
 
 def _publish(files: Sequence[WeightFile], directory: Path) -> None:
-    """Give complete files their names. A reader that comes in between finds no index, or a file missing, and never a mixture."""
+    """Give complete files their names. A reader that comes in between finds the old model, or a part missing, and never a mixture.
+
+    One file replaces one file at once. Of several, all old ones go before the first new one comes: they have the same names.
+    """
     names = {file.name for file in files}
     missing = [file.name for file in files if _size_of(directory / (file.name + _PARTIAL)) != file.num_bytes]
     if missing:
         raise CheckpointError(f"{directory} lacks {missing[:3]}, which other ranks have written: use a directory that all machines share")
     with suppress(FileNotFoundError):
         (directory / INDEX_FILE).unlink()
-    for stale in {path.name for path in directory.glob("model*.safetensors")} - names:
-        (directory / stale).unlink()
+    for old in directory.glob("model*.safetensors"):
+        if len(files) > 1 or old.name not in names:
+            old.unlink()
     for name in names:
         os.replace(directory / (name + _PARTIAL), directory / name)
     if len(files) > 1:

@@ -6,10 +6,9 @@ the same tensors in the same order, each for its own part.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, cast
@@ -21,9 +20,7 @@ from torch import Tensor
 
 from rollouts.backends.weight_stream import Shape, whole_tensor
 from rollouts.errors import CheckpointError
-
-INDEX_FILE = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
+from rollouts.model_weights import INDEX_FILE, find_weight_files
 
 Part = tuple[slice, ...]
 """A part of a tensor, one slice with both ends for each dimension; () for a tensor without dimensions."""
@@ -46,7 +43,10 @@ class FileWeights:
     """The weights of a model directory, read from its safetensors files. A context manager: the files are open inside of it."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError if the directory has no weights, a file is missing or damaged, or two hold the same tensor."""
+        """
+        Raises: CheckpointError if the directory has no weights, a file is missing or damaged, two hold the same tensor, or an export
+        replaces them meanwhile.
+        """
         self.directory = directory
         self.bytes_read = 0  # of tensors, by this process
         self._stack = ExitStack()
@@ -84,6 +84,7 @@ class FileWeights:
         return value
 
     def _open(self) -> None:
+        before = _identify_files(self.directory)
         for path in find_weight_files(self.directory):
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
@@ -96,28 +97,17 @@ class FileWeights:
                 raise CheckpointError(f"{self.directory} holds {twice[:3]} in several files: remove those that are no part of the model")
             self._files.update(dict.fromkeys(names, file))
             self._shapes.update(shapes)
+        if _identify_files(self.directory) != before:
+            raise CheckpointError(f"the weights in {self.directory} were replaced while they were opened: load them again")
 
 
-def find_weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory: those of its index, else the only one there is, else all parts.
-
-    Raises: CheckpointError if there are none, or one that the index names is missing.
-    """
-    index = directory / INDEX_FILE
-    if index.exists():
-        try:
-            weight_map = cast("dict[str, str]", json.loads(index.read_text())["weight_map"])
-            names = sorted(set(weight_map.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} has no weight_map of names to files ({error!r}): export the weights again") from error
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise CheckpointError(f"{directory} lacks {missing[:3]} of its index: the export is not complete, or files were removed")
-        return [directory / name for name in names]
-    single = directory / WEIGHTS_FILE
-    found = [single] if single.is_file() else sorted(directory.glob("model*.safetensors"))
-    if not found:
-        raise CheckpointError(f"{directory} has no model.safetensors: it is not a model directory, or its weights are in another format")
+def _identify_files(directory: Path) -> dict[str, tuple[int, int, int]]:
+    """The index and the files of weights by name, with what changes when one of them is replaced."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for path in (directory / INDEX_FILE, *directory.glob("model*.safetensors")):
+        with suppress(FileNotFoundError):  # or removed since it was listed
+            facts = path.stat()
+            found[path.name] = facts.st_ino, facts.st_mtime_ns, facts.st_size
     return found
 
 
