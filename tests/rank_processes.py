@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from forked import Child
+from torch.distributed import TCPStore
 
 from rollouts.backends.factory import create_adamw_optimizer
 from rollouts.backends.fsdp import FSDPTrainingBackend
@@ -28,7 +29,7 @@ from rollouts.types import Sample, TrainBatch
 PRELUDE = """
 import os, sys
 os.environ.update(RANK=sys.argv.pop(1), WORLD_SIZE=sys.argv.pop(1), MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv.pop(1))
-os.environ.update(LOCAL_RANK=os.environ["RANK"], TORCHELASTIC_RUN_ID="test")
+os.environ.update(LOCAL_RANK=os.environ["RANK"], TORCHELASTIC_RUN_ID="test", TORCHELASTIC_USE_AGENT_STORE="True")
 import torch
 torch.set_num_threads(1)
 """
@@ -42,9 +43,15 @@ def find_free_port() -> int:
 
 
 def start_ranks(code: str, num_ranks: int, *arguments: object, folder: Path) -> list[Child]:
-    """Processes that run the code with RANK and its companions in their environment; each has a folder for its output."""
-    port = find_free_port()
-    return [Child(PRELUDE + code, rank, num_ranks, port, *arguments, folder=folder / f"rank_{rank}") for rank in range(num_ranks)]
+    """Processes that run the code with RANK and its companions in their environment; each has a folder for its output.
+
+    They meet in a store of this process, as they do in torchrun's: a free port that rank 0 is to take may be taken when it comes.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children = [Child(PRELUDE + code, rank, num_ranks, store.port, *arguments, folder=folder / f"rank_{rank}") for rank in range(num_ranks)]
+    for child in children:
+        child.store = store  # which lives as long as they do
+    return children
 
 
 def create_tiny_backend(lr: float = 1e-2) -> FSDPTrainingBackend:

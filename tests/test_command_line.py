@@ -78,7 +78,7 @@ def test_a_value_of_the_wrong_type_ends_with_status_2(argv: list[str], message: 
     [
         (["--mode", "sfft"], "unknown mode 'sfft': did you mean 'sft'"),
         (["--rl.num-minibatches", "7"], "512 rows do not divide into rl.num_minibatches = 7"),
-        (["--backend.kind", "fsdp"], "only 'pytorch'"),
+        (["--backend.kind", "fdsp"], "unknown backend.kind 'fdsp': did you mean 'fsdp'"),
         (["--rl.algorithm", "grp"], r"^unknown algorithm 'grp': did you mean 'grpo'\?"),
         (["--rl.algorithm", "decoupled(dapo(clip_hi=1))"], "^dapo was given an unknown argument 'clip_hi'"),
         (["--task", "srt"], "unknown task 'srt': did you mean 'sort'"),

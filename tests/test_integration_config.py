@@ -85,7 +85,7 @@ def test_every_section_and_field_has_a_default():
         (lambda: ModelSection(device="cuda:x"), "model.device is .cuda:x."),
         (lambda: ModelSection(hidden_size=100, num_heads=3), "hidden_size is 100, expected a multiple of 3"),
         (lambda: ModelSection(num_heads=4, num_kv_heads=3), "num_heads is 4, expected a multiple of 3"),
-        (lambda: BackendSection(kind="fsdp"), "'fsdp': only 'pytorch'"),
+        (lambda: BackendSection(kind="fdsp"), "unknown backend.kind 'fdsp': did you mean 'fsdp'"),
         (lambda: EngineSection(kind="vlm"), "'vlm', expected inprocess or vllm"),
     ],
 )
