@@ -32,6 +32,11 @@ class FleetWeights:
     directory: Path | None = None
     tensors: Mapping[str, Tensor] | None = None
 
+    @property
+    def can_be_given(self) -> bool:
+        """Whether a member that lost them can have them again."""
+        return self.directory is not None or self.tensors is not None
+
 
 async def ask_version(member: Member, check_s: float) -> int:
     """What version the member says it has. Raises EngineError, EngineTimeout."""
@@ -140,7 +145,8 @@ class FleetHealth:
             async with self.updating:
                 if weights is self.weights:
                     member.version, member.needs_weights = weights.version, False
-                    self._roster.set_state(member, MemberState.SERVING)
+                    if member.state in (MemberState.JOINING, MemberState.DOWN):  # else it was told to leave meanwhile
+                        self._roster.set_state(member, MemberState.SERVING)
                     return
 
     async def _try_version(self, member: Member) -> int | None:
@@ -186,5 +192,7 @@ class FleetHealth:
                 member.reason = f"{type(error).__name__}: {error}"
                 member.interrupt()
             else:
+                if member.state is not MemberState.SERVING:
+                    return
                 self.num_returns += 1
                 self._say(f"{member.name} is back with weight version {member.version}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import trio
@@ -14,6 +15,16 @@ from rollouts.errors import EngineError, raise_single_errors
 
 Give = Callable[[InferenceEngine], Awaitable[Mapping[str, Any]]]
 """Let an engine take the new weights, and return its answer. Raises EngineError."""
+
+
+@dataclass(eq=False)
+class _Progress:
+    """How far an update has come."""
+
+    members: Sequence[Member] = ()  # that are to have the weights
+    begun: set[Member] = field(default_factory=set[Member])  # that may have been told of them
+    updated: list[Member] = field(default_factory=list[Member])
+    failures: dict[Member, EngineError] = field(default_factory=dict[Member, EngineError])
 
 
 class FleetUpdates:
@@ -32,53 +43,39 @@ class FleetUpdates:
             excluded: then those that did serve the new ones, and the others are down until they have them.
         """
         begin = trio.current_time()
-        members: list[Member] = []
-        updated: list[Member] = []
-        failures: dict[Member, EngineError] = {}
-        while not members:
+        progress = _Progress()
+        while not progress.members:
             # not under the lock, which a member needs to come back
             await self._roster.wait_serving(f"weight version {weights.version} was given to nobody")
             async with self._health.updating:
-                members = self._roster.serving()
-                if members:
-                    await self._update_members(members, weights, give, updated, failures)
-        self._check(members, failures, weights.version)
+                progress.members = self._roster.serving()
+                if progress.members:
+                    await self._update_members(progress, weights, give)
+        self._check(progress, weights.version)
         return {
             "success": True,
             "weight_version": weights.version,
-            "num_engines": len(updated),
+            "num_engines": len(progress.updated),
             "update_s": trio.current_time() - begin,
-            "failed": {member.name: str(error) for member, error in failures.items()},
+            "failed": {member.name: str(error) for member, error in progress.failures.items()},
         }
 
-    async def _update_members(
-        self,
-        members: Sequence[Member],
-        weights: FleetWeights,
-        give: Give,
-        updated: list[Member],
-        failures: dict[Member, EngineError],
-    ) -> None:
+    async def _update_members(self, progress: _Progress, weights: FleetWeights, give: Give) -> None:
         try:
-            await self._update_all(members, weights, give, updated, failures)
+            try:
+                await self._update_all(progress, weights, give)
+            finally:
+                self._settle(progress, weights)
+            if not progress.updated:
+                await self._keep_serving(progress.failures)
         finally:
-            if updated:
-                self._health.weights = weights
-                self._roster.forget_homes()
-            self._settle(members, updated, failures, weights.version)
-        if not updated:
-            await self._keep_serving(failures)
+            for member, failure in progress.failures.items():
+                if member.state is MemberState.UPDATING:  # nobody came to asking what it has
+                    self._health.take_down(member, f"it did not take weight version {weights.version}: {failure}")
 
-    async def _update_all(
-        self,
-        members: Sequence[Member],
-        weights: FleetWeights,
-        give: Give,
-        updated: list[Member],
-        failures: dict[Member, EngineError],
-    ) -> None:
-        waiting = iter(members)
-        together = self._config.updates_at_once is None
+    async def _update_all(self, progress: _Progress, weights: FleetWeights, give: Give) -> None:
+        waiting = iter(progress.members)
+        at_once = self._config.updates_at_once
 
         async def work() -> None:
             for member in waiting:
@@ -88,37 +85,47 @@ class FleetUpdates:
                 if self._config.drain_s:
                     with trio.move_on_after(self._config.drain_s):
                         await member.wait_idle()
+                progress.begun.add(member)
                 try:
                     answer = await give(member.engine)
                     await confirm_update(member, answer, weights.version)
                 except EngineError as error:
-                    failures[member] = error
+                    progress.failures[member] = error
                     continue
                 member.version = weights.version
-                updated.append(member)
-                if not together:
+                progress.updated.append(member)
+                if at_once is not None and member.state is MemberState.UPDATING:  # else it was told to leave, or that it is dead
                     self._roster.set_state(member, MemberState.SERVING)
 
         with raise_single_errors():
             async with trio.open_nursery() as nursery:
-                for _ in range(len(members) if self._config.updates_at_once is None else min(self._config.updates_at_once, len(members))):
+                for _ in range(len(progress.members) if at_once is None else min(at_once, len(progress.members))):
                     nursery.start_soon(work)
 
-    def _settle(self, members: Sequence[Member], updated: Sequence[Member], failures: Mapping[Member, EngineError], version: int) -> None:
+    def _settle(self, progress: _Progress, weights: FleetWeights) -> None:
         """Let those serve that have the weights of the fleet, also where an update was cancelled; the others are looked at."""
+        updated, failures, version = progress.updated, progress.failures, weights.version
+        interrupted = [member for member in progress.begun if member not in updated and member not in failures]
+        # where nobody has the new weights, but some may have a part of them, and the old ones cannot be given again: those go on to the new
+        if updated or (interrupted and weights.can_be_given and not self._health.weights.can_be_given):
+            self._health.weights = weights
+            self._roster.forget_homes()
         for member in updated:
             if member.state is MemberState.UPDATING:
                 self._roster.set_state(member, MemberState.SERVING)
-        for member in members:
+        is_new = self._health.weights is weights
+        for member in progress.members:
             if member in updated:
                 continue
             if member in failures:
-                if updated:  # else _keep_serving decides
+                if is_new:  # else _keep_serving decides
                     self._health.take_down(member, f"it did not take weight version {version}: {failures[member]}", needs_weights=True)
-            elif member.state is MemberState.UPDATING:
-                self._health.take_down(member, f"its update to weight version {version} was cancelled")
-            elif updated and member.state is MemberState.SERVING:
+            elif member in progress.begun:  # a part of them may be in place, whatever version it names
+                self._health.take_down(member, f"its update to weight version {version} was cancelled", needs_weights=True)
+            elif is_new and member.state in (MemberState.SERVING, MemberState.UPDATING):
                 self._health.take_down(member, f"an update to weight version {version} was cancelled before it had these weights")
+            elif member.state is MemberState.UPDATING:  # its requests were still ending
+                self._roster.set_state(member, MemberState.SERVING)
 
     async def _keep_serving(self, failures: Mapping[Member, EngineError]) -> None:
         """No member took the weights: those that still have the old ones go on with them."""
@@ -139,8 +146,9 @@ class FleetUpdates:
             for member, failure in failures.items():
                 nursery.start_soon(keep, member, failure)
 
-    def _check(self, members: Sequence[Member], failures: Mapping[Member, EngineError], version: int) -> None:
+    def _check(self, progress: _Progress, version: int) -> None:
         """Raise EngineError if the failures are too many."""
+        members, failures = progress.members, progress.failures
         has_new = [member for member in members if member.version == version and member not in failures]
         if has_new and (self._config.exclude_failed or not failures):
             return

@@ -1,0 +1,135 @@
+"""Updates of a fleet that are cancelled, or cross a member that leaves: what each member then has, and whether it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import trio
+from test_fleet import LONG, PARAMS, count_requests, fakes, fleet_of, generate_all, sync
+
+from rollouts.engines.fleet import EngineFleet
+from rollouts.engines.fleet_members import MemberState
+from rollouts.errors import EngineError
+from rollouts.testing import FakeEngine
+from rollouts.types import Completion
+
+
+def states(fleet: EngineFleet) -> list[MemberState]:
+    return [member.state for member in fleet.members]
+
+
+class Careless(FakeEngine):
+    """Goes on with an update whose caller has gone: half of it is then in place, under the old version."""
+
+    content = "old"
+
+    async def update_weights(self, weights: Mapping[str, Any], weight_version: int) -> Mapping[str, Any]:
+        is_done = False
+        try:
+            answer = await super().update_weights(weights, weight_version)
+            is_done = True
+        finally:
+            self.content = f"version {weight_version}" if is_done else "half"
+        return answer
+
+
+def create_careless(n: int = 2) -> list[Careless]:
+    return [Careless(LONG, seconds_per_update=10.0, name="abc"[i]) for i in range(n)]
+
+
+async def test_a_member_whose_update_was_cancelled_is_given_weights_whatever_it_names(autojump_clock):
+    engines = create_careless()
+    async with fleet_of(engines) as fleet:
+        await sync(fleet, 1)
+        with trio.move_on_after(5.0):
+            await fleet.update_weights({"w": torch.ones(1)}, 2)
+        assert [(engine.content, engine.weight_version) for engine in engines] == [("half", 1)] * 2
+        found = await generate_all(fleet, 4)
+        assert {c.output_versions for c in found.values()} == {(1,) * 10}
+        assert [engine.content for engine in engines] == ["version 1"] * 2, "they are given what they had"
+
+
+async def test_where_the_old_weights_cannot_be_given_again_a_cancelled_update_is_ended_by_those_that_come_back(autojump_clock):
+    engines = create_careless()
+    async with fleet_of(engines) as fleet:
+        with trio.move_on_after(5.0):
+            await sync(fleet, 1)
+        found = await generate_all(fleet, 4)
+        assert {c.output_versions for c in found.values()} == {(1,) * 10}
+        assert await fleet.get_weight_version() == 1
+
+
+async def test_a_member_that_was_told_nothing_yet_goes_on_after_a_cancelled_update(autojump_clock):
+    engines, said = fakes(2), list[str]()
+    found: dict[int, Completion] = {}
+    async with fleet_of(engines, said, drain_s=30.0) as fleet, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: generate_all(fleet, 2, found=found))
+        await trio.sleep(1.0)
+        with trio.move_on_after(5.0):
+            await sync(fleet, 1)
+        assert states(fleet) == [MemberState.SERVING] * 2
+    assert (len(found), said) == (2, [])
+
+
+async def test_members_that_failed_an_update_are_not_left_in_it_where_it_is_cancelled(autojump_clock):
+    class Slow(FakeEngine):
+        seconds_per_look = 0.0
+
+        async def get_weight_version(self) -> int:
+            await trio.sleep(self.seconds_per_look)
+            return await super().get_weight_version()
+
+    engines = [Slow(LONG, update_error=EngineError("no disk"), name=name) for name in "ab"]
+    async with fleet_of(engines) as fleet:
+        for engine in engines:
+            engine.seconds_per_look = 20.0
+        with trio.move_on_after(5.0) as waited:  # while they are asked what they have
+            await sync(fleet, 1)
+        assert waited.cancelled_caught
+        for engine in engines:
+            engine.seconds_per_look = 0.0
+        with trio.fail_after(60.0):
+            assert (await fleet.generate((3,), PARAMS)).output_versions == (0,) * 10
+    engines = fakes(2, seconds_per_update=1.0, update_error=EngineError("no disk"))
+    engines[1]._seconds_per_update = 100.0
+    async with fleet_of(engines) as fleet:
+        with trio.move_on_after(5.0):  # one has failed, the other has not answered
+            await sync(fleet, 1)
+        for engine in engines:
+            engine._update_error, engine._seconds_per_update = None, 0.0
+        with trio.fail_after(60.0):
+            await fleet.generate((3,), PARAMS)
+
+
+async def test_a_member_that_is_told_to_leave_in_its_update_gets_nothing_more(autojump_clock):
+    engines = fakes(2, seconds_per_update=10.0)
+    async with fleet_of(engines, updates_at_once=1) as fleet, trio.open_nursery() as nursery:
+        engines[0]._seconds_per_token = 50.0
+        nursery.start_soon(fleet.generate, (3,), PARAMS)
+        await trio.sleep(1.0)
+        nursery.start_soon(sync, fleet, 1)
+        await trio.sleep(5.0)
+        nursery.start_soon(fleet.drain, engines[0], 60.0)
+        await trio.sleep(6.0)
+        assert states(fleet) == [MemberState.DRAINING, MemberState.UPDATING]
+        await generate_all(fleet, 4)
+        assert [count_requests(engine) for engine in engines] == [1, 4]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_member_that_is_told_to_leave_while_it_comes_back_does_not_serve_again(autojump_clock):
+    engines, said = fakes(2), list[str]()
+    async with fleet_of(engines, said, first_wait_s=1.0) as fleet, trio.open_nursery() as nursery:
+        engines[0]._seconds_per_token = 50.0
+        nursery.start_soon(fleet.generate, (3,), PARAMS)
+        await trio.sleep(1.0)
+        engines[0]._seconds_per_token = 5.0
+        fleet.report_down(engines[0], "it hangs")
+        await trio.sleep(1.5)  # it is generating the token by which it is known to be back
+        nursery.start_soon(fleet.drain, engines[0], 100.0)
+        await trio.sleep(60.0)
+        assert states(fleet)[0] is MemberState.DRAINING
+        assert not any("is back" in text for text in said)
+        nursery.cancel_scope.cancel()
