@@ -415,12 +415,6 @@ def test_without_the_extras_everything_can_be_imported_and_says_what_to_install(
     assert "torchax is not supported" in torchax_line and "torchax is not installed" in torchax_line
 
 
-def test_the_library_is_imported_without_jax(tmp_path: Path):
-    code = "import sys, rollouts, rollouts.backends.factory, integration.models\nprint('jax' in sys.modules, 'torchax' in sys.modules)"
-    status, out, error = run(code, folder=tmp_path)
-    assert (status, out.split()) == (0, ["False", "False"]), error
-
-
 def test_torchax_is_refused_with_what_was_tried():
     with pytest.raises(ConfigError) as caught:
         create_torchax_backend(create_tiny_model(), lr=1e-3)
