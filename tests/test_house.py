@@ -264,7 +264,8 @@ def test_importing_the_library_is_light():
 
 
 def test_no_module_imports_what_is_heavy_or_optional_when_it_is_imported():
-    modules = [str(p.relative_to(ROOT)).removesuffix(".py").replace("/", ".") for p in FILES if p.name != "__init__.py"]
+    files = [p for p in FILES if p.name != "__init__.py" and not p.name.startswith("jax_")]  # of these JAX is the subject
+    modules = [str(p.relative_to(ROOT)).removesuffix(".py").replace("/", ".") for p in files]
     code = f"import sys, importlib\nfor m in {modules}: importlib.import_module(m)\nprint(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"transformers", "jax", "optax", "torchax", "peft", "accelerate"} & set(out.split())
