@@ -1772,8 +1772,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "engines/fleet_requests.py",
+        "tokens of older weights than were confirmed are accepted",
+        "if found < oldest:",
+        "if False:",
+        ("test_fleet_updates.py::test_tokens_older_than_the_weights_that_were_confirmed_are_not_accepted",),
+    ),
+    Mutation(
+        "engines/fleet_requests.py",
         "a moved sample goes on under older weights than its tokens",
-        "if part is not None and member.version < part.output_versions[-1]:",
+        "if part is not None and call.member.version < part.output_versions[-1]:",
         "if False:",
         ("test_fleet.py::test_a_moved_sample_never_goes_on_under_older_weights",),
     ),
@@ -1801,7 +1808,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "engines/fleet_updates.py",
         "a rolling update lets a member serve that is to leave",
-        "if at_once is not None and member.state is MemberState.UPDATING:",
+        "if at_once is not None and member.is_in(MemberState.UPDATING):",
         "if at_once is not None:",
         ("test_fleet_updates.py::test_a_member_that_is_told_to_leave_in_its_update_gets_nothing_more",),
     ),
@@ -2569,9 +2576,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "backends/adapter_files.py",
         "given weights keep the adapters that were trained on others",
-        "        zero_adapters(self._model)\n",
+        "        init_adapters(self._model, self.config.seed)\n",
         "",
         ("test_lora.py::test_given_weights_become_the_base_and_adapters_begin_anew",),
+    ),
+    Mutation(
+        "backends/adapter_files.py",
+        "adapters that begin anew keep the optimizer's moments",
+        "                optimizer.state.pop(parameter, None)\n",
+        "                pass\n",
+        ("test_lora.py::test_given_weights_become_the_base_and_adapters_begin_anew",),
+    ),
+    Mutation(
+        "backends/pytorch.py",
+        "an optimizer state that does not fit is found after the weights are overwritten",
+        "        check_optimizer_fits(self.optimizer, state, directory / TRAINER_FILE)\n",
+        "",
+        ("test_pytorch_backend.py::test_a_trainer_state_that_does_not_fit_is_refused_before_anything_is_overwritten",),
     ),
     Mutation(
         "backends/adapter_files.py",
@@ -2628,6 +2649,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "[(select_part(batch, rows),) for rows in plan]",
         "[(batch,) for rows in plan]",
         ("test_rank_group.py::test_three_ranks_train_as_one_process_does",),
+    ),
+    Mutation(
+        "backends/rank_failures.py",
+        "a broken exchange is taken for the error of the same class that broke it",
+        "(failure.name, failure.is_consequence) for",
+        "failure.name for",
+        ("test_rank_group.py::test_a_broken_exchange_is_not_like_an_error_of_the_same_class",),
+    ),
+    Mutation(
+        "backends/leading.py",
+        "a checkpoint whose write has failed already is taken for done",
+        "if not isinstance(backend.save_checkpoint(directory), ImmediateTrainFuture):",
+        "if not backend.save_checkpoint(directory).done():",
+        ("test_rank_group.py::test_a_write_beside_training_that_has_failed_already_is_an_error_of_the_checkpoint",),
     ),
     # -- functional backends
     Mutation(

@@ -133,3 +133,50 @@ async def test_a_member_that_is_told_to_leave_while_it_comes_back_does_not_serve
         assert states(fleet)[0] is MemberState.DRAINING
         assert not any("is back" in text for text in said)
         nursery.cancel_scope.cancel()
+
+
+async def test_tokens_older_than_the_weights_that_were_confirmed_are_not_accepted(autojump_clock):
+    engines, said = fakes(2), list[str]()
+    async with fleet_of(engines, said) as fleet:
+        await sync(fleet, 5)
+        engines[0].weight_version = 0  # started again by somebody, between two looks
+        found = await generate_all(fleet, 4)
+        assert {c.output_versions for c in found.values()} == {(5,) * 10}
+        assert fleet.metrics()["num_requests_retried"] == 2
+        await trio.sleep(30.0)
+        assert (states(fleet), engines[0].weight_version) == ([MemberState.SERVING] * 2, 5)
+    assert "-0000 with weight version 0, but 5 was confirmed before" in said[0]
+
+
+async def test_an_update_to_an_older_version_is_no_failure_of_those_that_were_generating(autojump_clock):
+    engines, said = fakes(2), list[str]()
+    found: dict[int, Completion] = {}
+    async with fleet_of(engines, said) as fleet:
+        await sync(fleet, 5)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: generate_all(fleet, 2, found=found))
+            await trio.sleep(2.5)
+            await sync(fleet, 3)
+            await trio.sleep(2.0)
+            await sync(fleet, 7)
+    assert ({c.output_versions for c in found.values()}, said) == ({(5,) * 2 + (3,) * 2 + (7,) * 6}, [])
+
+
+async def test_what_a_member_has_in_flight_is_not_answered_by_weights_that_failed_their_check(autojump_clock):
+    engines = fakes(2)
+    found: dict[int, Completion] = {}
+
+    async def check(engine: Any) -> None:
+        await trio.sleep(0.5)
+        if engine is engines[0]:
+            raise EngineError("it is off by 3 nats")
+
+    async with fleet_of(engines, exclude_failed=True) as fleet, trio.open_nursery() as nursery:
+        await sync(fleet, 1)
+        nursery.start_soon(lambda: generate_all(fleet, 4, found=found))
+        await trio.sleep(2.0)
+        await fleet.check_each(check)
+        await trio.sleep(30.0)
+        assert fleet.metrics()["num_requests_retried"] == 2
+        assert [count_requests(engine) for engine in engines] == [2, 4]
+    assert len(found) == 4

@@ -47,6 +47,7 @@ async def ask_version(member: Member, check_s: float) -> int:
 
 async def give_weights(member: Member, weights: FleetWeights) -> None:
     """Let the member load the weights of the fleet. Raises EngineError if it does not have them afterwards."""
+    member.note_update(weights.version)
     if weights.tensors is not None:
         assert isinstance(member.engine, InMemoryWeightUpdates), f"{member.name} takes no weights in memory"
         answer = await member.engine.update_weights(weights.tensors, weights.version)
@@ -96,8 +97,11 @@ class FleetHealth:
         """Send it nothing until it has been looked at.
 
         Args:
-            needs_weights: whether it must be given weights whatever version it names.
+            needs_weights: whether it must be given weights whatever version it names. What it has in flight then goes elsewhere: nobody
+                knows which weights sample it.
         """
+        if needs_weights:
+            member.interrupt()
         if member.state in (MemberState.GONE, MemberState.DRAINING):
             return
         self.num_failures += 1
@@ -192,7 +196,7 @@ class FleetHealth:
                 member.reason = f"{type(error).__name__}: {error}"
                 member.interrupt()
             else:
-                if member.state is not MemberState.SERVING:
+                if not member.is_in(MemberState.SERVING):
                     return
                 self.num_returns += 1
                 self._say(f"{member.name} is back with weight version {member.version}")

@@ -89,6 +89,7 @@ class Call:
     member: Member
     cost: Cost
     request_id: str
+    oldest_version: int  # that its tokens may have: of the weights that the member had been given when it began, or was given since
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     is_moving: bool = False  # it was told to come back, to go on elsewhere
 
@@ -132,6 +133,15 @@ class Member:
             number=self.number, name=self.name, state=self.state, since=self.since, version=self.version, num_requests=self.num_requests,
             num_tokens=self.num_tokens, num_failures=self.num_failures, reason=self.reason,
         )  # fmt: skip
+
+    def is_in(self, *states: MemberState) -> bool:
+        """Whether it is in one of these states, now: it may have changed in every wait."""
+        return self.state in states
+
+    def note_update(self, version: int) -> None:
+        """It is to be given weights, with which it may answer from now on."""
+        for call in self.calls:
+            call.oldest_version = min(call.oldest_version, version)
 
     def wake(self) -> None:
         """Let the watcher look at once."""
@@ -276,7 +286,7 @@ class Roster:
             await self._wait_in_line(ticket, request_id, cancel_wait)
         if ticket.member is None:
             return None
-        call = Call(ticket.member, ask.cost, request_id)
+        call = Call(ticket.member, ask.cost, request_id, ticket.member.version)
         ticket.member.calls.add(call)
         if ticket.member.state is not MemberState.SERVING:  # it failed between the promise and now
             call.scope.cancel()

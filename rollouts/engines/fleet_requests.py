@@ -17,7 +17,7 @@ from rollouts.engines.fleet_members import Call, FleetConfig, Member, MemberStat
 from rollouts.engines.fleet_routing import Ask, Cost
 from rollouts.engines.http_engine import count_tokens_to_keep, params_of_rest
 from rollouts.engines.protocol import GroupGeneration, InferenceEngine
-from rollouts.errors import EngineError, EngineRequestError, EngineStatusError, raise_single_errors
+from rollouts.errors import EngineError, EngineProtocolError, EngineRequestError, EngineStatusError, raise_single_errors
 from rollouts.types import Completion, SamplingParams
 
 T = TypeVar("T")
@@ -51,6 +51,18 @@ class Pending:
 def is_own_fault(error: EngineError) -> bool:
     """Whether a request failed through itself, and would with any member."""
     return isinstance(error, EngineRequestError) or (isinstance(error, EngineStatusError) and error.status in OWN_FAULTS)
+
+
+def check_versions(call: Call, completions: Sequence[Completion]) -> None:
+    """Refuse tokens of older weights than the member was known to have. Raises EngineProtocolError."""
+    member, oldest = call.member, call.oldest_version
+    found = min((version for completion in completions for version in completion.output_versions), default=oldest)
+    if found < oldest:
+        member.needs_weights = True
+        raise EngineProtocolError(
+            f"{member.name} sampled tokens of {call.request_id} with weight version {found}, but {oldest} was confirmed before: "
+            "it was started again, or another program updates it"
+        )
 
 
 def can_join(first: Completion, rest: Completion) -> bool:
@@ -144,7 +156,7 @@ class FleetRequests:
         pending = Pending("a score")
         self._others.add(pending)
         try:
-            answer = await self._ask(pending, ask, lambda member: send(member.engine))
+            answer = await self._ask(pending, ask, lambda call: send(call.member.engine))
         finally:
             self._others.remove(pending)
         assert answer is not None, "nobody can abort what has no id"
@@ -204,9 +216,12 @@ class FleetRequests:
         if n == 1:
             return (await self._generate_one(pending, prompt, params, 0, None, group),)
 
-        async def send(member: Member) -> tuple[Completion, ...]:
-            assert isinstance(member.engine, GroupGeneration), f"{member.name} cannot generate groups"
-            return await member.engine.generate_group(prompt, params, n, request_id=pending.request_id)
+        async def send(call: Call) -> tuple[Completion, ...]:
+            engine = call.member.engine
+            assert isinstance(engine, GroupGeneration), f"{call.member.name} cannot generate groups"
+            completions = await engine.generate_group(prompt, params, n, request_id=pending.request_id)
+            check_versions(call, completions)
+            return completions
 
         answer = await self._ask(pending, Ask(Cost(n, len(prompt) + n * params.max_tokens), group), send)
         if answer is None:
@@ -241,11 +256,13 @@ class FleetRequests:
             ask = Ask(Cost(1, len(tokens) + rest.max_tokens), group, min_version=None if part is None else part.output_versions[-1])
 
             async def send(
-                member: Member, tokens: tuple[int, ...] = tokens, rest: SamplingParams = rest, part: Completion | None = part
+                call: Call, tokens: tuple[int, ...] = tokens, rest: SamplingParams = rest, part: Completion | None = part
             ) -> Completion | None:
-                if part is not None and member.version < part.output_versions[-1]:  # no other serves
+                if part is not None and call.member.version < part.output_versions[-1]:  # no other serves
                     return None
-                return await member.engine.generate(tokens, rest, request_id=request_id)
+                completion = await call.member.engine.generate(tokens, rest, request_id=request_id)
+                check_versions(call, [completion])
+                return completion
 
             answer = await self._ask(pending, ask, send, request_id)
             if answer is None:
@@ -260,7 +277,7 @@ class FleetRequests:
             self.num_moved += 1
 
     async def _ask(
-        self, pending: Pending, ask: Ask, send: Callable[[Member], Awaitable[T]], request_id: str | None = None
+        self, pending: Pending, ask: Ask, send: Callable[[Call], Awaitable[T]], request_id: str | None = None
     ) -> Answer[T] | None:
         """The answer of the first member that gives one; None = the user aborted before.
 
@@ -279,7 +296,7 @@ class FleetRequests:
             try:
                 if not pending.is_aborted:
                     with call.scope:
-                        answers.append(await send(member))
+                        answers.append(await send(call))
             except EngineError as error:
                 if is_own_fault(error):
                     raise

@@ -86,15 +86,16 @@ class FleetUpdates:
                     with trio.move_on_after(self._config.drain_s):
                         await member.wait_idle()
                 progress.begun.add(member)
+                member.note_update(weights.version)
                 try:
                     answer = await give(member.engine)
                     await confirm_update(member, answer, weights.version)
                 except EngineError as error:
                     progress.failures[member] = error
                     continue
-                member.version = weights.version
+                member.version, member.needs_weights = weights.version, False
                 progress.updated.append(member)
-                if at_once is not None and member.state is MemberState.UPDATING:  # else it was told to leave, or that it is dead
+                if at_once is not None and member.is_in(MemberState.UPDATING):  # else it was told to leave, or that it is dead
                     self._roster.set_state(member, MemberState.SERVING)
 
         with raise_single_errors():
