@@ -18,7 +18,6 @@ from torch import Tensor
 
 from rollouts.errors import CheckpointError
 
-
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 _PART = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")

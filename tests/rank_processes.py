@@ -82,6 +82,11 @@ def fail_alone(backends, rank: int, own: int):
     return own
 
 
+def return_function(backends):
+    """What cannot be sent back."""
+    return lambda: 1
+
+
 def send_signal(backends, rank: int, number: int, own: int):
     """One rank is killed or stopped while the others wait for it in an exchange."""
     if own == rank:

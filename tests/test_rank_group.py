@@ -8,6 +8,7 @@ import pickle
 import signal
 import socket
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +18,14 @@ import torch
 from forked import PATIENCE_S, Child
 from rank_processes import create_tiny_backend, start_ranks
 
+from rollouts.backends.async_writes import AsyncWriter, WriteFuture
 from rollouts.backends.factory import create_adamw_optimizer
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.backends.rank_channel import Channel, ChannelClosed, Listener, connect_to_leader, dump_value, load_value
-from rollouts.backends.rank_failures import Failure, describe_failure, find_cause, make_error
+from rollouts.backends.rank_failures import Failure, are_alike, describe_failure, find_cause, make_error
 from rollouts.backends.rank_group import join_ranks, read_placement
 from rollouts.backends.rank_watch import AwakeClock, LeaderWatch, Trouble, WatchLimits, WorkerWatch
+from rollouts.backends.weight_export import alone
 from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.losses import sft_loss
 from rollouts.testing import create_tiny_model
@@ -75,6 +78,7 @@ def refused(function, *arguments, **options):
 out["alike"] = refused(jobs.raise_everywhere)
 out["alone"] = refused(jobs.fail_alone, 2, own=[(0,), (1,), (2,)])
 out["unsendable"] = refused(lambda backends: 1)
+out["unsendable answer"] = refused(jobs.return_function)
 backend = group.create_backend("policy", jobs.create_tiny_backend)
 batches = jobs.make_batches()
 for number, batch in enumerate(batches):
@@ -131,6 +135,12 @@ def test_what_cannot_be_sent_is_refused_with_what_to_do(worked):
     kind, message = worked["unsendable"]
     assert kind == "ConfigError"
     assert "define each at the top of a module" in message
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_of_its_rank_and_leaves_the_group_usable(worked):
+    kind, message = worked["unsendable answer"]
+    assert kind == "BackendError"
+    assert message.startswith("rank 1 failed in trying: what it returned cannot be sent to rank 0 (Can't pickle local object")
 
 
 def test_three_ranks_train_as_one_process_does(worked):
@@ -330,6 +340,68 @@ def lost() -> Exception:
 def test_the_rank_that_the_others_failed_because_of_is_found(failures, missing, trouble, expected):
     told = {rank: describe(rank, error) for rank, error in failures.items()}
     assert find_cause("forward", told, missing, trouble, 10.0).rank == expected
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ({0: ValueError("bad"), 1: ValueError("bad there, too")}, True),
+        ({0: lost(), 1: lost()}, True),
+        ({0: RuntimeError("gloo: Connection closed by peer"), 1: RuntimeError("a bug of the user")}, False),
+        ({0: lost(), 1: BackendError("of its own")}, False),
+        ({0: ValueError("bad")}, False),
+    ],
+)
+def test_a_broken_exchange_is_not_like_an_error_of_the_same_class(failures, expected: bool):
+    assert are_alike({rank: describe(rank, error) for rank, error in failures.items()}, 2) == expected
+
+
+def test_what_is_said_of_a_rank_without_an_answer_is_what_was_seen():
+    told = {0: describe(0, lost())}
+    assert "within 10 s. Raise the timeout" in find_cause("forward", told, [1], Trouble("forward"), 10.0, waited_s=10.2).message
+    given_up = find_cause("forward", told, [1], Trouble("forward"), 10.0, waited_s=1.2).message
+    assert "within 1.2 s, in which other ranks have failed" in given_up
+    assert "timeout" not in given_up
+    closed = find_cause("forward", told, [1, 2], Trouble("forward"), 10.0, closed=[2], waited_s=1.2)
+    assert (closed.rank, closed.message.split(",")[0]) == (2, "it has closed the connection to rank 0 without an answer")
+    gone = find_cause("forward", told, [1, 2], Trouble("forward", gone=(2, 1)), 10.0, closed=[1], waited_s=1.2)
+    assert (gone.rank, gone.message.split(":")[0]) == (2, "its process is gone")
+
+
+class DiskFull:
+    """A backend that has failed to write beside training before anybody asks."""
+
+    def __init__(self) -> None:
+        self.writer = AsyncWriter(alone())
+
+    def save_checkpoint(self, directory: Path) -> WriteFuture:
+        future = self.writer.start(self.write, "save_checkpoint")
+        wait_until(future.done)
+        return future
+
+    def write(self, ranks) -> None:
+        raise CheckpointError("the disk is full")
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def test_a_write_beside_training_that_has_failed_already_is_an_error_of_the_checkpoint(tmp_path: Path):
+    with join_ranks({}) as group:
+        backend = group.create_backend("policy", DiskFull)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="the disk is full"):
+                backend.save_checkpoint(tmp_path)
+
+
+def test_checkpoints_beside_training_share_one_process_group(monkeypatch):
+    made: list[dict] = []
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **options: made.append(options))
+    writer = AsyncWriter(replace(alone(), world_size=2, timeout_s=10.0))
+    for _ in range(3):
+        writer.start(lambda ranks: None, "save_checkpoint")
+        writer.close()
+    assert len(made) == 1
 
 
 def test_a_surprise_of_another_rank_comes_with_its_traceback_and_an_error_of_the_library_as_what_it_is():

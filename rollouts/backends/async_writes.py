@@ -54,8 +54,8 @@ class AsyncWriter:
         self.wait()
         if self._own is None:
             self._own = _separate(self._ranks)
+        if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        assert self._thread is not None
         self._current = WriteFuture(self._thread.submit(write, self._own), operation)
         return self._current
 
@@ -66,14 +66,13 @@ class AsyncWriter:
             current.wait()
 
     def close(self) -> None:
-        """wait(), and end the thread."""
+        """wait(), and end the thread. The process group stays for the next start(): all ranks would have to meet to let it go."""
         try:
             self.wait()
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
             self._thread = None
-            self._own = None
 
 
 def _separate(ranks: Ranks) -> Ranks:

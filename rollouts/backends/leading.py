@@ -222,8 +222,8 @@ def _load_weights(backends: _Backends, name: str, weights: Mapping[str, Tensor])
 
 def _save_checkpoint(backends: _Backends, name: str, directory: Path) -> None:
     backend = backends[name]
-    if not backend.save_checkpoint(directory).done():
-        backend.close()  # one that writes beside training has written when this returns: the loops then rename the directory
+    if not isinstance(backend.save_checkpoint(directory), ImmediateTrainFuture):
+        backend.close()  # one that writes beside training has written when this returns, or failed: the loops then rename the directory
 
 
 def _load_checkpoint(backends: _Backends, name: str, directory: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -57,13 +57,29 @@ def _is_consequence(error: BaseException) -> bool:
     )
 
 
-def find_cause(operation: str, failures: Mapping[int, Failure], missing: list[int], trouble: Trouble, timeout_s: float) -> Failure:
+def are_alike(failures: Mapping[int, Failure], num_ranks: int) -> bool:
+    """Whether every rank met the same error by itself, or every one a broken exchange; not one the error and the others its consequence."""
+    return len(failures) == num_ranks and len({(failure.name, failure.is_consequence) for failure in failures.values()}) == 1
+
+
+def find_cause(
+    operation: str,
+    failures: Mapping[int, Failure],
+    missing: Sequence[int],
+    trouble: Trouble,
+    timeout_s: float,
+    *,
+    closed: Sequence[int] = (),
+    waited_s: float | None = None,
+) -> Failure:
     """The failure that the others follow from.
 
     Args:
         failures: of the ranks that answered with one.
         missing: ranks that have not answered.
         trouble: what the watch saw.
+        closed: ranks whose connection ended while an answer was awaited, in this order.
+        waited_s: how long the operation took until answers were given up; None = timeout_s.
     """
     own = [failures[rank] for rank in sorted(failures) if not failures[rank].is_consequence]
     if own:  # rank 0's first: its traceback is at hand
@@ -75,6 +91,15 @@ def find_cause(operation: str, failures: Mapping[int, Failure], missing: list[in
     silent = [rank for rank in trouble.silent if rank in missing]
     if silent:
         return _without_word(silent[0], "its process gives no sign of life: it is stopped, or its machine cannot be reached")
+    if closed:
+        return _without_word(
+            closed[0], "it has closed the connection to rank 0 without an answer, so its process ends. Its output says why"
+        )
+    if missing and waited_s is not None and waited_s < timeout_s:
+        return _without_word(
+            missing[0],
+            f"it has not come to the end of {operation} within {waited_s:.1f} s, in which other ranks have failed waiting for it",
+        )
     if missing:
         return _without_word(
             missing[0], f"it has not come to the end of {operation} within {timeout_s:g} s. Raise the timeout if that may take so long"

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -41,7 +41,7 @@ from rollouts.backends.rank_channel import (
     load_value,
     wait_readable,
 )
-from rollouts.backends.rank_failures import EXPLAIN_LOSS, Failure, describe_failure, find_cause, make_error
+from rollouts.backends.rank_failures import EXPLAIN_LOSS, Failure, are_alike, describe_failure, find_cause, make_error
 from rollouts.backends.rank_watch import LeaderWatch, Trouble, WatchLimits, WorkerWatch
 from rollouts.errors import BackendError, ConfigError
 
@@ -227,32 +227,27 @@ class RankGroup:
             messages = _dump_command(operation, function, shared, parts) if self._channels else []
             self._watch.begin(operation)
             try:
-                answers, error = self._carry_out(operation, messages, partial(function, self._backends, *shared, *parts[0]))
+                outcome = self._carry_out(operation, messages, partial(function, self._backends, *shared, *parts[0]))
             except BaseException as interrupt:  # the other ranks may be anywhere, so that no command can follow
                 self._watch.finish()
                 self._break(f"rank 0 was interrupted in {operation} by {type(interrupt).__name__}")
                 raise
-            return self._judge(operation, answers, error, self._watch.finish())
+            return self._judge(operation, outcome, self._watch.finish())
 
-    def _carry_out(
-        self, operation: str, messages: Sequence[tuple[bytes, ...]], call: Callable[[], object]
-    ) -> tuple[dict[int, _Answer], Exception | None]:
-        """Send a command, call rank 0's part, and gather the answers. Returns them by rank, and the error of rank 0's part."""
-        answers: dict[int, _Answer] = {}
-        error: Exception | None = None
-        try:
-            for rank, message in enumerate(messages, start=1):
-                for frame in message:
-                    self._channels[rank].commands.send(frame, self._timeout_s)
-        except ChannelClosed:
-            pass  # a rank is gone, which the watch tells; rank 0's part would wait for it
-        else:
+    def _carry_out(self, operation: str, messages: Sequence[tuple[bytes, ...]], call: Callable[[], object]) -> _Outcome:
+        """Send a command, call rank 0's part, and gather the answers."""
+        outcome, begin = _Outcome(), time.monotonic()
+        answers = outcome.answers
+        closed = self._send_all(messages)
+        if closed is None:
             try:
                 answers[0] = _Answer(value=call())
             except Exception as failed:
-                error = failed
+                outcome.error = failed
                 answers[0] = _Answer()
                 answers[0].set_error(0, failed)
+        else:  # rank 0's part would wait for it
+            outcome.closed.append(closed)
         waiting = {pair.commands: rank for rank, pair in self._channels.items()}
         deadline = time.monotonic() + self._timeout_s
         has_failed = 0 not in answers or answers[0].failure is not None
@@ -268,19 +263,33 @@ class RankGroup:
                     answers[rank] = load_value(channel.receive(self._timeout_s))
                 except ChannelClosed:
                     has_failed = True
+                    outcome.closed.append(rank)
                 else:
                     has_failed = has_failed or answers[rank].failure is not None
-        return answers, error
+        outcome.waited_s = time.monotonic() - begin
+        return outcome
 
-    def _judge(self, operation: str, answers: Mapping[int, _Answer], error: Exception | None, trouble: Trouble) -> list[Any]:
+    def _send_all(self, messages: Sequence[tuple[bytes, ...]]) -> int | None:
+        """Send every rank its part of a command. Returns the rank that is gone, at which it stops; None = all have theirs."""
+        for rank, message in enumerate(messages, start=1):
+            try:
+                for frame in message:
+                    self._channels[rank].commands.send(frame, self._timeout_s)
+            except ChannelClosed:
+                return rank
+        return None
+
+    def _judge(self, operation: str, outcome: _Outcome, trouble: Trouble) -> list[Any]:
         """The values of all ranks, or the error that is raised for them."""
+        answers, error = outcome.answers, outcome.error
         failures = {rank: answer.failure for rank, answer in answers.items() if answer.failure is not None}
         missing = [rank for rank in range(self.num_ranks) if rank not in answers]
         if not failures and not missing:
             return [answers[rank].value for rank in range(self.num_ranks)]
-        if error is not None and len({(rank in failures) and failures[rank].name for rank in range(self.num_ranks)}) == 1:
-            raise error  # all alike
-        cause = find_cause(operation, failures, [rank for rank in missing if rank > 0], trouble, self._timeout_s)
+        if error is not None and are_alike(failures, self.num_ranks):
+            raise error
+        others = [rank for rank in missing if rank > 0]
+        cause = find_cause(operation, failures, others, trouble, self._timeout_s, closed=outcome.closed, waited_s=outcome.waited_s)
         raised = error if cause.rank == 0 and error is not None else make_error(cause, operation)
         if missing:
             self._break(str(raised).split("\n")[0])
@@ -320,8 +329,14 @@ class RankGroup:
             while operation := channel.receive(None).decode():
                 watch.begin(operation)
                 answer = self._answer(channel)
+                try:
+                    data = dump_value(answer)
+                except Exception as error:
+                    answer = _Answer()
+                    answer.set_error(self.rank, BackendError(f"what it returned cannot be sent to rank 0 ({error}): return plain values"))
+                    data = dump_value(answer)
                 watch.finish(None if answer.failure is None else f"{answer.failure.name}: {answer.failure.message}")
-                channel.send(dump_value(answer), self._timeout_s)
+                channel.send(data, self._timeout_s)
         except ChannelClosed:
             raise BackendError(f"rank {self.rank} ends: {watch.reason or 'rank 0 is gone'}") from None
 
@@ -376,6 +391,16 @@ class _Answer:
     def set_error(self, rank: int, error: Exception) -> None:
         """It failed."""
         self.failure = describe_failure(rank, error)
+
+
+@dataclass
+class _Outcome:
+    """What came of one command."""
+
+    answers: dict[int, _Answer] = field(default_factory=dict[int, _Answer])  # by rank
+    error: Exception | None = None  # of rank 0's part
+    closed: list[int] = field(default_factory=list[int])  # ranks whose connection ended instead of an answer
+    waited_s: float = 0.0  # from the command to the last answer that came, or was given up
 
 
 def _dump_command(
