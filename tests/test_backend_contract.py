@@ -285,7 +285,7 @@ async def test_the_checkpoint_opens_as_a_hugging_face_model(open_backend, tmp_pa
 @pytest.mark.parametrize("damage", ["truncate", "other architecture", "no trainer state", "not a model"])
 async def test_a_checkpoint_that_does_not_fit_is_refused_with_a_reason(open_backend, tmp_path: Path, damage: str):
     size = 64 if damage == "other architecture" else 32
-    async with open_backend(create_tiny_model(hidden_size=size)) as backend:
+    async with open_backend(create_tiny_model(seed=5, hidden_size=size)) as backend:
         await backend.save_checkpoint(tmp_path).result()
     expected = {"truncate": "complete safetensors", "other architecture": "another architecture", "no trainer state": "trainer_state"}
     if damage == "truncate":
@@ -297,8 +297,11 @@ async def test_a_checkpoint_that_does_not_fit_is_refused_with_a_reason(open_back
     elif damage == "not a model":
         (tmp_path / "config.json").unlink()
     async with open_backend(create_tiny_model()) as backend:
+        before = await backend.get_weights().result()
         with pytest.raises(CheckpointError, match=expected.get(damage, r"config\.json")):
             await backend.load_checkpoint(tmp_path).result()
+        after = await backend.get_weights().result()
+        assert all(torch.equal(before[name], after[name]) for name in before)  # refused before anything was overwritten
 
 
 async def test_a_non_finite_gradient_is_skipped_and_counted(open_backend):

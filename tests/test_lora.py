@@ -167,6 +167,10 @@ def test_given_weights_become_the_base_and_adapters_begin_anew():
     torch.testing.assert_close(log_probs(backend), before, atol=1e-5, rtol=1e-4)
     assert same(backend.get_weights().value, weights)
     assert all(not value.any() for name, value in adapters(backend.model).items() if name.endswith("B"))
+    fresh = create_backend()
+    fresh.load_weights(weights)
+    assert train(backend, [7]) == train(fresh, [7])  # neither A nor the moments remember
+    assert same(backend.get_weights().value, fresh.get_weights().value)
     with pytest.raises(CheckpointError, match="does not fit"):
         backend.load_weights({"model.layers.0.self_attn.q_proj.base_layer.weight": torch.zeros(32, 32)})
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from rollouts.backends.factory import create_adamw_optimizer, create_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.batching import collate_samples
-from rollouts.errors import BackendError, ConfigError
+from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.loss_weights import token_mean
 from rollouts.losses import sft_loss
 from rollouts.packing import pack_padded, run_packed, use_packed_attention
@@ -101,3 +102,31 @@ def test_master_weights_must_be_float32():
     model = create_tiny_model().to(torch.bfloat16)
     with pytest.raises(AssertionError, match="master weights are float32"):
         PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda state: state.update(kind="torch_func"), "is of the backend 'torch_func'"),
+        (lambda state: state["optimizer"]["param_groups"].pop(), "groups of"),
+        (lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(2, 3)), r"exp_avg of its parameter 0 is \(2, 3\)"),
+        (lambda state: state.pop("optimizer"), "has no 'optimizer'"),
+        (lambda state: state.pop("rng"), "lacks rng"),
+    ],
+)
+def test_a_trainer_state_that_does_not_fit_is_refused_before_anything_is_overwritten(damage, expected: str, tmp_path: Path):
+    saved = create_pytorch_backend(create_tiny_model(seed=5), lr=1e-2)
+    batch = collate_samples([Sample(tokens=(3, 4, 5), loss_mask=(0.0, 1.0, 1.0))])
+    batch = replace(batch, loss_weights=token_mean(batch))
+    saved.forward_backward(batch, sft_loss)
+    saved.optim_step()
+    saved.save_checkpoint(tmp_path)
+    state = torch.load(tmp_path / "trainer_state.pt")
+    damage(state)
+    torch.save(state, tmp_path / "trainer_state.pt")
+    backend = create_pytorch_backend(create_tiny_model(), lr=1e-2)
+    before = backend.get_weights().value
+    with pytest.raises(CheckpointError, match=expected):
+        backend.load_checkpoint(tmp_path)
+    after = backend.get_weights().value
+    assert all(torch.equal(before[name], after[name]) for name in before) and not backend.optimizer.state

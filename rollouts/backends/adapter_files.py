@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollouts.backends.lora import ADAPTER_NAME, LoRAConfig, adapted_layers, adapter_of, assign, zero_adapters
+from rollouts.backends.lora import ADAPTER_NAME, LoRAConfig, adapted_layers, adapter_of, assign, init_adapters
 from rollouts.backends.weight_stream import whole_tensor
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.model_weights import base_weights, has_adapters
@@ -48,9 +48,16 @@ class Adapters:
         self._fingerprint: str | None = None  # of the base, once it has been asked for
         self._base_was_replaced = False
 
-    def replaced_base(self) -> None:
-        """The weights below the adapters are others now: the adapters begin anew, with B = 0."""
-        zero_adapters(self._model)
+    def replaced_base(self, optimizer: torch.optim.Optimizer) -> None:
+        """The weights below the adapters are others now: the adapters begin anew, A by the seed, B = 0, nothing known to the optimizer.
+
+        Args:
+            optimizer: of the adapters.
+        """
+        init_adapters(self._model, self.config.seed)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state.pop(parameter, None)
         self._fingerprint, self._base_was_replaced = None, True
 
     def fingerprint(self) -> str:

@@ -190,7 +190,7 @@ class FSDPTrainingBackend:
             for name, value in weights.items():
                 assign(own[name], value)
         if self._adapters is not None:
-            self._adapters.replaced_base()
+            self._adapters.replaced_base(self.optimizer)
         return ImmediateTrainFuture(None, "load_weights")
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -138,13 +138,6 @@ def init_adapters(model: torch.nn.Module, seed: int) -> None:
                 assign(linear.weight, value)
 
 
-def zero_adapters(model: torch.nn.Module) -> None:
-    """Set every B to 0, so that the model computes what its base does."""
-    with torch.no_grad():
-        for _, layer in adapted_layers(model):
-            adapter_of(layer)[1].zero_()
-
-
 def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """(name in the plain model, layer of peft) of each layer that has an adapter; none where has_adapters is False."""
     if has_adapters(model):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollouts.backends.adapter_files import Adapters, check_has_no_adapters, check_lora
+from rollouts.backends.adapter_files import ADAPTER_DIRECTORY, Adapters, check_adapter_config, check_has_no_adapters, check_lora
 from rollouts.backends.distributed import Ranks
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.lora import LoRAConfig, adapters_off
@@ -18,11 +18,17 @@ from rollouts.backends.model_pass import check_head, move_batch, run_rows
 from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.backends.protocol import OutputFn
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
-from rollouts.backends.trainer_files import SHARDED_DIRECTORY, TRAINER_FILE, export_model, read_trainer_state, write_trainer_state
+from rollouts.backends.trainer_files import (
+    SHARDED_DIRECTORY,
+    TRAINER_FILE,
+    check_optimizer_fits,
+    export_model,
+    read_trainer_state,
+    write_trainer_state,
+)
 from rollouts.backends.updates import Scheduler, UpdateCounts, check_skipped_updates, update_parameters
 from rollouts.backends.weight_gather import describe_model_weights, gather_model_weights
 from rollouts.backends.weight_stream import check_architecture, stream_weights
-from rollouts.errors import CheckpointError
 from rollouts.model_weights import check_weights_fit, copy_weights, read_weights
 from rollouts.packing import use_packed_attention
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
@@ -163,7 +169,7 @@ class PyTorchTrainingBackend:
         check_weights_fit(self.model, weights, "the given weights")
         copy_weights(self.model, weights)
         if self._adapters is not None:
-            self._adapters.replaced_base()
+            self._adapters.replaced_base(self.optimizer)
         return ImmediateTrainFuture(None, "load_weights")
 
     # -- StreamsWeights
@@ -196,22 +202,29 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture(None, "save_checkpoint")
 
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
-        """Restore what save_checkpoint wrote, or FSDPTrainingBackend. Raises CheckpointError saying what does not fit."""
+        """Restore what save_checkpoint wrote, or FSDPTrainingBackend.
+
+        Raises: CheckpointError saying what does not fit, before anything is overwritten.
+        """
         check_architecture(self.model, directory)
         if (directory / SHARDED_DIRECTORY).is_dir():
             return self._load_sharded(directory)
+        weights: dict[str, Tensor] = {}
         if self._adapters is None:
             check_has_no_adapters(directory)
-            self._read_weights(directory)
+            weights = read_weights(directory)
+            check_weights_fit(self.model, weights, str(directory))
         else:
-            self._adapters.load(directory, self._read_weights)
+            check_adapter_config(self.model, self._adapters.config, directory / ADAPTER_DIRECTORY)
         state = read_trainer_state(directory, KIND)
-        try:
-            self.optimizer.load_state_dict(state["optimizer"])
-            if self.scheduler is not None and state["scheduler"] is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
-        except (RuntimeError, ValueError, KeyError, EOFError, OSError) as error:
-            raise CheckpointError(f"{directory / TRAINER_FILE} cannot be restored into this optimizer: {error}") from error
+        check_optimizer_fits(self.optimizer, state, directory / TRAINER_FILE)
+        if self._adapters is None:
+            copy_weights(self.model, weights)
+        else:
+            self._adapters.load(directory, self._read_weights)  # which refuses, too, before it overwrites
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)

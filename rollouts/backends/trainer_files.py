@@ -80,3 +80,35 @@ def read_trainer_state(directory: Path, kind: str) -> dict[str, Any]:
             "--model.path"
         )
     return state
+
+
+def check_optimizer_fits(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError unless an optimizer can take the state that a backend of one process has written.
+
+    Args:
+        optimizer: whose parameters are whole; left as it is.
+        state: of read_trainer_state.
+        path: of the file, for the message.
+    """
+    try:
+        groups, values = state["optimizer"]["param_groups"], state["optimizer"]["state"]
+        missing = {"scheduler", "rng", "cuda_rng", "num_updates", "num_skipped_in_a_row", "weight_version"} - state.keys()
+        saved = [list(group["params"]) for group in groups]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be restored into this optimizer: it has no {error}") from error
+    if missing:
+        raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}: it is of another version of this library, or damaged")
+    own = [cast("list[Tensor]", group["params"]) for group in optimizer.param_groups]
+    if [len(group) for group in saved] != [len(group) for group in own]:
+        raise CheckpointError(
+            f"{path} cannot be restored into this optimizer: it has groups of {[len(group) for group in saved]} parameters, expected "
+            f"{[len(group) for group in own]}"
+        )
+    for number, parameter in ((n, p) for g, group in zip(saved, own, strict=True) for n, p in zip(g, group, strict=True)):
+        shapes = {key: tuple(x.shape) for key, x in values.get(number, {}).items() if isinstance(x, Tensor) and x.dim()}
+        wrong = [key for key, shape in shapes.items() if shape != tuple(parameter.shape)]
+        if wrong:
+            raise CheckpointError(
+                f"{path} cannot be restored into this optimizer: {wrong[0]} of its parameter {number} is {shapes[wrong[0]]}, expected "
+                f"{tuple(parameter.shape)}"
+            )
