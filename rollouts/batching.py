@@ -5,6 +5,7 @@ Every row ends up in exactly one part, and the loss is a weighted sum over token
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -257,11 +258,11 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int | None = None, 
 def _deal_rows(lengths: Sequence[int], order: Sequence[int], num_parts: int) -> list[list[int]]:
     """Give each row, longest first, to the part with the fewest tokens (then the fewest rows)."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    totals = [0] * num_parts
+    heap = [(0, 0, place) for place in range(num_parts)]  # tokens, rows, part: a heap already
     for row in order:
-        place = min(range(num_parts), key=lambda i: (totals[i], len(parts[i]), i))
+        tokens, count, place = heap[0]
         parts[place].append(row)
-        totals[place] += lengths[row]
+        heapq.heapreplace(heap, (tokens + lengths[row], count + 1, place))
     return parts
 
 

@@ -2664,6 +2664,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if not backend.save_checkpoint(directory).done():",
         ("test_rank_group.py::test_a_write_beside_training_that_has_failed_already_is_an_error_of_the_checkpoint",),
     ),
+    Mutation(
+        "batching.py",
+        "of ranks with equal tokens the first gets the next row, however many rows it has",
+        "(tokens + lengths[row], count + 1, place)",
+        "(tokens + lengths[row], count, place)",
+        ("test_batching.py::test_each_row_longest_first_goes_to_the_shard_with_the_fewest_tokens_then_rows_then_number",),
+    ),
     # -- functional backends
     Mutation(
         "backends/functional.py",

@@ -433,3 +433,12 @@ def test_sharded_microbatches_hold_every_row_once_and_no_rank_gets_too_much(leng
 
 def test_shards_without_rows_come_last_and_are_empty():
     assert plan_shards([3, 9], 4) == [[1], [0], [], []]
+
+
+@given(lengths=st.lists(st.integers(0, 6), max_size=30), num_shards=st.integers(1, 9))
+def test_each_row_longest_first_goes_to_the_shard_with_the_fewest_tokens_then_rows_then_number(lengths, num_shards):
+    parts: list[list[int]] = [[] for _ in range(num_shards)]
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        place = min(range(num_shards), key=lambda i: (sum(lengths[r] for r in parts[i]), len(parts[i]), i))
+        parts[place].append(row)
+    assert plan_shards(lengths, num_shards) == [sorted(part) for part in parts]
