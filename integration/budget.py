@@ -15,7 +15,7 @@ intermediate, q and k the widths of all query and key heads, and w bytes for a n
     n_h, n_q = 24, 8 in float32; 26, 6 with products in bfloat16, beside whose inputs the residual stream and norms keep theirs in float32
 
 A test counts what autograd saves, and finds this. With gradient checkpointing one input, 4 h, is kept for each layer, and the whole of
-one layer while it is computed again.
+one layer while it is computed again. Each adapter of LoRA with dropout keeps an input of its own, w bytes a number, and a mask of one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Literal
 
-from integration.budget_sizes import ModelSizes
+from integration.budget_sizes import AdapterSizes, ModelSizes
 from rollouts.backends.fsdp_config import FSDPConfig
 
 Precision = Literal["float32", "bfloat16"]
@@ -70,8 +70,13 @@ class Training:
     tokens: int  # of a micro-batch of one process
     precision: Precision = "float32"
     sharding: Sharding | None = None  # None = one process without FSDP
-    trained_parameters: int | None = None  # None = all; of LoRA those of the adapters, which come on top of the model's
+    adapters: AdapterSizes | None = None  # of LoRA, which alone are trained, on top of the model's parameters; None = all of those are
     has_vocabulary: bool = True  # log-probs are computed; False = a critic, whose head is one column
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether the model's own parameters are trained."""
+        return self.adapters is None
 
     @property
     def width(self) -> int:
@@ -107,13 +112,13 @@ def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
     ends (the gradient of embedding and output layer, before it is added or sent): the larger one counts.
     """
     sharding = training.sharding
-    trained = sizes.num_parameters if training.trained_parameters is None else training.trained_parameters
-    held = sizes.num_parameters + (0 if training.trained_parameters is None else trained)
+    trained = sizes.num_parameters if training.adapters is None else training.adapters.num_parameters
+    held = sizes.num_parameters + (0 if training.trains_all else trained)
     shards = 1 if sharding is None else sharding.shards
     offloaded = sharding is not None and sharding.config.cpu_offload
     begin = activation_bytes(sizes, training) + working_bytes(sizes, training)
     end = 0
-    if training.trained_parameters is None:
+    if training.trains_all:
         begin += sizes.head_parameters * FLOAT if training.has_vocabulary else 0
         end = gradient_buffer_bytes(sizes, training)
     parts = [
@@ -183,6 +188,8 @@ def other_bytes_per_token(sizes: ModelSizes, precision: Precision) -> int:
 def activation_bytes(sizes: ModelSizes, training: Training) -> int:
     """All that autograd keeps of a micro-batch for its backward pass."""
     layer = layer_bytes_per_token(sizes, training.precision)
+    if training.adapters is not None:
+        layer += ceil(training.adapters.dropped_inputs / sizes.num_layers) * (training.width + 1)  # an adapter's own input, and its mask
     layers = sizes.num_layers * layer
     if training.checkpoints_layers:
         layers = sizes.num_layers * sizes.hidden_size * FLOAT + layer

@@ -69,7 +69,7 @@ def plan_roles(work: Workload) -> list[Role]:
         parts += [_of("reference", part) for part in inference_parts(work.sizes, work.training)]
     gaps = heap_bytes(work.sizes, work.training, policy)
     if work.has_critic:
-        sizes, training = critic_sizes(work.sizes), replace(work.training, has_vocabulary=False)
+        sizes, training = critic_sizes(work.sizes), critic_training(work.training)
         critic = training_parts(sizes, training)
         parts += [_of("critic", part) for part in critic]
         gaps += heap_bytes(sizes, training, critic)
@@ -89,6 +89,11 @@ def critic_sizes(sizes: ModelSizes) -> ModelSizes:
     """The policy's sizes without its output layer; the head of a critic, one column, does not count."""
     removed = 0 if sizes.is_tied else sizes.head_parameters
     return replace(sizes, num_parameters=sizes.num_parameters - removed, root_parameters=sizes.root_parameters - removed, is_tied=False)
+
+
+def critic_training(training: Training) -> Training:
+    """How a critic beside a policy that is trained so is trained: whole, also where the policy has adapters."""
+    return replace(training, has_vocabulary=False, adapters=None)
 
 
 def server_parts(work: Workload) -> list[Part]:
@@ -177,7 +182,10 @@ def plan_traffic(work: Workload, links: Links) -> list[Traffic]:
     passes = count_microbatches(step_tokens, max_tokens=work.training.tokens, num_ranks=work.num_ranks)
     models = 1 + work.has_critic
     if work.num_ranks > 1:
-        traffic.append(Traffic("an optimizer step", passes * models, tuple(pass_traffic(work.sizes, work.training, links))))
+        traffic.append(Traffic("an optimizer step", passes, tuple(pass_traffic(work.sizes, work.training, links))))
+        if work.has_critic:
+            critic = pass_traffic(critic_sizes(work.sizes), critic_training(work.training), links)
+            traffic.append(Traffic("an optimizer step of the critic", passes, tuple(critic)))
     if work.batch_rows:
         tokens = work.batch_rows * work.row_tokens
         passes = count_microbatches(tokens, max_tokens=work.training.tokens, num_ranks=work.num_ranks)

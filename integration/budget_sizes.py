@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rollouts.backends.lora import ALL_LINEAR
+from rollouts.backends.lora import LoRAConfig, choose_targets, count_lora_parameters, linear_layers
 from rollouts.errors import ConfigError
 from rollouts.packing import get_decoder
 
@@ -28,7 +28,8 @@ class ModelSizes:
     vocab_size: int
     is_tied: bool  # output layer and embedding are one matrix
     has_qk_norm: bool  # queries and keys are normalized, as in Qwen3
-    linear_widths: tuple[tuple[str, int], ...] = ()  # names of linear layers below the output layer, inputs + outputs of each name
+    linear_layers: tuple[tuple[str, int, int], ...] = ()  # full name, inputs, outputs of each linear layer below the output layer
+    architecture: str = "the model"  # its class, for messages
 
     @property
     def query_size(self) -> int:
@@ -75,7 +76,8 @@ def read_sizes(model_config: Any, *, trust_remote_code: bool = False) -> ModelSi
         vocab_size=config.vocab_size,
         is_tied=bool(getattr(model_config, "tie_word_embeddings", False)),
         has_qk_norm="q_norm" in names,
-        linear_widths=_linear_widths(model),
+        linear_layers=tuple((name, *widths) for name, widths in linear_layers(model).items()),
+        architecture=type(model).__name__,
     )
 
 
@@ -94,24 +96,22 @@ def create_empty_model(model_config: Any, *, trust_remote_code: bool = False) ->
     return model
 
 
-def count_adapter_parameters(sizes: ModelSizes, *, rank: int, target_modules: tuple[str, ...]) -> int:
-    """Parameters of LoRA's adapters: rank (inputs + outputs) for each linear layer whose name ends in one of the targets.
+@dataclass(frozen=True, kw_only=True)
+class AdapterSizes:
+    """Sizes of the adapters that LoRA gives a model."""
 
-    Args:
-        target_modules: LoRAConfig's; "all-linear" = all but the output layer.
-    """
-    everywhere = target_modules == (ALL_LINEAR,)
-    return sum(rank * width for name, width in sizes.linear_widths if everywhere or name in target_modules)
+    num_parameters: int
+    dropped_inputs: int = 0  # inputs of all adapted layers together, where each adapter drops some of its own: then it keeps them
 
 
-def _linear_widths(model: Any) -> tuple[tuple[str, int], ...]:
-    """Inputs and outputs of all linear layers of a name, summed, the output layer left out."""
-    widths: dict[str, int] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
-            name = path.rpartition(".")[2]
-            widths[name] = widths.get(name, 0) + module.in_features + module.out_features
-    return tuple(widths.items())
+def read_adapter_sizes(sizes: ModelSizes, config: LoRAConfig) -> AdapterSizes:
+    """Of the adapters of this configuration. Raises: ConfigError for a target that the model does not have."""
+    layers = {name: (inputs, outputs) for name, inputs, outputs in sizes.linear_layers}
+    targets = choose_targets(list(layers), config, sizes.architecture)
+    return AdapterSizes(
+        num_parameters=count_lora_parameters(layers, config, sizes.architecture),
+        dropped_inputs=sum(layers[name][0] for name in targets) if config.dropout else 0,
+    )
 
 
 def _intermediate_size(config: Any) -> int:

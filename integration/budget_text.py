@@ -11,7 +11,7 @@ import torch
 
 from integration.budget import STATES, Part, Sharding, Training
 from integration.budget_run import Role, Traffic, Workload, largest_microbatch, needed_bytes, plan_roles, plan_traffic
-from integration.budget_sizes import ModelSizes, count_adapter_parameters
+from integration.budget_sizes import ModelSizes, read_adapter_sizes
 from integration.budget_traffic import Links
 from integration.config import Config, count_rl_updates, response_tokens
 from integration.hardware import HardwareSection
@@ -79,10 +79,9 @@ def read_training(config: Config, mode: str, sizes: ModelSizes, row_tokens: int)
     if "sft" in mode:
         row = sft_row_tokens(config)
         tokens = max(tokens, row, min(sft.max_tokens_per_microbatch, ceil(sft.batch_size * row / ranks)))
-    adapters = None
-    if config.lora.rank:
-        adapters = count_adapter_parameters(sizes, rank=config.lora.rank, target_modules=config.lora.target_modules)
-    training = Training(tokens=tokens, precision=config.backend.compute_dtype, trained_parameters=adapters)
+    lora = config.lora.create(config.seed)
+    adapters = None if lora is None else read_adapter_sizes(sizes, lora)
+    training = Training(tokens=tokens, precision=config.backend.compute_dtype, adapters=adapters)
     if config.backend.kind != "fsdp":
         return training
     fsdp = config.backend.fsdp

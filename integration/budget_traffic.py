@@ -55,7 +55,7 @@ def pass_traffic(sizes: ModelSizes, training: Training, links: Links, *, with_gr
     in_layers = sizes.num_parameters - sizes.root_parameters
     gathered = training.width * in_layers + FLOAT * sizes.root_parameters
     received = (shards - 1) / shards
-    trained = sizes.num_parameters if training.trained_parameters is None else training.trained_parameters
+    trained = sizes.num_parameters if training.adapters is None else training.adapters.num_parameters
     again = 0 if sharding.keeps_layers else training.width * in_layers
     inside = links.bandwidth(shards)
     across = links.bandwidth(sharding.num_ranks)

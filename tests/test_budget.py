@@ -26,7 +26,7 @@ from integration.budget import (
     working_bytes,
 )
 from integration.budget_run import Workload, critic_sizes, largest_microbatch, needed_bytes, plan_roles, plan_traffic
-from integration.budget_sizes import ModelSizes, count_adapter_parameters, read_sizes
+from integration.budget_sizes import AdapterSizes, ModelSizes, read_adapter_sizes, read_sizes
 from integration.budget_text import describe_budget, find_memory, format_bytes, read_workload
 from integration.budget_traffic import Links, count_microbatches, pass_traffic, rows_traffic, sync_traffic
 from integration.config import Config, create_model_config
@@ -91,14 +91,19 @@ def test_sizes_are_read_off_the_configuration(sizes: ModelSizes):
 
 
 def test_adapters_are_counted_as_peft_makes_them():
-    for targets in (("all-linear",), ("q_proj", "v_proj")):
+    for targets in (("all-linear",), ("q_proj", "v_proj"), ("self_attn.q_proj",), ("layers.0.self_attn.q_proj",)):
         model = create_tiny_model(vocab_size=50)
         add_adapters(model, LoRAConfig(rank=3, target_modules=targets))
         real = sum(p.numel() for p in model.parameters() if p.requires_grad)
         plain = read_sizes(create_tiny_model(vocab_size=50).config)
-        assert count_adapter_parameters(plain, rank=3, target_modules=targets) == real
+        assert read_adapter_sizes(plain, LoRAConfig(rank=3, target_modules=targets)).num_parameters == real
     by_hand = 3 * 5 * (2 * (16 + 32) + 2 * (16 + 16) + 3 * (16 + 40))
-    assert count_adapter_parameters(read_sizes(make_config()), rank=5, target_modules=("all-linear",)) == by_hand
+    assert read_adapter_sizes(read_sizes(make_config()), LoRAConfig(rank=5)).num_parameters == by_hand
+
+
+def test_a_target_that_the_model_does_not_have_is_refused_before_a_run():
+    with pytest.raises(ConfigError, match="'nonsense', but no linear layer below the output layer of Qwen3ForCausalLM"):
+        describe(Config(lora=LoRASection(rank=4, target_modules=("nonsense",))))
 
 
 # -- memory
@@ -122,15 +127,10 @@ def test_the_memory_of_one_process_is_the_sum_by_hand(sizes: ModelSizes):
     }
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
-def test_activations_are_what_autograd_saves(kind: str, precision: Any):
-    import transformers
-
-    config = make_config(kind)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+def count_saved_bytes(model: Any, precision: str) -> int:
+    """What autograd keeps of a pass over make_batch(), parameters left out."""
     use_packed_attention(model)
+    model.train()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
     alive: list[torch.Tensor] = []
@@ -144,8 +144,33 @@ def test_activations_are_what_autograd_saves(kind: str, precision: Any):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         run_rows(model, make_batch(), compute_log_probs, OutputOptions(compute_dtype=getattr(torch, precision)))
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
+def test_activations_are_what_autograd_saves(kind: str, precision: Any):
+    import transformers
+
+    config = make_config(kind)
+    torch.manual_seed(0)
+    found = count_saved_bytes(getattr(transformers, f"{kind}ForCausalLM")(config), precision)
     sizes, training = read_sizes(config), Training(tokens=256, precision=precision)
-    assert activation_bytes(sizes, training) + unsharded_bytes(sizes, training) == pytest.approx(sum(saved.values()), rel=0.01)
+    assert activation_bytes(sizes, training) + unsharded_bytes(sizes, training) == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_adapters_with_dropout_keep_inputs_of_their_own(precision: Any):
+    import transformers
+
+    config, lora = make_config(hidden_size=64, intermediate_size=192, head_dim=16), LoRAConfig(rank=4, dropout=0.1)
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config)
+    add_adapters(model, lora)
+    sizes = read_sizes(config)
+    training = Training(tokens=256, precision=precision, adapters=read_adapter_sizes(sizes, lora))
+    ratio = (activation_bytes(sizes, training) + unsharded_bytes(sizes, training)) / count_saved_bytes(model, precision)
+    assert 1.0 < ratio < 1.15  # frozen layers keep no inputs, which are counted
 
 
 def test_a_real_backend_holds_the_bytes_of_the_formula():
@@ -164,7 +189,7 @@ def test_a_real_backend_holds_the_bytes_of_the_formula():
 
 
 def test_adapters_alone_have_gradients_and_moments(sizes: ModelSizes):
-    whole, adapters = parts_of(sizes, Training(tokens=64)), parts_of(sizes, Training(tokens=64, trained_parameters=100))
+    whole, adapters = parts_of(sizes, Training(tokens=64)), parts_of(sizes, Training(tokens=64, adapters=AdapterSizes(num_parameters=100)))
     assert adapters["parameters"] == whole["parameters"] + 400
     assert (adapters["gradients"], adapters["Adam's moments"]) == (400, 800)
     assert adapters["logits, gradients on their way"] < whole["logits, gradients on their way"]
@@ -453,6 +478,19 @@ def test_adapters_show_in_the_budget():
     assert "memory: reference weights" not in describe(with_kl)  # it is the policy without its adapters
     assert "memory: reference weights" in describe(replace(with_kl, lora=LoRASection()))
     assert not any(name.startswith("traffic") for name in plain)
+
+
+def test_a_critic_is_trained_whole_beside_a_policy_with_adapters(sizes: ModelSizes):
+    def plan(adapters: AdapterSizes | None) -> tuple[dict[str, int], dict[str, int]]:
+        training = sharded_training(64, 4, FSDPConfig(), adapters=adapters)
+        work = Workload(sizes=sizes, training=training, device="cuda", has_critic=True, row_tokens=8, step_rows=8, batch_rows=8)
+        traffic = {entry.name: entry.size for entry in plan_traffic(work, Links())}
+        return {part.name: part.size for part in plan_roles(work)[0].parts if part.name.startswith("critic")}, traffic
+
+    (whole, whole_traffic), (adapted, adapted_traffic) = plan(None), plan(AdapterSizes(num_parameters=100))
+    assert adapted == whole and whole["critic: Adam's moments"] == 2 * TOTAL
+    assert adapted_traffic["an optimizer step of the critic"] == whole_traffic["an optimizer step of the critic"]
+    assert adapted_traffic["an optimizer step"] < whole_traffic["an optimizer step"]
 
 
 def test_memory_is_asked_of_the_machine_unless_the_user_says():

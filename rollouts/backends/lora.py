@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -100,8 +100,23 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
 
 def find_targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Full names of the layers that get an adapter. Raises ConfigError for a name that is of no layer, or of one that cannot have one."""
+    return choose_targets(list(linear_layers(model)), config, type(model).__name__)
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) by the full name of each linear layer below the output layer, of a model without adapters."""
     head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head}
+    linear = ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head)
+    return {name: (module.in_features, module.out_features) for name, module in linear}
+
+
+def choose_targets(linear: Sequence[str], config: LoRAConfig, model_name: str) -> list[str]:
+    """The layers that get an adapter. Raises ConfigError for a target that is the end of none of the names.
+
+    Args:
+        linear: full names of the layers that can have one, as linear_layers gives them.
+        model_name: for messages.
+    """
     if config.target_modules == (ALL_LINEAR,):
         found = set(linear)
     else:
@@ -111,12 +126,12 @@ def find_targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
             if not matching:
                 known = sorted({name.rpartition(".")[2] for name in linear})
                 raise ConfigError(
-                    f"lora.target_modules has {target!r}, but no linear layer below the output layer of {type(model).__name__} is called "
+                    f"lora.target_modules has {target!r}, but no linear layer below the output layer of {model_name} is called "
                     f"so: choose from {', '.join(known)}, or {ALL_LINEAR} alone"
                 )
             found |= matching
     if not found:
-        raise ConfigError(f"{type(model).__name__} has no linear layers below its output layer, and adapters are for those")
+        raise ConfigError(f"{model_name} has no linear layers below its output layer, and adapters are for those")
     return [name for name in linear if name in found]
 
 
@@ -200,20 +215,16 @@ def copy_without_adapters(model: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
-def count_lora_parameters(model_config: Any, lora: LoRAConfig) -> int:
-    """Trained parameters of the adapters on a model that is known by its Hugging Face configuration. No memory is taken for them.
+def count_lora_parameters(layers: Mapping[str, tuple[int, int]], config: LoRAConfig, model_name: str = "the model") -> int:
+    """Trained parameters of the adapters of a model.
 
-    Raises: ConfigError if it does not describe a causal language model, or for targets that it does not have.
+    Args:
+        layers: of linear_layers.
+        model_name: for messages.
+
+    Raises: ConfigError for a target that is the end of none of the names.
     """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(model_config))
-    except (ValueError, ImportError, OSError) as error:
-        raise ConfigError(f"the model configuration ({type(model_config).__name__}) is not of a causal language model: {error}") from error
-    layers = [cast("torch.nn.Linear", model.get_submodule(name)) for name in find_targets(model, lora)]
-    return sum(lora.rank * (layer.in_features + layer.out_features) for layer in layers)
+    return sum(config.rank * sum(layers[name]) for name in choose_targets(list(layers), config, model_name))
 
 
 def _import_peft() -> Any:
