@@ -1771,6 +1771,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_fleet.py::test_what_a_leaving_member_does_not_finish_goes_on_elsewhere_with_what_it_has",),
     ),
     Mutation(
+        "engines/fleet_channel.py",
+        "the members of a fleet wait for one that has left before the transfer",
+        "                nursery.start_soon(look)\n",
+        "",
+        ("test_fleet_channel.py::test_the_others_do_not_wait_for_one_that_dies_before_the_transfer",),
+    ),
+    Mutation(
         "engines/fleet_requests.py",
         "tokens of older weights than were confirmed are accepted",
         "if found < oldest:",

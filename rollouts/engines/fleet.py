@@ -274,6 +274,10 @@ class EngineFleet:
         """The engine of each member."""
         return tuple(member.engine for member in self._roster.members.values())
 
+    async def wait_change(self) -> None:
+        """Until the state of a member changes."""
+        await self._roster.wait_change()
+
     async def add(self, engine: InferenceEngine) -> None:
         """Let an engine join: it is given the weights, generates a token with them, and then gets requests.
 

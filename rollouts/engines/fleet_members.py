@@ -259,6 +259,10 @@ class Roster:
             if waited.cancelled_caught or trio.current_time() >= self._get_patience_end():
                 raise EngineError(f"{what}: no engine of {self.name} serves: {self.describe()}")
 
+    async def wait_change(self) -> None:
+        """Until the state of a member changes."""
+        await self._changed.wait()
+
     # -- places
 
     @property
