@@ -147,6 +147,10 @@ async def _keep_server(
     num_restarts = 0
     while True:
         death = await _wait_for_death(post, engine, fleet, hang_s)
+        if death is None:
+            say(f"{post.name} is stopped: its engine has left {fleet.name}")
+            await server.stop()
+            return
         if max_restarts is None:
             raise death
         if num_restarts >= max_restarts:
@@ -162,18 +166,22 @@ async def _keep_server(
         except EngineError as error:
             post.note_death(error)
         else:
-            fleet.try_now(engine)
+            if engine in fleet.engines:
+                fleet.try_now(engine)
 
 
-async def _wait_for_death(post: _Post, engine: VLLMEngine | SGLangEngine, fleet: EngineFleet, hang_s: float) -> EngineError:
-    """How the server ended, or that it hangs."""
+async def _wait_for_death(post: _Post, engine: VLLMEngine | SGLangEngine, fleet: EngineFleet, hang_s: float) -> EngineError | None:
+    """How the server ended, or that it hangs; None = its engine is no member any more."""
     begin = trio.current_time()  # a server that was just started needs time to get back into the fleet
     while post.death is None:
         with trio.move_on_after(LOOK_S):
             await post.died.wait()
+        if engine not in fleet.engines:
+            return None
         member = fleet.status_of(engine)
         down_s = trio.current_time() - max(begin, member.since)
-        if post.death is None and member.state is MemberState.DOWN and down_s > hang_s:
+        is_silent = member.state is MemberState.DOWN and not member.is_returning  # to load large weights takes its time
+        if post.death is None and is_silent and down_s > hang_s:
             return EngineError(f"{post.name} lives, but could not be used for {down_s:.0f} s: {member.reason}")
     death, post.death, post.died = post.death, None, trio.Event()
     return death

@@ -180,3 +180,15 @@ async def test_what_a_member_has_in_flight_is_not_answered_by_weights_that_faile
         assert fleet.metrics()["num_requests_retried"] == 2
         assert [count_requests(engine) for engine in engines] == [2, 4]
     assert len(found) == 4
+
+
+async def test_an_update_whose_members_go_down_before_they_are_told_waits_for_them(autojump_clock):
+    engines, said = fakes(1), list[str]()
+    async with fleet_of(engines, said) as fleet, trio.open_nursery() as nursery:
+        nursery.start_soon(sync, fleet, 1)
+        while not fleet._health.updating.locked():
+            await trio.lowlevel.checkpoint()
+        fleet.report_down(engines[0], "one request failed")
+        await trio.sleep(10.0)
+        assert (states(fleet), await fleet.get_weight_version()) == ([MemberState.SERVING], 1)
+    assert len(said) == 2

@@ -139,6 +139,13 @@ class FleetHealth:
 
     async def join(self, member: Member) -> None:
         """Give a member that does not serve the weights of the fleet, if it has others, and let it serve. Raises EngineError."""
+        member.is_returning = True
+        try:
+            await self._join(member)
+        finally:
+            member.is_returning = False
+
+    async def _join(self, member: Member) -> None:
         while True:
             async with self.updating:  # a sync that is under way decides which weights those are
                 weights = self.weights

@@ -80,6 +80,7 @@ class MemberStatus:
     num_tokens: int  # prompts and budgets of these
     num_failures: int  # in a row
     reason: str  # why it does not serve; empty where it does
+    is_returning: bool  # it is asked, waits for the weights of the fleet, or is loading them
 
 
 @dataclass(eq=False)
@@ -107,6 +108,7 @@ class Member:
         self.since = 0.0  # when it got into its state
         self.num_failures = 0  # in a row
         self.needs_weights = False  # whatever version it names
+        self.is_returning = False  # it is asked, waits for the weights of the fleet, or is loading them
         self.calls: set[Call] = set()
         self.num_requests = self.num_tokens = 0  # promised or running
         self.became_idle = trio.Event()
@@ -131,7 +133,7 @@ class Member:
         """As people see it."""
         return MemberStatus(
             number=self.number, name=self.name, state=self.state, since=self.since, version=self.version, num_requests=self.num_requests,
-            num_tokens=self.num_tokens, num_failures=self.num_failures, reason=self.reason,
+            num_tokens=self.num_tokens, num_failures=self.num_failures, reason=self.reason, is_returning=self.is_returning,
         )  # fmt: skip
 
     def is_in(self, *states: MemberState) -> bool:

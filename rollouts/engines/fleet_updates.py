@@ -44,7 +44,7 @@ class FleetUpdates:
         """
         begin = trio.current_time()
         progress = _Progress()
-        while not progress.members:
+        while not progress.begun:  # those that serve may go down before they are told
             # not under the lock, which a member needs to come back
             await self._roster.wait_serving(f"weight version {weights.version} was given to nobody")
             async with self._health.updating:
