@@ -63,8 +63,8 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout("1 GPU", "0.6B", "one process, embedded engine", "--rl.max-tokens-per-microbatch 4096 --engine.max-slots 32"),
-    Layout("1 GPU", "4B", "LoRA, embedded engine", f"{CHECKPOINTED} --backend.num-processes 1 --lora.rank 16 --engine.max-slots 16"),
+    Layout("1 GPU", "0.6B", "one process, embedded engine", "--rl.max-tokens-per-microbatch 4096 --engine.max-slots 16"),
+    Layout("1 GPU", "4B", "LoRA, embedded engine", f"{CHECKPOINTED} --backend.num-processes 1 --lora.rank 16 --engine.max-slots 8"),
     Layout("8 GPUs", "4B", "4 train, 4 serve", f"{CHECKPOINTED} --backend.num-processes 4", (4, 1)),
     Layout("8 GPUs", "32B", "LoRA: 4 train, 4 serve as one", f"{CHECKPOINTED} --backend.num-processes 4 --lora.rank 16", (1, 4)),
     Layout("8 nodes", "4B", "32 train, 32 serve", f"{CHECKPOINTED} --backend.num-processes 32", (32, 1)),

@@ -18,7 +18,20 @@ from integration.budget import (
 from integration.budget_sizes import ModelSizes
 from integration.budget_traffic import Links, Transfer, count_microbatches, pass_traffic, rows_traffic, sync_traffic
 
+PROMPT_TOKENS = 64  # assumed
+PREFIX_TOKENS = 16384  # of prompts whose keys and values the embedded engine keeps at most (InProcessEngine, prefix_cache_tokens)
+GROWTH = 1.5  # rooms of slots grow by half, and the old ones stay until they are copied: 1 + 1.5 at the most, see SlotModel
 SAMPLE_BYTES = 160  # of a token of a Sample in Python: id, mask, log-prob, weight version
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel:
+    """A reward model that scores rollouts."""
+
+    sizes: ModelSizes  # of the language model whose backbone it has
+    width: int  # bytes of one of its weights
+    tokens: int  # of one of its forward passes
+    on_host: bool = False  # on the CPU, though the policy is on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +44,9 @@ class Workload:
     has_reference: bool = False
     reference_is_policy: bool = False  # the policy with its adapters switched off: no parameters of its own
     has_critic: bool = False
+    reward: RewardModel | None = None  # on the policy's device, in the process of rank 0
     embedded_slots: int = 0  # sequences of the embedded engine, 0 = there is none
+    kept_prompts: int = 0  # of one weight version, whose keys and values the embedded engine keeps
     num_servers: int = 0
     server_width: int = 2  # bytes of a server's weights
     server_ranks: int = 1  # GPUs that share the model of one server
@@ -113,14 +128,31 @@ def _parts_of_rank_0(work: Workload) -> list[Part]:
     whole = FLOAT * work.sizes.num_parameters
     if work.embedded_slots:
         parts.append(Part("engine: weights", whole))
-        parts.append(Part("engine: keys and values", cache_bytes(work.sizes, tokens=work.embedded_slots * work.row_tokens)))
+        cache = cache_bytes(work.sizes, tokens=work.embedded_slots * work.row_tokens)
+        kept = min(PREFIX_TOKENS, work.kept_prompts * PROMPT_TOKENS)
+        parts.append(Part("engine: keys and values", cache))
+        parts.append(Part("engine: room in which they grow", ceil(GROWTH * cache)))
+        parts += [Part("engine: keys and values of prompts", cache_bytes(work.sizes, tokens=kept))] if kept else []
         tied = FLOAT * work.sizes.head_parameters if work.sizes.is_tied else 0  # a copy under each name
         parts.append(Part("weights on their way to the engine", whole + tied, on_host=True))
     if work.num_servers and work.bucket_bytes:
         parts.append(Part("two buckets of weights", 2 * min(work.bucket_bytes, whole)))
+    if work.reward is not None:
+        parts += reward_parts(work.reward)
     if work.batch_rows:
         parts.append(Part("samples of a batch", SAMPLE_BYTES * work.batch_rows * work.row_tokens, on_host=True))
     return parts
+
+
+def reward_parts(reward: RewardModel) -> list[Part]:
+    """Weights of a reward model, and one of its forward passes."""
+    sizes = critic_sizes(reward.sizes)
+    training = Training(tokens=reward.tokens, precision="float32" if reward.width == FLOAT else "bfloat16", has_vocabulary=False)
+    forward = next(part for part in inference_parts(sizes, training) if part.name == "a forward pass")
+    return [
+        Part("reward model: weights", reward.width * sizes.num_parameters, reward.on_host),
+        Part("reward model: a forward pass", forward.size, reward.on_host),
+    ]
 
 
 def _of(owner: str, part: Part) -> Part:

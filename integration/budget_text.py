@@ -10,15 +10,29 @@ from pathlib import Path
 import torch
 
 from integration.budget import STATES, Part, Sharding, Training
-from integration.budget_run import Role, Traffic, Workload, largest_microbatch, needed_bytes, plan_roles, plan_traffic
-from integration.budget_sizes import ModelSizes, read_adapter_sizes
+from integration.budget_run import (
+    PROMPT_TOKENS,
+    RewardModel,
+    Role,
+    Traffic,
+    Workload,
+    largest_microbatch,
+    needed_bytes,
+    plan_roles,
+    plan_traffic,
+)
+from integration.budget_sizes import ModelSizes, read_adapter_sizes, read_sizes
 from integration.budget_traffic import Links
-from integration.config import Config, count_rl_updates, response_tokens
+from integration.config import Config, count_greedy_samples, count_rl_updates, response_tokens
 from integration.hardware import HardwareSection
+from integration.models import read_model_config
+from integration.rewards import find_reward_model
 from rollouts.backends.factory import parse_device
+from rollouts.backends.reward_models import check_reward_model
 from rollouts.requirements import POLICY_COLUMNS
 
-PROMPT_TOKENS = 64  # assumed
+UNCOUNTED_KINDS = ("torch_func", "jax")
+"""Of backends whose memory no formula here describes: both keep copies of the state, JAX whole matrices of attention as well."""
 SORT_ROW_TOKENS = {"sort": 12, "sort-long": 16}  # prompt and answer of an average problem, rounded up
 GIB = 2**30
 
@@ -28,10 +42,14 @@ def describe_budget(config: Config, mode: str, sizes: ModelSizes) -> dict[str, s
     work = read_workload(config, mode, sizes)
     roles = plan_roles(work)
     facts: dict[str, str] = {}
+    if config.backend.kind in UNCOUNTED_KINDS:
+        facts["memory"] = f"not computed for backend.kind {config.backend.kind}, which needs more than pytorch; nor whether it fits"
     for role in roles:
-        if role.count:
-            facts |= describe_role(role, alone=len(roles) == 1 or (work.num_ranks == 1 and role is roles[0]))
-    facts |= describe_fit(work, *find_memory(work.device, config.hardware), "rl" if "rl" in mode else "sft")
+        is_server = role.name.startswith("each server")
+        if role.count and (is_server or config.backend.kind not in UNCOUNTED_KINDS):
+            facts |= describe_role(role, alone=work.num_ranks == 1 and not is_server)
+    if config.backend.kind not in UNCOUNTED_KINDS:
+        facts |= describe_fit(work, *find_memory(work.device, config.hardware), "rl" if "rl" in mode else "sft")
     links = read_links(config.hardware)
     for traffic in plan_traffic(work, links):
         facts[f"traffic of {traffic.name}"] = describe_traffic(traffic)
@@ -51,10 +69,12 @@ def read_workload(config: Config, mode: str, sizes: ModelSizes) -> Workload:
     return Workload(
         sizes=sizes,
         training=read_training(config, mode, sizes, row_tokens),
-        device=parse_device("auto").type if config.model.device == "auto" else torch.device(config.model.device).type,
+        device=find_device_type(config.model.device),
         has_reference="ref_log_probs" in requires,
         has_critic="values" in requires,
-        embedded_slots=0 if engine.is_server or not in_rl else min(engine.max_slots, per_step),
+        reward=read_reward_model(config) if in_rl else None,
+        embedded_slots=0 if engine.is_server or not in_rl else min(engine.max_slots, count_sequences(config)),
+        kept_prompts=0 if engine.is_server or not in_rl else count_prompts(config),
         reference_is_policy=config.lora.rank > 0 and config.reference.path is None,
         num_servers=(len(engine.urls) or engine.num_servers) if engine.is_server and in_rl else 0,
         bucket_bytes=engine.weight_sync_mib * 2**20 if engine.weight_sync in ("memory", "group", "ipc") else 0,
@@ -89,6 +109,47 @@ def read_training(config: Config, mode: str, sizes: ModelSizes, row_tokens: int)
     return replace(training, precision=precision, sharding=Sharding(num_ranks=ranks, config=fsdp))
 
 
+def count_sequences(config: Config) -> int:
+    """Sequences that an engine is asked for at the same time: of a step, of an evaluation, or of an asynchronous run."""
+    rl, heldout = config.rl, config.evaluation.num_prompts
+    groups = ceil(rl.prompts_per_step * rl.over_sampling_factor)
+    if config.asynchronous.enabled:
+        groups = max(groups, config.asynchronous.concurrent_groups(rl.prompts_per_step * rl.sync_every))
+    return max(groups * (rl.samples_per_prompt + count_greedy_samples(config.algorithm)), heldout)
+
+
+def count_prompts(config: Config) -> int:
+    """Prompts that an engine meets under one weight version, those of an evaluation with them."""
+    rl = config.rl
+    groups = ceil(rl.prompts_per_step * rl.over_sampling_factor) * rl.sync_every
+    if config.asynchronous.enabled:
+        groups = max(groups, config.asynchronous.concurrent_groups(rl.prompts_per_step * rl.sync_every))
+    return groups + config.evaluation.num_prompts
+
+
+def read_reward_model(config: Config) -> RewardModel | None:
+    """The reward model of a run, unless it is on another GPU than the policy. Raises: ConfigError for a directory that is none."""
+    section = config.reward
+    if section.model is None:
+        return None
+    directory = check_reward_model(find_reward_model(section.model), trust_remote_code=config.model.trust_remote_code)
+    device = config.model.device if section.model_device is None else section.model_device
+    kinds = [find_device_type(name) for name in (device, config.model.device)]
+    if device.removesuffix(":0") != config.model.device.removesuffix(":0") and kinds[0] != "cpu":
+        return None
+    return RewardModel(
+        sizes=read_sizes(read_model_config(config, directory), trust_remote_code=config.model.trust_remote_code),
+        width=4 if section.model_dtype == "float32" else 2,
+        tokens=section.model_tokens_per_batch,
+        on_host=kinds[0] != kinds[1],
+    )
+
+
+def find_device_type(device: str) -> str:
+    """ "cuda:1" -> "cuda"; of "auto" what it finds here."""
+    return parse_device("auto").type if device == "auto" else torch.device(device).type
+
+
 def count_ranks(config: Config) -> int:
     """Training processes: as configured, else one for each GPU of this machine, else 1."""
     on_gpus = config.model.device != "cpu" and torch.cuda.is_available()
@@ -121,7 +182,12 @@ def describe_role(role: Role, *, alone: bool) -> dict[str, str]:
     return lines
 
 
-NAMES = {"engine: weights": "engine weights", "engine: keys and values": "keys and values"}
+NAMES = {
+    "engine: weights": "engine weights",
+    "engine: keys and values": "keys and values",
+    "engine: room in which they grow": "room in which they grow",
+    "engine: keys and values of prompts": "keys and values of prompts that are kept",
+}
 """Parts whose names here are shorter."""
 
 

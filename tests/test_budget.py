@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -25,19 +26,32 @@ from integration.budget import (
     unsharded_bytes,
     working_bytes,
 )
-from integration.budget_run import Workload, critic_sizes, largest_microbatch, needed_bytes, plan_roles, plan_traffic
+from integration.budget_run import PREFIX_TOKENS, Workload, critic_sizes, largest_microbatch, needed_bytes, plan_roles, plan_traffic
 from integration.budget_sizes import AdapterSizes, ModelSizes, read_adapter_sizes, read_sizes
 from integration.budget_text import describe_budget, find_memory, format_bytes, read_workload
 from integration.budget_traffic import Links, count_microbatches, pass_traffic, rows_traffic, sync_traffic
 from integration.config import Config, create_model_config
 from integration.hardware import HardwareSection
-from integration.sections import BackendSection, EngineSection, GenerationSection, LoRASection, ModelSection, RLSection
+from integration.sections import (
+    BackendSection,
+    EngineSection,
+    EvaluationSection,
+    GenerationSection,
+    LoRASection,
+    ModelSection,
+    RewardSection,
+    RLSection,
+)
+from rollouts.async_config import AsyncConfig
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.fsdp_config import FSDPConfig
 from rollouts.backends.lora import LoRAConfig, add_adapters
 from rollouts.backends.model_pass import run_rows
 from rollouts.backends.outputs import OutputOptions, compute_log_probs
+from rollouts.backends.reward_models import create_reward_model
 from rollouts.batching import collate_samples
+from rollouts.engines.inprocess import InProcessEngine
+from rollouts.engines.slots import SlotModel
 from rollouts.errors import ConfigError
 from rollouts.losses import sft_loss
 from rollouts.packing import use_packed_attention
@@ -394,6 +408,7 @@ def test_rank_0_has_the_engine_and_every_rank_its_shard(sizes: ModelSizes):
     assert extra == {
         "engine: weights": 4 * TOTAL,
         "engine: keys and values": cache_bytes(sizes, tokens=60),
+        "engine: room in which they grow": 1.5 * cache_bytes(sizes, tokens=60),
         "weights on their way to the engine": 4 * TOTAL + 4 * 800,  # a copy under each name
     }
     assert cache_bytes(sizes, tokens=60) == 2 * 3 * 16 * 60 * FLOAT
@@ -491,6 +506,70 @@ def test_a_critic_is_trained_whole_beside_a_policy_with_adapters(sizes: ModelSiz
     assert adapted == whole and whole["critic: Adam's moments"] == 2 * TOTAL
     assert adapted_traffic["an optimizer step of the critic"] == whole_traffic["an optimizer step of the critic"]
     assert adapted_traffic["an optimizer step"] < whole_traffic["an optimizer step"]
+
+
+@pytest.mark.parametrize("kind", ["torch_func", "jax"])
+def test_what_no_formula_describes_is_not_computed(kind: str):
+    facts = describe(Config(backend=BackendSection(kind=kind)))
+    assert facts == {"memory": f"not computed for backend.kind {kind}, which needs more than pytorch; nor whether it fits"}
+    served = describe(Config(backend=BackendSection(kind=kind), engine=EngineSection(kind="vllm", launch=True)))
+    assert "memory of each server's GPU: weights" in served and "memory: fits" not in served
+
+
+def test_the_embedded_engine_has_slots_for_all_that_runs_at_once():
+    sizes = read_sizes(make_config())
+
+    def slots(**settings: Any) -> int:
+        config = Config(
+            evaluation=EvaluationSection(num_prompts=settings.pop("heldout", 1)), rl=RLSection(samples_per_prompt=2, **settings)
+        )
+        return read_workload(config, "rl", sizes).embedded_slots
+
+    assert slots(prompts_per_step=10) == 20
+    assert slots(prompts_per_step=10, over_sampling_factor=1.5) == 30
+    assert slots(prompts_per_step=10, heldout=100) == 100  # an evaluation's prompts are asked for together
+    assert slots(prompts_per_step=10, algorithm="remax") == 30
+    assert slots(prompts_per_step=10, asynchronous=AsyncConfig(enabled=True, max_staleness=3)) == 80
+    assert slots(prompts_per_step=1000) == EngineSection().max_slots
+
+
+def test_rooms_of_slots_and_kept_prompts_are_those_of_the_engine():
+    model = create_tiny_model()
+    sizes, slots = read_sizes(model.config), SlotModel(model, max_slots=8, name="engine")
+    most, length = 0, 120
+    with torch.inference_mode():
+        slots.fill(list(range(8)), slots.prefill([list(range(3, 20))])[0])
+        for position in range(17, length):
+            before = slots.num_allocated
+            slots.decode(torch.full((8,), 5), torch.full((8,), position))
+            after = slots.num_allocated
+            most = max(most, after[0] * after[1] + (before[0] * before[1] if after != before else 0))
+    work = Workload(sizes=sizes, training=Training(tokens=8), device="cuda", embedded_slots=8, row_tokens=length, kept_prompts=2)
+    parts = {part.name: part.size for part in plan_roles(work)[0].parts}
+    found = cache_bytes(sizes, tokens=most)
+    assert parts["engine: keys and values"] < found <= parts["engine: keys and values"] + parts["engine: room in which they grow"]
+    assert parts["engine: keys and values of prompts"] == cache_bytes(sizes, tokens=2 * 64)
+    kept = inspect.signature(InProcessEngine).parameters["prefix_cache_tokens"].default
+    assert kept == PREFIX_TOKENS
+    full = {part.name: part.size for part in plan_roles(replace(work, kept_prompts=10**6))[0].parts}
+    assert full["engine: keys and values of prompts"] == cache_bytes(sizes, tokens=kept)
+
+
+def test_a_reward_model_has_weights_and_a_pass(tmp_path: Path):
+    model = create_reward_model(create_tiny_model())
+    model.save_pretrained(tmp_path)
+    plain, scored = describe(Config()), describe(Config(reward=RewardSection(model=str(tmp_path), model_dtype="bfloat16")))
+    added = {name: scored[name] for name in scored.keys() - plain.keys()}
+    backbone = sum(p.numel() for p in model.parameters()) - 32  # of the head
+    assert added.pop("memory: reward model: weights") == format_bytes(2 * backbone)
+    assert list(added) == ["memory: reward model: a forward pass"]
+    elsewhere = Config(model=ModelSection(device="cuda"), reward=RewardSection(model=str(tmp_path), model_device="cpu"))
+    work = read_workload(elsewhere, "rl", read_sizes(create_model_config(elsewhere.model)))
+    assert (
+        needed_bytes(work)
+        == needed_bytes(replace(work, reward=None))
+        < needed_bytes(replace(work, reward=replace(work.reward, on_host=False)))
+    )
 
 
 def test_memory_is_asked_of_the_machine_unless_the_user_says():
