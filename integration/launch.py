@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from integration.command_line import CommandLine, parse_command_line
 from integration.config import Config
 from integration.run_directory import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
 from rollouts.backends.factory import parse_device
+from rollouts.backends.rank_failures import EXPLAIN_LOSS
 from rollouts.backends.rank_group import RankGroup, join_ranks
 from rollouts.errors import ConfigError, DataError
 
@@ -34,13 +36,22 @@ def silence_stdout() -> Generator[None]:
         yield
 
 
-def parse_quietly(argv: Sequence[str]) -> CommandLine:
-    """The command line of a process that serves another one, which says what is wrong with it. Raises SystemExit then."""
-    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-        try:
+def parse_quietly(argv: Sequence[str], environment: Mapping[str, str]) -> CommandLine:
+    """The command line of a process that serves another one, which says what is wrong with it. Raises SystemExit then.
+
+    The first process of a machine without rank 0 says it, too: a file may be missing there alone.
+    """
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
             return parse_command_line(argv)
-        except (ConfigError, DataError):
-            raise SystemExit(EXIT_USAGE) from None
+    except (ConfigError, DataError) as error:
+        status, problem = EXIT_USAGE, str(error)
+    except SystemExit as end:
+        status, problem = end.code, told.getvalue().strip()
+    if status and environment.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write(f"rank {environment[RANK]}: {problem}\n")
+    raise SystemExit(status)
 
 
 def count_processes(config: Config, environment: Mapping[str, str]) -> int:
@@ -101,12 +112,29 @@ def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int)
         elastic_launch(settings, sys.executable)("-m", module, *argv)
     except ChildFailedError as error:
         own = error.failures.get(0)
+        if told := describe_kill({rank: failure.exitcode for rank, failure in error.failures.items()}):
+            sys.stderr.write(told + "\n")
         return own.exitcode if own is not None and own.exitcode > 0 else EXIT_FAILURE
     except SignalException as error:
         return EXIT_STOPPED if error.sigval == signal.SIGINT else 128 + int(error.sigval)
     finally:
         logging.disable(logging.NOTSET)
     return 0
+
+
+def describe_kill(statuses: Mapping[int, int]) -> str | None:
+    """What rank 0 may not have told: before the processes have met, it cannot know.
+
+    Args:
+        statuses: exit statuses of the ranks that failed before the others were told to end; -n = ended by signal n.
+
+    Returns: None where rank 0 has ended by itself, or nobody was killed.
+    """
+    killed = [rank for rank, status in sorted(statuses.items()) if status < 0]
+    if not killed or statuses.get(0, -1) > 0:
+        return None
+    name = signal.Signals(-statuses[killed[0]]).name
+    return f"error: rank {killed[0]} was ended by {name}: {EXPLAIN_LOSS}"
 
 
 def open_group(config: Config, environment: Mapping[str, str]) -> RankGroup:

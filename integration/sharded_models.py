@@ -12,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
 from integration.config import Config
 from integration.models import (
     Companions,
@@ -27,7 +30,7 @@ from rollouts.backends.fsdp import FSDPTrainingBackend
 from rollouts.backends.fsdp_config import FSDPConfig
 from rollouts.backends.fsdp_factory import create_fsdp_backend, create_fsdp_critic_backend, create_fsdp_reference_backend
 from rollouts.backends.protocol import TrainingBackend
-from rollouts.backends.rank_group import RankGroup
+from rollouts.backends.rank_group import RankGroup, check_sendable
 from rollouts.backends.sharded_weights import load_hf_model_on_meta
 from rollouts.chat import ensure_pad_token
 from rollouts.config import OptimizerConfig
@@ -48,6 +51,7 @@ def fsdp_config(config: Config) -> FSDPConfig:
 
 def build_policy(config: Config, source: Path | None, optimizer: OptimizerConfig, total_steps: int) -> FSDPTrainingBackend:
     """This rank's part of the policy. source: the directory that it begins from; None = config.model."""
+    seed_dropout(config, dist.get_rank())
     return create_fsdp_backend(
         _find_model(config, source),
         total_steps=total_steps,
@@ -57,6 +61,11 @@ def build_policy(config: Config, source: Path | None, optimizer: OptimizerConfig
         lora=config.lora.create(config.seed),
         **optimizer_arguments(optimizer),
     )
+
+
+def seed_dropout(config: Config, rank: int) -> None:
+    """Let the global generator, from which dropout draws, begin by the seed; each rank draws other numbers, for it has other rows."""
+    torch.manual_seed(config.seed + 1_000_003 * rank)
 
 
 def build_reference(config: Config, source: Path | None) -> FSDPTrainingBackend:
@@ -124,6 +133,7 @@ def create_policy(
 ) -> TrainingBackend:
     """The policy's backend: over this model in one process, or of each rank's making."""
     if group is None:
+        seed_dropout(config, 0)
         return create_backend(config, model, tokenizer, optimizer, total_steps)
     return group.create_backend(POLICY, partial(build_policy, replace(config), source, optimizer, total_steps))
 
@@ -148,6 +158,11 @@ def create_beside(
     if "values" in algorithm.requires:
         critic = group.create_backend(CRITIC, partial(build_critic, replace(config), source, critic_steps))
     return Companions(reference, critic, reference_is_base=is_base)
+
+
+def check_loss_travels(config: Config) -> None:
+    """Raise ConfigError if the other processes cannot be told which loss rl.algorithm has."""
+    check_sendable(f"the loss of rl.algorithm {config.rl.algorithm!r}", config.algorithm.loss)
 
 
 def check_rank_settings(config: Config) -> None:

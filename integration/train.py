@@ -39,7 +39,7 @@ from integration.run_directory import (
     watch_signals,
 )
 from integration.run_directory import compare_settings as compare_settings
-from integration.sharded_models import check_rank_settings
+from integration.sharded_models import check_loss_travels, check_rank_settings
 from integration.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
 from integration.summary import draw_curves, summarize_run, tell_story
 from integration.task_rewards import load_task_reward
@@ -154,6 +154,8 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
     load_task_reward(config.reward)
     if "rl" in command.mode:
         _ = config.algorithm  # what is wrong with it must not be found out after the SFT stage
+        if num_processes > 1:
+            check_loss_travels(config)
         check_companions(config)
         check_reward(config)
         load_condition(config.trajectories)
@@ -222,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if is_follower(os.environ):
         with silence_stdout():
-            return run_command(partial(parse_quietly, argv), _follow)
+            return run_command(partial(parse_quietly, argv, os.environ), _follow)
     return run_command(lambda: parse_command_line(argv), lambda command: run(command, argv))
 
 

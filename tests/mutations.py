@@ -2678,6 +2678,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "(tokens + lengths[row], count, place)",
         ("test_batching.py::test_each_row_longest_first_goes_to_the_shard_with_the_fewest_tokens_then_rows_then_number",),
     ),
+    Mutation(
+        "backends/distributed.py",
+        "what another launcher than torchrun has started believes to be alone",
+        'return dist.is_torchelastic_launched() or int(get_env_variable_or_raise("WORLD_SIZE")) > 1',
+        "return dist.is_torchelastic_launched()",
+        ("test_distributed.py::test_one_of_several_processes_of_any_launcher_is_not_taken_for_the_only_one",),
+    ),
     # -- functional backends
     Mutation(
         "backends/functional.py",

@@ -33,8 +33,9 @@ from rollouts.backends.sharded_weights import (
     materialize_from_model,
 )
 from rollouts.backends.weight_export import export_sharded
+from rollouts.backends.weight_gather import describe_model_weights
 from rollouts.backends.weight_sources import FileWeights
-from rollouts.backends.weight_stream import list_weights, stream_weights
+from rollouts.backends.weight_stream import stream_weights
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.loss_weights import token_mean
 from rollouts.losses import sft_loss
@@ -91,13 +92,13 @@ def load_in_parts(ranks, folder: Path):
     directory = folder / "model"
     model = shard(load_hf_model_on_meta(directory), ranks)
     read = materialize_from_hf(model, directory, "cpu")
-    weights = list_weights(model)
+    weights = describe_model_weights(model)
     own = {id(p): p.to_local().numel() * 4 for p in model.parameters()}
     return {
         "differs": differ(model, make_model()),
         "read": read,
         "held": sum(own.values()),
-        "size": sum(spec.num_bytes for spec in weights if spec.name != "lm_head.weight"),
+        "size": sum(spec.num_bytes for spec in weights),
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
         "eos": model.generation_config.eos_token_id,
         "dtype": str(model.lm_head.weight.dtype),

@@ -122,6 +122,31 @@ except BackendError as error:
         assert "timeout 0.5 s" in child.out
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ('WORLD_SIZE="1", RANK="0"', "rank 0 of 1"),
+        ('WORLD_SIZE="2", MASTER_ADDR=""', "joining the other processes failed (rendezvous env://"),  # not rank 0 of 1
+    ],
+)
+def test_one_of_several_processes_of_any_launcher_is_not_taken_for_the_only_one(tmp_path: Path, settings: str, told: str):
+    code = f"""
+import os
+del os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+os.environ.update({settings})
+from rollouts.backends.distributed import init_distributed
+from rollouts.errors import BackendError
+try:
+    ranks = init_distributed(timeout_s=0.5)
+    print("rank", ranks.rank, "of", ranks.world_size)
+except BackendError as error:
+    print("told:", str(error).replace(chr(10), " "))
+"""
+    with Child(PRELUDE + code, 1, 2, find_free_port(), folder=tmp_path) as child:
+        assert child.wait() == 0, child.error
+        assert told in child.out
+
+
 def test_other_errors_pass_an_exchange_as_they_are():
     ranks = Ranks(rank=1, world_size=4, device=torch.device("cpu"), timeout_s=3.0)
     with pytest.raises(RuntimeError, match=r"^shapes differ$") as caught, explain_failures(ranks, "forward"):

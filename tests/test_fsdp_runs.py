@@ -11,12 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from forked import PATIENCE_S, Child
 from fsdp_runs import CASES
 from rank_processes import find_free_port, start_ranks
 
 from integration.config import Config
-from integration.launch import count_processes, is_follower, needs_launch
+from integration.launch import count_processes, describe_kill, is_follower, needs_launch
+from integration.models import create_model
 from integration.reward_model_config import RewardModelConfig
 from integration.sections import BackendSection, ModelSection
 from integration.train import main
@@ -256,6 +258,63 @@ def test_torchrun_starts_the_same_command_on_two_machines(tmp_path: Path):
     assert [machine.returncode for machine in machines] == [0, 0], ends
     assert sorted("after SFT" in out for out, _ in ends) == [False, True]
     assert len(steps_of(read_metrics(directory / "metrics.jsonl"))) == 6
+
+
+def test_dropout_is_a_function_of_the_seed_and_no_two_ranks_draw_the_same():
+    from integration.sharded_models import create_policy, seed_dropout
+
+    sizes = ModelSection(hidden_size=16, num_layers=1, intermediate_size=16, num_heads=2, num_kv_heads=1)
+    config = Config(model=sizes, seed=7)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(99)
+        create_policy(config, None, *create_model(config), None, config.sft.optimizer, 1)
+        assert torch.initial_seed() == 7
+        drawn: list[float] = []
+        for rank in (0, 1, 0):
+            seed_dropout(config, rank)
+            drawn.append(torch.rand(1).item())
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_a_loss_that_cannot_be_sent_is_refused_before_anything_runs(monkeypatch, tmp_path: Path, capsys):
+    (tmp_path / "closed_loss.py").write_text(
+        "from dataclasses import replace\nfrom rollouts.algorithms import grpo\nfrom rollouts.types import Algorithm\n"
+        "def closed() -> Algorithm:\n    return replace(grpo(), loss=lambda outputs, batch: grpo().loss(outputs, batch))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    for num_processes, status in (("2", 2), ("1", 0)):
+        monkeypatch.setenv("WORLD_SIZE", num_processes)
+        assert main(["--dry-run", "--backend.kind", "fsdp", "--rl.algorithm", "closed_loss:closed"]) == status
+    assert "the loss of rl.algorithm 'closed_loss:closed' cannot be sent to the other ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--config", "/nowhere/config.json"], ["--backend.kind"]])
+def test_what_is_wrong_on_another_machine_alone_is_told_once_there(monkeypatch, capsys, arguments):
+    monkeypatch.setenv("RANK", "3")
+    for local_rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.startswith("rank 3: ") == (local_rank == "0")
+        assert (arguments[-1] in told.err) == (local_rank == "0")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "told"),
+    [
+        ({1: -9}, "error: rank 1 was ended by SIGKILL: it was killed, or ran out of memory"),
+        ({0: -9, 1: 1}, "error: rank 0 was ended by SIGKILL"),
+        ({0: 1, 1: -9}, None),
+        ({1: 1}, None),
+    ],
+)
+def test_a_rank_that_is_killed_before_rank_0_knows_of_it_is_named_by_the_launcher(statuses, told):
+    found = describe_kill(statuses)
+    assert found is None if told is None else found.startswith(told)
 
 
 def test_settings_of_devices_that_several_processes_cannot_have_are_refused(monkeypatch):

@@ -218,6 +218,30 @@ def test_a_model_in_one_process_is_exported_the_same_way(tmp_path: Path):
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*.safetensors")} == {0o644}
 
 
+def test_tied_weights_travel_once_to_engines():
+    backend = sharded_ranks.make_backend(init_distributed())
+    names = [spec.name for spec in backend.describe_weights().value]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert list(backend.gather_weights(names).value) == names
+
+
+def test_settings_of_generation_that_contradict_each_other_are_exported_as_they_are(tmp_path: Path):
+    model = sharded_ranks.make_model()
+    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
+    export_sharded(model, tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.temperature == 0.6
+
+
+def test_any_error_of_rank_0_in_an_export_is_told_to_all_ranks(tmp_path: Path):
+    class Unwritable:
+        def save_pretrained(self, directory: Path) -> None:
+            raise ValueError("a template that cannot be written")
+
+    with pytest.raises(CheckpointError, match=r"finishing the export.*cannot be written"):
+        export_sharded(sharded_ranks.make_model(), tmp_path, Unwritable())
+
+
 @pytest.mark.parametrize("parts", [(True, True), (True, False), (False, True)])
 def test_an_export_that_dies_half_way_leaves_no_mixture_of_two_models(tmp_path: Path, monkeypatch, parts: tuple[bool, bool]):
     """Wherever it dies: what opens is one of the two, whole."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.utils.api import get_env_variable_or_raise
 
 from rollouts.errors import BackendError
 from rollouts.statistics import masked_mean, masked_var, whiten
@@ -56,7 +57,8 @@ def init_distributed(
         device: that this process computes on; "cuda" without a number = GPU (rank modulo the number of GPUs here), which becomes the
             current device.
         timeout_s: that joining and each later exchange may take before it is an error.
-        init_method: None = "env://" under torchrun, and no rendezvous at all otherwise; see torch.distributed.init_process_group.
+        init_method: None = "env://" under torchrun, or where WORLD_SIZE is more than 1; else no rendezvous at all. See
+            torch.distributed.init_process_group.
         rank, world_size: None = as torchrun's environment says.
 
     Raises: BackendError if the other processes do not come.
@@ -65,7 +67,7 @@ def init_distributed(
     if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
         kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if init_method is None and dist.is_torchelastic_launched():
+        if init_method is None and _is_one_of_several():
             init_method = "env://"
         try:
             if init_method is None:
@@ -85,6 +87,14 @@ def init_distributed(
             device = torch.device("cuda", found % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return Ranks(rank=found, world_size=dist.get_world_size(), device=device, timeout_s=timeout_s)
+
+
+def _is_one_of_several() -> bool:
+    """Whether a launcher, torchrun or another with its variables, has started this process as one of several."""
+    try:
+        return dist.is_torchelastic_launched() or int(get_env_variable_or_raise("WORLD_SIZE")) > 1
+    except ValueError:
+        return False
 
 
 def leave_distributed() -> None:

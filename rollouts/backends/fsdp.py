@@ -33,7 +33,8 @@ from rollouts.backends.sharded_model import call_gathered, create_mesh, drop_gat
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
 from rollouts.backends.updates import Scheduler, UpdateCounts, check_skipped_updates, update_parameters
 from rollouts.backends.weight_export import export_sharded
-from rollouts.backends.weight_stream import gather_weights, list_weights, stream_weights
+from rollouts.backends.weight_gather import describe_model_weights, gather_model_weights
+from rollouts.backends.weight_stream import stream_weights
 from rollouts.batching import plan_shards, select_rows
 from rollouts.losses import merge_metrics
 from rollouts.model_weights import base_weights, check_weights_fit
@@ -201,13 +202,13 @@ class FSDPTrainingBackend:
     # -- StreamsWeights
 
     def describe_weights(self) -> ImmediateTrainFuture[tuple[WeightSpec, ...]]:
-        """Names, dtypes and whole shapes of the weights; sends nothing."""
-        return ImmediateTrainFuture(list_weights(self.model), "describe_weights")
+        """Names, dtypes and whole shapes of the weights, tied ones once; sends nothing."""
+        return ImmediateTrainFuture(describe_model_weights(self.model), "describe_weights")
 
     def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
         """Copies of the whole weights of these names, on every rank."""
         with self._operation("gather_weights"):
-            weights = gather_weights(self.model, names, keep_device=keep_device)
+            weights = gather_model_weights(self.model, names, keep_device=keep_device)
         return ImmediateTrainFuture(weights, "gather_weights")
 
     # -- CheckpointingBackend

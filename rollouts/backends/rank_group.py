@@ -17,8 +17,8 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -407,9 +407,21 @@ def _dump_command(
     operation: str, function: Callable[..., object], shared: tuple[object, ...], parts: Sequence[tuple[object, ...]]
 ) -> list[tuple[bytes, ...]]:
     """What ranks 1, 2, ... are sent. Raises ConfigError for what cannot be."""
-    try:
+    with _explain_unsendable(operation):
         head = dump_value((function, shared))
         return [(operation.encode(), head, dump_value(part)) for part in parts[1:]]
+
+
+def check_sendable(name: str, value: object) -> None:
+    """Raise ConfigError, as RankGroup.run would in the middle of a run, for a function or a value that cannot be sent to other ranks."""
+    with _explain_unsendable(name):
+        dump_value(value)
+
+
+@contextmanager
+def _explain_unsendable(operation: str) -> Generator[None]:
+    try:
+        yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{operation} cannot be sent to the other ranks: {error}. Losses, output functions and builders are sent by name: define each "

@@ -139,7 +139,7 @@ def export_pieces(
         try:
             _write_config(model, directory, tokenizer)
             _publish(files, directory)
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # whatever it is: the other ranks wait for rank 0
             problem = error
     agree(ranks, problem, f"finishing the export to {directory}")
 
@@ -298,7 +298,8 @@ def _write_config(model: PreTrainedModel, directory: Path, tokenizer: PreTrained
     config.architectures = [kind]
     config.save_pretrained(directory)
     if model.can_generate():
-        cast("Any", model.generation_config).save_pretrained(directory)
+        # as it is: save_pretrained refuses inconsistent settings, which published models have, and from_pretrained takes
+        cast("Any", model.generation_config).to_json_file(directory / "generation_config.json")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 

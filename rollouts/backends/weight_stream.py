@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from rollouts.backends.lora import ADAPTER_NAME, adapted_weights, adapter_of, merge_weight
 from rollouts.errors import CheckpointError
 from rollouts.model_weights import base_weights
-from rollouts.weight_plan import WeightSpec, describe_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,22 +31,6 @@ def stream_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     layers = adapted_weights(model)
     for name, value in base_weights(model).items():
         yield name, whole_weight(value, layers.get(name))
-
-
-def list_weights(model: PreTrainedModel) -> tuple[WeightSpec, ...]:
-    """Name, dtype and shape of each weight, in the order of stream_weights. Moves nothing."""
-    return describe_weights(base_weights(model))
-
-
-def gather_weights(model: PreTrainedModel, names: Sequence[str], *, keep_device: bool = False) -> dict[str, Tensor]:
-    """Copies of the whole weights of these names. Of a sharded model all ranks call it with the same names.
-
-    Args:
-        names: of list_weights.
-        keep_device: leave them on the model's device; else they are on the CPU.
-    """
-    own, layers = base_weights(model), adapted_weights(model)
-    return {name: whole_weight(own[name], layers.get(name), keep_device=keep_device) for name in names}
 
 
 def whole_weight(value: Tensor, adapted_layer: Any | None, *, keep_device: bool = False) -> Tensor:
