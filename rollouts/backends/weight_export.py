@@ -140,6 +140,7 @@ def export_pieces(
             _write_config(model, directory, tokenizer)
             _publish(files, directory)
         except Exception as error:  # whatever it is: the other ranks wait for rank 0
+            error.add_note(f"while finishing the export to {directory}")
             problem = error
     agree(ranks, problem, f"finishing the export to {directory}")
 
