@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollouts.batching import collate_samples, plan_microbatches, select_rows
+from rollouts.batching import collate_samples, plan_microbatches, plan_sharded_microbatches, select_rows
 from rollouts.checks import check_shapes
 from rollouts.loss_weights import trained_mask
 from rollouts.types import LossOutput, Sample, TokenOutputs, TrainBatch
@@ -227,15 +227,21 @@ def pair_mean(batch: TrainBatch, *, num_pairs: float | None = None) -> Tensor:
     return (mask & whole.repeat_interleave(2)[:, None]).to(batch.loss_mask.dtype) / count
 
 
-def split_pairs(batch: TrainBatch, *, max_tokens: int | None = None, max_pairs: int | None = None) -> list[TrainBatch]:
+def split_pairs(batch: TrainBatch, *, max_tokens: int | None = None, max_pairs: int | None = None, num_shards: int = 1) -> list[TrainBatch]:
     """batching.split_microbatches that keeps the two rows of a pair together, chosen before rejected.
 
     Args:
         max_tokens: most real tokens in a part; a longer pair gets one of its own. None = no limit.
         max_pairs: most pairs in a part; None = no limit.
+        num_shards: ranks that each part is dealt to, pair by pair; then max_tokens is that of one rank, and max_pairs is None.
     """
     _check_pairs(batch)
-    plan = plan_microbatches(batch.lengths.reshape(-1, 2).sum(1).tolist(), max_tokens=max_tokens, max_rows=max_pairs)
+    lengths = batch.lengths.reshape(-1, 2).sum(1).tolist()
+    if num_shards > 1 and max_tokens is not None:
+        assert max_pairs is None, f"max_pairs is {max_pairs} with num_shards {num_shards}: give max_tokens alone"
+        plan = plan_sharded_microbatches(lengths, max_tokens=max_tokens, num_shards=num_shards)
+    else:
+        plan = plan_microbatches(lengths, max_tokens=max_tokens, max_rows=max_pairs)
     return [select_rows(batch, [row for pair in pairs for row in (2 * pair, 2 * pair + 1)]) for pairs in plan]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rollouts.backends.protocol import DescribesOutputs, TrainingBackend
+from rollouts.backends.protocol import DescribesOutputs, ShardsRows, TrainingBackend
 from rollouts.config import RewardModelTrainingConfig
 from rollouts.data_buffer import stream_positions
 from rollouts.errors import ConfigError, DataError
@@ -138,7 +138,9 @@ def _submit_step(backend: TrainingBackend, batch: TrainBatch, max_tokens: int) -
     """submit_optimizer_step that keeps the two answers of a pair in one micro-batch: the loss compares them."""
     batch = replace(batch, loss_weights=pair_mean(batch))
     loss = partial(score_loss, margin_from_rewards=True)
-    parts = tuple(backend.forward_backward(part, loss) for part in split_pairs(batch, max_tokens=max_tokens))
+    num_shards = backend.num_shards if isinstance(backend, ShardsRows) else 1
+    pairs = split_pairs(batch, max_tokens=max_tokens, num_shards=num_shards)
+    parts = tuple(backend.forward_backward(part, loss) for part in pairs)
     return PendingOptimizerStep(parts=parts, update=backend.optim_step())
 
 

@@ -324,6 +324,9 @@ def test_split_pairs_keeps_them_whole_and_within_the_limit():
         assert part.num_rows == 2 or int(part.lengths.sum()) <= 14
     assert [part.num_rows for part in split_pairs(batch, max_pairs=1)] == [2] * 6
     assert sorted(int(g) for part in split_pairs(batch, max_pairs=4) for g in part.group_ids) == sorted(batch.group_ids.tolist())
+    shared = split_pairs(batch, max_tokens=14, num_shards=2)
+    assert len(shared) == len(split_pairs(batch, max_tokens=14)) // 2, "each of two ranks may have so many tokens"
+    assert sorted(int(g) for part in shared for g in part.group_ids) == sorted(batch.group_ids.tolist())
 
 
 @pytest.mark.parametrize("loss_fn", [preference_loss, score_loss])
