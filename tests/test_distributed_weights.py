@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from endless_models import create_endless_model
 from server_waits import PATIENCE_S, wait_for_tokens
 from transformers import AutoModelForCausalLM
 
-from rollouts.engines.cuda_ipc import SharedBucket, serialize_handles
+from rollouts.engines.cuda_ipc import SharedBucket, serialize_handles, vllm_handles
 from rollouts.engines.distributed_weights import (
     open_http_channel,
     open_shared_memory,
@@ -26,7 +28,7 @@ from rollouts.engines.sglang import SGLangEngine
 from rollouts.errors import BackendError, EngineError
 from rollouts.testing import FakeSGLangServer, Fault
 from rollouts.types import SamplingParams
-from rollouts.weight_plan import describe_weights, flatten_bucket, plan_weights
+from rollouts.weight_plan import WeightSpec, describe_weights, flatten_bucket, plan_weights
 
 PROMPT = (5, 9, 12, 20)
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
@@ -303,3 +305,21 @@ def test_every_rank_opens_the_tensors_of_a_bucket():
     for text in texts:
         opened = read_named_tensors(text)
         assert all(opened[name].equal(weights[name]) for name in weights)
+
+
+def test_an_engine_is_given_handles_of_its_own_devices_only():
+    (bucket,) = plan_weights((WeightSpec("w", "float32", (2,)),), 100).buckets
+    flats = tuple(torch.full((8,), i, dtype=torch.uint8) for i in range(4))
+    exported: list[int] = []
+
+    def export(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+        exported.append(int(tensor[0]))
+        return f"GPU-{exported[-1]}", (exported[-1],)
+
+    shared = SharedBucket(flats)
+    opened = [pickle.loads(base64.b64decode(vllm_handles(shared.of_engine(i, 2), export))) for i in range(2)]
+    assert [list(handles) for handles in opened] == [["GPU-0", "GPU-1"], ["GPU-2", "GPU-3"]]
+    assert exported == [0, 1, 2, 3], "each memory is exported once, to the one that opens it"
+    texts = serialize_handles(bucket, shared.of_engine(1, 4), 2)
+    assert all(read_named_tensors(text)["w"].view(torch.uint8).eq(1).all() for text in texts)
+    assert SharedBucket(flats[:1]).of_engine(1, 2).flats == flats[:1], "one device for all"

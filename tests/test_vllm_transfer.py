@@ -213,12 +213,21 @@ def export_bytes(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]]:
 
 async def test_weights_through_shared_memory_are_cut_by_the_sizes_that_are_told(directory):
     model = create_endless_model(1)
-    async with open_servers(directory, "ipc", 1) as (servers, engines):
-        async with open_vllm_ipc(engines[:1], ["cpu"], export=export_bytes, bucket_bytes=5000) as channel:
+    num_exports = 0
+
+    def export(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]]:
+        nonlocal num_exports
+        num_exports += 1
+        return export_bytes(tensor)
+
+    async with open_servers(directory, "ipc", 2) as (servers, engines):
+        async with open_vllm_ipc(engines, ["cpu", "cpu"], export=export, bucket_bytes=5000) as channel:
             await channel.update_weights(dict(model.state_dict()), 5)
-        completion = await engines[0].generate(PROMPT, GREEDY)
-        assert (completion.output_tokens, set(completion.output_versions)) == (expected_tokens(model), {5})
+        for engine in engines:
+            completion = await engine.generate(PROMPT, GREEDY)
+            assert (completion.output_tokens, set(completion.output_versions)) == (expected_tokens(model), {5})
         assert servers[0].count(UPDATE) > 10
+        assert num_exports == sum(server.count(UPDATE) for server in servers), "a handle that nobody opens keeps its memory for ever"
 
 
 async def test_a_gpu_that_was_not_named_leaves_the_old_weights(directory):

@@ -34,6 +34,14 @@ class SharedBucket:
 
     flats: tuple[Tensor, ...]  # its bytes, once on each device
 
+    def of_engine(self, index: int, num_engines: int) -> SharedBucket:
+        """What is on the devices of one engine: its part of them in order, or all where they cannot be divided evenly.
+
+        An engine is given handles of its own devices only: memory whose handle nobody opens is never given back.
+        """
+        per_engine, rest = divmod(len(self.flats), num_engines)
+        return self if rest else SharedBucket(self.flats[index * per_engine : (index + 1) * per_engine])
+
 
 class SharedMemorySender:
     """Writes each bucket into a buffer of its own on each of the devices; what servers are told of it is made from that."""

@@ -163,18 +163,20 @@ async def open_shared_memory(
 
     Args:
         engines: entered.
-        devices: where buckets are written: the GPU of each tensor parallel rank, or one for all ranks, which then copy from it.
+        devices: where buckets are written: the GPU of each tensor parallel rank of the first engine, of the second, ..., as many for each;
+            or one for each engine or for all, whose ranks then copy from it.
         bucket_bytes: that are shared at a time, and needed twice on each device.
         dtype: see WeightTransfer.
 
     Yields: a WeightChannel.
     """
 
-    def create_body(engine: SGLangEngine, bucket: Bucket, shared: SharedBucket) -> Mapping[str, Any]:
-        return {"serialized_named_tensors": serialize_handles(bucket, shared, engine.tensor_parallel_size), "flush_cache": False}
+    def create_body(index: int, bucket: Bucket, shared: SharedBucket) -> Mapping[str, Any]:
+        own = shared.of_engine(index, len(engines))
+        return {"serialized_named_tensors": serialize_handles(bucket, own, engines[index].tensor_parallel_size), "flush_cache": False}
 
     sender = SharedMemorySender([find_device(device) for device in devices])
-    receivers = [create_sglang_receiver(engine, _TENSORS, partial(create_body, engine)) for engine in engines]
+    receivers = [create_sglang_receiver(engine, _TENSORS, partial(create_body, i)) for i, engine in enumerate(engines)]
     try:
         yield WeightTransfer(receivers, sender, bucket_bytes=bucket_bytes, dtype=dtype)
     finally:

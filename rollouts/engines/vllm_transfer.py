@@ -150,7 +150,8 @@ async def open_vllm_ipc(
 
     Args:
         engines: entered; their servers run with --weight-transfer-config '{"backend": "ipc"}' and VLLM_ALLOW_INSECURE_SERIALIZATION=1.
-        devices: every GPU that a process of a server runs on, as this process numbers them.
+        devices: every GPU that a process of a server runs on, as this process numbers them: those of the first engine, of the second, ...,
+            as many for each; or one that all share.
         bucket_bytes: that are shared at a time, and needed twice on each device.
         dtype: see WeightTransfer.
         export: for tests.
@@ -159,13 +160,13 @@ async def open_vllm_ipc(
     Raises: EngineError.
     """
 
-    def create_body(bucket: Bucket, shared: SharedBucket) -> Mapping[str, Any]:
-        return vllm_ipc_payload(bucket, vllm_handles(shared, export))
+    def create_body(index: int, bucket: Bucket, shared: SharedBucket) -> Mapping[str, Any]:
+        return vllm_ipc_payload(bucket, vllm_handles(shared.of_engine(index, len(engines)), export))
 
     for engine in engines:
         await _call(engine, INIT, {"init_info": {"packed": True}})
     sender = SharedMemorySender([find_device(device) for device in devices])
-    receivers = [create_vllm_receiver(engine, create_body) for engine in engines]
+    receivers = [create_vllm_receiver(engine, partial(create_body, i)) for i, engine in enumerate(engines)]
     try:
         yield WeightTransfer(receivers, sender, bucket_bytes=bucket_bytes, dtype=dtype)
     finally:
