@@ -11,7 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 from hypothesis import settings
 
-settings.register_profile("deterministic", deadline=None, derandomize=True)
+settings.register_profile("deterministic", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("deterministic")
 
 
