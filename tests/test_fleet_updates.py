@@ -192,3 +192,47 @@ async def test_an_update_whose_members_go_down_before_they_are_told_waits_for_th
         await trio.sleep(10.0)
         assert (states(fleet), await fleet.get_weight_version()) == ([MemberState.SERVING], 1)
     assert len(said) == 2
+
+
+async def test_a_member_that_comes_back_during_a_sync_gets_the_weights_of_that_sync(autojump_clock):
+    engines = fakes(2)
+    async with fleet_of(engines, first_wait_s=1.0) as fleet:
+        engines[0].kill()
+        fleet.report_down(engines[0], "it ended")
+        engines[0].revive(0)
+        await trio.sleep(1.5)  # it generates the token by which it is known to be back
+        await sync(fleet, 5)
+        await trio.sleep(0.8)
+        assert [member.version for member in fleet.members if member.state is MemberState.SERVING] == [5]
+        await trio.sleep(30.0)
+        assert [member.version for member in fleet.members] == [engine.weight_version for engine in engines] == [5, 5]
+
+
+async def test_a_member_that_generates_with_other_weights_than_it_names_does_not_come_back(autojump_clock):
+    class Liar(FakeEngine):
+        async def get_weight_version(self) -> int:
+            await super().get_weight_version()
+            return 0
+
+    engines = [Liar(LONG, name="liar"), *fakes(1)]
+    async with fleet_of(engines) as fleet:
+        fleet.report_down(engines[0], "it ended")
+        engines[0].weight_version = 7
+        await trio.sleep(60.0)
+        assert states(fleet) == [MemberState.DOWN, MemberState.SERVING]
+
+
+async def test_a_member_that_failed_an_update_is_not_believed_what_it_names(autojump_clock):
+    class Labeled(FakeEngine):
+        async def update_weights(self, weights: Mapping[str, Any], weight_version: int) -> Mapping[str, Any]:
+            self.weight_version = weight_version  # the label comes before the weights
+            return await super().update_weights(weights, weight_version)
+
+    engines = [Labeled(LONG, update_error=EngineError("half-way"), name="a"), *fakes(1)]
+    async with fleet_of(engines, exclude_failed=True) as fleet:
+        await sync(fleet, 1)
+        await trio.sleep(20.0)
+        assert states(fleet) == [MemberState.DOWN, MemberState.SERVING]
+        engines[0]._update_error = None
+        await trio.sleep(100.0)
+        assert states(fleet) == [MemberState.SERVING] * 2
