@@ -20,6 +20,7 @@ from integration.budget_traffic import Links, Transfer, count_microbatches, pass
 
 PROMPT_TOKENS = 64  # assumed
 PREFIX_TOKENS = 16384  # of prompts whose keys and values the embedded engine keeps at most (InProcessEngine, prefix_cache_tokens)
+ROWS = "rows of a batch"  # traffic of rank 0
 GROWTH = 1.5  # rooms of slots grow by half, and the old ones stay until they are copied: 1 + 1.5 at the most, see SlotModel
 SAMPLE_BYTES = 160  # of a token of a Sample in Python: id, mask, log-prob, weight version
 
@@ -190,7 +191,7 @@ def needed_bytes(work: Workload) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Transfers of one kind and how often they happen."""
+    """Transfers of one kind and how often they happen: what one rank receives, except for ROWS."""
 
     name: str
     times: int
@@ -198,7 +199,7 @@ class Traffic:
 
     @property
     def size(self) -> int:
-        """Bytes that one process receives in all."""
+        """Bytes in all that one process receives; of ROWS that rank 0 sends."""
         return self.times * sum(transfer.size for transfer in self.transfers)
 
     @property
@@ -208,7 +209,7 @@ class Traffic:
 
 
 def plan_traffic(work: Workload, links: Links) -> list[Traffic]:
-    """What one rank receives in an optimizer step, in the passes before it, and in a weight sync."""
+    """What one rank receives in an optimizer step, in the passes before it, and in a weight sync; and the rows that rank 0 sends."""
     traffic: list[Traffic] = []
     step_tokens = work.step_rows * work.row_tokens
     passes = count_microbatches(step_tokens, max_tokens=work.training.tokens, num_ranks=work.num_ranks)
@@ -226,7 +227,7 @@ def plan_traffic(work: Workload, links: Links) -> list[Traffic]:
             number = passes * (work.forward_passes + work.has_reference)
             traffic += [Traffic("log-probs and values of a batch", number, alone)] if number else []
             sent = work.updates_per_batch * models + work.forward_passes + work.has_reference
-            traffic.append(Traffic("rows of a batch", sent, (rows_traffic(tokens, num_ranks=work.num_ranks, links=links),)))
+            traffic.append(Traffic(ROWS, sent, (rows_traffic(tokens, num_ranks=work.num_ranks),)))
         sync = sync_traffic(
             work.sizes,
             sharding=work.training.sharding,

@@ -12,6 +12,7 @@ import torch
 from integration.budget import STATES, Part, Sharding, Training
 from integration.budget_run import (
     PROMPT_TOKENS,
+    ROWS,
     RewardModel,
     Role,
     Traffic,
@@ -219,7 +220,8 @@ def describe_traffic(traffic: Traffic) -> str:
     """Bytes and seconds in all, and what they are made of."""
     times = f"{traffic.times} x " if traffic.times > 1 else ""
     parts = ", ".join(f"{transfer.name} {format_bytes(transfer.size)}" for transfer in traffic.transfers)
-    return f"{format_bytes(traffic.size)} for each rank, {traffic.seconds:.2g} s at these bandwidths: {times}({parts})"
+    whose = "from rank 0 to all others" if traffic.name == ROWS else "for each rank"
+    return f"{format_bytes(traffic.size)} {whose}, {traffic.seconds:.2g} s at these bandwidths: {times}({parts})"
 
 
 def read_links(hardware: HardwareSection) -> Links:

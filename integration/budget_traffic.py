@@ -23,6 +23,8 @@ from integration.budget_sizes import ModelSizes
 
 ROW_BYTES = 36  # of a token of a batch: its id, its place in the masks and weights, two or three log-probs, advantage
 
+ROW_BYTES_PER_S = 150e6  # that rank 0 chooses, packs and sends through sockets: 2.5 to 5 ms for 16,384 tokens, see docs/distributed.md
+
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
@@ -86,10 +88,10 @@ def sync_traffic(sizes: ModelSizes, *, sharding: Sharding | None, links: Links, 
     return transfers
 
 
-def rows_traffic(tokens: int, *, num_ranks: int, links: Links) -> Transfer:
-    """Rows of a batch of so many tokens that rank 0 sends to the others, of which each gets its own."""
+def rows_traffic(tokens: int, *, num_ranks: int) -> Transfer:
+    """Rows of a batch of so many tokens that rank 0 sends to all others together; each gets its own, through sockets of the host."""
     size = ROW_BYTES * tokens * (num_ranks - 1) / num_ranks
-    return Transfer("rows from rank 0", ceil(size), size / links.bandwidth(num_ranks))
+    return Transfer("rows", ceil(size), size / ROW_BYTES_PER_S)
 
 
 def count_microbatches(tokens: int, *, max_tokens: int, num_ranks: int) -> int:

@@ -112,7 +112,7 @@ def check_backend(config: Config) -> None:
     """Raise ConfigError if the backend cannot train what config names. Loads no weights."""
     kind, path = config.backend.kind, config.model.path
     if config.lora.rank and kind in ("torch_func", "jax"):
-        raise ConfigError(f"lora.rank is {config.lora.rank} with backend.kind {kind!r}: adapters are trained with 'pytorch'")
+        raise ConfigError(f"lora.rank is {config.lora.rank} with backend.kind {kind!r}: adapters are trained with 'pytorch' and 'fsdp'")
     if kind == "jax":
         from rollouts.backends.jax_backend import require_jax
         from rollouts.backends.jax_model import read_decoder_config

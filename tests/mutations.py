@@ -2525,6 +2525,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_distributed.py::test_entries_of_two_ranks_are_whitened_as_those_of_one_process_are",),
     ),
     Mutation(
+        "../integration/budget_run.py",
+        "a critic is taken to train the adapters of the policy",
+        "has_vocabulary=False, adapters=None)",
+        "has_vocabulary=False)",
+        ("test_budget.py::test_a_critic_is_trained_whole_beside_a_policy_with_adapters",),
+    ),
+    Mutation(
+        "../integration/budget_text.py",
+        "evaluations need no slots",
+        "rl.samples_per_prompt + count_greedy_samples(config.algorithm)), heldout)",
+        "rl.samples_per_prompt + count_greedy_samples(config.algorithm)), 0)",
+        ("test_budget.py::test_the_embedded_engine_has_slots_for_all_that_runs_at_once",),
+    ),
+    Mutation(
         "../integration/budget.py",
         "Adam has one moment",
         "MOMENTS = 2 ",

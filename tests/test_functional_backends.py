@@ -22,7 +22,7 @@ from rollouts.backends.outputs import compute_values
 from rollouts.backends.protocol import StreamsWeights
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.backends.torch_func import TorchFuncTrainingBackend, create_torch_func_backend
-from rollouts.backends.torchax_backend import create_torchax_backend
+from rollouts.backends.torchax_backend import TRIED, create_torchax_backend
 from rollouts.batching import collate_samples, select_rows
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.config import OptimizerConfig
@@ -419,5 +419,18 @@ def test_torchax_is_refused_with_what_was_tried():
     with pytest.raises(ConfigError) as caught:
         create_torchax_backend(create_tiny_model(), lr=1e-3)
     text = str(caught.value)
-    for part in ("torchax is not supported", torch.__version__.split("+")[0], "--backend.kind jax", "dim_Dimname"):
+    for part in ("torchax is not supported", TRIED, "--backend.kind jax", "dim_Dimname"):
         assert part in text, text
+
+
+def test_log_probs_in_chunks_have_the_gradient_of_log_probs_at_once():
+    def step(chunk_size: int):
+        backend = TorchFuncTrainingBackend(create_tiny_model(), AdamW(lr=1e6, eps=1e6, max_grad_norm=float("inf")), chunk_size=chunk_size)
+        backend.forward_backward(make_batch(), sft_loss)
+        backend.optim_step()
+        return backend.get_weights().value
+
+    chunked, whole, begun = step(7), step(1024), create_tiny_model().state_dict()
+    for name, value in whole.items():
+        torch.testing.assert_close(chunked[name], value, atol=1e-5, rtol=0)
+    assert any((value - begun[name]).abs().max() > 0.1 for name, value in whole.items())  # lr / eps = 1: what is subtracted is the gradient

@@ -8,6 +8,7 @@ import torch
 
 from rollouts.backends.factory import create_adamw_optimizer, create_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.backends.trainer_files import read_trainer_state
 from rollouts.batching import collate_samples
 from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.loss_weights import token_mean
@@ -130,3 +131,9 @@ def test_a_trainer_state_that_does_not_fit_is_refused_before_anything_is_overwri
         backend.load_checkpoint(tmp_path)
     after = backend.get_weights().value
     assert all(torch.equal(before[name], after[name]) for name in before) and not backend.optimizer.state
+
+
+def test_a_checkpoint_of_several_processes_is_called_one(tmp_path: Path):
+    (tmp_path / "sharded").mkdir()
+    with pytest.raises(CheckpointError, match="is of the backend 'fsdp', not 'torch_func'"):
+        read_trainer_state(tmp_path, "torch_func")

@@ -36,8 +36,8 @@ ADAPTER_NAME = "default"
 class LoRAConfig:
     """Which adapters a model is given. Biases, norms and embeddings are never trained beside them."""
 
-    rank: int = 16  # of B A; at most the sizes of a layer
-    alpha: float | None = None  # the change is scaled by alpha / rank; None = 2 * rank, so by 2
+    rank: int = 16  # of B A; more than the smaller size of a layer adds nothing, and is not refused
+    alpha: float | None = None  # the change is scaled by alpha / rank; None = 2 * rank, so by 2 (with use_rslora by 2 * sqrt(rank))
     dropout: float = 0.0  # of an adapter's input, in training only
     target_modules: tuple[str, ...] = (ALL_LINEAR,)  # ends of names, as ("q_proj", "v_proj"); all-linear = all but the output layer
     use_rslora: bool = False  # scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)

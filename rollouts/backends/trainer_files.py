@@ -65,6 +65,11 @@ def write_trainer_state(directory: Path, kind: str, state: Mapping[str, Any]) ->
 def read_trainer_state(directory: Path, kind: str) -> dict[str, Any]:
     """Read what write_trainer_state wrote, onto the CPU. Raises CheckpointError if it is missing, damaged or of another kind of backend."""
     path = directory / TRAINER_FILE
+    if not path.is_file() and (directory / SHARDED_DIRECTORY).is_dir():
+        raise CheckpointError(
+            f"{directory} is of the backend 'fsdp', not {kind!r}: go on with --backend.kind fsdp or pytorch, or begin from the weights "
+            "alone with --model.path"
+        )
     if not path.is_file():
         raise CheckpointError(
             f"{directory} has no {TRAINER_FILE}: it is a model, not a checkpoint of this backend; load it as --model.path"
