@@ -236,3 +236,25 @@ async def test_a_member_that_failed_an_update_is_not_believed_what_it_names(auto
         engines[0]._update_error = None
         await trio.sleep(100.0)
         assert states(fleet) == [MemberState.SERVING] * 2
+
+
+async def test_those_behind_a_large_request_that_gives_up_are_served_at_once(autojump_clock):
+    (engine,) = fakes(1)
+    found: dict[int, Completion] = {}
+    async with fleet_of([engine], max_tokens=40) as fleet, trio.open_nursery() as nursery:
+        nursery.start_soon(fleet.generate, (3,), PARAMS)
+        await trio.sleep(1.0)
+        scope = trio.CancelScope()
+
+        async def ask_for_much() -> None:
+            with scope:
+                await fleet.generate((3,) * 20, PARAMS.new(max_tokens=20))
+
+        nursery.start_soon(ask_for_much)
+        await trio.sleep(1.0)
+        nursery.start_soon(lambda: generate_all(fleet, 1, found=found))
+        await trio.sleep(1.0)
+        assert count_requests(engine) == 1
+        scope.cancel()
+        await trio.sleep(0.5)
+        assert count_requests(engine) == 2
