@@ -276,17 +276,20 @@ async def test_weights_travel_in_the_precision_of_the_servers(directory):
         assert (await first.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(model.bfloat16().float())
 
 
-async def test_a_transfer_that_is_cancelled_leaves_the_old_weights(directory):
+@pytest.mark.parametrize(("at", "later"), [(1, 1), (1, 5), (3, 0)])
+async def test_a_transfer_that_is_cancelled_leaves_the_old_weights_at_once(directory, at: int, later: int):
+    """Also before the server was asked for the bucket that is being broadcast, for which the trainer's thread waits."""
     weights = dict(create_endless_model(1).state_dict())
 
     async def read(bucket):
-        await trio.lowlevel.checkpoint()
-        if bucket.index == 3:
+        for _ in range(1 + later):
+            await trio.lowlevel.checkpoint()
+        if bucket.index == at:
             scope.cancel()
         return {name: weights[name] for name in bucket.names}
 
     async with FakeSGLangServer(directory) as one, SGLangEngine(one.url) as first:
-        async with open_weight_group([first], backend="gloo", bucket_bytes=5000) as group:
+        async with open_weight_group([first], backend="gloo", bucket_bytes=5000, timeout_s=10 * PATIENCE_S) as group:
             with trio.fail_after(PATIENCE_S), trio.CancelScope() as scope:
                 await group.send_weights(describe_weights(weights), read, 1)
             assert scope.cancelled_caught

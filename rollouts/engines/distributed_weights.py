@@ -73,21 +73,23 @@ def create_sglang_receiver(
 
     Args:
         route: that takes one bucket.
-        leave: called when the server did not take a bucket, so that nobody waits for it.
+        leave: called when the server did not take all buckets, so that nobody waits for it.
     """
 
     async def receive(routes: SGLangWeights, label: str, rounds: BucketRounds) -> None:
         async with routes.open_session():
-            for bucket in rounds.plan.buckets:
-                parcel = await rounds.take(bucket)
-                try:
+            is_over = has_begun = False
+            try:
+                for bucket in rounds.plan.buckets:
+                    parcel = await rounds.take(bucket)
+                    has_begun = True
                     await routes.update(route, create_body(bucket, parcel))
-                except EngineError:
-                    if leave is not None:
-                        with trio.move_on_after(LEAVE_S, shield=True), suppress(EngineError):
-                            await leave()
-                    raise
-            await rounds.finish()
+                await rounds.finish()
+                is_over = True
+            finally:
+                if has_begun and not is_over and leave is not None:  # cancelled, too: the trainer's thread waits for this server
+                    with trio.move_on_after(LEAVE_S, shield=True), suppress(EngineError):
+                        await leave()
         await routes.flush()
         await routes.write_label(label)
 

@@ -99,6 +99,7 @@ class GroupSender:
         try:
             await trio.to_thread.run_sync(self._broadcast, parcel)
         except RuntimeError as error:
+            await trio.lowlevel.checkpoint_if_cancelled()  # servers that left because of it are no failure of their own
             raise EngineError(
                 f"the weights could not be broadcast to the servers (deadline: {self._timeout_s:g} s for each bucket): {error}"
             ) from error
