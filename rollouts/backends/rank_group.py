@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_NOTICE_S = 2.0  # for the watch to see the end of a process
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -232,6 +234,8 @@ class RankGroup:
                 self._watch.finish()
                 self._break(f"rank 0 was interrupted in {operation} by {type(interrupt).__name__}")
                 raise
+            if outcome.closed:  # of the two connections of a process that ended, the watch looks at the other one, a moment later
+                self._watch.lost.wait(_NOTICE_S)
             return self._judge(operation, outcome, self._watch.finish())
 
     def _carry_out(self, operation: str, messages: Sequence[tuple[bytes, ...]], call: Callable[[], object]) -> _Outcome:
