@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NOTICE_S = 2.0  # for the watch to see the end of a process
+_NOTICE_S = 15.0  # for the watch to see the end of a process, or a process to see that it is to end, on a busy machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,6 +374,8 @@ class RankGroup:
         assert self._watch is not None, "only rank 0 ends the others"
         if failure is not None:
             self._break(failure)
+            # a connection that is closed before it was read to its end takes back what it has sent: they would not learn why they end
+            self._watch.wait_for_ends(min(_NOTICE_S, self._grace_s))
             return
         self._watch.begin("the end of the run")
         for pair in self._channels.values():

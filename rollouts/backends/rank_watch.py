@@ -110,6 +110,9 @@ class LeaderWatch(_Watch):
         self._trouble_since: float | None = None
         self._is_aborted = False
         self.lost = threading.Event()  # a rank is gone, or the watch is closed
+        self._all_ended = threading.Event()  # no other rank is left
+        if not channels:
+            self._all_ended.set()
 
     def begin(self, operation: str) -> None:
         """The thread that computes begins an operation of all ranks."""
@@ -133,6 +136,10 @@ class LeaderWatch(_Watch):
         """Tell every rank to end, non-zero, even from the middle of an operation."""
         with self._lock:
             self._abort(reason)
+
+    def wait_for_ends(self, at_most_s: float) -> None:
+        """Wait until every other rank has ended."""
+        self._all_ended.wait(at_most_s)
 
     def close(self) -> None:
         """Stop watching; ends what waits for `lost`."""
@@ -168,6 +175,8 @@ class LeaderWatch(_Watch):
                     if not self._is_aborted:
                         self._gone.append(rank)
                 self.lost.set()
+                if not self._channels:
+                    self._all_ended.set()
             else:
                 with self._lock:
                     self._seen[rank] = self._clock.now
