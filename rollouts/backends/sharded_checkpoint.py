@@ -89,11 +89,6 @@ def save_sharded(
     write_snapshot(snapshot, model, directory, tokenizer=tokenizer, ranks=ranks, max_file_bytes=max_file_bytes)
 
 
-def is_sharded_checkpoint(directory: Path) -> bool:
-    """Whether save_sharded has written the directory."""
-    return (directory / SHARDED_DIRECTORY).is_dir()
-
-
 def take_snapshot(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
