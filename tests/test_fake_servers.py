@@ -149,7 +149,7 @@ class Client:
 async def serve(kind: type, model: Any, **settings: Any) -> AsyncIterator[Client]:
     limits = httpx.Limits(max_keepalive_connections=0)
     server = kind(model, **({"block_size": 1, **settings} if kind is FakeVLLMServer else settings))
-    async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=PATIENCE_S, limits=limits) as http:
+    async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False, timeout=PATIENCE_S, limits=limits) as http:
         yield Client(server, http)
 
 
@@ -396,7 +396,7 @@ async def test_a_dead_server_refuses_until_it_is_revived(kind):
 async def test_idle_connections_are_closed(kind):
     for keep_alive_s in (0.05, 600.0):
         server = kind(script, keep_alive_s=keep_alive_s)
-        async with server, httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+        async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False) as http:
             await http.get("/health")
             if keep_alive_s < 1:
                 await wait_until(lambda: server.num_connections == 0)  # noqa: B023
@@ -697,7 +697,7 @@ async def test_time_of_tokens_and_of_a_place():
 
 
 async def test_a_condition_is_waited_for_and_not_for_ever():
-    async with FakeVLLMServer(script) as server, httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+    async with FakeVLLMServer(script) as server, httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False) as http:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(http.get, "/health")
             await server.wait_until(lambda: server.count("/health") == 1)

@@ -153,7 +153,7 @@ async def open_session(name: str, model: Any, directories: Path, **settings: Any
     with_text = name.startswith("tok_") or name in {"queue_abort_prefill_time", "server_info_after_disconnect"}
     server = FakeSGLangServer(model, tokenizer=Letters() if with_text else None, **settings)
     limits = httpx.Limits(max_keepalive_connections=0)
-    async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=PATIENCE_S, limits=limits) as client:
+    async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False, timeout=PATIENCE_S, limits=limits) as client:
         yield Session(server, client, directories)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import torch
 from forked import Child, run
 
 from integration.config import Config
-from integration.train import compare_settings, main
+from integration.train import compare_settings, favor_computation, main
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.checkpoints import list_checkpoints, verify_checkpoint
 from rollouts.config import load_config
@@ -143,6 +144,23 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(finished, tmp_path: P
     assert list_checkpoints(directory / "sft" / "checkpoints")
     assert main(["--output-dir", str(directory), "--resume"]) == 0
     assert values(metrics) == values(finished[0] / "metrics.jsonl")
+
+
+def test_in_a_run_the_garbage_collector_leaves_out_what_stays_and_the_interpreter_changes_hands_sooner():
+    set_aside, interval_s = gc.get_freeze_count(), sys.getswitchinterval()
+    gc.unfreeze()
+    try:
+        with favor_computation():
+            assert gc.get_freeze_count() > 100_000
+            assert sys.getswitchinterval() < interval_s
+            with favor_computation():
+                pass
+            assert gc.get_freeze_count() > 100_000  # that of the caller stays
+        assert gc.get_freeze_count() == 0
+        assert sys.getswitchinterval() == interval_s
+    finally:
+        if set_aside:
+            gc.freeze()
 
 
 def test_a_directory_of_a_live_run_is_refused(capsys, tmp_path: Path):
