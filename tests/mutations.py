@@ -86,7 +86,8 @@ def _run_in_this_process(folder: str, tests: Sequence[str], log: Path) -> None:
         for package in (rollouts, integration):
             assert Path(str(package.__file__)).is_relative_to(folder), f"{package.__file__} is not the copy in {folder}"
         names = [str(ROOT / "tests" / test) for test in tests]
-        code = int(pytest.main(["-x", "--timeout=60", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *names]))
+        options = ["-x", "--timeout=60", "-p", "no:cacheprovider", "--hypothesis-profile=thorough", f"--rootdir={ROOT}"]
+        code = int(pytest.main([*options, *names]))
         sys.stdout.flush()
     finally:
         os._exit(code & 255)  # without the exit handlers of the process that it was forked from
@@ -1790,6 +1791,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if part is not None and call.member.version < part.output_versions[-1]:",
         "if False:",
         ("test_fleet.py::test_a_moved_sample_never_goes_on_under_older_weights",),
+    ),
+    Mutation(
+        "engines/fleet_requests.py",
+        "a request is sent again to the member that failed it",
+        "ask = replace(ask, avoided=ask.avoided | {member.number})",
+        "ask = replace(ask, avoided=ask.avoided)",
+        ("test_fleet_requests.py::test_a_request_waits_for_another_member_and_is_not_sent_again_to_the_one_that_failed_it",),
+    ),
+    Mutation(
+        "engines/fleet_requests.py",
+        "only the last member that failed a request is avoided",
+        "ask = replace(ask, avoided=ask.avoided | {member.number})",
+        "ask = replace(ask, avoided=frozenset({member.number}))",
+        ("test_fleet_requests.py::test_a_request_that_several_members_failed_goes_to_one_that_has_not",),
+    ),
+    Mutation(
+        "engines/fleet_members.py",
+        "a request waits for a member that was lost between the promise and the start",
+        "        if ticket.member.state is not MemberState.SERVING:  # it failed between the promise and now\n"
+        "            call.scope.cancel()\n",
+        "",
+        ("test_fleet_requests.py::test_a_member_that_is_lost_after_its_place_was_promised_is_not_waited_for",),
     ),
     Mutation(
         "engines/fleet_health.py",
