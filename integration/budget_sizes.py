@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,16 +102,18 @@ class AdapterSizes:
     """Sizes of the adapters that LoRA gives a model."""
 
     num_parameters: int
+    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # inputs and outputs of those that have one
     dropped_inputs: int = 0  # inputs of all adapted layers together, where each adapter drops some of its own: then it keeps them
 
 
 def read_adapter_sizes(sizes: ModelSizes, config: LoRAConfig) -> AdapterSizes:
     """Of the adapters of this configuration. Raises: ConfigError for a target that the model does not have."""
     layers = {name: (inputs, outputs) for name, inputs, outputs in sizes.linear_layers}
-    targets = choose_targets(list(layers), config, sizes.architecture)
+    adapted = {name: layers[name] for name in choose_targets(list(layers), config, sizes.architecture)}
     return AdapterSizes(
         num_parameters=count_lora_parameters(layers, config, sizes.architecture),
-        dropped_inputs=sum(layers[name][0] for name in targets) if config.dropout else 0,
+        layers=adapted,
+        dropped_inputs=sum(inputs for inputs, _ in adapted.values()) if config.dropout else 0,
     )
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from integration.algorithm_expression import describe_call
-from integration.budget_sizes import read_sizes
+from integration.budget_sizes import ModelSizes, read_adapter_sizes, read_sizes
 from integration.budget_text import SORT_ROW_TOKENS, describe_budget
 from integration.command_line import Mode
 from integration.config import (
@@ -20,6 +20,7 @@ from integration.config import (
 )
 from integration.episode_settings import EPISODE_TASKS
 from integration.models import read_model_config
+from rollouts.backends.lora import explain_wasted_rank
 from rollouts.config import to_dict
 
 
@@ -35,7 +36,7 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     """Counts, and the budgets of memory and traffic."""
     model = read_model_config(config)
     sizes = read_sizes(model, trust_remote_code=config.model.trust_remote_code)
-    facts: dict[str, str] = {"parameters": f"{sizes.num_parameters:,}"}
+    facts: dict[str, str] = {"parameters": f"{sizes.num_parameters:,}"} | describe_adapters(config, sizes)
     if "sft" in mode:
         rows = config.sft.num_steps * config.sft.batch_size
         facts["SFT optimizer steps"] = f"{config.sft.num_steps:,}"
@@ -61,6 +62,17 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
         facts["RL weight syncs"] = f"{config.rl.num_steps // config.rl.sync_every:,}"
         facts["RL rollouts"] = describe_rollouts(config)
     return facts | describe_budget(config, mode, sizes)
+
+
+def describe_adapters(config: Config, sizes: ModelSizes) -> dict[str, str]:
+    """How much of the model the adapters are, and whether their rank is of use."""
+    lora = config.lora.create(config.seed)
+    if lora is None:
+        return {}
+    adapters = read_adapter_sizes(sizes, lora)
+    facts = {"trained in adapters": f"{adapters.num_parameters:,}"}
+    told = explain_wasted_rank(adapters.layers, lora.rank)
+    return facts if told is None else facts | {"warning": told}
 
 
 def describe_rollouts(config: Config) -> str:

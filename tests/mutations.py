@@ -2605,6 +2605,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "backends/lora.py",
+        "a rank is compared with the larger size of a layer",
+        "if rank > min(sizes)}",
+        "if rank > max(sizes)}",
+        ("test_lora.py::test_a_rank_above_the_smaller_size_of_a_layer_is_taken_with_a_warning",),
+    ),
+    Mutation(
+        "backends/lora.py",
         "every layer begins with the same A",
         'f"{seed} {name}"',
         'f"{seed}"',

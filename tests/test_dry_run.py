@@ -11,7 +11,16 @@ from integration.budget_text import format_bytes
 from integration.config import Config, response_tokens
 from integration.dry_run import count_parameters, derive_numbers, describe_run
 from integration.models import create_model, read_model_config
-from integration.sections import CriticSection, DataSection, EngineSection, GenerationSection, ModelSection, RLSection, SFTSection
+from integration.sections import (
+    CriticSection,
+    DataSection,
+    EngineSection,
+    GenerationSection,
+    LoRASection,
+    ModelSection,
+    RLSection,
+    SFTSection,
+)
 from integration.stages import create_task
 from integration.train import main
 from rollouts.config import from_dict
@@ -123,6 +132,13 @@ def test_bytes_have_a_unit_that_people_read():
     assert [format_bytes(size) for size in (0, 1023, 1536, 5 * 2**20, 3 * 2**30, 2**41)] == [
         "0 B", "1023 B", "1.5 KiB", "5 MiB", "3 GiB", "2 TiB",
     ]  # fmt: skip
+
+
+def test_adapters_are_counted_and_a_rank_that_is_too_high_is_told_beforehand():
+    assert "trained in adapters" not in derive_numbers(Config(), "rl")
+    facts = derive_numbers(Config(lora=LoRASection(rank=8, target_modules=("q_proj",))), "sft")
+    assert facts["trained in adapters"] == f"{4 * 8 * (128 + 128):,}" and "warning" not in facts
+    assert "the rank of the adapters is 200" in derive_numbers(Config(lora=LoRASection(rank=200)), "sft")["warning"]
 
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path: Path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -290,6 +291,24 @@ def test_targets_are_named_in_full_where_their_ends_would_mean_more(tmp_path: Pa
 def test_what_cannot_be_is_refused_with_a_reason(make, expected: str):
     with pytest.raises(ConfigError, match=expected):
         make()
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "above"),
+    [(16, ("all-linear",), None), (17, ("all-linear",), "4 of the 14"), (32, ("q_proj",), None), (33, ("q_proj",), "2 of the 2")],
+)
+def test_a_rank_above_the_smaller_size_of_a_layer_is_taken_with_a_warning(rank: int, targets: tuple[str, ...], above: str | None):
+    """Layers of 32 inputs; keys and values of 16 outputs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backend = create_backend(lora=LoRAConfig(rank=rank, target_modules=targets))
+    told = [str(warning.message) for warning in caught if "rank" in str(warning.message)]
+    assert len(told) == (above is not None)
+    if above is not None:
+        name, outputs = ("q_proj", 32) if rank == 33 else ("k_proj", 16)
+        assert f"the rank of the adapters is {rank}, but {above} adapted layers are smaller: model.layers.0.self_attn.{name} " in told[0]
+        assert f"has 32 inputs and {outputs} outputs" in told[0] and f"Give a rank of at most {outputs}, or leave" in told[0]
+    train(backend, [0])
 
 
 def test_without_peft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):

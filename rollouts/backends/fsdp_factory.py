@@ -66,12 +66,12 @@ def create_fsdp_backend(
         tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         empty = load_hf_model_on_meta(model)
         if lora is not None:
-            add_adapters(empty, lora)
+            add_adapters(empty, lora, warns=ranks.rank == 0)
         model = _load_sharded(empty, ranks, config, partial(materialize_from_hf, directory=model, device=_storage(ranks, config)))
         if lora is not None:
             init_adapters(model, lora.seed)
     elif lora is not None:
-        add_adapters(model, lora)
+        add_adapters(model, lora, warns=ranks.rank == 0)
     create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
     optimizer = partial(create_adamw_optimizer, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     return _create_backend(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ ADAPTER_NAME = "default"
 class LoRAConfig:
     """Which adapters a model is given. Biases, norms and embeddings are never trained beside them."""
 
-    rank: int = 16  # of B A; more than the smaller size of a layer adds nothing, and is not refused
+    rank: int = 16  # of B A; more than the smaller size of a layer adds nothing: there is a warning, see explain_wasted_rank
     alpha: float | None = None  # the change is scaled by alpha / rank; None = 2 * rank, so by 2 (with use_rslora by 2 * sqrt(rank))
     dropout: float = 0.0  # of an adapter's input, in training only
     target_modules: tuple[str, ...] = (ALL_LINEAR,)  # ends of names, as ("q_proj", "v_proj"); all-linear = all but the output layer
@@ -65,11 +66,14 @@ class LoRAConfig:
         return self.resolved_alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
-def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
+def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, warns: bool = True) -> None:
     """Freeze a model and put adapters into it, in place. What it computes is unchanged until they are trained.
 
     A is drawn from U(-1 / sqrt(in), 1 / sqrt(in)), as peft does, by config.seed and the name of the layer alone. On a model that is on meta
     the adapters are, too: call init_adapters when it has been sharded and its weights have been read.
+
+    Args:
+        warns: whether to say it where the rank is above the smaller size of layers; False on ranks other than 0, which say the same.
 
     Raises: ConfigError if peft is missing, if the model has adapters or is no causal language model, or for targets that it does not have.
     """
@@ -81,7 +85,11 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
             "reward model without lora"
         )
     peft = _import_peft()
-    targets = find_targets(model, config)
+    layers = linear_layers(model)
+    targets = choose_targets(list(layers), config, type(model).__name__)
+    told = explain_wasted_rank({name: layers[name] for name in targets}, config.rank)
+    if told and warns:
+        warnings.warn(told, stacklevel=2)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
@@ -96,11 +104,6 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=on_meta)
     if not on_meta:
         init_adapters(model, config.seed)
-
-
-def find_targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
-    """Full names of the layers that get an adapter. Raises ConfigError for a name that is of no layer, or of one that cannot have one."""
-    return choose_targets(list(linear_layers(model)), config, type(model).__name__)
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -133,6 +136,28 @@ def choose_targets(linear: Sequence[str], config: LoRAConfig, model_name: str) -
     if not found:
         raise ConfigError(f"{model_name} has no linear layers below its output layer, and adapters are for those")
     return [name for name in linear if name in found]
+
+
+def explain_wasted_rank(adapted: Mapping[str, tuple[int, int]], rank: int) -> str | None:
+    """What to tell people whose adapters have a higher rank than the product B A of a layer can have; None where there are no such layers.
+
+    peft takes any rank, and with all-linear a rank that is right for most layers can be above the width of a model's few keys and values:
+    so it is no error.
+
+    Args:
+        adapted: (inputs, outputs) of each layer that gets an adapter, by its name.
+    """
+    above = {name: sizes for name, sizes in adapted.items() if rank > min(sizes)}
+    if not above:
+        return None
+    name = min(above, key=lambda name: min(above[name]))
+    inputs, outputs = above[name]
+    most = min(inputs, outputs)
+    return (
+        f"the rank of the adapters is {rank}, but {len(above)} of the {len(adapted)} adapted layers are smaller: {name} has {inputs} "
+        f"inputs and {outputs} outputs, so that rank {most} is all that can be learned there, and the rest costs memory for nothing. "
+        f"Give a rank of at most {most}, or leave such layers out of target_modules"
+    )
 
 
 def init_adapters(model: torch.nn.Module, seed: int) -> None:
