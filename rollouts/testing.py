@@ -154,7 +154,8 @@ class FakeEngine:
             request.aborted.set()
 
     def revive(self, weight_version: int) -> None:
-        """Answer again, as a server does that was started again: with the weights that it is started with."""
+        """Answer again, as a server does that was started again after kill(): with the weights that it is started with."""
+        assert self._death is not None, f"{self.name} is alive: kill() it before it is started again"
         self._death, self.weight_version = None, weight_version
 
     def _check_alive(self) -> None:

@@ -8,12 +8,14 @@ import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the processes that tests start
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")  # small, and run once
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("deterministic", deadline=None, derandomize=True, max_examples=50)
-settings.load_profile("deterministic")
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
+settings.load_profile("quick")  # another one: --hypothesis-profile=thorough
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -900,7 +900,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "the second correction replaces the first",
         "importance_weights=weights if own is None else own * weights",
         "importance_weights=weights",
-        (parity("rollout_correction/slime_tis_icepop"),),
+        ("test_corrections.py::test_transforms_chain_by_multiplying",),
     ),
     Mutation(
         "corrections.py",
@@ -2648,9 +2648,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "backends/adapter_files.py",
         "adapters are loaded onto any base",
-        "if self.fingerprint() != expected:\n            if not",
-        "if False:\n            if not",
+        "        if own == expected:\n",
+        "        if own:\n",
         ("test_lora.py::test_a_checkpoint_that_does_not_fit_is_refused_with_a_reason",),
+    ),
+    Mutation(
+        "backends/adapter_files.py",
+        "the base of a checkpoint is taken as it is",
+        "        if found != expected:\n",
+        "        if not found:\n",
+        ("test_lora.py::test_a_base_that_is_not_that_of_the_adapters_is_refused_before_anything_changes",),
     ),
     Mutation(
         "backends/trainer_files.py",

@@ -9,7 +9,7 @@ import oracles
 import oracles_advantages as naive
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts import kl
@@ -90,7 +90,6 @@ STDS = {"group": group_std, "batch": batch_std, None: None}
 @pytest.mark.parametrize("mean_of", MEANS)
 @pytest.mark.parametrize("std_of", STDS)
 @pytest.mark.parametrize("unbiased", [True, False])
-@settings(max_examples=20)
 @given(st.lists(st.tuples(REWARDS, st.integers(0, 2), st.booleans()), min_size=1, max_size=9))
 def test_mean_and_std_level_are_chosen_separately(mean_of, std_of, unbiased, rows):
     rewards, groups = columns([row[:2] for row in rows])
@@ -136,7 +135,6 @@ def test_advantages_of_one_group_do_not_depend_on_the_others(rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mean_level", [group_mean, batch_mean, leave_one_out_mean])
 @pytest.mark.parametrize("std_level", [group_std, batch_std, None])
-@settings(max_examples=25)
 @given(reward=REWARDS, size=st.integers(1, 12), epsilon=st.sampled_from([0.0, 1e-12, 1e-4]))
 def test_equal_rewards_give_exactly_zero(dtype, mean_level, std_level, reward, size, epsilon):
     rewards = torch.full((size,), reward, dtype=dtype)

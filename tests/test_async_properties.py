@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.async_config import AsyncConfig
@@ -510,7 +510,6 @@ def run_virtually(function: Callable[..., Any], *arguments: Any) -> Any:
     return trio.run(function, *arguments, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-@settings(max_examples=75)
 @given(
     seed=SEEDS,
     asynchronous=CONFIGS,
@@ -527,7 +526,6 @@ def test_whatever_happens_nothing_is_lost_or_comes_twice_or_is_too_old(
     run_virtually(play, World(seed, **rates), asynchronous, events)
 
 
-@settings(max_examples=40)
 @given(
     seed=SEEDS,
     asynchronous=CONFIGS,
@@ -554,7 +552,6 @@ def test_a_run_that_trains_gets_all_its_batches(seed: int, asynchronous: AsyncCo
     run_virtually(main)
 
 
-@settings(max_examples=40)
 @given(
     seed=SEEDS,
     max_staleness=st.integers(0, 3),
@@ -584,7 +581,6 @@ def test_a_queue_without_room_ends_the_run_if_it_is_to_raise_and_nothing_is_lost
     run_virtually(main)
 
 
-@settings(max_examples=40)
 @given(
     seed=SEEDS,
     sync=SYNCS,
@@ -611,7 +607,6 @@ def test_more_groups_than_a_full_queue_holds_can_be_waited_for(
     run_virtually(main)
 
 
-@settings(max_examples=40)
 @given(
     seed=SEEDS,
     queue=QUEUES,
@@ -646,7 +641,6 @@ def test_what_has_waited_too_long_is_begun_anew_or_given_up(
     run_virtually(main)
 
 
-@settings(max_examples=40)
 @given(
     seed=SEEDS,
     max_staleness=st.integers(0, 3),
@@ -694,7 +688,6 @@ class RandomDrops(StandardPPOStrategy):
 
 
 @pytest.mark.parametrize("gives_back", [True, False])
-@settings(max_examples=25)
 @given(seed=SEEDS, max_staleness=st.integers(0, 2), p=st.sampled_from([0.3, 0.6]))
 def test_a_run_that_drops_at_random_ends_only_if_room_is_given_back(gives_back: bool, seed: int, max_staleness: int, p: float):
     """Without the modifier the room of dropped groups stays taken, and the run stands still before its end: nothing runs or waits, nothing

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.batching import (
@@ -133,7 +133,6 @@ def test_supervised_samples_need_no_reward():
     assert batch.weight_versions is None
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.data())
 def test_selected_rows_are_the_rows_trimmed_to_the_longest(lengths, data):
     batch = make_batch(lengths)
@@ -163,7 +162,6 @@ def test_select_rows_refuses_positions_out_of_range():
             select_rows(batch, index)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8), st.integers(0, 2**63 - 1), st.booleans())
 def test_minibatches_hold_every_row_once(lengths, num, seed, whole_groups):
     batch = make_batch(lengths)
@@ -186,7 +184,6 @@ def test_minibatch_order_depends_on_the_seed_only():
         plan_minibatches([0, 0, 1, 1], 3, seed=0, whole_groups=True)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=40), st.none() | st.integers(1, 60), st.none() | st.integers(1, 6))
 def test_microbatch_plan_keeps_limits_and_every_row(lengths, max_tokens, max_rows):
     plan = plan_microbatches(lengths, max_tokens=max_tokens, max_rows=max_rows)
@@ -213,7 +210,6 @@ def test_microbatches_are_balanced():
     assert plan_microbatches([5, 5, 5]) == [[0, 1, 2]]
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 40))
 def test_microbatches_conserve_every_column(lengths, max_tokens):
     batch = make_batch(lengths)
@@ -241,7 +237,6 @@ def test_gradient_of_a_weighted_sum_is_equal_to_the_unsplit_one():
         torch.testing.assert_close(gradient(parts), whole)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5))
 def test_shards_hold_every_row_once_balanced(lengths, num_shards):
     batch = make_batch(lengths)
@@ -253,7 +248,6 @@ def test_shards_hold_every_row_once_balanced(lengths, num_shards):
     assert max(totals) - min(totals) <= max(lengths)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 20))
 def test_concatenation_undoes_a_split(lengths, max_tokens):
     batch = make_batch(lengths)
@@ -305,7 +299,6 @@ def test_packed_rows_round_trip(lengths, extra):
     assert torch.equal(unpack_rows(pack_rows(wide, torch.tensor(lengths)), cu_seqlens, width=width), wide)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=6), st.sampled_from(["right", "left"]))
 def test_prepared_columns_equal_loops_over_positions(shapes, side):
     samples = [make_sample(i, prompt, output) for i, (prompt, output) in enumerate(shapes)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.char_tokenizer import ALPHABET, create_char_tokenizer
@@ -20,7 +20,6 @@ def test_special_ids_and_size():
     assert set(map(chr, range(32, 127))) | {"\n"} <= set(ALPHABET)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.text(alphabet=ALPHABET[:61], max_size=60))
 def test_round_trip_is_exact_and_one_token_per_character(text: str):
     ids = TOKENIZER.encode(text)
@@ -31,7 +30,6 @@ def test_round_trip_is_exact_and_one_token_per_character(text: str):
     assert "".join(TOKENIZER.decode([i]) for i in ids) == text
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.text(alphabet=ALPHABET, max_size=60))
 def test_round_trip_of_all_ascii(text: str):
     assert FULL_TOKENIZER.decode(FULL_TOKENIZER.encode(text)) == text

@@ -11,7 +11,7 @@ from functools import partial
 import oracles_corrections as oracles
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -129,7 +129,6 @@ def loss_and_gradient(log_probs: Tensor, batch: TrainBatch, **options: float) ->
 # -- against loops
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=seeds, level=st.sampled_from(sorted(LEVELS)), cap=bounds, floor=floors, drop=st.booleans())
 def test_weights_equal_a_loop(seed: int, level: str, cap: float | None, floor: float | None, drop: bool):
     _, batch = make_batch(seed)
@@ -144,7 +143,6 @@ def test_weights_equal_a_loop(seed: int, level: str, cap: float | None, floor: f
     assert torch.equal(anchored.old_log_probs, batch.prox_log_probs)  # type: ignore[arg-type]
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=seeds, level=st.sampled_from(sorted(LEVELS)), cap=bounds, floor=floors)
 def test_rejected_ratios_equal_a_loop(seed: int, level: str, cap: float | None, floor: float | None):
     _, batch = make_batch(seed)
@@ -155,7 +153,6 @@ def test_rejected_ratios_equal_a_loop(seed: int, level: str, cap: float | None, 
     assert_same(reject_ratios(batch, cap=cap, floor=floor, level=LEVELS[level], from_mask=True).loss_mask, expected, mask)
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=seeds, level=st.sampled_from(sorted(LEVELS)), kl=st.sampled_from(sorted(STATISTICS)), cap=st.floats(0.01, 0.5))
 def test_rejected_divergences_equal_a_loop(seed: int, level: str, kl: str, cap: float):
     _, batch = make_batch(seed)
@@ -166,7 +163,6 @@ def test_rejected_divergences_equal_a_loop(seed: int, level: str, kl: str, cap: 
     assert_same(found.importance_weights, expected, mask)
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=seeds, cap=bounds, floor=floors, segment=st.booleans())
 def test_decoupled_ppo_equals_the_paper(seed: int, cap: float | None, floor: float | None, segment: bool):
     log_probs, batch = make_batch(seed)
@@ -191,7 +187,6 @@ def test_decoupled_ppo_equals_the_paper(seed: int, cap: float | None, floor: flo
         assert not gradient.any()
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=seeds, threshold=st.floats(1e-4, 0.5))
 def test_second_moment_equals_dropping_one_token_at_a_time(seed: int, threshold: float):
     _, batch = make_batch(seed)
@@ -201,7 +196,6 @@ def test_second_moment_equals_dropping_one_token_at_a_time(seed: int, threshold:
     assert_same(limit_second_moment(batch, threshold=threshold).loss_mask, expected, batch.loss_mask)
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=seeds, threshold=st.floats(-0.3, 0.3), against_old=st.booleans())
 def test_mask_of_off_policy_rows_equals_a_loop(seed: int, threshold: float, against_old: bool):
     log_probs, batch = make_batch(seed)
@@ -211,7 +205,6 @@ def test_mask_of_off_policy_rows_equals_a_loop(seed: int, threshold: float, agai
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=seeds)
 def test_off_policy_metrics_equal_a_loop(seed: int):
     _, batch = make_batch(seed)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.char_tokenizer import create_char_tokenizer
@@ -85,7 +85,6 @@ def test_bad_lines_are_named_and_can_be_skipped(tmp_path, line, reason):
     assert reason in bad.reason
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b), max_size=20))
 def test_no_line_is_lost_or_crashes(tmp_path_factory, lines):
     path = tmp_path_factory.mktemp("fuzz") / "a.jsonl"
@@ -242,7 +241,6 @@ def test_impossible_ingredients_are_refused(changes):
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=10)
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.tuples(TEXTS, TEXTS, st.dictionaries(TEXTS.map("k".__add__), st.integers() | TEXTS | st.none(), max_size=2)), min_size=1)
 )

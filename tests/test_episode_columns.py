@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.batching import (
@@ -119,7 +119,6 @@ def test_turns_that_slipped_past_construction_are_found_when_they_become_columns
         collate_samples([make_episode((2, 2), ((1, 3, "a", 0.0),))])
 
 
-@settings(max_examples=50, deadline=None)
 @given(BATCHES, st.integers(0, 99))
 def test_no_split_loses_a_turn_or_a_context(samples, seed):
     batch = collate_samples(samples)
@@ -144,7 +143,6 @@ def test_batches_with_and_without_episodes_can_be_stacked():
     assert concat_batches([plain, plain]).turns is None
 
 
-@settings(max_examples=50, deadline=None)
 @given(BATCHES)
 def test_each_context_is_packed_as_a_row_of_its_own(samples):
     batch = collate_samples(samples)

@@ -7,7 +7,7 @@ from functools import partial
 
 import trio
 from chat_templates import CHATML, LLAMA3, QWEN3, create_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.agent_integration import check_loss_mask, sample_to_steps, split_turns
@@ -72,7 +72,6 @@ REPLIES = st.one_of(
 )
 
 
-@settings(max_examples=60)
 @given(
     name=st.sampled_from(sorted(TEMPLATES)),
     replies=st.lists(REPLIES, min_size=1, max_size=4),

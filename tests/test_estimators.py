@@ -11,7 +11,7 @@ import oracles
 import oracles_advantages as naive
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts import kl
@@ -271,7 +271,6 @@ each = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 @each
-@settings(max_examples=50)
 @given(batch=batches())
 def test_each_estimator_is_its_paper(case, batch):
     found = case.estimate(batch)
@@ -285,7 +284,6 @@ def test_each_estimator_is_its_paper(case, batch):
 
 
 @each
-@settings(max_examples=25)
 @given(batch=batches(), data=st.data())
 def test_padding_and_the_order_of_rows_do_not_matter(case, batch, data):
     expected = case.estimate(batch).advantages
@@ -308,7 +306,6 @@ def test_what_stands_where_nothing_is_trained_does_not_matter(case):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.of_groups])
-@settings(max_examples=25)
 @given(batch=batches())
 def test_groups_can_be_estimated_apart(name, batch):
     case = CASES[name]

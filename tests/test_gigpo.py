@@ -8,7 +8,7 @@ import oracles
 import oracles_advantages as naive
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.gigpo import (
@@ -153,7 +153,6 @@ def episodes(draw):
 
 @pytest.mark.parametrize("convex", [False, True])
 @pytest.mark.parametrize("omega", [0.0, 1.0, 0.3])
-@settings(max_examples=50)
 @given(case=episodes())
 def test_advantages_of_turns_against_loops(omega, convex, case):
     rewards, groups, states, step_rewards = case

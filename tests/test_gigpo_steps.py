@@ -12,7 +12,7 @@ from pathlib import Path
 import oracles_advantages as naive
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from parity.mapping import load
 
@@ -111,7 +111,6 @@ EPISODES = st.lists(
 )  # (group, ((observation, base_reward), ...))
 
 
-@settings(max_examples=60)
 @given(EPISODES, st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.4, 1.0]), st.booleans(), st.sampled_from([0.0, -0.1]),
        st.sampled_from([None, True, False]))  # fmt: skip
 def test_advantages_and_returns_against_loops(drawn, gamma, omega, convex, default, add_final):
@@ -147,7 +146,6 @@ def to_samples(drawn, scores) -> list[Sample]:
     return samples
 
 
-@settings(max_examples=40)
 @given(EPISODES.filter(lambda drawn: any(steps for _, steps in drawn)), st.booleans(), st.sampled_from([None, True, False]),
        st.sampled_from([0.0, -0.1]))  # fmt: skip
 def test_steps_and_the_same_episodes_as_a_batch_agree(drawn, convex, add_final, default):

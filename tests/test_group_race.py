@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.generate_fns import PendingGroup
@@ -200,7 +200,6 @@ async def test_cancelling_a_race_from_outside_ends_all_of_it(autojump_clock: tri
     assert sorted(runner.cancelled) == [0, 1, 2]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_group_is_whole_and_in_exactly_one_place(data: st.DataObject) -> None:
     delays = data.draw(st.lists(st.integers(0, 6).map(float), min_size=1, max_size=12))

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_losses import make_batch
 
@@ -104,7 +104,6 @@ def test_parts_add_up_each_with_its_own_weights():
     torch.testing.assert_close(torch.autograd.grad(total.loss, log_probs)[0], -other.loss_weights, rtol=1e-12, atol=0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=25),
     st.sampled_from([0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0]),

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.loss_weights import (
@@ -77,7 +77,6 @@ def loop_mean(batch: TrainBatch, x: torch.Tensor, kind: str) -> float:
 @pytest.mark.parametrize(
     ("weigh", "kind"), list(zip(ALL, ["token_mean", "sample_mean", "group_token_mean", "sample_sum", "fixed_mean"], strict=True))
 )
-@settings(max_examples=40)
 @given(data=st.data())
 def test_the_weighted_sum_is_the_mean_by_hand(weigh, kind, data):
     batch = data.draw(batches(values=(0.0, 0.25, 1.0)))
@@ -93,7 +92,6 @@ def test_means_sum_to_one_or_to_nothing(weigh, batch):
 
 
 @pytest.mark.parametrize("weigh", ALL)
-@settings(max_examples=40)
 @given(batch=batches(values=(0.0, 0.5, 1.0)))
 def test_weight_is_positive_exactly_on_trained_tokens(weigh, batch):
     weights = weigh(batch)
@@ -103,7 +101,6 @@ def test_weight_is_positive_exactly_on_trained_tokens(weigh, batch):
 
 
 @pytest.mark.parametrize("weigh", ALL)
-@settings(max_examples=40)
 @given(batch=batches())
 def test_rows_that_are_not_trained_are_as_if_absent(weigh, batch):
     kept = batch.trainable
@@ -115,7 +112,6 @@ def test_rows_that_are_not_trained_are_as_if_absent(weigh, batch):
 
 
 @pytest.mark.parametrize("weigh", ALL)
-@settings(max_examples=40)
 @given(batch=batches(), data=st.data())
 def test_order_of_rows_and_padding_do_not_matter(weigh, batch, data):
     rows, width = batch.tokens.shape

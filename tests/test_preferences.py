@@ -11,7 +11,7 @@ from functools import partial
 import oracles_preferences as oracles
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts import preferences
@@ -201,7 +201,6 @@ def test_log_probs_of_answers_are_sums_over_trained_tokens():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reference_free", [False, True])
-@settings(max_examples=15)
 @given(seed=st.integers(0, 1000), pairs=st.integers(1, 4))
 def test_batches_give_value_and_gradient_of_the_loop(kind, reference_free, seed, pairs):
     log_probs, _, batch = random_pairs(seed, pairs)
@@ -213,7 +212,6 @@ def test_batches_give_value_and_gradient_of_the_loop(kind, reference_free, seed,
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=15)
 @given(seed=st.integers(0, 1000), with_margin=st.booleans())
 def test_scores_are_read_at_the_last_trained_token(seed, with_margin):
     _, values, batch = random_pairs(seed)
@@ -244,7 +242,6 @@ def value_and_gradients(loss_fn, log_probs, values, batch):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=15)
 @given(seed=st.integers(0, 1000), max_tokens=st.integers(4, 40))
 def test_parts_of_a_step_add_up(name, seed, max_tokens):
     log_probs, values, batch = random_pairs(seed, pairs=5)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.algorithms import decoupled, grpo, recomputed
@@ -315,7 +315,6 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=60)
 @given(events=st.lists(EVENTS, max_size=20))
 def test_any_history_gives_what_a_naive_record_of_it_says(events: list[tuple[str, int, int]]):
     """Samples grow under changing versions; some syncs recompute and some do not. The record keeps a dict for each token."""

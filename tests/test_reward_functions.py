@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.config import RewardConfig
@@ -370,7 +370,6 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(value=ANYTHING)
 def test_whatever_a_function_returns_is_a_finite_reward_or_a_reward_error(value):
     @reward_function

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.char_tokenizer import create_char_tokenizer
@@ -193,7 +193,6 @@ async def test_without_a_partial_parameter_stopped_groups_begin_anew(tokenizer: 
     assert {len(call.arguments["prompt_tokens"]) for call in engine.calls if call.method == "generate"} <= prompt_lengths
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_no_group_is_ever_split_mixed_lost_or_used_twice(data: st.DataObject) -> None:
     tokenizer = create_char_tokenizer()
@@ -373,7 +372,6 @@ async def test_leaving_the_block_stops_a_batch_that_runs_elsewhere(tokenizer: An
     assert len(manager.partial_samples) == 6
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_a_resumed_stream_equals_the_uninterrupted_one(data: st.DataObject) -> None:
     tokenizer = create_char_tokenizer()

@@ -15,13 +15,14 @@ from rollouts.testing import FakeEngine
 
 
 class Process:
-    """A server's process: a minute until it is there again, with the weights it was started with."""
+    """A server's process: killed, and a minute until it is there again, with the weights it was started with."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine, self.num_starts, self.is_stopped = engine, 0, False
 
     async def restart(self) -> None:
         self.num_starts += 1
+        self.engine.kill()
         await trio.sleep(60.0)
         self.engine.revive(0)
 

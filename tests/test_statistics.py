@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -101,7 +101,6 @@ def test_batch_statistics_are_those_of_one_group(rows):
 
 
 @pytest.mark.parametrize("statistic", STATISTICS)
-@settings(max_examples=25)
 @given(rows=ROWS, data=st.data())
 def test_order_and_numbering_of_groups_do_not_matter(statistic, rows, data):
     rewards, groups = columns(rows)

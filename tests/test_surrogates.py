@@ -12,7 +12,7 @@ from typing import Any
 import oracles_losses as oracles
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -123,7 +123,6 @@ def agree(ours: Tensor, theirs: Any, leaf: Tensor, atol: float = 1e-10) -> None:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-@settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 10**6))
 def test_log_ratios_are_those_of_the_papers(ratio, seed):
     rows = Rows.draw(seed)
@@ -137,7 +136,6 @@ def test_log_ratios_are_those_of_the_papers(ratio, seed):
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-@settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10**6), ratio=st.sampled_from(sorted(RATIOS)))
 def test_surrogates_are_those_of_the_papers(name, seed, ratio):
     rows = Rows.draw(seed)
@@ -153,7 +151,6 @@ def test_surrogates_are_those_of_the_papers(name, seed, ratio):
     agree((rows.weights * rows.mask * per_token).sum(), theirs, rows.log_probs)
 
 
-@settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10**6), coef=st.floats(0, 2))
 def test_kl_cov_pulls_at_selected_tokens_only(seed, coef):
     rows = Rows.draw(seed)
@@ -166,7 +163,6 @@ def test_kl_cov_pulls_at_selected_tokens_only(seed, coef):
     agree(per_token.sum(), theirs, rows.log_probs)
 
 
-@settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10**6), low=st.floats(0, 0.8), high=st.floats(0, 0.8))
 def test_gmpo_is_the_geometric_mean_of_clipped_ratios(seed, low, high):
     rows = Rows.draw(seed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from integration.sections import TrajectorySection
@@ -132,7 +132,6 @@ def records(draw: st.DrawFn) -> TrajectoryRecord:
     return TrajectoryRecord(sample=sample, estimate=draw(st.none() | st.just(known)), steps=draw(st.lists(steps(), max_size=2).map(tuple)))
 
 
-@settings(max_examples=40)
 @given(st.lists(records(), max_size=3))
 def test_records_round_trip_through_a_file_and_are_samples_for_those_who_want_no_more(tmp_path_factory, written):
     path = tmp_path_factory.mktemp("records") / "step_0001.jsonl"
@@ -142,7 +141,6 @@ def test_records_round_trip_through_a_file_and_are_samples_for_those_who_want_no
     assert read_steps(path) == [step for record in written for step in record.steps]
 
 
-@settings(max_examples=40)
 @given(st.lists(steps(), max_size=5))
 def test_steps_round_trip_through_a_file_and_are_read_as_episodes(tmp_path_factory, written):
     path = tmp_path_factory.mktemp("steps") / "steps.jsonl"

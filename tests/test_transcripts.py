@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from chat_templates import CHATML, LLAMA3, QWEN3, create_bpe_tokenizer, create_tokenizer, encode
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts import chat_templates
@@ -259,7 +259,6 @@ def test_lengths_are_checked():
 TEXT = st.text(alphabet="ab <>\n{}\"'|.", max_size=8)
 
 
-@settings(max_examples=40)
 @given(name=st.sampled_from(NAMES), turns=st.lists(st.tuples(TEXT, st.sampled_from(["user", "tool"]), TEXT, st.booleans()), max_size=4))
 def test_the_context_is_what_the_template_says_or_what_was_sampled(name, turns):
     tokenizer, conversation = FORMATS[name]
