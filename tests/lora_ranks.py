@@ -14,6 +14,7 @@ from rollouts.backends.distributed import init_distributed, leave_distributed
 from rollouts.backends.fsdp_factory import create_fsdp_backend
 from rollouts.backends.lora import LoRAConfig, adapted_layers, adapter_of
 from rollouts.batching import collate_samples
+from rollouts.errors import CheckpointError
 from rollouts.loss_weights import token_mean
 from rollouts.losses import sft_loss
 from rollouts.types import Sample
@@ -41,7 +42,11 @@ def select_log_probs(outputs):
 
 
 def main(folder: Path) -> None:
-    """Args: folder: has "model", and "single", a checkpoint of one process after 3 steps. "two_ranks" gets one of these ranks after 5."""
+    """
+    Args:
+        folder: has "model", and "single", a checkpoint of one process after 3 steps, and "wrong_base", one of a base that is not in it.
+            "two_ranks" gets a checkpoint of these ranks after 5 steps.
+    """
     ranks = init_distributed(timeout_s=60, init_method="env://")
     backend = create_fsdp_backend(folder / "model", **SETTINGS, ranks=ranks, lora=LORA)
     parts = [part for _, layer in adapted_layers(backend.model) for part in adapter_of(layer)]
@@ -62,5 +67,11 @@ def main(folder: Path) -> None:
     found["resumed"] = train(backend, range(3, 5))
     backend.load_checkpoint(folder / "two_ranks")
     found["again"] = train(backend, range(5, 7))
+    before = backend.get_weights().value
+    try:
+        backend.load_checkpoint(folder / "wrong_base")
+    except CheckpointError as error:
+        found["refused"] = str(error)
+    found["kept"] = all(torch.equal(value, before[name]) for name, value in backend.get_weights().value.items())
     (folder / f"rank_{ranks.rank}.json").write_text(json.dumps(found))
     leave_distributed()

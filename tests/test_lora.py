@@ -50,6 +50,10 @@ def create_backend(model=None, lora: LoRAConfig = LORA, **options):
     return create_backend_with_scheduler(model, lora=lora, tokenizer=create_char_tokenizer(), **settings)
 
 
+def create_whole_fsdp_backend(model, lora: LoRAConfig = LORA):
+    return create_fsdp_backend(model, lora=lora, tokenizer=create_char_tokenizer(), lr=1e-2)
+
+
 def train(backend, steps=range(3)):
     return train_steps(backend, steps)
 
@@ -246,6 +250,60 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_a_reason(damage, backend
     assert same(loading.get_weights().value, before)
 
 
+OTHER_WEIGHTS = {"seed": 4}
+
+
+def save_with_base(folder: Path, base: torch.nn.Module | None = None, lora: LoRAConfig = LORA) -> None:
+    """A checkpoint of adapters on the model of seed 3 with its base, or what was put into the place of that."""
+    backend = create_backend(create_tiny_model(seed=3), replace(lora, save_base=True))
+    train(backend, range(1))
+    folder.mkdir(exist_ok=True)
+    backend.save_checkpoint(folder)
+    if base is not None:
+        base.save_pretrained(folder / "base")
+
+
+@pytest.mark.parametrize(
+    ("create", "base", "lora", "expected"),
+    [
+        (create_backend, OTHER_WEIGHTS, LORA, r"/base has not the weights that .*/adapter was trained on \(fingerprint .*: restore it"),
+        (create_whole_fsdp_backend, OTHER_WEIGHTS, LORA, r"/base has not the weights that .*/adapter was trained on"),
+        (create_backend, {"architecture": "llama"}, LORA, r"/base does not fit this .*missing \['model.layers.0.self_attn.k_norm"),
+        (
+            create_backend,
+            None,
+            LORA,
+            r"model.safetensors is not a complete safetensors file.* restore that directory from a backup, or",
+        ),
+        (create_backend, None, replace(LORA, rank=2), r"r is 2, expected 4\. Go on with the lora settings"),
+    ],
+)
+def test_a_base_that_is_not_that_of_the_adapters_is_refused_before_anything_changes(create, base, lora, expected: str, tmp_path: Path):
+    save_with_base(tmp_path, None if base is None else create_tiny_model(**base), lora)
+    if base is None:
+        cut(tmp_path / "base" / "model.safetensors")
+    loading, untouched = create(create_tiny_model()), create(create_tiny_model())
+    for backend in (loading, untouched):
+        train(backend, range(2))
+    with pytest.raises(CheckpointError, match=expected):
+        loading.load_checkpoint(tmp_path)
+    assert same(loading.get_weights().value, untouched.get_weights().value)
+    assert train(loading, range(2, 4)) == train(untouched, range(2, 4))  # optimizer, schedule and base are where they were
+    loading.save_checkpoint(tmp_path / "later")
+    assert not (tmp_path / "later" / "base").exists()
+
+
+def test_adapters_of_other_sizes_are_refused_with_the_name_of_one(tmp_path: Path):
+    save_with_base(tmp_path)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+    save_file(load_file(path) | {name: torch.zeros(48, 4)}, path)
+    with pytest.raises(
+        CheckpointError, match=rf"of other layers or sizes than this model's: {name} is \(48, 4\), expected \(64, 4\)\. Make"
+    ):
+        create_backend(create_tiny_model(seed=3)).load_checkpoint(tmp_path)
+
+
 def test_a_checkpoint_of_whole_weights_is_refused_by_a_backend_with_adapters(tmp_path: Path):
     create_pytorch_backend(create_tiny_model(), lr=1e-2).save_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="has no adapters"):
@@ -361,6 +419,7 @@ def two_ranks(tmp_path_factory):
     single = create_backend(lora=lora_ranks.LORA, **lora_ranks.SETTINGS)
     train(single, range(3))
     single.save_checkpoint(folder / "single")
+    save_with_base(folder / "wrong_base", create_tiny_model(seed=4), lora_ranks.LORA)
     tests = str(Path(__file__).parent)
     code = f"sys.path.insert(0, {tests!r})\nfrom pathlib import Path\nimport lora_ranks\nlora_ranks.main(Path(sys.argv[1]))"
     children = start_ranks(code, 2, folder, folder=folder / "output")
@@ -393,6 +452,12 @@ def test_two_ranks_train_adapters_as_one_process_does(two_ranks):
     torch.testing.assert_close(torch.tensor(zero["log_probs"]), log_probs(single), atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.tensor(zero["reference"]), expected, atol=1e-5, rtol=0)
     check_history(zero["rest"], train(single, range(5, 7)))
+
+
+def test_all_ranks_refuse_a_wrong_base_and_keep_what_they_have(two_ranks):
+    (zero, one), folder = two_ranks
+    assert zero["kept"] and one["kept"]
+    assert zero["refused"] == one["refused"] and f"{folder / 'wrong_base' / 'base'} has not the weights that" in zero["refused"]
 
 
 def test_adapters_go_on_on_another_number_of_ranks(two_ranks):

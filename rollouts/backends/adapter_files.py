@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,9 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollouts.backends.lora import ADAPTER_NAME, LoRAConfig, adapted_layers, adapter_of, assign, init_adapters
-from rollouts.backends.weight_stream import whole_tensor
+from rollouts.backends.weight_sources import FileWeights
+from rollouts.backends.weight_stream import first_names, whole_tensor
 from rollouts.errors import CheckpointError, ConfigError
-from rollouts.model_weights import base_weights, has_adapters
+from rollouts.model_weights import base_weights, check_weights_fit, has_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,6 +35,15 @@ BASE_DIRECTORY = "base"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "base.json"
+
+
+@dataclass(frozen=True, eq=False)
+class SavedAdapters:
+    """The adapters of a checkpoint, which fit the model that they were read for."""
+
+    tensors: Mapping[str, Tensor]  # as of gather_adapters
+    fingerprint: str  # of the weights below them
+    base: Path | None  # a directory with these, if the model has others
 
 
 class Adapters:
@@ -79,33 +90,50 @@ class Adapters:
         if writes:
             write_adapters(self._model, tensors, fingerprint, checkpoint / ADAPTER_DIRECTORY)
 
-    def load(self, checkpoint: Path, load_base: Callable[[Path], None]) -> None:
-        """Restore what save wrote, bit for bit.
-
-        Args:
-            load_base: overwrites the weights below the adapters with those of a model directory.
+    def read(self, checkpoint: Path) -> SavedAdapters:
+        """What save wrote, if all of it fits; changes nothing, and sends nothing once fingerprint() has been called.
 
         Raises: CheckpointError if the checkpoint has no adapters, others, or those of another base.
         """
-        self.fingerprint()  # ranks exchange messages for it: before anything can go wrong on one of them alone
+        own = self.fingerprint()
         check_complete(checkpoint)
         directory = checkpoint / ADAPTER_DIRECTORY
         check_adapter_config(self._model, self.config, directory)
         tensors, expected = read_adapters(self._model, directory), read_fingerprint(directory)
-        if self.fingerprint() != expected:
-            if not (checkpoint / BASE_DIRECTORY).is_dir():
-                raise CheckpointError(
-                    f"the adapters in {directory} were trained on other weights than those of this model (fingerprint "
-                    f"{expected[:12]}, found {self.fingerprint()[:12]}): make the backend from the model that the run began with. "
-                    f"The merged model is {checkpoint} itself, as --model.path"
-                )
-            load_base(checkpoint / BASE_DIRECTORY)
-            self._fingerprint, self._base_was_replaced = None, True
-            if self.fingerprint() != expected:
-                raise CheckpointError(
-                    f"{checkpoint / BASE_DIRECTORY} has not the weights that {directory} was trained on: restore a backup"
-                )
-        assign_adapters(self._model, tensors)
+        if own == expected:
+            return SavedAdapters(tensors, expected, None)
+        advice = "make the backend from the model that the run began with"
+        base = checkpoint / BASE_DIRECTORY
+        if not base.is_dir():
+            raise CheckpointError(
+                f"the adapters in {directory} were trained on other weights than those of this model (fingerprint {expected[:12]}, found "
+                f"{own[:12]}): {advice}. The merged model is {checkpoint} itself, as --model.path"
+            )
+        try:
+            found = fingerprint_directory(self._model, base)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the weights that {directory} was trained on cannot be taken from {base}: {error} To go on, restore that directory from a "
+                f"backup, or {advice}"
+            ) from error
+        if found != expected:
+            raise CheckpointError(
+                f"{base} has not the weights that {directory} was trained on (fingerprint {expected[:12]}, found {found[:12]}): restore it "
+                f"from a backup, or {advice}, which has them. The merged model is {checkpoint} itself, as --model.path"
+            )
+        return SavedAdapters(tensors, expected, base)
+
+    def restore(self, saved: SavedAdapters, load_base: Callable[[Path], None]) -> None:
+        """Make the adapters, and if need be the weights below them, what they were, bit for bit.
+
+        Args:
+            saved: of read.
+            load_base: overwrites the weights below the adapters with those of a model directory.
+        """
+        if saved.base is not None:
+            load_base(saved.base)
+            self._fingerprint, self._base_was_replaced = saved.fingerprint, True
+        assign_adapters(self._model, saved.tensors)
 
 
 def check_lora(model: torch.nn.Module, lora: LoRAConfig | None) -> None:
@@ -172,9 +200,17 @@ def read_adapters(model: PreTrainedModel, directory: Path) -> dict[str, Tensor]:
         for name, layer in adapted_layers(model)
         for part, parameter in zip(("lora_A", "lora_B"), adapter_of(layer), strict=True)
     }
-    differing = sorted(set(tensors) ^ set(expected)) or [name for name in expected if tuple(tensors[name].shape) != expected[name]]
+    differing = [f"{name} is missing" for name in expected if name not in tensors]
+    differing += [f"{name} is unknown" for name in tensors if name not in expected]
+    sizes = {name: tuple(value.shape) for name, value in tensors.items()}
+    differing += [
+        f"{name} is {sizes[name]}, expected {expected[name]}" for name in expected if sizes.get(name, expected[name]) != expected[name]
+    ]
     if differing:
-        raise CheckpointError(f"the adapters in {path} are of other layers or sizes than this model's, for example {differing[:3]}")
+        raise CheckpointError(
+            f"the adapters in {path} are of other layers or sizes than this model's: {'; '.join(differing[:3])}"
+            f"{f'; and {len(differing) - 3} more' if len(differing) > 3 else ''}. Make the backend from the model that the run began with"
+        )
     return tensors
 
 
@@ -206,7 +242,10 @@ def check_adapter_config(model: PreTrainedModel, config: LoRAConfig, directory: 
     }
     differing = [f"{name} is {found.get(name)}, expected {value}" for name, value in own.items() if found.get(name) != value]
     if differing:
-        raise CheckpointError(f"the adapters in {directory} are others than those of this model: {'; '.join(differing)}")
+        raise CheckpointError(
+            f"the adapters in {directory} are others than those of this model: {'; '.join(differing)}. Go on with the lora settings of the "
+            f"run that wrote them, or begin from the merged model, {directory.parent}, as --model.path"
+        )
 
 
 def shorten_targets(model: PreTrainedModel) -> list[str]:
@@ -220,12 +259,29 @@ def shorten_targets(model: PreTrainedModel) -> list[str]:
 
 def fingerprint_base(model: PreTrainedModel) -> str:
     """SHA-256 over names, shapes and bits of the weights below the adapters. Of a sharded model all ranks must call."""
-    digest, seen = hashlib.sha256(), set[int]()
-    for name, value in base_weights(model, keep_vars=True).items():
-        if id(value) in seen:
-            continue  # tied
-        seen.add(id(value))
-        whole = whole_tensor(value)
+    own = base_weights(model, keep_vars=True)
+    return _digest((name, whole_tensor(own[name])) for name in dict.fromkeys(first_names(own).values()))
+
+
+def fingerprint_directory(model: PreTrainedModel, directory: Path) -> str:
+    """What fingerprint_base would be if the weights of a directory were below the adapters. Changes nothing and sends nothing.
+
+    Raises: CheckpointError if the directory is damaged, or has other names or shapes.
+    """
+    own = base_weights(model, keep_vars=True)
+    first = first_names(own)
+    with FileWeights(directory) as files:
+        check_weights_fit(model, {name: torch.empty(shape, device="meta") for name, shape in files.shapes.items()}, str(directory))
+        given: dict[str, str] = {}  # name in the files by the first name of a weight
+        for name in files.shapes:
+            given.setdefault(first[name], name)
+        whole = {name: tuple(slice(0, size) for size in own[name].shape) for name in dict.fromkeys(first.values())}
+        return _digest((name, files.read(given[name], part).to(own[name].dtype)) for name, part in whole.items())
+
+
+def _digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, whole in weights:
         digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
         digest.update(cast("Any", whole.contiguous().flatten().view(torch.uint8).numpy()))
     return digest.hexdigest()

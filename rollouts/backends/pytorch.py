@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollouts.backends.adapter_files import ADAPTER_DIRECTORY, Adapters, check_adapter_config, check_has_no_adapters, check_lora
+from rollouts.backends.adapter_files import Adapters, SavedAdapters, check_has_no_adapters, check_lora
 from rollouts.backends.distributed import Ranks
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.lora import LoRAConfig, adapters_off
@@ -210,18 +210,19 @@ class PyTorchTrainingBackend:
         if (directory / SHARDED_DIRECTORY).is_dir():
             return self._load_sharded(directory)
         weights: dict[str, Tensor] = {}
+        adapters: SavedAdapters | None = None
         if self._adapters is None:
             check_has_no_adapters(directory)
             weights = read_weights(directory)
             check_weights_fit(self.model, weights, str(directory))
         else:
-            check_adapter_config(self.model, self._adapters.config, directory / ADAPTER_DIRECTORY)
+            adapters = self._adapters.read(directory)
         state = read_trainer_state(directory, KIND)
         check_optimizer_fits(self.optimizer, state, directory / TRAINER_FILE)
-        if self._adapters is None:
+        if self._adapters is None or adapters is None:
             copy_weights(self.model, weights)
         else:
-            self._adapters.load(directory, self._read_weights)  # which refuses, too, before it overwrites
+            self._adapters.restore(adapters, self._read_weights)
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])

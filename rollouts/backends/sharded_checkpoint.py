@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from rollouts.backends.adapter_files import ADAPTER_DIRECTORY, Adapters, check_adapter_config, check_has_no_adapters
+from rollouts.backends.adapter_files import Adapters, SavedAdapters, check_has_no_adapters
 from rollouts.backends.distributed import Ranks, explain_failures
 from rollouts.backends.optimizer_state import OptimizerState, plan_state, read_optimizer, write_optimizer
 from rollouts.backends.trainer_files import SHARDED_DIRECTORY, TRAINER_FILE
@@ -183,6 +183,9 @@ def load_sharded(
     problem: CheckpointError | None = None
     common: dict[str, Any] = {}
     state = OptimizerState([], {})
+    saved: SavedAdapters | None = None
+    if adapters is not None:
+        adapters.fingerprint()  # ranks exchange messages for it: before anything can go wrong on one of them alone
     try:
         check_architecture(model, directory)
         with FileWeights(directory) as files:
@@ -190,7 +193,7 @@ def load_sharded(
         if adapters is None:
             check_has_no_adapters(directory)
         else:
-            check_adapter_config(model, adapters.config, directory / ADAPTER_DIRECTORY)
+            saved = adapters.read(directory)
         common = _read_common(directory)
         state = plan_state(model, optimizer, common, directory)
         rng = _read_rng(directory, common, ranks.rank)
@@ -206,10 +209,10 @@ def load_sharded(
             load_dcp(targets, checkpoint_id=source, process_group=ranks.group, no_dist=ranks.world_size == 1)
     try:
         fill_base = partial(_fill_base, model, ranks)
-        if adapters is None:
+        if adapters is None or saved is None:
             fill_base(directory)
         else:
-            adapters.load(directory, fill_base)
+            adapters.restore(saved, fill_base)
         write_optimizer(model, optimizer, state)
         if scheduler is not None and common["scheduler"] is not None:
             scheduler.load_state_dict(common["scheduler"])

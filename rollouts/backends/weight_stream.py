@@ -85,4 +85,6 @@ def check_architecture(model: PreTrainedModel, directory: Path) -> None:
     names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     differing = [f"{n} is {found[n]!r}, expected {expected[n]!r}" for n in names if n in found and found[n] != expected.get(n)]
     if differing:
-        raise CheckpointError(f"{directory} is a checkpoint of another architecture: {'; '.join(differing)}")
+        raise CheckpointError(
+            f"{directory} is a checkpoint of another architecture: {'; '.join(differing)}. Go on with the model of the run that wrote it"
+        )
