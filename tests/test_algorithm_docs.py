@@ -47,6 +47,7 @@ def test_links_between_pages_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.slow
 def test_the_code_of_write_your_own_runs(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "algorithms" / "write-your-own.md").read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from doc_pages import CODE, ROOT, read_blocks
 from forked import run
 
@@ -14,6 +15,7 @@ PAGE = ROOT / "docs" / "backends.md"
 CONTRACT = ROOT / "tests" / "test_backend_contract.py"
 
 
+@pytest.mark.slow
 def test_the_backend_of_the_page_passes_the_contract(tmp_path: Path):
     blocks = read_blocks(PAGE)
     assert len(blocks) == 3

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
+@pytest.mark.slow
 def test_the_notebooks_run():
     """One after the other in one kernel, which takes seconds to start, and forgets all names in between."""
     notebooks = [nbformat.read(path, as_version=4) for path in NOTEBOOKS]

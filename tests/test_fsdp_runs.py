@@ -80,6 +80,7 @@ def steps_of(lines: list[dict]) -> list[dict]:
     return [line for line in lines if line["step"] > 0]
 
 
+@pytest.mark.slow
 def test_ppo_on_two_processes_equals_one_and_goes_on_with_one(tmp_path: Path):
     """Policy, critic and reference sharded, nine ragged rows in micro-batches, the engine on rank 0."""
     out = compare(tmp_path, "ppo", num_steps=2, stop_after=1)["ppo"]

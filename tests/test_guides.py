@@ -24,6 +24,7 @@ def has_sandbox() -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDES)
 def test_the_code_of_a_guide_runs(name: str, tmp_path: Path):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / name).read_text(), re.DOTALL | re.MULTILINE)

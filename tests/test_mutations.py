@@ -42,11 +42,12 @@ def test_the_table_has_each_mutation_once_and_all_files():
     assert len(names) >= 30
 
 
+@pytest.mark.slow
 def test_a_few_mutations_are_caught():
     run("--fast")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.mutations
+@pytest.mark.timeout(3600)
 def test_all_mutations_are_caught():
     run()

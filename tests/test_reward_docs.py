@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from doc_pages import check_code
 
 import rollouts
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "authoring_rewards.md"
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs(tmp_path: Path):
     assert check_code(PAGE, tmp_path) > 10
 

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from forked import run
 
 from rollouts.char_tokenizer import create_char_tokenizer
@@ -19,6 +20,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs(tmp_path: Path):
     file = tmp_path / "test_page.py"
     file.write_text("\n\n".join(blocks("python")))

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "sandbox.md"
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs(tmp_path: Path):
     try:
         find_confinement()

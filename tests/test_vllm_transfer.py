@@ -260,6 +260,7 @@ async def test_a_server_that_fails_between_two_buckets_leaves_the_others_with_kn
                 assert (await engine.generate(PROMPT, GREEDY)).output_tokens == expected_tokens(new)
 
 
+@pytest.mark.slow
 async def test_a_server_that_dies_is_not_known_and_the_others_go_on(directory):
     meet = partial(meet_over_gloo, timeout_s=1.0)  # the fake's end of the group outlives it, as that of a machine that is cut off
     async with open_servers(directory, "gloo") as (servers, engines), open_group(engines, create_meeting=meet) as channel:
