@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import trio
-from test_fleet import LONG, PARAMS, count_requests, fakes, fleet_of
+from test_fleet import LONG, PARAMS, count_requests, fakes, fleet_of, sync
 
 from rollouts.engines.fleet import EngineFleet
+from rollouts.engines.fleet_members import MOST_HOMES, FleetConfig, MemberState, Roster
+from rollouts.engines.fleet_routing import Ask, Cost
+from rollouts.engines.protocol import GroupGeneration
 from rollouts.errors import EngineError
 from rollouts.testing import FakeEngine
 from rollouts.types import Completion, SamplingParams
@@ -80,3 +85,112 @@ async def test_a_member_that_is_lost_after_its_place_was_promised_is_not_waited_
             completion = await fleet.generate((5,), PARAMS)
         assert completion.output_tokens == tuple(range(10, 20))
     assert [call.arguments["prompt_tokens"] for call in other.calls if call.method == "generate"] == [(4,), (5,)]
+
+
+class Grouping(FakeEngine):
+    """Generates the samples of a group together. The seeds of a group are those of its samples."""
+
+    async def generate_group(
+        self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, *, request_id: str | None = None
+    ) -> tuple[Completion, ...]:
+        found: dict[int, Completion] = {}
+
+        async def one(sample: int) -> None:
+            own = f"{request_id}-{sample}"
+            found[sample] = await self.generate(prompt_tokens, params.new(seed=sample), request_id=own)
+
+        async with trio.open_nursery() as nursery:
+            for sample in range(n):
+                nursery.start_soon(one, sample)
+        return tuple(found[sample] for sample in range(n))
+
+    async def abort(self, request_ids: Any = None) -> None:
+        wanted = [
+            own for own in self.pending_requests if request_ids is None or own.rpartition("-")[0] in request_ids or own in request_ids
+        ]
+        await super().abort(wanted)
+
+
+async def test_the_samples_of_a_group_that_a_leaving_member_has_not_finished_go_on_elsewhere(autojump_clock):
+    def seconds_per_token(prompt: tuple[int, ...], seed: int | None) -> float:
+        return 0.1 if seed == 1 else 1.0
+
+    engines = [Grouping(LONG, seconds_per_token=seconds_per_token, name=name) for name in "ab"]
+    found: list[tuple[Completion, ...]] = []
+    async with fleet_of(engines) as fleet, trio.open_nursery() as nursery:
+        assert isinstance(fleet, GroupGeneration)
+
+        async def ask() -> None:
+            found.append(await fleet.generate_group((3,), PARAMS, 3, request_id="group"))
+
+        nursery.start_soon(ask)
+        await trio.sleep(4.5)
+        await fleet.drain(engines[0])
+    assert [c.output_tokens for c in found[0]] == [(*range(10, 14), *range(10, 16)), tuple(range(10, 20)), (*range(10, 14), *range(10, 16))]
+    assert {(c.request_id, c.finish_reason) for c in found[0][::2]} == {("group", "length")}
+    assert count_requests(engines[1]) == 2, "the finished one is not generated again"
+
+
+async def test_log_probs_of_two_kinds_do_not_make_one_sample(autojump_clock):
+    class Untempered(FakeEngine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Completion:
+            return replace(await super().generate(*args, **kwargs), log_prob_kind="untempered", temperature=1.0)
+
+    engines = [FakeEngine(LONG, seconds_per_token=1.0, name="a"), Untempered(LONG, seconds_per_token=1.0, name="b")]
+    found: list[Completion] = []
+    async with fleet_of(engines) as fleet, trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            found.append(await fleet.generate((3,), PARAMS))
+
+        nursery.start_soon(ask)
+        await trio.sleep(4.5)
+        await fleet.drain(engines[0])
+    assert (found[0].output_tokens, found[0].input_tokens) == (tuple(range(10, 20)), (3,)), "it began anew"
+
+
+async def test_a_success_between_two_failures_makes_the_next_wait_short_again(autojump_clock):
+    engine = FakeEngine(LONG, error_for=fails_pairs, name="a")
+    async with fleet_of([engine], first_wait_s=0.5, max_retries=0) as fleet:
+        for _ in range(8):
+            with pytest.raises(EngineError, match="pairs"):
+                await fleet.generate(PAIR, PARAMS)
+            begin = trio.current_time()
+            await fleet.generate((3,), PARAMS)
+            assert trio.current_time() == pytest.approx(begin + 0.5)
+
+
+async def test_those_in_line_when_the_last_member_goes_down_wait_for_the_patience_only(autojump_clock):
+    (engine,) = fakes(1)
+    failed_at: list[float] = []
+    async with fleet_of([engine], max_requests=1, patience_s=7.0) as fleet, trio.open_nursery() as nursery:
+
+        async def ask(prompt: tuple[int, ...]) -> None:
+            with pytest.raises(EngineError, match="serves, for 7 s"):
+                await fleet.generate(prompt, PARAMS)
+            failed_at.append(trio.current_time())
+
+        for i in range(3):
+            nursery.start_soon(ask, (3 + i,))
+        await trio.sleep(2.5)
+        engine.kill()
+    assert failed_at == [pytest.approx(9.5)] * 3
+
+
+async def test_a_long_update_is_no_outage(autojump_clock):
+    engines = fakes(2, seconds_per_update=30.0)
+    async with fleet_of(engines, patience_s=1.0) as fleet, trio.open_nursery() as nursery:
+        nursery.start_soon(partial(sync, fleet, 1))
+        await trio.sleep(1.0)
+        assert (await fleet.generate((3,), PARAMS)).output_versions == (1,) * 10
+
+
+async def test_the_groups_that_are_remembered_are_limited_to_those_asked_for_last():
+    roster = Roster("the fleet", FleetConfig())
+    roster.set_state(roster.add(FakeEngine()), MemberState.SERVING)
+    for group in (*range(MOST_HOMES), 0, MOST_HOMES):
+        call = await roster.take_place(Ask(Cost(1, 1), group), "r", lambda scope: None)
+        assert call is not None
+        roster.end_call(call)
+    homes = roster.get_view().homes
+    assert (len(homes), 0 in homes, 1 in homes, MOST_HOMES in homes) == (MOST_HOMES, True, False, True)

@@ -222,12 +222,15 @@ async def test_a_member_that_generates_with_other_weights_than_it_names_does_not
         assert states(fleet) == [MemberState.DOWN, MemberState.SERVING]
 
 
-async def test_a_member_that_failed_an_update_is_not_believed_what_it_names(autojump_clock):
-    class Labeled(FakeEngine):
-        async def update_weights(self, weights: Mapping[str, Any], weight_version: int) -> Mapping[str, Any]:
-            self.weight_version = weight_version  # the label comes before the weights
-            return await super().update_weights(weights, weight_version)
+class Labeled(FakeEngine):
+    """Names the new version before it has the weights."""
 
+    async def update_weights(self, weights: Mapping[str, Any], weight_version: int) -> Mapping[str, Any]:
+        self.weight_version = weight_version
+        return await super().update_weights(weights, weight_version)
+
+
+async def test_a_member_that_failed_an_update_is_not_believed_what_it_names(autojump_clock):
     engines = [Labeled(LONG, update_error=EngineError("half-way"), name="a"), *fakes(1)]
     async with fleet_of(engines, exclude_failed=True) as fleet:
         await sync(fleet, 1)
@@ -236,6 +239,28 @@ async def test_a_member_that_failed_an_update_is_not_believed_what_it_names(auto
         engines[0]._update_error = None
         await trio.sleep(100.0)
         assert states(fleet) == [MemberState.SERVING] * 2
+
+
+async def test_while_a_member_is_given_weights_the_version_is_the_one_that_it_had(autojump_clock):
+    async with fleet_of([Labeled(LONG, seconds_per_update=10.0)]) as fleet, trio.open_nursery() as nursery:
+        nursery.start_soon(sync, fleet, 1)
+        await trio.sleep(5.0)
+        assert await fleet.get_weight_version() == 0
+        await trio.sleep(10.0)
+        assert await fleet.get_weight_version() == 1
+
+
+async def test_a_member_that_is_said_to_be_back_is_tried_often_again_although_it_failed_for_long(autojump_clock):
+    engines = fakes(2)
+    async with fleet_of(engines, first_wait_s=1.0, longest_wait_s=1000.0) as fleet:
+        engines[0].kill()
+        fleet.report_down(engines[0], "its process has ended")
+        await trio.sleep(1000.0)
+        fleet.try_now(engines[0])  # its process has begun, but does not answer yet
+        await trio.sleep(0.5)
+        engines[0].revive(0)
+        await trio.sleep(15.0)
+        assert states(fleet)[0] is MemberState.SERVING
 
 
 async def test_those_behind_a_large_request_that_gives_up_are_served_at_once(autojump_clock):
