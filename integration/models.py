@@ -96,8 +96,8 @@ def create_backend(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: OptimizerConfig, total_steps: int
 ) -> TrainingBackend:
     """The policy's backend in one process, of the kind config.backend.kind."""
-    arguments = {"total_steps": total_steps, "compute_dtype": config.backend.compute_dtype, "tokenizer": tokenizer}
-    arguments |= optimizer_arguments(optimizer)
+    arguments: dict[str, Any] = {"total_steps": total_steps, **vars(optimizer)}
+    arguments |= {"compute_dtype": config.backend.compute_dtype, "tokenizer": tokenizer}
     if config.backend.kind == "jax":
         from rollouts.backends.jax_backend import create_jax_backend  # takes half a second, and JAX
 
@@ -150,7 +150,7 @@ def create_companions(
             device=device,
             compute_dtype=dtype,
             tokenizer=tokenizer,
-            **optimizer_arguments(config.critic.optimizer),
+            **vars(config.critic.optimizer),
         )
     return Companions(reference, critic, reference_is_base=is_base)
 
@@ -202,9 +202,3 @@ def _read_tokens(config: Config, path: Path | None) -> TokenSpec:
 def find_directory(config: Config, path: Path | None) -> Path | None:
     """A directory that is given, or that of config.model; None for the built-in model."""
     return Path(config.model.path) if path is None and config.model.path is not None else path
-
-
-def optimizer_arguments(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """The settings of an optimizer and its schedule as keywords of the factories."""
-    names = ("lr", "warmup_steps", "min_lr_ratio", "schedule", "betas", "eps", "weight_decay", "max_grad_norm")
-    return {name: getattr(optimizer, name) for name in names}

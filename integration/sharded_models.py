@@ -23,7 +23,6 @@ from integration.models import (
     create_model,
     create_tokenizer,
     find_directory,
-    optimizer_arguments,
 )
 from rollouts.backends.factory import load_critic_model, load_hf_model, parse_device
 from rollouts.backends.fsdp import FSDPTrainingBackend
@@ -59,7 +58,7 @@ def build_policy(config: Config, source: Path | None, optimizer: OptimizerConfig
         tokenizer=_create_padded_tokenizer(config, source),
         config=fsdp_config(config),
         lora=config.lora.create(config.seed),
-        **optimizer_arguments(optimizer),
+        **vars(optimizer),
     )
 
 
@@ -89,7 +88,7 @@ def build_critic(config: Config, source: Path | None, total_steps: int) -> FSDPT
         device=parse_device(config.model.device),
         tokenizer=_create_padded_tokenizer(config, source),
         config=fsdp_config(config),
-        **optimizer_arguments(config.critic.optimizer),
+        **vars(config.critic.optimizer),
     )
 
 

@@ -23,15 +23,7 @@ from rollouts.backends.lora import LoRAConfig
 from rollouts.backends.reward_models import create_reward_model
 from rollouts.backends.sharded_checkpoint import Progress, take_snapshot
 from rollouts.backends.sharded_model import create_mesh, shard_model
-from rollouts.backends.sharded_weights import (
-    copy_model,
-    create_critic_on_meta,
-    load_critic_on_meta,
-    load_hf_model_on_meta,
-    materialize_critic,
-    materialize_from_hf,
-    materialize_from_model,
-)
+from rollouts.backends.sharded_weights import load_critic_on_meta, load_hf_model_on_meta, materialize_critic, materialize_from_hf
 from rollouts.backends.weight_export import export_sharded
 from rollouts.backends.weight_gather import describe_model_weights
 from rollouts.backends.weight_sources import FileWeights
@@ -114,22 +106,12 @@ def load_half(ranks, folder: Path):
 
 
 def load_others(ranks, folder: Path):
-    """Critics from everything that a critic can come from; models from a model; a name of each that differs."""
+    """Critics from every directory that a critic can come from; the names of those that differ."""
     wrong = []
     for name in ("model", "critic", "scorer"):
         critic = shard(load_critic_on_meta(folder / name), ranks)
         materialize_critic(critic, folder / name, "cpu", seed=7)
         wrong += [name] * differ(critic, load_critic_model(folder / name, seed=7))
-    policy = shard(make_model(3), ranks)
-    critic = shard(create_critic_on_meta(policy.config), ranks)
-    materialize_critic(critic, policy, "cpu", seed=7, head_std=0.5)
-    wrong += ["policy"] * differ(critic, create_critic_model(make_model(3), seed=7, head_std=0.5))
-    sent = shard(load_hf_model_on_meta(folder / "model"), ranks)
-    materialize_from_model(sent, make_model(4) if ranks.rank == 0 else None, "cpu")
-    wrong += ["seed"] * differ(sent, make_model(4))
-    copied = shard(load_hf_model_on_meta(folder / "model"), ranks)
-    copy_model(copied, policy, "cpu")
-    wrong += ["copy"] * differ(copied, policy)
     return wrong
 
 

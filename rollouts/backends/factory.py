@@ -7,21 +7,24 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 from safetensors import SafetensorError
 
 from rollouts.backends.lora import LoRAConfig, add_adapters
+from rollouts.backends.optimizers import AdamW, AdamWArguments, ScheduledAdamWArguments, create_idle_optimizer, create_rule, takes
+from rollouts.backends.optimizers import create_adamw_optimizer as create_adamw_optimizer
 from rollouts.backends.outputs import ComputeOutputs, compute_log_probs, compute_values, get_value_head
 from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.backends.schedules import Schedule, create_scheduler
+from rollouts.backends.schedules import create_scheduler as create_scheduler
 from rollouts.backends.schedules import create_warmup_cosine_scheduler as create_warmup_cosine_scheduler
 from rollouts.backends.schedules import warmup_constant as warmup_constant
 from rollouts.backends.schedules import warmup_cosine as warmup_cosine
 from rollouts.backends.schedules import warmup_linear as warmup_linear
 from rollouts.backends.schedules import warmup_stable_decay as warmup_stable_decay
 from rollouts.backends.weight_stream import stream_weights
+from rollouts.config import Schedule
 from rollouts.errors import ConfigError, DataError
 from rollouts.losses import sft_loss
 from rollouts.model_weights import has_adapters
@@ -214,94 +217,75 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 
-def create_adamw_optimizer(
-    model: torch.nn.Module,
-    *,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only (not on norms and biases), fused."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
-
-
 def create_cross_entropy_loss() -> LossFn:
     """The SFT loss: cross entropy of the tokens with loss_weights > 0."""
     return sft_loss
 
 
+def open_model(
+    model: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    load: Callable[[str | Path], PreTrainedModel] = load_hf_model,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """The model and, unless one is given, the tokenizer of a directory; a model as it is."""
+    if not isinstance(model, str | Path):
+        return model, tokenizer
+    tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+    return load(model), tokenizer
+
+
+@takes(AdamWArguments)
 def create_pytorch_backend(
     model: str | Path | PreTrainedModel,
     *,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
     lora: LoRAConfig | None = None,
+    **adamw: Unpack[AdamWArguments],
 ) -> PyTorchTrainingBackend:
     """A backend with AdamW at a constant learning rate.
 
     Args:
         model: a model, or the path of a Hugging Face directory (its tokenizer is loaded, too, unless one is given).
         lora: train adapters on the frozen model instead of its weights; the model is given them in place.
+        lr and the others of AdamW: see optimizers.AdamWArguments.
     """
-    return _create_backend(
-        model, None, lr=lr, betas=betas, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
-        device=device, compute_dtype=compute_dtype, tokenizer=tokenizer, lora=lora,
-    )  # fmt: skip
+    rule = create_rule(**adamw)
+    model, tokenizer = open_model(model, tokenizer)
+    return assemble_backend(model, rule, device, compute_dtype, tokenizer, lora=lora, scheduled=False)
 
 
+@takes(AdamWArguments)
 def create_backend_with_scheduler(
     model: str | Path | PreTrainedModel,
     *,
-    lr: float,
     total_steps: int,
     warmup_steps: int = 0,
     min_lr_ratio: float = 0.0,
     schedule: Schedule = "cosine",
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
     lora: LoRAConfig | None = None,
+    **adamw: Unpack[AdamWArguments],
 ) -> PyTorchTrainingBackend:
     """create_pytorch_backend with a learning-rate schedule over total_steps optimizer steps."""
-    create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
-    return _create_backend(
-        model, create, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
-        device=device, compute_dtype=compute_dtype, tokenizer=tokenizer, lora=lora,
-    )  # fmt: skip
+    rule = create_rule(schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio, **adamw)
+    model, tokenizer = open_model(model, tokenizer)
+    return assemble_backend(model, rule, device, compute_dtype, tokenizer, lora=lora)
 
 
+@takes(ScheduledAdamWArguments)
 def create_critic_backend(
     model: str | Path | PreTrainedModel,
     *,
-    lr: float,
     seed: int = 0,
     head_std: float | None = None,
-    schedule: Schedule = "constant",
-    warmup_steps: int = 0,
-    total_steps: int = 1,
-    min_lr_ratio: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
+    **adamw: Unpack[ScheduledAdamWArguments],
 ) -> PyTorchTrainingBackend:
     """A backend whose model has a value head, for the critic= of run_rl_training.
 
@@ -309,19 +293,14 @@ def create_critic_backend(
         model: a directory of a causal language model (its backbone with a fresh head) or of a saved critic (as it is), or such a model. A
             language model is copied, so that the policy may be made from the same object.
         seed, head_std: of a fresh head, see init_value_head.
-        schedule, warmup_steps, total_steps, min_lr_ratio: of the learning rate, in optimizer steps of the critic.
         tokenizer: None with a directory = the one in it.
+        lr and the others of AdamW and its schedule: see optimizers.ScheduledAdamWArguments; steps are those of the critic.
     """
-    if isinstance(model, str | Path):
-        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        model = load_critic_model(model, seed=seed, head_std=head_std)
-    elif model.get_output_embeddings() is not None:
+    rule = create_rule(**adamw)
+    model, tokenizer = open_model(model, tokenizer, partial(load_critic_model, seed=seed, head_std=head_std))
+    if model.get_output_embeddings() is not None:
         model = create_critic_model(model, seed=seed, head_std=head_std)
-    create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
-    return _create_backend(
-        model, create, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
-        device=device, compute_dtype=compute_dtype, tokenizer=tokenizer, compute_outputs=compute_values,
-    )  # fmt: skip
+    return assemble_backend(model, rule, device, compute_dtype, tokenizer, compute_outputs=compute_values)
 
 
 def create_reference_backend(
@@ -336,43 +315,39 @@ def create_reference_backend(
     Args:
         model: a directory (its tokenizer is loaded, too, unless one is given) or a model, which is frozen: pass a copy of a policy.
     """
-    if isinstance(model, str | Path):
-        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        model = load_hf_model(model)
+    model, tokenizer = open_model(model, tokenizer)
     model = cast("PreTrainedModel", cast("torch.nn.Module", model).to(device).requires_grad_(False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # has no state; a backend must have one
+    optimizer = create_idle_optimizer(cast("torch.nn.Module", model))
     return PyTorchTrainingBackend(model, optimizer, device=device, compute_dtype=parse_dtype(compute_dtype), tokenizer=tokenizer)
 
 
-def _create_backend(
-    model: str | Path | PreTrainedModel,
-    create_schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR] | None,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    max_grad_norm: float,
+def assemble_backend(
+    model: PreTrainedModel,
+    rule: AdamW,
     device: str | torch.device,
     compute_dtype: str | torch.dtype,
     tokenizer: PreTrainedTokenizerBase | None,
-    eps: float = 1e-8,
+    *,
     compute_outputs: ComputeOutputs = compute_log_probs,
     lora: LoRAConfig | None = None,
+    scheduled: bool = True,
 ) -> PyTorchTrainingBackend:
-    if isinstance(model, str | Path):
-        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        model = load_hf_model(model)
+    """A backend that trains a model, or adapters on it, by a rule.
+
+    Args:
+        scheduled: False = the optimizer's learning rate is left alone.
+    """
     if lora is not None:
         add_adapters(model, lora)
-    model = cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))  # before the optimizer takes its parameters
-    optimizer = create_adamw_optimizer(cast("torch.nn.Module", model), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    module = cast("torch.nn.Module", model).to(device)  # before the optimizer takes its parameters
+    optimizer = rule.create_optimizer(module)
     return PyTorchTrainingBackend(
         model,
         optimizer,
-        scheduler=None if create_schedule is None else create_schedule(optimizer),
+        scheduler=rule.create_scheduler(optimizer) if scheduled else None,
         device=device,
         compute_dtype=parse_dtype(compute_dtype),
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=rule.max_grad_norm,
         tokenizer=tokenizer,
         compute_outputs=compute_outputs,
         lora=lora,

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
 import torch
 
 from rollouts.backends.distributed import Ranks, init_distributed
-from rollouts.backends.factory import create_adamw_optimizer, create_critic_model, load_tokenizer
+from rollouts.backends.factory import create_critic_model, load_tokenizer, open_model
 from rollouts.backends.fsdp import FSDPTrainingBackend
 from rollouts.backends.fsdp_config import FSDPConfig
 from rollouts.backends.lora import LoRAConfig, add_adapters, init_adapters
-from rollouts.backends.outputs import ComputeOutputs, compute_log_probs, compute_scores, compute_values
+from rollouts.backends.optimizers import ScheduledAdamWArguments, create_idle_optimizer, create_rule, takes
+from rollouts.backends.outputs import compute_scores, compute_values
 from rollouts.backends.reward_models import create_reward_model, load_reward_start
-from rollouts.backends.schedules import Schedule, create_scheduler
 from rollouts.backends.sharded_model import create_mesh, shard_model
 from rollouts.backends.sharded_weights import load_critic_on_meta, load_hf_model_on_meta, materialize_critic, materialize_from_hf
 
@@ -27,18 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+@takes(ScheduledAdamWArguments)
 def create_fsdp_backend(
     model: str | Path | PreTrainedModel,
     *,
-    lr: float,
-    schedule: Schedule = "constant",
-    warmup_steps: int = 0,
-    total_steps: int = 1,
-    min_lr_ratio: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
     device: str | torch.device = "cpu",
     tokenizer: PreTrainedTokenizerBase | None = None,
     config: FSDPConfig | None = None,
@@ -46,68 +38,59 @@ def create_fsdp_backend(
     rows_per_unit: int = 1,
     save_in_background: bool = False,
     lora: LoRAConfig | None = None,
+    **adamw: Unpack[ScheduledAdamWArguments],
 ) -> FSDPTrainingBackend:
     """create_pytorch_backend or create_backend_with_scheduler over all ranks: a policy, AdamW, a schedule.
 
     Args:
         model: the path of a Hugging Face directory (its tokenizer is loaded, too, unless one is given), or a model, whole and the same on
             every rank.
-        schedule, warmup_steps, total_steps, min_lr_ratio: of the learning rate, in optimizer steps.
         device: of this rank, if ranks is None; "cuda" = one GPU for each rank.
         config: None = FSDPConfig(). bfloat16 is its mixed_precision.
         ranks: None = of init_distributed(device).
         rows_per_unit: 2 for losses that compare the two rows of a pair, such as preferences.preference_loss.
         save_in_background: write checkpoints beside training, see FSDPTrainingBackend.
         lora: train adapters on the frozen model instead of its weights; the model is given them in place.
+        lr and the others of AdamW and its schedule: see optimizers.ScheduledAdamWArguments.
     """
-    ranks = init_distributed(device) if ranks is None else ranks
-    config = FSDPConfig() if config is None else config
+    rule = create_rule(**adamw)
+    ranks, config = _arrange(device, ranks, config)
     if isinstance(model, str | Path):
         tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         empty = load_hf_model_on_meta(model)
         if lora is not None:
-            add_adapters(empty, lora, warns=ranks.rank == 0)
-        model = _load_sharded(empty, ranks, config, partial(materialize_from_hf, directory=model, device=_storage(ranks, config)))
+            add_adapters(empty, lora)
+        model = _load_sharded(empty, ranks, config, partial(materialize_from_hf, directory=model))
         if lora is not None:
             init_adapters(model, lora.seed)
     elif lora is not None:
-        add_adapters(model, lora, warns=ranks.rank == 0)
-    create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
-    optimizer = partial(create_adamw_optimizer, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    return _create_backend(
+        add_adapters(model, lora)
+    return FSDPTrainingBackend(
         model,
-        optimizer,
-        create,
-        config,
-        ranks,
-        tokenizer,
-        compute_log_probs,
-        max_grad_norm=max_grad_norm,
+        rule.create_optimizer,
+        create_schedule=rule.create_scheduler,
+        max_grad_norm=rule.max_grad_norm,
+        config=config,
+        ranks=ranks,
+        tokenizer=tokenizer,
         rows_per_unit=rows_per_unit,
         save_in_background=save_in_background,
         lora=lora,
     )
 
 
+@takes(ScheduledAdamWArguments)
 def create_fsdp_critic_backend(
     model: str | Path | PreTrainedModel,
     *,
-    lr: float,
     seed: int = 0,
     head_std: float | None = None,
-    schedule: Schedule = "constant",
-    warmup_steps: int = 0,
-    total_steps: int = 1,
-    min_lr_ratio: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
     device: str | torch.device = "cpu",
     tokenizer: PreTrainedTokenizerBase | None = None,
     config: FSDPConfig | None = None,
     ranks: Ranks | None = None,
     save_in_background: bool = False,
+    **adamw: Unpack[ScheduledAdamWArguments],
 ) -> FSDPTrainingBackend:
     """create_critic_backend over all ranks.
 
@@ -117,25 +100,23 @@ def create_fsdp_critic_backend(
         seed, head_std: of a fresh head, which is the same for any number of ranks; see init_value_head.
         The others are those of create_fsdp_backend.
     """
-    ranks = init_distributed(device) if ranks is None else ranks
-    config = FSDPConfig() if config is None else config
+    rule = create_rule(**adamw)
+    ranks, config = _arrange(device, ranks, config)
     if isinstance(model, str | Path):
         tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        fill = partial(materialize_critic, origin=model, device=_storage(ranks, config), seed=seed, head_std=head_std)
+        fill = partial(materialize_critic, directory=model, seed=seed, head_std=head_std)
         model = _load_sharded(load_critic_on_meta(model), ranks, config, fill)
     elif model.get_output_embeddings() is not None:
         model = create_critic_model(model, seed=seed, head_std=head_std)
-    create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
-    optimizer = partial(create_adamw_optimizer, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    return _create_backend(
+    return FSDPTrainingBackend(
         model,
-        optimizer,
-        create,
-        config,
-        ranks,
-        tokenizer,
-        compute_values,
-        max_grad_norm=max_grad_norm,
+        rule.create_optimizer,
+        create_schedule=rule.create_scheduler,
+        max_grad_norm=rule.max_grad_norm,
+        config=config,
+        ranks=ranks,
+        tokenizer=tokenizer,
+        compute_outputs=compute_values,
         save_in_background=save_in_background,
     )
 
@@ -154,33 +135,25 @@ def create_fsdp_reference_backend(
         model: a directory, or a model, which is frozen: pass a copy of a policy.
         The others are those of create_fsdp_backend.
     """
-    ranks = init_distributed(device) if ranks is None else ranks
-    config = FSDPConfig() if config is None else config
+    ranks, config = _arrange(device, ranks, config)
     if isinstance(model, str | Path):
         tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         frozen = _freeze(load_hf_model_on_meta(model))
-        model = _load_sharded(frozen, ranks, config, partial(materialize_from_hf, directory=model, device=_storage(ranks, config)))
-    return _create_backend(_freeze(model), _create_idle_optimizer, None, config, ranks, tokenizer, compute_log_probs)
+        model = _load_sharded(frozen, ranks, config, partial(materialize_from_hf, directory=model))
+    return FSDPTrainingBackend(_freeze(model), create_idle_optimizer, config=config, ranks=ranks, tokenizer=tokenizer)
 
 
+@takes(ScheduledAdamWArguments)
 def create_fsdp_reward_model_backend(
     model: str | Path | PreTrainedModel,
     *,
-    lr: float,
     seed: int = 0,
     head_std: float | None = None,
-    schedule: Schedule = "constant",
-    warmup_steps: int = 0,
-    total_steps: int = 1,
-    min_lr_ratio: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
     device: str | torch.device = "cpu",
     tokenizer: PreTrainedTokenizerBase | None = None,
     config: FSDPConfig | None = None,
     ranks: Ranks | None = None,
+    **adamw: Unpack[ScheduledAdamWArguments],
 ) -> FSDPTrainingBackend:
     """create_reward_model_backend over all ranks, for train_reward_model. The two rows of a pair go to one rank together.
 
@@ -190,64 +163,39 @@ def create_fsdp_reward_model_backend(
         seed, head_std: of a fresh head, see init_value_head.
         The others are those of create_fsdp_backend.
     """
-    ranks = init_distributed(device) if ranks is None else ranks
-    config = FSDPConfig() if config is None else config
-    if isinstance(model, str | Path):
-        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        model = load_reward_start(model, seed=seed, head_std=head_std)
-    elif model.get_output_embeddings() is not None:
+    rule = create_rule(**adamw)
+    ranks, config = _arrange(device, ranks, config)
+    model, tokenizer = open_model(model, tokenizer, partial(load_reward_start, seed=seed, head_std=head_std))
+    if model.get_output_embeddings() is not None:
         model = create_reward_model(model, seed=seed, head_std=head_std)
-    create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
-    optimizer = partial(create_adamw_optimizer, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    return _create_backend(model, optimizer, create, config, ranks, tokenizer, compute_scores, max_grad_norm=max_grad_norm, rows_per_unit=2)
-
-
-def _load_sharded(
-    model: PreTrainedModel, ranks: Ranks, config: FSDPConfig, materialize: Callable[[PreTrainedModel], object]
-) -> PreTrainedModel:
-    """Shard a model on meta, then give each rank its part of the weights."""
-    model = shard_model(model, create_mesh(config, ranks.device, ranks.world_size), config)
-    materialize(model)
-    return model
-
-
-def _create_backend(
-    model: PreTrainedModel,
-    create_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
-    create_schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR] | None,
-    config: FSDPConfig,
-    ranks: Ranks,
-    tokenizer: PreTrainedTokenizerBase | None,
-    compute_outputs: ComputeOutputs,
-    *,
-    max_grad_norm: float = 1.0,
-    rows_per_unit: int = 1,
-    save_in_background: bool = False,
-    lora: LoRAConfig | None = None,
-) -> FSDPTrainingBackend:
     return FSDPTrainingBackend(
         model,
-        create_optimizer,
+        rule.create_optimizer,
+        create_schedule=rule.create_scheduler,
+        max_grad_norm=rule.max_grad_norm,
         config=config,
         ranks=ranks,
-        create_schedule=create_schedule,
-        max_grad_norm=max_grad_norm,
         tokenizer=tokenizer,
-        compute_outputs=compute_outputs,
-        rows_per_unit=rows_per_unit,
-        save_in_background=save_in_background,
-        lora=lora,
+        compute_outputs=compute_scores,
+        rows_per_unit=2,
     )
 
 
-def _storage(ranks: Ranks, config: FSDPConfig) -> torch.device:
-    """Where the shards of the parameters lie."""
-    return torch.device("cpu") if config.cpu_offload else ranks.device
+def _arrange(device: str | torch.device, ranks: Ranks | None, config: FSDPConfig | None) -> tuple[Ranks, FSDPConfig]:
+    """What is not given."""
+    return init_distributed(device) if ranks is None else ranks, FSDPConfig() if config is None else config
+
+
+def _load_sharded(model: PreTrainedModel, ranks: Ranks, config: FSDPConfig, materialize: Callable[..., object]) -> PreTrainedModel:
+    """Shard a model on meta, then give each rank its part of the weights.
+
+    Args:
+        materialize: called with the model and device=, where the shards lie.
+    """
+    model = shard_model(model, create_mesh(config, ranks.device, ranks.world_size), config)
+    materialize(model, device=torch.device("cpu") if config.cpu_offload else ranks.device)
+    return model
 
 
 def _freeze(model: PreTrainedModel) -> PreTrainedModel:
     return cast("PreTrainedModel", cast("torch.nn.Module", model).requires_grad_(False))
-
-
-def _create_idle_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.0)  # has no state; a backend must have one

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from rollouts.backends.schedules import warmup_constant
+from rollouts.backends.optimizers import AdamW as AdamW
 from rollouts.backends.updates import UpdateCounts, count_update
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 
@@ -27,22 +27,6 @@ Parameters: TypeAlias = Mapping[str, Tensor]
 
 ForwardFn: TypeAlias = Callable[[Parameters, TrainBatch, bool], TokenOutputs]
 """f(parameters, batch, with_entropy) -> outputs [B, T]; a function of its arguments alone."""
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """AdamW with decay on matrices only, clipping by the global norm and a schedule: everything of an update that is not state."""
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0  # inf = no clipping
-    schedule: Callable[[int], float] = field(default=lambda step: warmup_constant(step, warmup_steps=0))  # update number -> factor of lr
-
-    def rate(self, counts: UpdateCounts) -> float:
-        """The learning rate of the next update."""
-        return self.lr * self.schedule(counts.num_updates)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollouts.backends.factory import load_hf_model, load_tokenizer, parse_dtype
-from rollouts.backends.functional import AdamW
+from rollouts.backends.factory import open_model, parse_dtype
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.jax_model import read_decoder_config
 from rollouts.backends.jax_steps import (
@@ -33,8 +32,8 @@ from rollouts.backends.jax_steps import (
     to_tensor,
 )
 from rollouts.backends.model_pass import move_batch
+from rollouts.backends.optimizers import AdamW, ScheduledAdamWArguments, create_rule, takes
 from rollouts.backends.protocol import OutputFn
-from rollouts.backends.schedules import Schedule, choose_factor
 from rollouts.backends.sharded_weights import create_on_meta
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
 from rollouts.backends.trainer_files import finish_export, read_trainer_state, write_trainer_state
@@ -218,39 +217,30 @@ class JAXTrainingBackend:
         check_same(found, expected, f"{type(model).__name__} gives other log-probs in JAX than in PyTorch")
 
 
+@takes(ScheduledAdamWArguments)
 def create_jax_backend(
     model: str | Path | PreTrainedModel,
     *,
-    lr: float,
-    schedule: Schedule = "constant",
-    total_steps: int = 1,
-    warmup_steps: int = 0,
-    min_lr_ratio: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
     compute_dtype: str | torch.dtype = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
+    **adamw: Unpack[ScheduledAdamWArguments],
 ) -> JAXTrainingBackend:
-    """A JAX backend with AdamW and a schedule; arguments as of create_backend_with_scheduler.
+    """A JAX backend with AdamW and a schedule.
 
     Args:
         model: a model, or the path of a Hugging Face directory (its tokenizer is loaded, too, unless one is given).
         compute_dtype: float32.
+        lr and the others of AdamW and its schedule: see optimizers.ScheduledAdamWArguments.
 
     Raises: ConfigError, see JAXTrainingBackend.
     """
+    rule = create_rule(**adamw)
     require_jax()
     if parse_dtype(compute_dtype) != torch.float32:
         raise ConfigError(
             f"compute_dtype is {compute_dtype}: the JAX backend computes in float32 only; use that, or --backend.kind pytorch"
         )
-    if isinstance(model, str | Path):
-        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        model = load_hf_model(model)
-    factor = choose_factor(schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
-    rule = AdamW(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, schedule=factor)
+    model, tokenizer = open_model(model, tokenizer)
     return JAXTrainingBackend(model, rule, tokenizer=tokenizer)
 
 

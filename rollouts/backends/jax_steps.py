@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollouts.backends.functional import AdamW
 from rollouts.backends.jax_model import Array, DecoderConfig, PackedArrays, Weights, compute_log_probs, pack_arrays
+from rollouts.backends.optimizers import AdamW
 from rollouts.backends.updates import UpdateCounts, count_update
 from rollouts.packing import PackedRows, pack_padded
 from rollouts.types import LossFn, TokenOutputs, TrainBatch

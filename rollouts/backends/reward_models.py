@@ -5,22 +5,22 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 
 from rollouts.backends.factory import (
+    assemble_backend,
     check_model_directory,
-    create_adamw_optimizer,
     explain_loading,
     init_value_head,
     load_hf_model,
-    load_tokenizer,
+    open_model,
     parse_dtype,
 )
+from rollouts.backends.optimizers import ScheduledAdamWArguments, create_rule, takes
 from rollouts.backends.outputs import compute_scores, get_value_head
 from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.backends.schedules import Schedule, create_scheduler
 from rollouts.errors import ConfigError
 from rollouts.packing import get_decoder
 
@@ -138,23 +138,16 @@ def load_reward_start(
     return create_reward_model(load_hf_model(directory, trust_remote_code=trust_remote_code), seed=seed, head_std=head_std)
 
 
+@takes(ScheduledAdamWArguments)
 def create_reward_model_backend(
     model: str | Path | PreTrainedModel,
     *,
-    lr: float,
     seed: int = 0,
     head_std: float | None = None,
-    schedule: Schedule = "constant",
-    warmup_steps: int = 0,
-    total_steps: int = 1,
-    min_lr_ratio: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
+    **adamw: Unpack[ScheduledAdamWArguments],
 ) -> PyTorchTrainingBackend:
     """A backend whose outputs.values are scores: position t has seen tokens[:, :t + 1]. For train_reward_model.
 
@@ -164,27 +157,14 @@ def create_reward_model_backend(
         model: a directory of a causal language model (its backbone with a fresh head) or of a reward model (as it is), or such a model. A
             language model is copied.
         seed, head_std: of a fresh head, see init_value_head.
-        schedule, warmup_steps, total_steps, min_lr_ratio: of the learning rate.
         tokenizer: None with a directory = the one in it.
+        lr and the others of AdamW and its schedule: see optimizers.ScheduledAdamWArguments.
     """
-    if isinstance(model, str | Path):
-        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        model = load_reward_start(model, seed=seed, head_std=head_std)
-    elif model.get_output_embeddings() is not None:
+    rule = create_rule(**adamw)
+    model, tokenizer = open_model(model, tokenizer, partial(load_reward_start, seed=seed, head_std=head_std))
+    if model.get_output_embeddings() is not None:
         model = create_reward_model(model, seed=seed, head_std=head_std)
-    create = partial(create_scheduler, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
-    model = cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))  # before the optimizer takes its parameters
-    optimizer = create_adamw_optimizer(cast("torch.nn.Module", model), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    return PyTorchTrainingBackend(
-        model,
-        optimizer,
-        scheduler=create(optimizer),
-        device=device,
-        compute_dtype=parse_dtype(compute_dtype),
-        max_grad_norm=max_grad_norm,
-        tokenizer=tokenizer,
-        compute_outputs=compute_scores,
-    )
+    return assemble_backend(model, rule, device, compute_dtype, tokenizer, compute_outputs=compute_scores)
 
 
 def _check_score_head(model: PreTrainedModel, directory: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import get_args
 
 import torch
 
-Schedule = Literal["constant", "linear", "cosine"]
+from rollouts.config import Schedule, suggest
+from rollouts.errors import ConfigError
 
 
 def warmup_cosine(
@@ -95,6 +96,11 @@ def create_scheduler(
 
 
 def choose_factor(schedule: Schedule, *, warmup_steps: int = 0, total_steps: int = 1, min_lr_ratio: float = 0.0) -> Callable[[int], float]:
-    """The factor of the learning rate of each optimizer step, by the name of its curve; see create_scheduler."""
+    """The factor of the learning rate of each optimizer step, by the name of its curve; see create_scheduler.
+
+    Raises: ConfigError for another name.
+    """
+    if schedule not in get_args(Schedule):
+        raise ConfigError(f"schedule is {schedule!r}: {suggest(schedule, get_args(Schedule))}")
     decay = partial(warmup_cosine if schedule == "cosine" else warmup_linear, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
     return partial(warmup_constant if schedule == "constant" else decay, warmup_steps=warmup_steps)

@@ -10,7 +10,6 @@ Works on a model that is not sharded, too, in one process.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,13 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rollouts.backends.factory import check_model_directory, explain_loading, init_value_head
 from rollouts.backends.outputs import get_value_head
 from rollouts.backends.weight_fill import fill_weights
-from rollouts.backends.weight_sources import ChosenWeights, FileWeights, GatheredWeights, SentWeights, WeightSource
+from rollouts.backends.weight_sources import ChosenWeights, FileWeights, WeightSource
 from rollouts.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -91,79 +89,48 @@ def materialize_from_hf(model: PreTrainedModel, directory: str | Path, device: s
         return files.bytes_read
 
 
-def materialize_from_model(model: PreTrainedModel, whole: PreTrainedModel | None, device: str | torch.device) -> None:
-    """Give the parameters of a model those of one that rank 0 has and sends, one after another.
-
-    For a model that is made from a seed and must be the same on any number of ranks. All ranks call it.
-
-    Args:
-        whole: of the same kind; None on ranks other than 0.
-    """
-    weights = None if whole is None else cast("dict[str, Tensor]", whole.state_dict())
-    fill_weights(model, SentWeights(weights, torch.device(device)), device, "the given model")
-
-
-def copy_model(model: PreTrainedModel, origin: PreTrainedModel, device: str | torch.device) -> None:
-    """Give the parameters of a model those of another of the same kind, sharded in any way, for example a reference the policy's.
-
-    All ranks call it; at most one tensor is whole at a time.
-    """
-    fill_weights(model, GatheredWeights(origin), device, "the given model")
-
-
 def load_critic_on_meta(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The critic that load_critic_model makes of a directory, without its weights. See materialize_critic.
 
     Raises: ConfigError if the directory is not a complete model, or transformers has no token-classification model for it.
     """
+    from transformers import AutoModelForTokenClassification
+
     directory = check_model_directory(path)
     with explain_loading(directory, "critic (a token-classification model with one label)"):
         config = _read_config(directory, trust_remote_code)
-        return create_critic_on_meta(config, trust_remote_code=trust_remote_code)
-
-
-def create_critic_on_meta(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A token-classification model with one label for the Hugging Face configuration of a model of any kind, without its weights."""
-    from transformers import AutoModelForTokenClassification
-
-    if not _is_kind(config, "ForTokenClassification"):
-        config = copy.deepcopy(config)
-        config.num_labels = 1
-        config.classifier_dropout = 0.0
-    try:
-        model = create_on_meta(partial(_create_from_config, AutoModelForTokenClassification, config, trust_remote_code))
-    except ValueError as error:
-        raise ConfigError(f"transformers has no token-classification model for {type(config).__name__}: {error}") from error
-    get_value_head(model)
-    return model
+        if not _is_kind(config, "ForTokenClassification"):
+            config.num_labels = 1
+            config.classifier_dropout = 0.0
+        try:
+            model = create_on_meta(partial(_create_from_config, AutoModelForTokenClassification, config, trust_remote_code))
+        except ValueError as error:
+            raise ConfigError(f"transformers has no token-classification model for {type(config).__name__}: {error}") from error
+        get_value_head(model)
+        return model
 
 
 def materialize_critic(
     model: PreTrainedModel,
-    origin: str | Path | PreTrainedModel,
+    directory: str | Path,
     device: str | torch.device,
     *,
     seed: int = 0,
     head_std: float | None = None,
     trust_remote_code: bool = False,
 ) -> int:
-    """Give a critic its weights: those of a saved critic, of a reward model, or of a causal language model and a fresh head.
+    """Give a critic the weights of a directory: of a saved critic, a reward model, or a causal language model and a fresh head.
 
-    The same numbers as load_critic_model and create_critic_model give, on any number of ranks. All ranks call it.
+    The same numbers as load_critic_model gives, on any number of ranks.
 
     Args:
-        model: as load_critic_on_meta or create_critic_on_meta return it, sharded or not.
-        origin: a directory, or a model (sharded in any way), whose backbone is copied.
+        model: as load_critic_on_meta returns it, sharded or not.
         seed, head_std: of a fresh head, see init_value_head.
 
     Returns: bytes of weights that this process has read from files.
     Raises: ConfigError as materialize_from_hf.
     """
-    if not isinstance(origin, str | Path):
-        source = GatheredWeights(origin)
-        fill_weights(model, _choose_for_critic(model, source, origin.config, seed, head_std), device, "the given model")
-        return 0
-    path = check_model_directory(origin)
+    path = check_model_directory(directory)
     with explain_loading(path, "critic (a token-classification model with one label)"), FileWeights(path) as files:
         config = _read_config(path, trust_remote_code)
         fill_weights(model, _choose_for_critic(model, files, config, seed, head_std), device, str(path))

@@ -7,18 +7,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
-from rollouts.backends.factory import load_hf_model, load_tokenizer, parse_dtype
-from rollouts.backends.functional import AdamW, ForwardFn, Parameters, accumulate_gradient, apply_update, create_state
+from rollouts.backends.factory import open_model, parse_dtype
+from rollouts.backends.functional import ForwardFn, Parameters, accumulate_gradient, apply_update, create_state
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.model_pass import check_head, move_batch, run_rows
+from rollouts.backends.optimizers import AdamW, ScheduledAdamWArguments, create_rule, takes
 from rollouts.backends.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.backends.protocol import OutputFn
-from rollouts.backends.schedules import Schedule, choose_factor
 from rollouts.backends.token_spec import TokenSpec, describe_tokens
 from rollouts.backends.trainer_files import export_model, read_trainer_state, write_trainer_state
 from rollouts.backends.updates import UpdateCounts, check_skipped_updates
@@ -222,35 +222,26 @@ class TorchFuncTrainingBackend:
             parameter.data = self.state.parameters[name]
 
 
+@takes(ScheduledAdamWArguments)
 def create_torch_func_backend(
     model: str | Path | PreTrainedModel,
     *,
-    lr: float,
-    schedule: Schedule = "constant",
-    total_steps: int = 1,
-    warmup_steps: int = 0,
-    min_lr_ratio: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int = 0,
+    **adamw: Unpack[ScheduledAdamWArguments],
 ) -> TorchFuncTrainingBackend:
-    """A functional backend with AdamW and a schedule; arguments as of create_backend_with_scheduler.
+    """A functional backend with AdamW and a schedule.
 
     Args:
         model: a model, or the path of a Hugging Face directory (its tokenizer is loaded, too, unless one is given).
         seed: of dropout.
+        lr and the others of AdamW and its schedule: see optimizers.ScheduledAdamWArguments.
     """
-    if isinstance(model, str | Path):
-        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        model = load_hf_model(model)
-    factor = choose_factor(schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio)
-    rule = AdamW(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, schedule=factor)
-    return TorchFuncTrainingBackend(model, rule, device=device, compute_dtype=parse_dtype(compute_dtype), tokenizer=tokenizer, seed=seed)
+    rule, dtype = create_rule(**adamw), parse_dtype(compute_dtype)
+    model, tokenizer = open_model(model, tokenizer)
+    return TorchFuncTrainingBackend(model, rule, device=device, compute_dtype=dtype, tokenizer=tokenizer, seed=seed)
 
 
 class _Caller(torch.nn.Module):

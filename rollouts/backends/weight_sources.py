@@ -1,12 +1,7 @@
-"""Where the weights of a sharded model come from: files read slice by slice, a mapping, one rank, or another model.
-
-Every source can be asked for a part of a tensor. Reading from a rank or from another model is a collective operation: all ranks ask for
-the same tensors in the same order, each for its own part.
-"""
+"""Where the weights of a sharded model come from: files, of which every rank reads the slices that it needs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,11 +9,10 @@ from types import TracebackType
 from typing import Any, Protocol, Self, cast
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rollouts.backends.weight_stream import Shape, whole_tensor
+from rollouts.backends.weight_stream import Shape
 from rollouts.errors import CheckpointError
 from rollouts.model_weights import INDEX_FILE, find_weight_files
 
@@ -35,7 +29,7 @@ class WeightSource(Protocol):
         ...
 
     def read(self, name: str, part: Part) -> Tensor:
-        """A part of a tensor. Each rank of a job calls it for the same names in the same order."""
+        """A part of a tensor."""
         ...
 
 
@@ -111,75 +105,6 @@ def _identify_files(directory: Path) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-class GivenWeights:
-    """A mapping of whole tensors, which every rank has."""
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._weights = weights
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]:
-        """See WeightSource."""
-        return {name: tuple(value.shape) for name, value in self._weights.items()}
-
-    def read(self, name: str, part: Part) -> Tensor:
-        """See WeightSource."""
-        return self._weights[name].detach()[part]
-
-
-class SentWeights:
-    """Tensors that one rank has and sends to the others, one after another. Creating it and reading are collective operations."""
-
-    def __init__(self, weights: Mapping[str, Tensor] | None, device: torch.device, *, sender: int = 0) -> None:
-        """
-        Args:
-            weights: on the sender; None on the others.
-            device: where collective operations run: cpu for gloo, the rank's GPU for NCCL.
-        """
-        self._weights = weights
-        self._device = device
-        self._sender = sender
-        described = None if weights is None else {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
-        if _num_ranks() > 1:
-            holder: list[Any] = [described]
-            dist.broadcast_object_list(holder, src=sender, device=device)
-            described = holder[0]
-        assert described is not None, f"rank {sender} has no weights to send"
-        self._described = cast("dict[str, tuple[Shape, torch.dtype]]", described)
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]:
-        """See WeightSource."""
-        return {name: shape for name, (shape, _) in self._described.items()}
-
-    def read(self, name: str, part: Part) -> Tensor:
-        """See WeightSource."""
-        shape, dtype = self._described[name]
-        if self._weights is not None:
-            value = self._weights[name].detach().to(self._device).contiguous()
-        else:
-            value = torch.empty(shape, dtype=dtype, device=self._device)
-        if _num_ranks() > 1 and math.prod(shape) > 0:
-            dist.broadcast(value, src=self._sender)
-        return value[part]
-
-
-class GatheredWeights:
-    """The weights of another model, sharded or not, one whole tensor at a time. Reading is a collective operation."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._weights = cast("dict[str, Tensor]", model.state_dict())
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]:
-        """See WeightSource."""
-        return {name: tuple(value.shape) for name, value in self._weights.items()}
-
-    def read(self, name: str, part: Part) -> Tensor:
-        """See WeightSource."""
-        return whole_tensor(self._weights[name])[part]
-
-
 class ChosenWeights:
     """Tensors of another source under other names, and some that are given."""
 
@@ -191,17 +116,14 @@ class ChosenWeights:
         """
         self._source = source
         self._names = {name: other for name, other in names.items() if name not in given}
-        self._given = GivenWeights(given)
+        self._given = given
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
         """See WeightSource."""
-        return {name: self._source.shapes[other] for name, other in self._names.items()} | dict(self._given.shapes)
+        given = {name: tuple(value.shape) for name, value in self._given.items()}
+        return {name: self._source.shapes[other] for name, other in self._names.items()} | given
 
     def read(self, name: str, part: Part) -> Tensor:
         """See WeightSource."""
-        return self._source.read(self._names[name], part) if name in self._names else self._given.read(name, part)
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return self._source.read(self._names[name], part) if name in self._names else self._given[name][part]
