@@ -13,6 +13,7 @@ import torch
 import trio
 
 from rollouts.backends.factory import create_critic_backend, load_tokenizer
+from rollouts.backends.lora import LoRAConfig, adapted_layers, adapter_of, add_adapters
 from rollouts.backends.reward_models import create_reward_model, create_reward_model_backend, load_reward_model, reads_turn_end
 from rollouts.batching import collate_samples
 from rollouts.char_tokenizer import create_char_tokenizer
@@ -137,6 +138,18 @@ def test_models_that_are_no_reward_models_are_refused(tmp_path: Path):
     weights.write_bytes(weights.read_bytes()[:-64])
     with pytest.raises(ConfigError, match=r"cannot be loaded|damaged"):
         load_reward_model(tmp_path / "damaged")
+
+
+def test_a_reward_model_begins_with_what_adapters_have_learned():
+    policy = create_tiny_model()
+    weights = {name: value.clone() for name, value in policy.state_dict().items()}
+    add_adapters(policy, LoRAConfig(rank=2))
+    (name, layer), *_ = adapted_layers(policy)
+    with torch.no_grad():
+        adapter_of(layer)[1].fill_(0.5)
+    made = create_reward_model(policy).state_dict()
+    assert not torch.equal(made[f"{name}.weight"], weights[f"{name}.weight"])
+    assert all(torch.equal(value, weights[other]) for other, value in made.items() if other in weights and other != f"{name}.weight")
 
 
 def test_a_saved_reward_model_scores_the_same_and_can_be_trained_on(tmp_path: Path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -169,21 +169,36 @@ def create_critic_model(model: PreTrainedModel, *, seed: int = 0, head_std: floa
     """
     from transformers import AutoModelForTokenClassification
 
+    return create_model_with_head(AutoModelForTokenClassification, model, {"classifier_dropout": 0.0}, seed=seed, head_std=head_std)
+
+
+def create_model_with_head(
+    kind: Any, model: PreTrainedModel, settings: Mapping[str, Any], *, seed: int, head_std: float | None
+) -> PreTrainedModel:
+    """A model with one label whose backbone is a copy of a causal language model's, adapters merged, and whose head is fresh.
+
+    Args:
+        kind: of transformers, AutoModelForTokenClassification or AutoModelForSequenceClassification.
+        settings: of its configuration, beside those that it has in common with `model`.
+        seed, head_std: of the head, see init_value_head.
+
+    Raises: ConfigError if transformers has no model of this kind for this architecture.
+    """
     config = copy.deepcopy(model.config)
-    config.num_labels = 1
-    config.classifier_dropout = 0.0  # pyright: ignore[reportAttributeAccessIssue]  # read by token-classification models
+    for name, value in {"num_labels": 1, **settings}.items():
+        setattr(config, name, value)
     try:
         with torch.random.fork_rng(devices=[]):
-            critic = cast("PreTrainedModel", AutoModelForTokenClassification.from_config(config))
+            made = cast("PreTrainedModel", kind.from_config(config))
     except ValueError as error:
-        raise ConfigError(f"transformers has no token-classification model for {type(model).__name__}: {error}") from error
+        raise ConfigError(f"transformers has no {kind.__name__} for {type(model).__name__}: {error}") from error
     prefix = f"{model.base_model_prefix}."
     merged = {name.removeprefix(prefix): value for name, value in stream_weights(model)} if has_adapters(model) else None
-    names = get_decoder(critic).state_dict().keys()
+    names = get_decoder(made).state_dict().keys()
     weights = get_decoder(model).state_dict() if merged is None else {name: merged[name] for name in names}
-    get_decoder(critic).load_state_dict(weights)
-    init_value_head(critic, seed=seed, std=head_std)
-    return critic
+    get_decoder(made).load_state_dict(weights)
+    init_value_head(made, seed=seed, std=head_std)
+    return made
 
 
 def init_value_head(model: PreTrainedModel, *, seed: int, std: float | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
@@ -12,8 +11,8 @@ import torch
 from rollouts.backends.factory import (
     assemble_backend,
     check_model_directory,
+    create_model_with_head,
     explain_loading,
-    init_value_head,
     load_hf_model,
     open_model,
     parse_dtype,
@@ -22,7 +21,6 @@ from rollouts.backends.optimizers import ScheduledAdamWArguments, create_rule, t
 from rollouts.backends.outputs import compute_scores, get_value_head
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.errors import ConfigError
-from rollouts.packing import get_decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,17 +39,7 @@ def create_reward_model(model: PreTrainedModel, *, seed: int = 0, head_std: floa
     """
     from transformers import AutoModelForSequenceClassification
 
-    config = copy.deepcopy(model.config)
-    config.num_labels = 1
-    setattr(config, READS_TURN_END, True)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            reward_model = cast("PreTrainedModel", AutoModelForSequenceClassification.from_config(config))
-    except ValueError as error:
-        raise ConfigError(f"transformers has no sequence-classification model for {type(model).__name__}: {error}") from error
-    get_decoder(reward_model).load_state_dict(get_decoder(model).state_dict())
-    init_value_head(reward_model, seed=seed, std=head_std)
-    return reward_model
+    return create_model_with_head(AutoModelForSequenceClassification, model, {READS_TURN_END: True}, seed=seed, head_std=head_std)
 
 
 def load_reward_model(
