@@ -2764,6 +2764,35 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return dist.is_torchelastic_launched()",
         ("test_distributed.py::test_one_of_several_processes_of_any_launcher_is_not_taken_for_the_only_one",),
     ),
+    # -- the optimizer of a factory
+    Mutation(
+        "backends/optimizers.py",
+        "a learning rate that falls may be zero after the first step",
+        'if total_steps is None and config.schedule != "constant":',
+        'if total_steps is None and config.schedule == "none":',
+        ("test_optimizers.py::test_a_schedule_that_falls_must_know_until_when[linear]",),
+    ),
+    Mutation(
+        "backends/optimizers.py",
+        "epsilon and decay of a factory are exchanged",
+        "config.eps, config.weight_decay, config.max_grad_norm",
+        "config.weight_decay, config.eps, config.max_grad_norm",
+        ("test_optimizers.py::test_what_a_configuration_says_of_an_optimizer_is_what_a_factory_takes",),
+    ),
+    Mutation(
+        "backends/optimizers.py",
+        "help() of a factory names none of AdamW's arguments",
+        "signature = own.replace(parameters=named)",
+        "signature = own",
+        ("test_optimizers.py::test_each_argument_is_named_with_its_default[create_pytorch_backend]",),
+    ),
+    Mutation(
+        "backends/factory.py",
+        "a reward model made of a policy with adapters begins with nothing",
+        "else {name: merged[name] for name in names}",
+        "else {name: merged[name] * 0 for name in names}",
+        ("test_reward_model.py::test_a_reward_model_begins_with_what_adapters_have_learned",),
+    ),
     # -- functional backends
     Mutation(
         "backends/functional.py",
