@@ -63,6 +63,12 @@ def test_what_was_not_planned_is_not_sent(came, words):
         flatten_bucket(bucket, came, "cpu")
 
 
+def test_numbers_that_are_no_longer_whole_are_not_sent_as_if_they_were():
+    bucket = plan_weights(describe_weights({"e": WEIGHTS["e"]}), 100).buckets[0]
+    with pytest.raises(BackendError, match=r"e is torch\.float32, planned int64"):
+        flatten_bucket(bucket, {"e": WEIGHTS["e"].float()}, "cpu")
+
+
 def test_the_bytes_of_a_spec_are_those_of_its_tensor():
     for spec, tensor in zip(describe_weights(WEIGHTS), WEIGHTS.values(), strict=True):
         assert spec.num_bytes == tensor.nbytes

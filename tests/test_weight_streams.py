@@ -93,6 +93,22 @@ async def test_weights_are_read_in_buckets_and_kept_on_the_disk_where_a_checkpoi
     assert (await hold_weights(backend, version=3, directory=tmp_path)).directory is not None
 
 
+@pytest.mark.parametrize("wants_device", [True, False])
+async def test_tensors_stay_on_the_device_where_the_channel_wants_them_there(wants_device: bool):
+    class Noting(PyTorchTrainingBackend):
+        kept = frozenset[bool]()
+
+        def gather_weights(self, names, *, keep_device=False):
+            self.kept |= {keep_device}
+            return super().gather_weights(names, keep_device=keep_device)
+
+    model, engine = create_tiny_model(), FakeEngine()
+    backend, channel = Noting(model, torch.optim.AdamW(model.parameters())), FakeWeightChannel([engine])
+    channel.wants_device = wants_device
+    await publish_weights(backend, [engine], version=1, directory=None, channel=channel)
+    assert backend.kept == {wants_device}
+
+
 async def test_a_bucket_that_is_refused_ends_the_sync_with_an_error_and_the_old_version(tmp_path: Path):
     backend, engine = make_backend(), FakeEngine()
     channel = FakeWeightChannel([engine], bucket_bytes=10_000, fails_at=2)

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -128,8 +129,8 @@ async def open_weight_group(
     name = f"rollouts-{uuid.uuid4().hex}"
     num_ranks = [engine.tensor_parallel_size for engine in engines]
     where = find_device(device if device is not None else "cuda" if backend == "nccl" else "cpu")
-    rendezvous = await open_rendezvous(master_address, backend, name, 1 + sum(num_ranks), timeout_s)
-    offsets = [1 + sum(num_ranks[:i]) for i in range(len(engines))]
+    offsets, world_size = place_ranks(num_ranks)
+    rendezvous = await open_rendezvous(master_address, backend, name, world_size, timeout_s)
 
     async def join(engine: SGLangEngine, offset: int) -> None:
         await engine.join_weight_group(sglang_group_payload(master_address, rendezvous.port, offset, rendezvous.world_size, name, backend))
@@ -216,6 +217,18 @@ async def open_http_channel(
     receivers = [create_sglang_receiver(engine, _TENSORS, partial(create_body, engine)) for engine in engines]
     await trio.lowlevel.checkpoint()
     yield WeightTransfer(receivers, _HTTPSender(), bucket_bytes=bucket_bytes, dtype=dtype)
+
+
+def place_ranks(num_ranks: Sequence[int]) -> tuple[list[int], int]:
+    """Where servers stand in a group whose rank 0 is the trainer, one after another.
+
+    Args:
+        num_ranks: processes of each server.
+
+    Returns: the first rank of each server; the size of the group.
+    """
+    *offsets, world_size = accumulate(num_ranks, initial=1)
+    return offsets, world_size
 
 
 @asynccontextmanager

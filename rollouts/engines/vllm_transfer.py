@@ -21,7 +21,7 @@ import torch
 import trio
 
 from rollouts.engines.cuda_ipc import Export, SharedBucket, SharedMemorySender, export_cuda, vllm_handles
-from rollouts.engines.distributed_weights import LEAVE_S, CreateBody, open_membership
+from rollouts.engines.distributed_weights import LEAVE_S, CreateBody, open_membership, place_ranks
 from rollouts.engines.http import HTTPEndpoint
 from rollouts.engines.nccl import NCCLSender, create_communicator, join_communicator
 from rollouts.engines.torch_groups import find_device
@@ -115,10 +115,8 @@ async def open_vllm_group(
     """
     assert engines, "a weight group needs at least one engine"
     where = find_device(device)
-    num_ranks = [await engine.count_workers() for engine in engines]
-    world_size = 1 + sum(num_ranks)
+    offsets, world_size = place_ranks([await engine.count_workers() for engine in engines])
     meeting = await (partial(_meet_over_nccl, where, timeout_s) if create_meeting is None else create_meeting)(world_size)
-    offsets = [1 + sum(num_ranks[:i]) for i in range(len(engines))]
     joins = [
         partial(_call, engine, INIT, vllm_group_payload(meeting.address, offset, world_size, bucket_bytes))
         for engine, offset in zip(engines, offsets, strict=True)
