@@ -34,10 +34,10 @@ from benchmarks.child_engine import open_child_engine
 from benchmarks.measure import print_table, write_json
 from integration.algorithm_expression import create_algorithm, parse_algorithm
 from integration.config import Config
+from integration.job import favor_computation
 from integration.models import create_model
 from integration.sections import ModelSection
 from integration.tasks import Task, create_sort_task
-from integration.train import favor_computation
 from rollouts.async_config import AsyncConfig
 from rollouts.async_rollouts import create_workflow_executor
 from rollouts.backends.factory import create_pytorch_backend

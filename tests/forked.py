@@ -19,7 +19,7 @@ START_METHOD = "forkserver"
 
 CONTEXT = multiprocessing.get_context(START_METHOD)
 CONTEXT.set_forkserver_preload(
-    ["pytest", "pytest_trio", "hypothesis", "integration.train", "transformers.models.qwen3.modeling_qwen3", "matplotlib.pyplot"]
+    ["pytest", "pytest_trio", "hypothesis", "integration.job", "transformers.models.qwen3.modeling_qwen3", "matplotlib.pyplot"]
 )
 
 

@@ -2611,6 +2611,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_distributed.py::test_entries_of_two_ranks_are_whitened_as_those_of_one_process_are",),
     ),
     Mutation(
+        "../integration/train.py",
+        "Ctrl-C is answered where it is ignored",
+        " or signal.getsignal(signal.SIGINT) is not own:",
+        ":",
+        ("test_command_line.py::test_where_ctrl_c_is_ignored_it_stays_so_while_a_command_is_imported",),
+    ),
+    Mutation(
+        "../integration/train.py",
+        "imports are left with a traceback",
+        "    signal.signal(signal.SIGINT, _end)\n",
+        "",
+        ("test_command_line.py::test_ctrl_c_while_a_command_is_imported_ends_it_with_a_word",),
+    ),
+    Mutation(
         "../integration/budget_run.py",
         "a critic is taken to train the adapters of the policy",
         "has_vocabulary=False, adapters=None)",

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from forked import run
 
 from integration.command_line import CONFIG_FILE, RUN_FILE, parse_command_line
 from integration.config import Config
@@ -181,3 +182,42 @@ def test_help_explains_the_flags(capsys: pytest.CaptureFixture[str]):
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert "--rl.num-steps" in printed and "go on with the interrupted run" in printed and "rollout batches" in printed
+
+
+STARTED = """
+import importlib.abc, os, signal, sys
+
+answer, interrupted, *argv = sys.argv[1:]
+signal.signal(signal.SIGINT, {"ignored": signal.SIG_IGN, "own": signal.default_int_handler}[answer])
+for name in ("job", "command_line", "train"):
+    sys.modules.pop(f"integration.{name}", None)
+    vars(sys.modules["integration"]).pop(name, None)
+
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from integration.train import main
+try:
+    sys.exit(main(argv))
+finally:
+    print("job is imported" if "integration.job" in sys.modules else "job is not imported")
+"""  # gets Ctrl-C when it begins to import a module
+
+
+@pytest.mark.parametrize("module", ["integration.command_line", "integration.job"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_with_a_word(module: str, tmp_path: Path):
+    assert run(STARTED, "own", module, "--dry-run", folder=tmp_path) == (130, "", "interrupted\n")
+
+
+def test_where_ctrl_c_is_ignored_it_stays_so_while_a_command_is_imported(tmp_path: Path):
+    status, out, error = run(STARTED, "ignored", "integration.job", "--dry-run", folder=tmp_path)
+    assert (status, error) == (0, "") and "nothing was run" in out
+
+
+@pytest.mark.parametrize(("flags", "status"), [(["--help"], 0), (["--mode", "nonsense"], 2)])
+def test_what_ends_with_the_arguments_imports_nothing_of_the_job(flags: list[str], status: int, tmp_path: Path):
+    found, out, _ = run(STARTED, "own", "", *flags, folder=tmp_path)
+    assert (found, out.splitlines()[-1]) == (status, "job is not imported")

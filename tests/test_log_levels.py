@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from integration import train as train_command
+from integration import job
 from integration.command_line import parse_command_line
 from integration.log_levels import log_to_stderr, parse_log_level
 from integration.train import main
@@ -83,7 +83,7 @@ def test_a_run_is_told_about_as_its_flag_says_and_warnings_by_default(capsys, mo
         logging.getLogger("rollouts.a").warning("warning")
         raise DataError("that is enough")
 
-    monkeypatch.setattr(train_command, "prepare_run", tell)
+    monkeypatch.setattr(job, "prepare_run", tell)
     assert main(["--mode", "rl", "--output-dir", str(tmp_path / "run"), *flags.split()]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition(" ")[2] for line in lines if " rollouts.a: " in line] == heard.split()

@@ -16,7 +16,9 @@ import torch
 from forked import Child, run
 
 from integration.config import Config
-from integration.train import compare_settings, favor_computation, main
+from integration.job import favor_computation
+from integration.run_directory import compare_settings
+from integration.train import main
 from rollouts.char_tokenizer import create_char_tokenizer
 from rollouts.checkpoints import list_checkpoints, verify_checkpoint
 from rollouts.config import load_config
@@ -35,6 +37,7 @@ ROOT = Path(__file__).parent.parent
 
 RUN = """
 import sys
+from integration.run_directory import compare_settings
 from integration.train import main
 
 sys.exit(main(sys.argv[1:]))
@@ -42,6 +45,7 @@ sys.exit(main(sys.argv[1:]))
 
 SIGNALED = """
 import os, sys
+from integration.run_directory import compare_settings
 from integration.train import main
 from rollouts.metrics import JSONLLogger
 
