@@ -137,7 +137,7 @@ def change():
     for what in (os.PRIO_PGRP, os.PRIO_USER):
         try: os.setpriority(what, 0, 19); done.append(what)
         except OSError: pass
-    os.setpriority(os.PRIO_PROCESS, 0, 1)  # its own
+    os.setpriority(os.PRIO_PROCESS, 0, 19)  # its own
     resource.setrlimit(resource.RLIMIT_NOFILE, (50, 50))
     os.sched_setaffinity(0, os.sched_getaffinity(0))
     return done
