@@ -1878,6 +1878,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_weight_plan.py::test_numbers_that_are_no_longer_whole_are_not_sent_as_if_they_were",),
     ),
     Mutation(
+        "backends/rank_channel.py",
+        "the end of a message is the beginning of the next",
+        "self.socket.recv(min(count - len(data), _CHUNK))",
+        "self.socket.recv(_CHUNK)",
+        ("test_rank_group.py::test_a_message_of_many_packets_arrives_and_leaves_the_next_one_alone",),
+    ),
+    Mutation(
+        "backends/rank_group.py",
+        "a command follows one that was interrupted",
+        '                self._break(f"rank 0 was interrupted in {operation} by {type(interrupt).__name__}")\n',
+        "",
+        ("test_rank_group.py::test_an_operation_that_was_interrupted_is_the_last_one",),
+    ),
+    Mutation(
+        "backends/rank_group.py",
+        "a command follows one in which a rank was lost",
+        '            if self._broken is not None:\n                raise BackendError(f"{operation} cannot run: {self._broken}")\n',
+        "",
+        ("test_rank_group.py::test_a_rank_that_is_killed_in_an_operation_is_named",),
+    ),
+    Mutation(
         "engines/fleet_health.py",
         "what a silent member has is left with it",
         "if str(error) not in member.reason else member.reason\n            member.interrupt()",

@@ -103,6 +103,14 @@ def sleep_on_rank(backends, rank: int, own: int):
     torch.distributed.all_reduce(torch.zeros(1))
 
 
+def fail_or_sleep(backends, own: int):
+    """Rank 1 fails, rank 2 does not come back, and nobody waits for either in an exchange."""
+    if own == 1:
+        raise ValueError("no good")
+    if own == 2:
+        time.sleep(1000)
+
+
 def loss_of_named_rank(outputs, batch, rank: int):
     """A loss that fails on one rank."""
     if torch.distributed.get_rank() == rank:

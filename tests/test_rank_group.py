@@ -8,6 +8,7 @@ import pickle
 import re
 import signal
 import socket
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from forked import PATIENCE_S, Child
 from rank_processes import create_tiny_backend, start_ranks
 
 from rollouts.backends.async_writes import AsyncWriter, WriteFuture
+from rollouts.backends.distributed import leave_distributed
 from rollouts.backends.factory import create_adamw_optimizer
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.backends.rank_channel import Channel, ChannelClosed, Listener, connect_to_leader, dump_value, load_value
@@ -189,8 +191,20 @@ backend.forward_backward(jobs.make_batches()[0], partial(jobs.loss_of_named_rank
 
 
 def test_a_rank_that_is_killed_in_an_operation_is_named(tmp_path: Path):
-    statuses, errors = fail(f"group.run('adding up', jobs.send_signal, 1, {int(signal.SIGKILL)}, own=[(0,), (1,), (2,)])", tmp_path, 3)
-    assert statuses == [1, -signal.SIGKILL, 1]
+    body = f"""
+try:
+    group.run("adding up", jobs.send_signal, 1, {int(signal.SIGKILL)}, own=[(0,), (1,), (2,)])
+except BackendError:
+    try:
+        group.run("going on", jobs.tell_rank)
+    except BackendError as error:
+        print(error, flush=True)
+    raise
+"""
+    children = start_ranks(script(body), 3, folder=tmp_path)
+    statuses, errors = zip(*end_all(children), strict=True)
+    assert statuses == (1, -signal.SIGKILL, 1)
+    assert children[0].out.startswith("going on cannot run: rank 1 failed in adding up: its process is gone")
     assert "error: rank 1 failed in adding up: its process is gone" in errors[0]
     assert "rank 1 failed in adding up" in errors[2]
     assert "Traceback" not in "".join(errors)
@@ -247,6 +261,23 @@ def test_a_rank_that_stops_or_hangs_is_named_after_the_timeout(tmp_path: Path, m
 
 
 @pytest.mark.slow
+def test_where_one_rank_has_failed_nobody_waits_long_for_one_that_hangs(tmp_path: Path):
+    """Ten minutes is the time of a command; the grace of a rank that hangs is one second."""
+    children = start_ranks(
+        'import os\nos.environ["TEST_TIMEOUT_S"] = "600"\n' + script("group.run('adding up', jobs.fail_or_sleep, own=[(0,), (1,), (2,)])"),
+        3,
+        folder=tmp_path,
+    )
+    try:
+        assert children[0].wait() == 1
+        assert "rank 1 failed in adding up" in children[0].error
+        assert "no good" in children[0].error
+    finally:
+        for child in children:
+            child.kill()
+
+
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path):
     children = start_ranks(
         'import os\nos.environ["TEST_TIMEOUT_S"] = "3"\nos.environ["WORLD_SIZE"] = "3"\n' + script("pass"), 2, folder=tmp_path
@@ -291,6 +322,42 @@ def test_messages_are_whole_and_the_end_of_a_process_is_seen_at_once():
     near.close()
     with pytest.raises(ChannelClosed, match="gone"):
         far.receive(None)
+
+
+def test_a_message_of_many_packets_arrives_and_leaves_the_next_one_alone():
+    near, far = create_pair()
+    large = bytes(range(256)) * 12_345  # 3 MiB: of several parts, the last of them short
+    sender = threading.Thread(target=lambda: [near.send(message, PATIENCE_S) for message in (large, b"next")])
+    sender.start()
+    assert far.receive(PATIENCE_S) == large
+    assert far.receive(PATIENCE_S) == b"next"
+    sender.join()
+
+
+def test_an_operation_that_was_interrupted_is_the_last_one():
+    """The other ranks may be anywhere in it."""
+
+    def interrupt(backends):
+        raise KeyboardInterrupt
+
+    try:
+        with join_ranks({}) as group:
+            with pytest.raises(KeyboardInterrupt):
+                group.run("adding up", interrupt)
+            with pytest.raises(BackendError, match="going on cannot run: rank 0 was interrupted in adding up by KeyboardInterrupt"):
+                group.run("going on", jobs.tell_rank)
+    finally:
+        leave_distributed()  # a broken group leaves it to the end of the process
+
+
+def test_strangers_do_not_make_the_wait_for_the_ranks_longer():
+    listener = Listener("127.0.0.1")
+    times = iter([0.0, 0.0, 1e6])  # the time is over when the first stranger has been sent away
+    stranger = Channel(socket.create_connection(("127.0.0.1", listener.port)))
+    stranger.send(b"guess 1 0", PATIENCE_S)
+    with pytest.raises(BackendError, match="rank 1 of 2 did not join"):
+        listener.accept(2, timeout_s=10 * PATIENCE_S, clock=lambda: next(times))
+    listener.close()
 
 
 def test_nobody_without_the_token_is_taken_for_a_rank():
