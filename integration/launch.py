@@ -116,7 +116,7 @@ def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int)
             sys.stderr.write(told + "\n")
         return own.exitcode if own is not None and own.exitcode > 0 else EXIT_FAILURE
     except SignalException as error:
-        return EXIT_STOPPED if error.sigval == signal.SIGINT else 128 + int(error.sigval)
+        return EXIT_STOPPED if error.sigval in (signal.SIGINT, signal.SIGTERM) else 128 + int(error.sigval)
     finally:
         logging.disable(logging.NOTSET)
     return 0
@@ -125,16 +125,20 @@ def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int)
 def describe_kill(statuses: Mapping[int, int]) -> str | None:
     """What rank 0 may not have told: before the processes have met, it cannot know.
 
+    A rank that was ended by SIGTERM says nothing where another has failed: torchrun ends the others so.
+
     Args:
-        statuses: exit statuses of the ranks that failed before the others were told to end; -n = ended by signal n.
+        statuses: exit statuses of the ranks that failed or were told to end; -n = ended by signal n.
 
     Returns: None where rank 0 has ended by itself, or nobody was killed.
     """
-    killed = [rank for rank, status in sorted(statuses.items()) if status < 0]
-    if not killed or statuses.get(0, -1) > 0:
+    killed = {rank: signal.Signals(-status) for rank, status in sorted(statuses.items()) if status < 0}
+    causes = [rank for rank, number in killed.items() if number != signal.SIGTERM]
+    if not causes and len(killed) == len(statuses):
+        causes = list(killed)
+    if not causes or statuses.get(0, -1) > 0:
         return None
-    name = signal.Signals(-statuses[killed[0]]).name
-    return f"error: rank {killed[0]} was ended by {name}: {EXPLAIN_LOSS}"
+    return f"error: rank {causes[0]} was ended by {killed[causes[0]].name}: {EXPLAIN_LOSS}"
 
 
 def open_group(config: Config, environment: Mapping[str, str]) -> RankGroup:

@@ -236,16 +236,18 @@ def test_the_command_starts_its_processes_and_all_end_when_one_is_killed(tmp_pat
     out, error = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 1, error
     assert "is gone" in error
+    assert "rank 0" not in error  # which torchrun ends, too
     assert "Traceback" not in error
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
-    launcher = start("-m", "integration.train", "--output-dir", directory, "--resume")
-    wait_for_step(directory, len(steps_of(read_metrics(directory / "metrics.jsonl"))) + 1, [])
-    launcher.send_signal(signal.SIGINT)
-    out, error = launcher.communicate(timeout=PATIENCE_S)
-    assert launcher.returncode == 130, error
-    assert "To go on" in out
-    assert error == ""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        launcher = start("-m", "integration.train", "--output-dir", directory, "--resume")
+        wait_for_step(directory, len(steps_of(read_metrics(directory / "metrics.jsonl"))) + 1, [])
+        launcher.send_signal(number)
+        out, error = launcher.communicate(timeout=PATIENCE_S)
+        assert launcher.returncode == 130, error
+        assert "To go on" in out
+        assert error == ""
 
 
 @pytest.mark.slow
@@ -309,6 +311,9 @@ def test_what_is_wrong_on_another_machine_alone_is_told_once_there(monkeypatch, 
     [
         ({1: -9}, "error: rank 1 was ended by SIGKILL: it was killed, or ran out of memory"),
         ({0: -9, 1: 1}, "error: rank 0 was ended by SIGKILL"),
+        ({0: -15, 1: -9}, "error: rank 1 was ended by SIGKILL"),
+        ({0: -15, 1: -15}, "error: rank 0 was ended by SIGTERM"),
+        ({0: -15, 1: 1}, None),  # rank 1 says what went wrong
         ({0: 1, 1: -9}, None),
         ({1: 1}, None),
     ],
