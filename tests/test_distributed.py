@@ -25,8 +25,10 @@ from rollouts.backends.distributed import (
     masked_whiten,
     synchronize,
 )
+from rollouts.backends.factory import create_pytorch_backend
 from rollouts.errors import BackendError
 from rollouts.statistics import batch_std, whiten
+from rollouts.testing import create_tiny_model
 
 CODE = """
 sys.path.insert(0, {tests!r})
@@ -110,6 +112,7 @@ def test_normalized_entries_have_mean_zero_and_deviation_one():
 def test_processes_that_do_not_come_are_an_error_that_says_so(tmp_path: Path):
     code = """
 from rollouts.backends.distributed import init_distributed
+from rollouts.backends.factory import create_pytorch_backend
 from rollouts.errors import BackendError
 try:
     init_distributed(timeout_s=0.5, init_method="env://")
@@ -135,6 +138,7 @@ import os
 del os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 os.environ.update({settings})
 from rollouts.backends.distributed import init_distributed
+from rollouts.backends.factory import create_pytorch_backend
 from rollouts.errors import BackendError
 try:
     ranks = init_distributed(timeout_s=0.5)
@@ -145,6 +149,16 @@ except BackendError as error:
     with Child(PRELUDE + code, 1, 2, find_free_port(), folder=tmp_path) as child:
         assert child.wait() == 0, child.error
         assert told in child.out
+
+
+def test_a_backend_of_one_process_warns_where_several_were_started(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"WORLD_SIZE is 2.*create_fsdp_backend") as told:
+        create_pytorch_backend(create_tiny_model(), lr=1e-3)
+    assert [warning.filename for warning in told] == [__file__]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    create_pytorch_backend(create_tiny_model(), lr=1e-3)
+    assert len(told) == 1
 
 
 def test_other_errors_pass_an_exchange_as_they_are():

@@ -91,10 +91,15 @@ def init_distributed(
 
 def _is_one_of_several() -> bool:
     """Whether a launcher, torchrun or another with its variables, has started this process as one of several."""
+    return dist.is_torchelastic_launched() or count_launched() > 1
+
+
+def count_launched() -> int:
+    """How many processes a launcher, torchrun or another with its variables, has started; 1 where it was none."""
     try:
-        return dist.is_torchelastic_launched() or int(get_env_variable_or_raise("WORLD_SIZE")) > 1
+        return int(get_env_variable_or_raise("WORLD_SIZE"))
     except ValueError:
-        return False
+        return 1
 
 
 def leave_distributed() -> None:

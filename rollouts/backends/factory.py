@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 import torch
 from safetensors import SafetensorError
 
+from rollouts.backends.distributed import count_launched
 from rollouts.backends.lora import LoRAConfig, add_adapters
 from rollouts.backends.optimizers import AdamW, AdamWArguments, ScheduledAdamWArguments, create_idle_optimizer, create_rule, takes
 from rollouts.backends.optimizers import create_adamw_optimizer as create_adamw_optimizer
@@ -351,7 +353,15 @@ def assemble_backend(
 
     Args:
         scheduled: False = the optimizer's learning rate is left alone.
+
+    Warns where a launcher has started several processes, which would each train a model of their own.
     """
+    if (launched := count_launched()) > 1:
+        warnings.warn(
+            f"WORLD_SIZE is {launched}: a launcher has started so many processes, and this backend trains the whole model in each of them "
+            "without the others. create_fsdp_backend and its companions train one model over all; or start one process",
+            stacklevel=4,
+        )
     if lora is not None:
         add_adapters(model, lora)
     module = cast("torch.nn.Module", model).to(device)  # before the optimizer takes its parameters
