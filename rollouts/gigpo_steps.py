@@ -7,8 +7,9 @@ batch = with_step_advantages(collate_samples(samples), steps)            advanta
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,8 @@ from rollouts.gigpo import Combine, add_weighted, compute_turn_levels, fill_turn
 from rollouts.statistics import GroupStatistic, group_std
 from rollouts.steps import StepData
 from rollouts.types import Group, TrainBatch, TurnLevels
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,7 +59,8 @@ def system_apply_gigpo_to_batch_steps(
         combine: add_weighted, which is the paper's, interpolate, or your own.
         options: further ones of compute_step_levels.
 
-    Returns: new lists of new steps; step_info["gigpo"] says what the advantage is made of, see describe_turns.
+    Returns: new lists of new steps; step_info["gigpo"] says what the advantage is made of, see describe_turns. The logger of this module
+        is told the same at DEBUG, as train_on_rollouts tells it of a batch.
     Raises: as compute_step_levels.
     Source: Feng et al. 2025 (GiGPO), section 3.
     """
@@ -70,13 +74,24 @@ def system_apply_gigpo_to_batch_steps(
         combine=combine,
         **options,
     )
-    return [
+    filled = [
         [
             replace(step, advantage=told["advantage"], return_to_go=told["return_to_go"], step_info={**step.step_info, "gigpo": told})
             for step, told in zip(steps, describe_turns(levels, row), strict=True)
         ]
         for row, steps in enumerate(batch)
     ]
+    _tell_steps(filled, options.get("group_ids"))
+    return filled
+
+
+def _tell_steps(batch: Sequence[Sequence[StepData]], group_ids: Sequence[int] | None) -> None:
+    if not _logger.isEnabledFor(logging.DEBUG):
+        return
+    for row, steps in enumerate(batch):
+        for step in steps:
+            group = step.group_index if group_ids is None else group_ids[row]
+            _logger.debug("episode %d (group %d) step %d: %s", row, group, step.system_step_index, word_turn(step.step_info["gigpo"]))
 
 
 def compute_step_levels(
@@ -223,6 +238,11 @@ def describe_turns(levels: TurnLevels, row: int) -> list[dict[str, Any]]:
     if isinstance(levels, StepLevels):
         return [turn | {"state": str(key)} for turn, key in zip(described, levels.keys[row], strict=True)]
     return described
+
+
+def word_turn(told: Mapping[str, Any]) -> str:
+    """What describe_turns says of a turn, in one line: numbers with four digits."""
+    return " ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in told.items())
 
 
 def with_step_advantages(batch: TrainBatch, steps: Sequence[Sequence[StepData]]) -> TrainBatch:

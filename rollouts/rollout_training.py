@@ -17,7 +17,7 @@ from rollouts.batching import plan_minibatches, select_rows
 from rollouts.errors import ConfigError, DataError
 from rollouts.estimators import check_advantages
 from rollouts.gigpo import summarize_anchors
-from rollouts.gigpo_steps import describe_turns
+from rollouts.gigpo_steps import describe_turns, word_turn
 from rollouts.kl_control import measure_kl
 from rollouts.loss_weights import token_mean
 from rollouts.losses import value_loss
@@ -260,8 +260,8 @@ def _tell_turns(levels: TurnLevels, samples: Sequence[Sample]) -> None:
         name = describe_sample(samples[row]) if samples else f"row {row}"
         states = [turn.state for turn in samples[row].turns or ()] if samples else []
         for turn, told in enumerate(describe_turns(levels, row)):
-            state = f" state={states[turn]}" if turn < len(states) else ""
-            _logger.debug("%s turn %d: %s%s", name, turn, " ".join(f"{key}={value:.4g}" for key, value in told.items()), state)
+            state = {"state": states[turn]} if turn < len(states) else {}
+            _logger.debug("%s turn %d: %s", name, turn, word_turn(told | state))
 
 
 async def _mean_results(steps: Sequence[PendingOptimizerStep]) -> Metrics:

@@ -1899,6 +1899,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_rank_group.py::test_a_rank_that_is_killed_in_an_operation_is_named",),
     ),
     Mutation(
+        "gigpo_steps.py",
+        "steps are told under groups that were not compared",
+        "group = step.group_index if group_ids is None else group_ids[row]",
+        "group = step.group_index",
+        ("test_gigpo_steps.py::test_what_the_advantage_of_each_step_is_made_of_is_told_at_debug_only",),
+    ),
+    Mutation(
         "engines/fleet_health.py",
         "what a silent member has is left with it",
         "if str(error) not in member.reason else member.reason\n            member.interrupt()",
@@ -2658,6 +2665,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rl.samples_per_prompt + count_greedy_samples(config.algorithm)), heldout)",
         "rl.samples_per_prompt + count_greedy_samples(config.algorithm)), 0)",
         ("test_budget.py::test_the_embedded_engine_has_slots_for_all_that_runs_at_once",),
+    ),
+    Mutation(
+        "../integration/budget_text.py",
+        "SFT is evaluated without an engine",
+        "embedded_slots=min(config.engine.max_slots, config.evaluation.num_prompts),",
+        "embedded_slots=0,",
+        ("test_budget.py::test_sft_counts_the_engine_that_evaluates_whatever_generates_later",),
+    ),
+    Mutation(
+        "../integration/budget_run.py",
+        "the ranks of all nodes are taken for those of one",
+        "rank < min(self.num_ranks, self.ranks_per_node) else None",
+        "rank < self.num_ranks else None",
+        ("test_budget.py::test_a_reward_model_counts_where_it_is",),
+    ),
+    Mutation(
+        "../integration/engines.py",
+        "the GPUs of one server are not those that are named",
+        "        env[GPU_VARIABLE] = assign_gpus(1, section.tensor_parallel_size, section.gpus)[0]\n",
+        "        pass\n",
+        ("test_engines_integration.py::test_one_server_gets_the_gpus_that_are_named",),
     ),
     Mutation(
         "../integration/budget.py",

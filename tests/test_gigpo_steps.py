@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 from dataclasses import replace
 from functools import partial
@@ -373,6 +374,26 @@ async def test_a_ppo_step_on_the_tokens_of_a_good_step_makes_them_more_probable(
     assert metrics["num_tokens"] == 6
     change = await backend.forward(batch, lambda o: o.log_probs).result() - before
     assert change[0, 2:4].sum() > 0 > change[1, 2:4].sum()
+
+
+def test_what_the_advantage_of_each_step_is_made_of_is_told_at_debug_only(caplog):
+    episodes = [make_episode(*steps, group=7) for _, steps in TWO]
+    with caplog.at_level(logging.INFO, logger="rollouts"):
+        quiet = system_apply_gigpo_to_batch_steps(episodes, [1.0, 0.0], std_level=None)
+    assert caplog.messages == []
+    with caplog.at_level(logging.DEBUG, logger="rollouts"):
+        steps = system_apply_gigpo_to_batch_steps(episodes, [1.0, 0.0], std_level=None)
+    assert steps == quiet
+    told = steps[0][1].step_info["gigpo"]
+    assert len(caplog.messages) == sum(map(len, episodes))
+    assert caplog.messages[1] == (
+        f"episode 0 (group 7) step 1: episode_advantage=0.5 step_reward={told['step_reward']:.4g} return_to_go={told['return_to_go']:.4g} "
+        f"anchor={told['anchor']} anchor_size={told['anchor_size']} step_advantage={told['step_advantage']:.4g} "
+        f"advantage={told['advantage']:.4g} state={told['state']}"
+    )
+    with caplog.at_level(logging.DEBUG, logger="rollouts.gigpo_steps"):
+        system_apply_gigpo_to_batch_steps(episodes, [1.0, 0.0], std_level=None, group_ids=[3, 4])
+    assert caplog.messages[-1].startswith("episode 1 (group 4) step 0: episode_advantage=")
 
 
 def test_a_level_can_be_told_without_steps():
