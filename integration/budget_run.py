@@ -32,7 +32,7 @@ class RewardModel:
     sizes: ModelSizes  # of the language model whose backbone it has
     width: int  # bytes of one of its weights
     tokens: int  # of one of its forward passes
-    on_host: bool = False  # on the CPU, though the policy is on a GPU
+    gpu: int | None = None  # which of this machine's GPUs it is on; None = it is in host memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,14 @@ class Workload:
     sizes: ModelSizes
     training: Training  # of the policy
     device: str  # "cpu", or that of a GPU
+    gpu: int = 0  # of rank 0 among this machine's GPUs; rank k has the k-th after it
+    ranks_per_node: int = 8
     has_reference: bool = False
     reference_is_policy: bool = False  # the policy with its adapters switched off: no parameters of its own
     has_critic: bool = False
-    reward: RewardModel | None = None  # on the policy's device, in the process of rank 0
+    reward: RewardModel | None = None  # in the process of rank 0, wherever its memory is
     embedded_slots: int = 0  # sequences of the embedded engine, 0 = there is none
+    embedded_row_tokens: int | None = None  # of one of these at its longest, prompt included; None = row_tokens
     kept_prompts: int = 0  # of one weight version, whose keys and values the embedded engine keeps
     num_servers: int = 0
     server_width: int = 2  # bytes of a server's weights
@@ -63,6 +66,16 @@ class Workload:
         """Training processes."""
         return 1 if self.training.sharding is None else self.training.sharding.num_ranks
 
+    @property
+    def reward_rank(self) -> int | None:
+        """The training process in whose memory the reward model is; None = it has a GPU of its own, or there is none."""
+        if self.reward is None:
+            return None
+        if self.reward.gpu is None:
+            return 0
+        rank = self.reward.gpu - self.gpu
+        return rank if self.device != "cpu" and 0 <= rank < min(self.num_ranks, self.ranks_per_node) else None
+
 
 @dataclass(frozen=True)
 class Role:
@@ -71,6 +84,7 @@ class Role:
     name: str
     count: int
     parts: tuple[Part, ...]
+    trains: bool = True  # has a part of the model that is trained
 
     def total(self, *, on_host: bool | None = None) -> int:
         """Bytes of one process; on_host: True or False = of the parts that are there alone."""
@@ -91,13 +105,19 @@ def plan_roles(work: Workload) -> list[Role]:
         gaps += heap_bytes(sizes, training, critic)
     if work.device == "cpu":
         parts.append(Part("gaps that the heap keeps", gaps, on_host=True))
-    rank = Role("each rank" if work.num_ranks > 1 else "the process", work.num_ranks, tuple(parts))
-    first = [*parts, *_parts_of_rank_0(work)]
-    roles = [Role("rank 0", 1, tuple(first)), Role("each other rank", work.num_ranks - 1, tuple(parts))]
-    if work.num_ranks == 1:
-        roles = [replace(rank, parts=tuple(first))]
+    reward = [] if work.reward is None else reward_parts(work.reward)
+    first = [*parts, *_parts_of_rank_0(work), *(reward if work.reward_rank == 0 else [])]
+    roles = [Role("the process" if work.num_ranks == 1 else "rank 0", 1, tuple(first))]
+    others = work.num_ranks - 1
+    if work.reward_rank:
+        others -= 1
+        roles.append(Role(f"rank {work.reward_rank}", 1, (*parts, *reward)))
+    if others:
+        roles.append(Role("each other rank", others, tuple(parts)))
+    if work.reward is not None and work.reward_rank is None:
+        roles.append(Role("the reward model's GPU", 1, tuple(reward), trains=False))
     if work.num_servers:
-        roles.append(Role("each server's GPU", work.num_servers * work.server_ranks, tuple(server_parts(work))))
+        roles.append(Role("each server's GPU", work.num_servers * work.server_ranks, tuple(server_parts(work)), trains=False))
     return roles
 
 
@@ -129,7 +149,8 @@ def _parts_of_rank_0(work: Workload) -> list[Part]:
     whole = FLOAT * work.sizes.num_parameters
     if work.embedded_slots:
         parts.append(Part("engine: weights", whole))
-        cache = cache_bytes(work.sizes, tokens=work.embedded_slots * work.row_tokens)
+        row_tokens = work.row_tokens if work.embedded_row_tokens is None else work.embedded_row_tokens
+        cache = cache_bytes(work.sizes, tokens=work.embedded_slots * row_tokens)
         kept = min(PREFIX_TOKENS, work.kept_prompts * PROMPT_TOKENS)
         parts.append(Part("engine: keys and values", cache))
         parts.append(Part("engine: room in which they grow", ceil(GROWTH * cache)))
@@ -138,8 +159,6 @@ def _parts_of_rank_0(work: Workload) -> list[Part]:
         parts.append(Part("weights on their way to the engine", whole + tied, on_host=True))
     if work.num_servers and work.bucket_bytes:
         parts.append(Part("two buckets of weights", 2 * min(work.bucket_bytes, whole)))
-    if work.reward is not None:
-        parts += reward_parts(work.reward)
     if work.batch_rows:
         parts.append(Part("samples of a batch", SAMPLE_BYTES * work.batch_rows * work.row_tokens, on_host=True))
     return parts
@@ -151,8 +170,8 @@ def reward_parts(reward: RewardModel) -> list[Part]:
     training = Training(tokens=reward.tokens, precision="float32" if reward.width == FLOAT else "bfloat16", has_vocabulary=False)
     forward = next(part for part in inference_parts(sizes, training) if part.name == "a forward pass")
     return [
-        Part("reward model: weights", reward.width * sizes.num_parameters, reward.on_host),
-        Part("reward model: a forward pass", forward.size, reward.on_host),
+        Part("reward model: weights", reward.width * sizes.num_parameters, reward.gpu is None),
+        Part("reward model: a forward pass", forward.size, reward.gpu is None),
     ]
 
 
@@ -183,7 +202,7 @@ def largest_microbatch(work: Workload, available: int) -> int:
 
 def needed_bytes(work: Workload) -> int:
     """What has to fit: on a GPU the fullest training process, on a CPU all of them together."""
-    training = [role for role in plan_roles(work) if not role.name.startswith("each server")]
+    training = [role for role in plan_roles(work) if role.trains]
     if work.device == "cpu":
         return sum(role.count * role.total() for role in training)
     return max(role.total(on_host=False) for role in training)
@@ -236,4 +255,7 @@ def plan_traffic(work: Workload, links: Links) -> list[Traffic]:
             width=work.server_width if work.bucket_bytes else FLOAT,
         )
         traffic += [Traffic("a weight sync", 1, tuple(sync))] if sync else []
+    elif work.embedded_slots:
+        gathered = sync_traffic(work.sizes, sharding=work.training.sharding, links=links, num_engines=0)
+        traffic += [Traffic("weights for an evaluation", 1, tuple(gathered))] if gathered else []
     return [entry for entry in traffic if entry.size]

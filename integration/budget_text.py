@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -21,6 +22,7 @@ from integration.budget_run import (
     needed_bytes,
     plan_roles,
     plan_traffic,
+    reward_parts,
 )
 from integration.budget_sizes import ModelSizes, read_adapter_sizes, read_sizes
 from integration.budget_traffic import Links
@@ -28,6 +30,7 @@ from integration.config import Config, count_greedy_samples, count_rl_updates, r
 from integration.hardware import HardwareSection
 from integration.models import read_model_config
 from integration.rewards import find_reward_model
+from integration.server_fleet import GPU_VARIABLE
 from rollouts.backends.factory import parse_device
 from rollouts.backends.reward_models import check_reward_model
 from rollouts.requirements import POLICY_COLUMNS
@@ -35,71 +38,96 @@ from rollouts.requirements import POLICY_COLUMNS
 UNCOUNTED_KINDS = ("torch_func", "jax")
 """Of backends whose memory no formula here describes: both keep copies of the state, JAX whole matrices of attention as well."""
 SORT_ROW_TOKENS = {"sort": 12, "sort-long": 16}  # prompt and answer of an average problem, rounded up
+SERVER_SHARE = 0.92
+"""Of a GPU's memory that vLLM takes where nobody says how much, SGLang about as much."""
 GIB = 2**30
 
 
 def describe_budget(config: Config, mode: str, sizes: ModelSizes) -> dict[str, str]:
-    """Memory of each process, whether it fits, and traffic, as facts."""
-    work = read_workload(config, mode, sizes)
-    roles = plan_roles(work)
+    """Memory of each process in the stage where it is tightest, whether all stages fit, and traffic, as facts."""
+    works = {stage: read_workload(config, stage, sizes) for stage in mode.split("+")}
+    room = {stage: find_room(config, work) for stage, work in works.items()}
+    tightest = max(works, key=lambda stage: needed_bytes(works[stage]) / (room[stage][0] or 1))
+    work, last = works[tightest], works[mode.split("+")[-1]]
+    counted = config.backend.kind not in UNCOUNTED_KINDS
     facts: dict[str, str] = {}
-    if config.backend.kind in UNCOUNTED_KINDS:
+    if not counted:
         facts["memory"] = f"not computed for backend.kind {config.backend.kind}, which needs more than pytorch; nor whether it fits"
-    for role in roles:
-        is_server = role.name.startswith("each server")
-        if role.count and (is_server or config.backend.kind not in UNCOUNTED_KINDS):
-            facts |= describe_role(role, alone=work.num_ranks == 1 and not is_server)
-    if config.backend.kind not in UNCOUNTED_KINDS:
-        facts |= describe_fit(work, *find_memory(work.device, config.hardware), "rl" if "rl" in mode else "sft")
-    links = read_links(config.hardware)
-    for traffic in plan_traffic(work, links):
+    elif len(works) > 1:
+        needs = ", ".join(f"{stage.upper()} needs {format_bytes(needed_bytes(works[stage]))}" for stage in works)
+        facts["memory"] = f"of the {tightest.upper()} stage, where it is tightest: {needs}"
+    for role in [*(plan_roles(work) if counted else []), *(role for role in plan_roles(last) if not role.trains)]:
+        facts |= describe_role(role, alone=work.num_ranks == 1 and role.trains)
+    if counted:
+        facts |= describe_fit(works, tightest, room)
+    if last.reward is not None and last.reward_rank is None:
+        facts |= describe_reward_fit(last.reward, *find_memory("cuda", config.hardware))
+    for traffic in plan_traffic(last, read_links(config.hardware)):
         facts[f"traffic of {traffic.name}"] = describe_traffic(traffic)
     return facts
 
 
-def read_workload(config: Config, mode: str, sizes: ModelSizes) -> Workload:
-    """A run of these settings, in the stage that needs most."""
-    rl, engine = config.rl, config.engine
-    in_rl = "rl" in mode
-    requires = config.algorithm.requires if in_rl else frozenset[str]()
-    row_tokens = PROMPT_TOKENS + response_tokens(config) if in_rl else sft_row_tokens(config)
+def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
+    """One stage of a run of these settings.
+
+    Args:
+        stage: sft or rl.
+    """
+    device = find_device(config.model.device)
+    training = read_training(config, stage, sizes)
+    shared = Workload(
+        sizes=sizes,
+        training=training,
+        device=device.type,
+        gpu=device.index or 0,
+        ranks_per_node=config.hardware.ranks_per_node,
+        row_tokens=stage_row_tokens(config, stage),
+    )
+    if stage == "sft":  # evaluated by an embedded engine, whatever generates in the RL stage
+        return replace(
+            shared,
+            embedded_slots=min(config.engine.max_slots, config.evaluation.num_prompts),
+            embedded_row_tokens=PROMPT_TOKENS + response_tokens(config),
+            kept_prompts=config.evaluation.num_prompts,
+            step_rows=config.sft.batch_size,
+        )
+    rl, engine, requires = config.rl, config.engine, config.algorithm.requires
     per_step = rl.prompts_per_step * rl.samples_per_prompt
     own = requires & set(POLICY_COLUMNS)
     single = rl.num_epochs * rl.num_minibatches == 1
     passes = 0 if not own or (single and own <= config.algorithm.loss_only) else 1
-    return Workload(
-        sizes=sizes,
-        training=read_training(config, mode, sizes, row_tokens),
-        device=find_device_type(config.model.device),
+    return replace(
+        shared,
         has_reference="ref_log_probs" in requires,
         has_critic="values" in requires,
-        reward=read_reward_model(config) if in_rl else None,
-        embedded_slots=0 if engine.is_server or not in_rl else min(engine.max_slots, count_sequences(config)),
-        kept_prompts=0 if engine.is_server or not in_rl else count_prompts(config),
+        reward=read_reward_model(config),
+        embedded_slots=0 if engine.is_server else min(engine.max_slots, count_sequences(config)),
+        kept_prompts=0 if engine.is_server else count_prompts(config),
         reference_is_policy=config.lora.rank > 0 and config.reference.path is None,
-        num_servers=(len(engine.urls) or engine.num_servers) if engine.is_server and in_rl else 0,
+        num_servers=(len(engine.urls) or engine.num_servers) if engine.is_server else 0,
         bucket_bytes=engine.weight_sync_mib * 2**20 if engine.weight_sync in ("memory", "group", "ipc") else 0,
         server_width=4 if engine.is_server and engine.precision(config.model.device) == "float32" else 2,
         server_ranks=engine.tensor_parallel_size,
-        row_tokens=row_tokens,
-        step_rows=per_step // rl.num_minibatches if in_rl else config.sft.batch_size,
-        batch_rows=per_step if in_rl else 0,
+        step_rows=per_step // rl.num_minibatches,
+        batch_rows=per_step,
         forward_passes=passes + ("values" in requires),
-        updates_per_batch=count_rl_updates(config) // max(rl.num_steps - config.critic.warmup_steps, 1) if in_rl else 1,
+        updates_per_batch=count_rl_updates(config) // max(rl.num_steps - config.critic.warmup_steps, 1),
     )
 
 
-def read_training(config: Config, mode: str, sizes: ModelSizes, row_tokens: int) -> Training:
-    """How the policy is trained: its largest micro-batch, precision and sharding."""
-    rl, sft = config.rl, config.sft
+def stage_row_tokens(config: Config, stage: str) -> int:
+    """Of a row that is trained on, at its longest."""
+    return PROMPT_TOKENS + response_tokens(config) if stage == "rl" else sft_row_tokens(config)
+
+
+def read_training(config: Config, stage: str, sizes: ModelSizes) -> Training:
+    """How the policy is trained in a stage: its largest micro-batch, precision and sharding."""
+    rl, sft, row = config.rl, config.sft, stage_row_tokens(config, stage)
     ranks = count_ranks(config) if config.backend.kind == "fsdp" else 1
-    tokens = 0
-    if "rl" in mode:
-        step = rl.prompts_per_step * rl.samples_per_prompt // rl.num_minibatches * row_tokens
-        tokens = max(row_tokens, min(rl.max_tokens_per_microbatch, ceil(step / ranks)))
-    if "sft" in mode:
-        row = sft_row_tokens(config)
-        tokens = max(tokens, row, min(sft.max_tokens_per_microbatch, ceil(sft.batch_size * row / ranks)))
+    rows, most = sft.batch_size, sft.max_tokens_per_microbatch
+    if stage == "rl":
+        rows, most = rl.prompts_per_step * rl.samples_per_prompt // rl.num_minibatches, rl.max_tokens_per_microbatch
+    tokens = max(row, min(most, ceil(rows * row / ranks)))
     lora = config.lora.create(config.seed)
     adapters = None if lora is None else read_adapter_sizes(sizes, lora)
     training = Training(tokens=tokens, precision=config.backend.compute_dtype, adapters=adapters)
@@ -129,26 +157,23 @@ def count_prompts(config: Config) -> int:
 
 
 def read_reward_model(config: Config) -> RewardModel | None:
-    """The reward model of a run, unless it is on another GPU than the policy. Raises: ConfigError for a directory that is none."""
+    """The reward model of a run, if there is one. Raises: ConfigError for a directory that is none."""
     section = config.reward
     if section.model is None:
         return None
     directory = check_reward_model(find_reward_model(section.model), trust_remote_code=config.model.trust_remote_code)
-    device = config.model.device if section.model_device is None else section.model_device
-    kinds = [find_device_type(name) for name in (device, config.model.device)]
-    if device.removesuffix(":0") != config.model.device.removesuffix(":0") and kinds[0] != "cpu":
-        return None
+    device = find_device(config.model.device if section.model_device is None else section.model_device)
     return RewardModel(
         sizes=read_sizes(read_model_config(config, directory), trust_remote_code=config.model.trust_remote_code),
         width=4 if section.model_dtype == "float32" else 2,
         tokens=section.model_tokens_per_batch,
-        on_host=kinds[0] != kinds[1],
+        gpu=None if device.type == "cpu" else device.index or 0,
     )
 
 
-def find_device_type(device: str) -> str:
-    """ "cuda:1" -> "cuda"; of "auto" what it finds here."""
-    return parse_device("auto").type if device == "auto" else torch.device(device).type
+def find_device(name: str) -> torch.device:
+    """ "cuda:1" -> the second GPU, whether it is here or not; of "auto" what it finds here."""
+    return parse_device("auto") if name == "auto" else torch.device(name)
 
 
 def count_ranks(config: Config) -> int:
@@ -201,19 +226,35 @@ def group_parts(parts: Iterable[Part]) -> list[tuple[str, list[Part]]]:
     return list(groups.items())
 
 
-def describe_fit(work: Workload, available: int | None, where: str, stage: str) -> dict[str, str]:
-    """Whether training fits into so many bytes, and which micro-batch would."""
+def describe_fit(works: Mapping[str, Workload], tightest: str, room: Mapping[str, tuple[int | None, str]]) -> dict[str, str]:
+    """Whether training fits, and which micro-batches would.
+
+    Args:
+        works: of each stage by its name.
+        tightest: the stage that needs most of what it has.
+        room: of each stage, find_room.
+    """
+    work, (available, where) = works[tightest], room[tightest]
     needed, unit = needed_bytes(work), "all training processes on this machine" if work.device == "cpu" else "the fullest GPU"
     if available is None:
         return {"memory: fits": f"unknown: {unit} needs {format_bytes(needed)}, and {where}"}
-    most = largest_microbatch(work, available)
     verdict = "yes" if needed <= available else "NO"
-    advice = (
-        f"--{stage}.max-tokens-per-microbatch could be up to {most:,}"
-        if most
-        else "no micro-batch fits: shard over more ranks, use LoRA, a smaller model, or move the engine out"
-    )
+    most = {stage: largest_microbatch(works[stage], room[stage][0] or 0) for stage in works}
+    advice = "; ".join(f"--{stage}.max-tokens-per-microbatch could be up to {tokens:,}" for stage, tokens in most.items())
+    if not all(most.values()):
+        advice = "no micro-batch fits: shard over more ranks, use LoRA, a smaller model, or move the engine out"
     return {"memory: fits": f"{verdict}: {format_bytes(needed)} ({unit}) of {format_bytes(available)} ({where}); {advice}"}
+
+
+def describe_reward_fit(reward: RewardModel, available: int | None, where: str) -> dict[str, str]:
+    """Whether a reward model fits onto a GPU on which nothing is trained."""
+    needed, name = sum(part.size for part in reward_parts(reward)), "memory of the reward model's GPU: fits"
+    if available is None:
+        return {name: f"unknown: {where}"}
+    if needed <= available:
+        return {name: f"yes: {format_bytes(needed)} of {format_bytes(available)} ({where})"}
+    advice = "use --reward.model-dtype bfloat16, fewer --reward.model-tokens-per-batch, or a smaller model"
+    return {name: f"NO: {format_bytes(needed)} of {format_bytes(available)} ({where}); {advice}"}
 
 
 def describe_traffic(traffic: Traffic) -> str:
@@ -242,6 +283,24 @@ def find_memory(device: str, hardware: HardwareSection) -> tuple[int | None, str
     limits = [int(line.split()[1]) * 1024 for line in _read("/proc/meminfo") if line.startswith("MemTotal:")]
     limits += [int(line) for line in _read("/sys/fs/cgroup/memory.max") if line.strip().isdigit()]
     return (min(limits), "memory of this machine") if limits else (None, "its memory is not known: give --hardware.memory-gib")
+
+
+def find_room(config: Config, work: Workload) -> tuple[int | None, str]:
+    """Bytes that training may take in a stage, without those of servers that are started on the same GPUs; and where the number is from."""
+    engine = config.engine
+    available, where = find_memory(work.device, config.hardware)
+    if available is None or not (engine.launch and work.num_servers and work.device == "cuda"):
+        return available, where
+    visible = os.environ.get(GPU_VARIABLE)
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(1024)]
+    served = engine.gpus or names[: work.num_servers * work.server_ranks]
+    trained = names[work.gpu : work.gpu + min(work.num_ranks, work.ranks_per_node)]
+    together = max((list(served).count(name) for name in trained), default=0)
+    if not together:
+        return available, where
+    taken = min(1.0, together * (SERVER_SHARE if engine.memory_fraction is None else engine.memory_fraction))
+    what = f"{where}, less the {taken:.0%} that a server takes of the same GPU: see engine.memory_fraction and engine.gpus"
+    return int(available * (1 - taken)), what
 
 
 def format_bytes(size: float) -> str:

@@ -55,9 +55,12 @@ PYTHON_VARIABLES = {"vllm": "VLLM_PYTHON", "sglang": "SGLANG_PYTHON"}
 INITIAL_MODEL = "initial_model"
 
 
-def create_embedded_engine(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> InProcessEngine:
-    """The embedded engine over a copy of the model's weights."""
-    return InProcessEngine(copy_without_adapters(model), tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
+def create_embedded_engine(
+    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, is_trained: bool = True
+) -> InProcessEngine:
+    """The embedded engine over a copy of the model's weights, or over the model itself where it is not trained."""
+    own = copy_without_adapters(model) if is_trained else model
+    return InProcessEngine(own, tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
 
 
 @asynccontextmanager
@@ -70,6 +73,7 @@ async def open_engines(
     source: Path | None,
     environment: Mapping[str, str],
     say: Callable[[str], None],
+    is_trained: bool = True,
 ) -> AsyncGenerator[list[InferenceEngine]]:
     """The engines of the RL stage, which hold the model's weights as version 0.
 
@@ -79,12 +83,13 @@ async def open_engines(
         source: the directory that the model was loaded from; None = it was made here.
         environment: of this process, for servers that are started.
         say: tells people how the start of a server goes on.
+        is_trained: whether the model is the one that is trained, so that the embedded engine needs a copy.
 
     Raises: ConfigError, EngineError.
     """
     section = config.engine
     if section.kind == "inprocess":
-        async with create_embedded_engine(config, model, tokenizer) as engine:
+        async with create_embedded_engine(config, model, tokenizer, is_trained=is_trained) as engine:
             yield [engine]
         return
     initial = await trio.to_thread.run_sync(
@@ -301,6 +306,9 @@ def create_server_config(section: EngineSection, model_path: str, environment: M
         )
     python = section.python or environment.get(PYTHON_VARIABLES[section.kind]) or sys.executable
     assert section.kind in ENGINE_KINDS, f"{section.kind!r} is not a kind of engine"
+    env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if section.kind == "vllm" and section.weight_sync == "ipc" else {}
+    if kind == "cuda" and section.gpus and section.num_servers == 1:  # several get theirs from spread_config
+        env[GPU_VARIABLE] = assign_gpus(1, section.tensor_parallel_size, section.gpus)[0]
     return ServerConfig(
         kind="vllm" if section.kind == "vllm" else "sglang",
         model_path=model_path,
@@ -313,7 +321,7 @@ def create_server_config(section: EngineSection, model_path: str, environment: M
         max_num_seqs=section.max_num_seqs,
         memory_fraction=section.memory_fraction,
         extra_args=(*transfer_args(section), *section.extra_args),
-        env={"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if section.kind == "vllm" and section.weight_sync == "ipc" else {},
+        env=env,
     )
 
 

@@ -142,7 +142,8 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     source = find_checkpoint(checkpoint_dir, control)
     start_step = 0
     async with open_task(task) as task, open_pipeline(backend) as pipeline:
-        evaluation = Evaluation(create_embedded_engine(config, model, tokenizer), tokenizer, task, config, output_dir / "examples.jsonl")
+        engine = create_embedded_engine(config, model, tokenizer, is_trained=control.group is None)
+        evaluation = Evaluation(engine, tokenizer, task, config, output_dir / "examples.jsonl")
         if source is not None:
             start_step = read_step(source, "sft")
             await pipeline.load_checkpoint(source).result()
@@ -212,6 +213,7 @@ async def run_rl(
             source=find_directory(config, source_checkpoint),
             environment=control.environment,
             say=control.say,
+            is_trained=control.group is None,
         ) as engines,
         open_weight_channel(config, engines, control.environment) as channel,
         open_task(task) as task,

@@ -457,7 +457,7 @@ def test_a_dry_run_over_ranks_says_what_each_holds_and_whether_it_fits():
     config = Config(
         model=ModelSection(device="cuda", hidden_size=64, num_layers=2),
         backend=BackendSection(kind="fsdp", num_processes=16, fsdp=FSDPConfig(sharding_strategy="hybrid_shard", ranks_per_replica=8)),
-        engine=EngineSection(kind="vllm", launch=True),
+        engine=EngineSection(kind="vllm", launch=True, gpus=("8",)),
         generation=GenerationSection(max_tokens=100),
         hardware=HardwareSection(memory_gib=1.0, network_gb_per_s=12.5),
     )
@@ -565,13 +565,105 @@ def test_a_reward_model_has_weights_and_a_pass(tmp_path: Path):
     backbone = sum(p.numel() for p in model.parameters()) - 32  # of the head
     assert added.pop("memory: reward model: weights") == format_bytes(2 * backbone)
     assert list(added) == ["memory: reward model: a forward pass"]
-    elsewhere = Config(model=ModelSection(device="cuda"), reward=RewardSection(model=str(tmp_path), model_device="cpu"))
-    work = read_workload(elsewhere, "rl", read_sizes(create_model_config(elsewhere.model)))
-    assert (
-        needed_bytes(work)
-        == needed_bytes(replace(work, reward=None))
-        < needed_bytes(replace(work, reward=replace(work.reward, on_host=False)))
+
+
+@pytest.mark.parametrize(
+    ("device", "num_processes", "reward_device", "expected"),
+    [
+        ("cuda", 1, None, ["the process"]),
+        ("cuda:1", 1, "cuda:1", ["the process"]),
+        ("cuda", 1, "cpu", ["the process"]),
+        ("cpu", 1, None, ["the process"]),
+        ("cuda", 1, "cuda:1", ["the reward model's GPU"]),
+        ("cuda:1", 1, "cuda", ["the reward model's GPU"]),
+        ("cpu", 1, "cuda", ["the reward model's GPU"]),
+        ("cuda", 4, None, ["rank 0"]),
+        ("cuda", 4, "cuda:2", ["rank 2"]),
+        ("cuda", 4, "cuda:4", ["the reward model's GPU"]),
+        ("cuda", 16, "cuda:9", ["the reward model's GPU"]),  # ranks 8 to 15 are on another node
+    ],
+)
+def test_a_reward_model_counts_where_it_is(device: str, num_processes: int, reward_device: str | None, expected: list[str], tmp_path: Path):
+    create_reward_model(create_tiny_model()).save_pretrained(tmp_path)
+    backend = BackendSection(kind="fsdp", num_processes=num_processes) if num_processes > 1 else BackendSection()
+    config = Config(
+        model=ModelSection(device=device),
+        backend=backend,
+        reward=RewardSection(model=str(tmp_path), model_device=reward_device),
+        hardware=HardwareSection(memory_gib=2),
     )
+    work = read_workload(config, "rl", read_sizes(create_model_config(config.model)))
+    assert work.reward is not None
+    roles = plan_roles(work)
+    having = [role for role in roles if any(part.name.startswith("reward model") for part in role.parts)]
+    assert [role.name for role in having] == expected and sum(role.count for role in roles if role.trains) == num_processes
+    on_host = {part.on_host for part in having[0].parts if part.name.startswith("reward model")}
+    assert on_host == {"cpu" in (reward_device, *([device] if reward_device is None else []))}
+    alone = expected == ["the reward model's GPU"]
+    facts = describe(config)
+    assert ("memory of the reward model's GPU: fits" in facts) == alone
+    if alone:
+        assert needed_bytes(work) == needed_bytes(replace(work, reward=None))
+        assert facts["memory of the reward model's GPU: fits"].startswith("yes: ")
+        small = describe(replace(config, hardware=HardwareSection(memory_gib=1e-3)))["memory of the reward model's GPU: fits"]
+        assert small.startswith("NO: ") and "--reward.model-dtype bfloat16" in small
+
+
+def test_sft_counts_the_engine_that_evaluates_whatever_generates_later():
+    """Held-out prompts are asked for together: 10 slots, each with a prompt of 64 tokens and an answer of 8."""
+    sizes = read_sizes(make_config())
+    served = EngineSection(kind="vllm", urls=("http://h:1",))
+    for engine in (EngineSection(), served):
+        for backend in (BackendSection(), BackendSection(kind="fsdp", num_processes=4)):
+            config = Config(engine=engine, backend=backend, evaluation=EvaluationSection(num_prompts=10))
+            first, *others = plan_roles(read_workload(config, "sft", sizes))
+            parts = {part.name: part.size for part in first.parts}
+            assert parts["engine: weights"] == 4 * TOTAL
+            assert parts["engine: keys and values"] == cache_bytes(sizes, tokens=10 * 72)
+            assert parts["engine: keys and values of prompts"] == cache_bytes(sizes, tokens=10 * 64)
+            assert parts["weights on their way to the engine"] == 4 * (TOTAL + 800)
+            assert not any(part.name.startswith("engine") for role in others for part in role.parts)
+    few = read_workload(Config(engine=EngineSection(max_slots=4)), "sft", sizes)
+    assert (few.embedded_slots, few.num_servers, few.reward) == (4, 0, None)
+    gathered = {traffic.name: traffic.size for traffic in plan_traffic(read_workload(config, "sft", sizes), Links())}
+    assert gathered["weights for an evaluation"] == 3 * TOTAL
+
+
+def test_a_run_of_two_stages_shows_the_one_where_it_is_tightest():
+    small = Config(
+        rl=RLSection(prompts_per_step=1, samples_per_prompt=4, num_minibatches=1), engine=EngineSection(kind="vllm", launch=True)
+    )
+    assert describe(small, "sft+rl")["memory"].startswith("of the SFT stage, where it is tightest: SFT needs ")
+    both, rl = describe(Config(), "sft+rl"), describe(Config(), "rl")
+    assert both["memory"].startswith("of the RL stage") and both["memory: sum"] == rl["memory: sum"] and "memory" not in rl
+    assert "--sft.max-tokens-per-microbatch could be up to" in both["memory: fits"]
+    assert "--rl.max-tokens-per-microbatch could be up to" in both["memory: fits"]
+    assert "memory: engine weights" in describe(small, "sft+rl") and "memory of each server's GPU: weights" in describe(small, "sft+rl")
+
+
+@pytest.mark.parametrize(
+    ("engine", "left"),
+    [
+        ({"memory_fraction": 0.4}, 60.0),
+        ({"memory_fraction": 0.4, "gpus": ("4",)}, 100.0),
+        ({"memory_fraction": 0.4, "num_servers": 2, "gpus": ("1", "1")}, 20.0),
+        ({}, 8.0),
+    ],
+)
+def test_a_server_that_is_started_on_the_gpu_of_a_rank_leaves_it_less(engine: dict[str, Any], left: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = Config(
+        model=ModelSection(device="cuda"),
+        backend=BackendSection(kind="fsdp", num_processes=4),
+        engine=EngineSection(kind="vllm", launch=True, **engine),
+        hardware=HardwareSection(memory_gib=100),
+    )
+    facts = describe(config, "sft+rl")
+    assert f" of {format_bytes(left * GIB)} (hardware.memory_gib" in facts["memory: fits"]
+    assert ("see engine.memory_fraction and engine.gpus" in facts["memory: fits"]) == (left < 100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    moved = describe(config, "rl")["memory: fits"]
+    assert f" of {format_bytes((60.0 if engine.get('gpus') == ('4',) else 100.0 if 'gpus' in engine else left) * GIB)} " in moved
 
 
 def test_memory_is_asked_of_the_machine_unless_the_user_says():

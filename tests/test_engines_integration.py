@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from integration.config import Config
 from integration.engines import (
@@ -248,6 +249,26 @@ def test_servers_get_gpus_and_ports_of_their_own():
     assert choose_gpus(section, replace(server, device="cpu"), {}) is None
     with pytest.raises(ConfigError, match="2 servers of 1 GPUs each need 2, but there are 1 "):
         choose_gpus(section, server, {"CUDA_VISIBLE_DEVICES": "4"})
+
+
+def test_one_server_gets_the_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    section = EngineSection(kind="vllm", launch=True, gpus=("3", "5"), tensor_parallel_size=2)
+    assert create_server_config(section, "m", {}, device="cuda").env == {"CUDA_VISIBLE_DEVICES": "3,5"}
+    assert create_server_config(replace(section, gpus=()), "m", {}, device="cuda").env == {}
+    with pytest.raises(ConfigError, match=r"1 servers of 2 GPUs each need 2, but there are 1 \(3\)"):
+        create_server_config(replace(section, gpus=("3",)), "m", {}, device="cuda")
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+async def test_a_model_that_is_not_trained_is_the_embedded_engines_own(is_trained: bool, tmp_path: Path):
+    model = create_tiny_model()
+    before = model.lm_head.weight.clone()
+    options = {"source": None, "environment": {}, "say": lambda message: None, "is_trained": is_trained}
+    async with open_engines(Config(), model, create_char_tokenizer(), tmp_path, **options) as (engine,):
+        assert isinstance(engine, InMemoryWeightUpdates)
+        await engine.update_weights(create_tiny_model(seed=1).state_dict(), 1)
+    assert torch.equal(model.lm_head.weight, before) == is_trained
 
 
 async def test_several_servers_that_run_already_become_one_engine(tmp_path: Path):
