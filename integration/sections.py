@@ -14,6 +14,7 @@ from rollouts.async_config import AsyncConfig
 from rollouts.backends.factory import parse_device
 from rollouts.backends.fsdp_config import FSDPConfig
 from rollouts.backends.lora import ALL_LINEAR, LoRAConfig
+from rollouts.char_tokenizer import ALPHABET
 from rollouts.config import (
     OptimizerConfig,
     ParityConfig,
@@ -52,6 +53,9 @@ class ModelSection:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         check_positive(self, *sizes)
+        most = 3 + len(ALPHABET)
+        known = self.path is not None or 4 <= self.vocab_size <= most
+        check_setting(known, "model.vocab_size", self.vocab_size, f"4 to {most}, as the built-in model reads single characters")
         check_setting(self.max_length is None or self.max_length >= 1, "model.max_length", self.max_length, "at least 1, or None")
         known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None  # whether it is there is asked when a run starts
         check_setting(known, "model.device", self.device, "cpu, cuda, cuda:N, mps or auto")

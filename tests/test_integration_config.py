@@ -83,6 +83,8 @@ def test_every_section_and_field_has_a_default():
         (lambda: DataSection(max_length=-3), "max_length is -3"),
         (lambda: ModelSection(device="tpu"), "model.device is .tpu., expected cpu, cuda"),
         (lambda: ModelSection(device="cuda:x"), "model.device is .cuda:x."),
+        (lambda: ModelSection(vocab_size=32000), "vocab_size is 32000, expected 4 to 100"),
+        (lambda: ModelSection(vocab_size=3), "vocab_size is 3, expected 4 to 100"),
         (lambda: ModelSection(hidden_size=100, num_heads=3), "hidden_size is 100, expected a multiple of 3"),
         (lambda: ModelSection(num_heads=4, num_kv_heads=3), "num_heads is 4, expected a multiple of 3"),
         (lambda: BackendSection(kind="fdsp"), "unknown backend.kind 'fdsp': did you mean 'fsdp'"),
