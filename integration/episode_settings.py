@@ -46,6 +46,7 @@ class EpisodeSection:
     max_tokens: int | None = None  # of all actions together; None = no other limit than that of each
     max_context: int | None = None  # tokens that the model may see and write at once; None = what the engine allows
     stop_regex: str | None = None  # an action in whose text it is found is the last one
+    cut_is_truncated: bool = False  # an episode whose last action reached its token budget counts as truncated, whatever ended it
     system_prompt: str | None = None  # before a conversation that has none
     chat: bool | None = None  # whether the chat template is used; None = if the model has one of its own
     on_rewrite: OnRewrite = "branch"  # the chat template changes what was said before: a further context, or an error
@@ -112,6 +113,7 @@ def resolve_episode_config(section: EpisodeSection, *, max_turns: int, chat: boo
         max_tokens=section.max_tokens,
         max_context=section.max_context,
         stop_regex=section.stop_regex,
+        cut_is_truncated=section.cut_is_truncated,
         system_prompt=section.system_prompt,
         chat=chat if section.chat is None else section.chat,
         on_rewrite=section.on_rewrite,

@@ -45,6 +45,9 @@ class EpisodeConfig:
     max_turn_tokens: int | None = None  # of one action; None = what the policy's sampling parameters say
     max_context: int | None = None  # tokens that the model may see and write at once; None = what the engine allows
     stop_regex: str | None = None  # found in the text of an action (re.search): it is the last one
+    # whether an episode whose last action reached its token budget is TRUNCATED whatever ended it, as a single answer is, so that overlong
+    # filters see it; not where actions are as long as their budget, as a move of one letter is
+    cut_is_truncated: bool = False
     system_prompt: str | None = None  # put before a conversation that has no system message
     observation_role: str = "user"  # of the messages that observations become
     # what stands around observations where there is no chat template, and between texts that become one message

@@ -64,6 +64,7 @@ class Course:
         self._error: str | None = None
         self._temperature: float | None = None
         self._policy_metadata: dict[str, Any] = {}
+        self._cuts: list[bool] = []  # of its actions, whether they reached their token budget
         self._action_places: list[int] = []  # of its actions, among the messages: prompts and environments may speak as assistants, too
         self._calls: dict[int, tuple[Mapping[str, Any], ...]] = {}  # of assistant messages, by their places: the template must not see them
 
@@ -163,6 +164,7 @@ class Course:
                 f"the policy {type(self._policy).__name__} returned an action whose {fault}, expected JSON values (of NumPy's: .item() or "
                 ".tolist()): samples are written to files"
             )
+        self._cuts.append(action.was_cut)
         self._action_places.append(len(transcript.messages))
         self._transcript = add_action(
             transcript, self._conversation, action.tokens or (), action.log_probs, action.versions, text=action.text
@@ -222,12 +224,14 @@ class Course:
         """What came of it."""
         assert self._stop_reason is not None, "the episode has not ended"
         transcript, steps = self._transcript, tuple(self._steps)
+        is_cut = self._config.cut_is_truncated and self._cuts[-1:] == [True]
         reward = sum(step.base_reward or 0.0 for step in steps)
         failed = self._stop_reason is StopReason.ERROR
         metadata: dict[str, Any] = {
             "messages": [message.to_dict() for message in self._messages],
             "stop_reason": self._stop_reason.value,
             "num_turns": len(steps),
+            "num_cut_actions": sum(self._cuts),
             "action_messages": list(self._action_places),
             "environment_reward": reward,
             "failure": None if self._failure is None else self._failure.value,
@@ -245,7 +249,7 @@ class Course:
             weight_versions=transcript.versions,
             response="\n".join(step.raw_policy_output for step in steps),
             reward=None if failed else reward,
-            status=_status_of(self._stop_reason),
+            status=_status_of(self._stop_reason, is_cut=is_cut),
             temperature=1.0 if self._temperature is None else self._temperature,
             turns=transcript.turns,
             context_starts=transcript.context_starts,
@@ -275,11 +279,11 @@ class Course:
 _logger = logging.getLogger(__name__)
 
 
-def _status_of(reason: StopReason) -> Status:
+def _status_of(reason: StopReason, *, is_cut: bool) -> Status:
     if reason is StopReason.ERROR:
         return Status.FAILED
     whole = (StopReason.DONE, StopReason.AGENT, StopReason.REGEX)
-    return Status.COMPLETED if reason in whole else Status.TRUNCATED
+    return Status.COMPLETED if reason in whole and not is_cut else Status.TRUNCATED
 
 
 def _find_stop(config: EpisodeConfig, done: bool, action: AgentAction, text: str, num_turns: int, num_tokens: int) -> StopReason | None:

@@ -14,7 +14,8 @@ def summarize_episodes(samples: Sequence[Sample]) -> dict[str, float]:
 
     Returns: num_episodes, num_episodes_<stop reason> for each reason that there is, turns_mean, turns_max, environment_reward_mean,
         policy_failure_fraction (episodes with an action that the environment could not read), and, where there are any,
-        num_branched_episodes (of several contexts) and num_reformatted (answers that the template shows otherwise than they were sampled).
+        num_branched_episodes (of several contexts), num_reformatted (answers that the template shows otherwise than they were sampled)
+        and num_cut_actions (that reached their token budget).
         Of episodes with tools: num_tool_calls, num_bad_calls (the model's fault) and num_tool_errors (the tools'), also where they are 0.
         {} if no sample is an episode.
     """
@@ -33,6 +34,7 @@ def summarize_episodes(samples: Sequence[Sample]) -> dict[str, float]:
     extra = {
         "num_branched_episodes": sum(bool(sample.context_starts) for sample in episodes),
         "num_reformatted": sum(int(sample.metadata.get("num_reformatted", 0)) for sample in episodes),
+        "num_cut_actions": sum(int(sample.metadata.get("num_cut_actions", 0)) for sample in episodes),
     }
     return metrics | {name: float(value) for name, value in extra.items() if value} | _count_calls(episodes)
 

@@ -16,11 +16,13 @@
   message: prefix, then the prompt's text, then the observation. A prompt whose content is a non-empty text stays plain text, without a
   chat template (EpisodeConfig.chat); Prompt(content="") or content=() leaves everything to the environment.
 - The environment is given the text of each action (AgentAction.parsed, where a policy sets it). Its rewards add up to Sample.reward.
-- Sample.metadata has "messages" (the whole conversation, as dicts), "stop_reason", "num_turns", "environment_reward", "failure" (None, or
-  whose fault), "steps" (observation, reward, done and info of each), and the prompt's metadata.
+- Sample.metadata has "messages" (the whole conversation, as dicts), "stop_reason", "num_turns", "num_cut_actions" (that reached their token
+  budget), "environment_reward", "failure" (None, or whose fault), "steps" (observation, reward, done and info of each), and the prompt's
+  metadata.
 - info["tool_calls"] of a step (a list in the OpenAI form) are those of the assistant message before it; info["policy_error"] is what was
   wrong with the action (a call that is no JSON, an invalid move): such an episode is a whole one, with failure "policy".
-- Status: done, agent and regex give COMPLETED; max_turns, max_tokens and context TRUNCATED. Faults of the environment and of the data
+- Status: done, agent and regex give COMPLETED, or TRUNCATED where the last action was cut and EpisodeConfig.cut_is_truncated says so;
+  max_turns, max_tokens and context TRUNCATED. Faults of the environment and of the data
   follow EpisodeConfig.on_error: raised, begun again, or FAILED. What an engine raises always passes: loops have their own policy for it.
 """
 

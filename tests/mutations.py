@@ -86,7 +86,7 @@ def _run_in_this_process(folder: str, tests: Sequence[str], log: Path) -> None:
         for package in (rollouts, integration):
             assert Path(str(package.__file__)).is_relative_to(folder), f"{package.__file__} is not the copy in {folder}"
         names = [str(ROOT / "tests" / test) for test in tests]
-        options = ["-x", "--timeout=60", "-p", "no:cacheprovider", "--hypothesis-profile=thorough", f"--rootdir={ROOT}"]
+        options = ["-x", "-m", "", "--timeout=60", "-p", "no:cacheprovider", "--hypothesis-profile=thorough", f"--rootdir={ROOT}"]
         code = int(pytest.main([*options, *names]))
         sys.stdout.flush()
     finally:
@@ -1904,6 +1904,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "group = step.group_index if group_ids is None else group_ids[row]",
         "group = step.group_index",
         ("test_gigpo_steps.py::test_what_the_advantage_of_each_step_is_made_of_is_told_at_debug_only",),
+    ),
+    Mutation(
+        "episode_course.py",
+        "an episode that is done is whole although its last answer was cut",
+        "return Status.COMPLETED if reason in whole and not is_cut else",
+        "return Status.COMPLETED if reason in whole else",
+        ("test_episodes.py::test_an_episode_whose_last_answer_was_cut_is_truncated_where_that_is_said",),
+    ),
+    Mutation(
+        "episode_course.py",
+        "any answer that was cut truncates the episode",
+        "self._cuts[-1:] == [True]",
+        "any(self._cuts)",
+        ("test_episodes.py::test_an_answer_that_was_cut_before_the_last_one_does_not_truncate_its_episode",),
     ),
     Mutation(
         "engines/fleet_health.py",

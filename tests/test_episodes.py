@@ -20,6 +20,7 @@ from rollouts.environments.protocol import EnvironmentConfig
 from rollouts.episode_config import EpisodeConfig, Failure, StopReason
 from rollouts.episode_groups import create_episode_generate_fn, create_policy_generate_fn
 from rollouts.episode_openings import observation_key
+from rollouts.episode_summaries import summarize_episodes
 from rollouts.episodes import EpisodeSetting, run_episode, run_episode_group
 from rollouts.errors import (
     ConfigError,
@@ -35,7 +36,7 @@ from rollouts.errors import (
 )
 from rollouts.generate_fns import is_finished
 from rollouts.rollout_manager import AsyncRolloutManager
-from rollouts.samples import derive_seed, sample_messages
+from rollouts.samples import derive_seed, mask_truncated, sample_messages
 from rollouts.testing import FakeEngine, random_answer, script_answer
 from rollouts.types import Message, Prompt, SamplingParams, Status
 
@@ -178,6 +179,26 @@ async def test_budgets_of_turns_episode_and_context_cut_the_next_action():
     assert (asked.pop(), episode.stop_reason, episode.sample.status) == ([5], StopReason.CONTEXT, Status.TRUNCATED)
     assert len(episode.sample.tokens) == opening + 5
     assert episode.messages[-1].content == "8 left.", "what did not fit is known to rewards"
+
+
+@pytest.mark.parametrize(("config", "status"), [({}, Status.COMPLETED), ({"cut_is_truncated": True}, Status.TRUNCATED)])
+async def test_an_episode_whose_last_answer_was_cut_is_truncated_where_that_is_said(config, status):
+    engine = say("0123456789", end=False)
+    episode = await run_episode(policy_of(engine, SamplingParams(max_tokens=4)), lambda: Countdown(steps=2), EMPTY, EpisodeConfig(**config))
+    sample = episode.sample
+    assert (episode.stop_reason, sample.status, sample.metadata["num_cut_actions"]) == (StopReason.DONE, status, 2)
+    assert sum(mask_truncated(sample).loss_mask) == (8 if status is Status.COMPLETED else 0)
+    assert summarize_episodes([sample])["num_cut_actions"] == 2.0
+
+
+async def test_an_answer_that_was_cut_before_the_last_one_does_not_truncate_its_episode():
+    engine = FakeEngine(
+        lambda prompt, seed: TOKENIZER("on and on" if TOKENIZER.decode(prompt).count("assistant") == 1 else "go")["input_ids"]
+    )
+    policy, config = policy_of(engine, SamplingParams(max_tokens=4)), EpisodeConfig(cut_is_truncated=True)
+    sample = (await run_episode(policy, lambda: Countdown(steps=2), EMPTY, config)).sample
+    assert (sample.status, sample.metadata["num_cut_actions"]) == (Status.COMPLETED, 1)
+    assert summarize_episodes([(await run_episode(policy_of(say("go")), Countdown, EMPTY)).sample]).get("num_cut_actions") is None
 
 
 class SmallEngine(FakeEngine):
