@@ -59,6 +59,7 @@ def test_the_code_of_write_your_own_runs(tmp_path):
     assert "18 passed" in out, out[-500:]
 
 
+@pytest.mark.slow
 def test_the_table_of_parity_is_up_to_date():
     page = runpy.run_path(str(DOCS / "generate_parity.py"))["write_page"]()
     assert (DOCS / "parity.md").read_text() == page, "run python docs/generate_parity.py"

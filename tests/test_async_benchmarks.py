@@ -13,6 +13,7 @@ from benchmarks import async_learning, async_overlap, async_threads
 from integration.command_line import parse_command_line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "least", "most"), [(None, 0.0, 0.6), (1, 0.95, 1.0)])
 def test_stages_of_equal_length_overlap_almost_entirely(staleness: int | None, least: float, most: float):
     """Time is virtual: what is lost against the slower stage is lost to the loop."""

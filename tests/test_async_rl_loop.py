@@ -292,7 +292,7 @@ async def test_a_run_stopped_with_everything_in_flight_goes_on_without_loss(auto
         assert trained == list(range(24))
 
 
-@pytest.mark.parametrize("segment_wise", [False, True])
+@pytest.mark.parametrize("segment_wise", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_run_cancelled_at_any_moment_goes_on_without_loss(autojump_clock, tmp_path: Path, segment_wise: bool):
     asynchronous = replace(ON, enable_segment_wise_ppo=segment_wise, on_failure="drop")
     algorithm = decoupled(grpo(), segment_wise=True) if segment_wise else None

@@ -57,6 +57,7 @@ def test_every_contender_of_the_executor_benchmark_gives_the_groups_that_were_as
         assert async_executor.run_executor(num_groups, scored=True, asynchronous=asynchronous) == num_groups
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_full_queue_is_measured_while_all_its_samples_wait(monkeypatch: pytest.MonkeyPatch):
     """In place of memory, whose changes are not of the samples alone, the samples that are alive are counted."""
     gc.collect()

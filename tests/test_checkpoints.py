@@ -342,6 +342,7 @@ trio.run(main, Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path):
     mount = ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"', str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode != 0:

@@ -86,8 +86,15 @@ async def train(config: Config, directory: Path, stop_after: int | None = None) 
     return [{key: value for key, value in line.items() if not key.endswith("_s")} for line in read_metrics(metrics)]
 
 
-@pytest.mark.parametrize("kind", SERVERS)
-@pytest.mark.parametrize("in_flight", ["continue", "abort"])
+@pytest.mark.parametrize(
+    ("kind", "in_flight"),
+    [
+        ("vllm", "continue"),
+        ("sglang", "abort"),
+        pytest.param("vllm", "abort", marks=pytest.mark.slow),
+        pytest.param("sglang", "continue", marks=pytest.mark.slow),
+    ],
+)
 async def test_the_rl_stage_trains_on_a_server_whose_numbers_are_the_trainers(kind: str, in_flight: str, tmp_path: Path):
     how = "group" if (kind, in_flight) == ("sglang", "abort") else "auto"
     config = create_config(kind, "http://127.0.0.1:1", in_flight=in_flight, weight_sync=how, parity_action="stop", parity_threshold=1e-4)
@@ -114,7 +121,7 @@ async def test_a_run_on_a_server_that_was_interrupted_goes_on_as_if_nothing_had_
     assert lines[0][-1]["loss"] != 0
 
 
-@pytest.mark.parametrize(("kind", "segment_wise"), [("vllm", False), ("sglang", True)])
+@pytest.mark.parametrize(("kind", "segment_wise"), [("vllm", False), pytest.param("sglang", True, marks=pytest.mark.slow)])
 async def test_rollouts_from_a_server_run_beside_training(kind: str, segment_wise: bool, tmp_path: Path):
     config = create_config(kind, "http://127.0.0.1:1", weight_sync="memory" if kind == "sglang" else "auto")
     rl = replace(config.rl, num_steps=4, algorithm="decoupled(grpo)", asynchronous=AsyncConfig(enabled=True, max_staleness=2))

@@ -43,6 +43,7 @@ def train(directory: str, *arguments: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.endswith("_s")} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_grid_world_is_trained_by_gigpo_and_goes_on_bit_by_bit_after_an_interruption(tmp_path: Path):
     arguments = ("--task", "grid_world", "--algorithm", "gigpo(gamma=0.9, omega=0.5)", "--episode.max-turns", "4", "--rl.eval-every", "1")
     arguments += ("--rl.optimizer.schedule", "constant")  # or the learning rate would depend on num_steps
@@ -173,7 +174,7 @@ def test_a_world_that_is_not_there_is_found_out_before_there_is_a_run(
 @pytest.mark.parametrize(
     ("arguments", "num_lines"),
     [
-        pytest.param(("--mode", "rl"), 3, id="from seeds alone"),
+        pytest.param(("--mode", "rl"), 3, id="from seeds alone", marks=pytest.mark.slow),
         pytest.param(("--environment.expert", "own.py:expert"), 5, id="with an expert's demonstrations"),
         pytest.param(("--mode", "rl", "--data.path", "rows.jsonl", "--reward.function", "own.py:reward"), 3, id="from rows, with a reward"),
     ],

@@ -98,7 +98,10 @@ async def compare(create, create_model, run_steps, settings):
 
 
 @pytest.mark.parametrize("create", FACTORIES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("run_steps", "settings"), [(run_sft, TRAINING), (run_grpo, CLIPPED)], ids=["sft", "grpo, clipped"])
+@pytest.mark.parametrize(
+    ("run_steps", "settings"),
+    [pytest.param(run_sft, TRAINING, id="sft", marks=pytest.mark.slow), pytest.param(run_grpo, CLIPPED, id="grpo, clipped")],
+)
 async def test_ten_steps_have_the_losses_of_the_pytorch_backend(create, run_steps, settings):
     await compare(create, create_tiny_model, run_steps, settings)
 
@@ -407,6 +410,7 @@ for module, name in (("jax_backend", "create_jax_backend"), ("torchax_backend", 
 """
 
 
+@pytest.mark.slow
 def test_without_the_extras_everything_can_be_imported_and_says_what_to_install(tmp_path: Path):
     status, out, error = run(WITHOUT, folder=tmp_path)
     assert status == 0, error

@@ -68,6 +68,7 @@ def test_links_and_settings_exist(name: str):
         assert flag in known, f"{name}: {flag}"
 
 
+@pytest.mark.slow
 def test_the_tables_of_layouts_are_those_of_the_formulae(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     spec = importlib.util.spec_from_file_location("generate_layouts", DOCS / "generate_layouts.py")

@@ -308,6 +308,7 @@ def score(payload):
 """
 
 
+@pytest.mark.slow
 async def test_without_fresh_processes_each_call_has_its_processor_time(tmp_path: Path):
     (tmp_path / "limited.py").write_text(LIMITED)
     limits = SandboxLimits(wall_s=20.0, cpu_s=0.5)

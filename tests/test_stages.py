@@ -96,7 +96,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", [name if name in ("ppo", "decoupled") else pytest.param(name, marks=pytest.mark.slow) for name in RESUMED])
 async def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(name: str, start: Callable[..., Config], tmp_path: Path):
     algorithm, sections = RESUMED[name]
     config = start(algorithm, **sections)

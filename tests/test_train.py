@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -32,8 +31,6 @@ SMALL = (
     "--num-threads 1"
 ).split()  # fmt: skip
 
-
-ROOT = Path(__file__).parent.parent
 
 RUN = """
 import sys
@@ -68,12 +65,11 @@ def values(path: Path) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
-    """One uninterrupted small run, as a user starts it."""
-    directory = tmp_path_factory.mktemp("finished") / "run"
-    command = [sys.executable, "-m", "integration.train", "--output-dir", str(directory), *SMALL]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return directory, done.stdout
+    """One uninterrupted small run in a process of its own."""
+    folder = tmp_path_factory.mktemp("finished")
+    status, out, error = run(RUN, "--output-dir", folder / "run", *SMALL, folder=folder)
+    assert status == 0, error
+    return folder / "run", out
 
 
 def test_the_run_directory_holds_what_the_readme_says(finished):
@@ -127,7 +123,7 @@ def test_rl_starts_from_the_weights_that_sft_ended_with(finished, tmp_path: Path
     assert lines[1:] == [line for line in values(directory / "metrics.jsonl") if line["stage"] == "rl"]
 
 
-@pytest.mark.parametrize("lines_before_kill", [3, 8])
+@pytest.mark.parametrize("lines_before_kill", [pytest.param(3, marks=pytest.mark.slow), 8])
 def test_a_killed_run_resumes_to_the_same_metrics(capsys, finished, tmp_path: Path, lines_before_kill: int):
     directory, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     status, _, error = run(SIGNALED, int(signal.SIGKILL), lines_before_kill, "--output-dir", directory, *SMALL, folder=tmp_path)
