@@ -1920,6 +1920,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_episodes.py::test_an_answer_that_was_cut_before_the_last_one_does_not_truncate_its_episode",),
     ),
     Mutation(
+        "rewards/calls.py",
+        "a retry of a batch is counted for a sample that no metric is of",
+        'if sample.metadata.get("trainable", True)), 0)',
+        "if True), 0)",
+        ("test_reward_functions.py::test_a_batch_is_tried_again_as_a_whole_and_retries_are_counted",),
+    ),
+    Mutation(
+        "rewards/calls.py",
+        "a retry of a batch is counted once for each sample",
+        "judgements = [_judge_value(v, sample, name, 0) for v",
+        "judgements = [_judge_value(v, sample, name, attempt) for v",
+        ("test_reward_functions.py::test_a_batch_is_tried_again_as_a_whole_and_retries_are_counted",),
+    ),
+    Mutation(
         "engines/fleet_health.py",
         "what a silent member has is left with it",
         "if str(error) not in member.reason else member.reason\n            member.interrupt()",

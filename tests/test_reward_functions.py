@@ -19,7 +19,7 @@ from rollouts.rewards.calls import GroupReward
 from rollouts.rewards.evaluate import score_group, score_now, summarize_rewards
 from rollouts.rewards.results import EvaluateResult, MetricResult, StepOutput
 from rollouts.rewards.reward_functions import load_reward, parse_messages, reward_function
-from rollouts.samples import apply_sample_transforms, sample_messages, with_reward
+from rollouts.samples import apply_sample_transforms, sample_messages, select_trainable, with_reward
 from rollouts.types import Group, Message, Sample, Status, Turn
 
 NO_DEADLINE = RewardConfig(timeout_s=None)
@@ -197,7 +197,11 @@ async def test_a_batch_is_tried_again_as_a_whole_and_retries_are_counted():
 
     scored = await score_group(make_group("a", "b"), flaky, RETRY)
     assert rewards(scored) == [3.0, 0.0] and num_calls == 3  # never the results of two calls beside each other
-    assert scored is not None and summarize_rewards(scored) == {"num_reward_retries": 4.0}
+    assert scored is not None and summarize_rewards(scored) == {"num_reward_retries": 2.0}, "two calls, and not one for each sample"
+    num_calls = 0
+    greedy, *others = make_group("a", "b")
+    scored = await score_group((replace(greedy, metadata={"trainable": False}), *others), flaky, RETRY)
+    assert scored is not None and summarize_rewards(select_trainable(scored)) == {"num_reward_retries": 2.0}
 
 
 async def test_a_batch_has_a_deadline(autojump_clock):

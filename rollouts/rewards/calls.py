@@ -70,7 +70,7 @@ class Judgement:
     result: EvaluateResult | None = None
     scored: Sample | None = None  # the sample with it
     error: RewardError | None = None  # of the last try
-    num_retries: int = 0  # tries after the first
+    num_retries: int = 0  # tries after the first; of a call for several samples only in one of their judgements
 
 
 async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: RewardConfig) -> list[Judgement]:
@@ -150,14 +150,16 @@ async def _judge_together(reward_fn: GroupReward, samples: Sequence[Sample], con
     num_retries = config.max_retries if config.on_error == "retry" else 0
     name = describe_reward(reward_fn)
     where = f"{len(samples)} samples of group {samples[0].group_index}"
+    counting = next((k for k, sample in enumerate(samples) if sample.metadata.get("trainable", True)), 0)  # metrics are of these
     for attempt in itertools.count():
         try:
             value = await _call_until(functools.partial(reward_fn.score_samples, samples), name, where, config)
             values = check_values(value, len(samples), name)
         except RewardError as error:
-            judgements = [Judgement(error=error, num_retries=attempt)] * len(samples)
+            judgements = [Judgement(error=error)] * len(samples)
         else:
-            judgements = [_judge_value(v, sample, name, attempt) for v, sample in zip(values, samples, strict=True)]
+            judgements = [_judge_value(v, sample, name, 0) for v, sample in zip(values, samples, strict=True)]
+        judgements[counting] = replace(judgements[counting], num_retries=attempt)
         if attempt == num_retries or all(judgement.error is None for judgement in judgements):
             return judgements
     raise AssertionError("unreachable: the loop has no end")

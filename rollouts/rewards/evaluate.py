@@ -62,7 +62,8 @@ async def score_group(group: Group, reward_fn: RewardFn, config: RewardConfig | 
     A reward function fails if it raises, takes longer than config.timeout_s, returns neither a finite number nor a valid EvaluateResult,
     or judges a step that the sample does not have. Then
         raise   the error ends the run;
-        retry   it is called again, up to config.max_retries times, and then the error ends the run. metadata["num_reward_retries"] counts;
+        retry   it is called again, up to config.max_retries times, and then the error ends the run. metadata["num_reward_retries"] counts,
+                of a call for the whole group in its first sample that is trained on;
         drop    the whole group is dropped, because a group without one of its samples has another baseline;
         zero    the sample gets the reward 0 and metadata["reward_error"]; the others of its group are what they are.
     What is dropped or zeroed is logged as a warning.
