@@ -135,7 +135,8 @@ async def run_reward_model(config: RewardModelConfig, output_dir: Path, control:
             await pipeline.load_checkpoint(source).result()
             control.say(f"training goes on after step {start_step} of {config.training.num_steps}")
         elif logger is not None:
-            logger.log(await evaluate_reward_model(pipeline, heldout, pad_id=pad_id), 0)
+            limit = config.loop.max_tokens_per_microbatch
+            logger.log(await evaluate_reward_model(pipeline, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit), 0)
         if start_step < config.training.num_steps:
             await train_reward_model(
                 pipeline,

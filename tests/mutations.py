@@ -1934,6 +1934,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_reward_functions.py::test_a_batch_is_tried_again_as_a_whole_and_retries_are_counted",),
     ),
     Mutation(
+        "../integration/train_reward_model.py",
+        "the first evaluation of a reward model has a limit of its own",
+        "pad_id=pad_id, max_tokens_per_microbatch=limit), 0)",
+        "pad_id=pad_id), 0)",
+        (
+            "test_train_reward_model.py::"
+            "test_the_pairs_held_out_are_scored_in_micro_batches_of_the_configured_size_before_the_first_step_too",
+        ),
+    ),
+    Mutation(
         "engines/fleet_health.py",
         "what a silent member has is left with it",
         "if str(error) not in member.reason else member.reason\n            member.interrupt()",

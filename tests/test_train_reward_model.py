@@ -14,6 +14,7 @@ from integration.config import Config
 from integration.preference_pairs import create_task_pairs
 from integration.reward_model_config import RewardModelConfig
 from integration.rewards import find_reward_model, open_training_reward
+from integration.stages import RunControl
 from integration.tasks import create_sort_task
 from integration.train import main as train
 from integration.train_reward_model import main, run_reward_model
@@ -71,9 +72,40 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(finished: Path, tmp_
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
-async def test_a_run_that_is_told_to_stop_keeps_a_checkpoint_and_makes_no_model(tmp_path: Path):
-    from integration.stages import RunControl
+async def test_the_pairs_held_out_are_scored_in_micro_batches_of_the_configured_size_before_the_first_step_too(tmp_path: Path):
+    sizes: list[int] = []
 
+    def note_size(module: torch.nn.Module, inputs: Any) -> None:
+        if isinstance(module, torch.nn.Embedding):
+            sizes.append(inputs[0].numel())
+
+    class Lines:
+        """The largest pass of the model before each line of metrics."""
+
+        def __init__(self) -> None:
+            self.largest: list[int] = []
+
+        def log(self, metrics: Any, step: int) -> None:
+            self.largest.append(max(sizes))
+            sizes.clear()
+
+        def finish(self) -> None:
+            pass
+
+    settings, logger, limit = to_dict(RewardModelConfig()), Lines(), 64
+    settings["training"].update(num_steps=1, batch_size=8, max_tokens_per_microbatch=limit)
+    settings["data"].update(num_pairs=16, num_heldout=8)
+    settings["model"].update(hidden_size=32, num_layers=1, intermediate_size=32)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(note_size)
+    try:
+        await run_reward_model(from_dict(RewardModelConfig, settings), tmp_path, RunControl(logger=logger))
+    finally:
+        hook.remove()
+    assert len(logger.largest) == 2
+    assert max(logger.largest) <= limit
+
+
+async def test_a_run_that_is_told_to_stop_keeps_a_checkpoint_and_makes_no_model(tmp_path: Path):
     config = RewardModelConfig()
     small = {"training": {"num_steps": 4, "batch_size": 8}, "data": {"num_pairs": 16, "num_heldout": 8}, "model": {"hidden_size": 32}}
     settings = to_dict(config)
