@@ -14,14 +14,25 @@ k3. A token beyond (r > e^20, a rollout log-prob of -100 for example) has no gra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
+from rollouts.algorithm_parts import (
+    BOUNDED_RATIO,
+    check_clip,
+    check_epsilon,
+    check_number,
+    check_wraps,
+    fill_penalty,
+    fill_terms,
+    find_loss_only,
+    find_required,
+    find_required_without_rollouts,
+)
 from rollouts.corrections import anchor_to_proximal, truncate_weights
 from rollouts.errors import ConfigError
 from rollouts.estimators import (
@@ -35,7 +46,7 @@ from rollouts.estimators import (
     estimate_reinforce_plus_plus_baseline,
 )
 from rollouts.gigpo import Combine, add_weighted, interpolate
-from rollouts.kl import KLEstimator, bounded, k1, k2, k3
+from rollouts.kl import KLEstimator, k1, k2
 from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
 from rollouts.losses import clipped_policy_loss, corrected_loss, gmpo_policy_loss, policy_loss
 from rollouts.proximal import Interpolation, approximate_and_anchor
@@ -48,13 +59,12 @@ from rollouts.surrogates import (
     outside_fractions,
     sapo_gates,
     sequence_ratio,
-    token_ratio,
 )
 from rollouts.surrogates import cispo as cispo_surrogate
 from rollouts.surrogates import dppo as dppo_surrogate
 from rollouts.surrogates import reinforce as reinforce_surrogate
 from rollouts.surrogates import sapo as sapo_surrogate
-from rollouts.types import Algorithm, LossOutput, TrainBatch, Transform
+from rollouts.types import Algorithm, TrainBatch, Transform
 
 
 @dataclass(frozen=True)
@@ -67,29 +77,9 @@ class Chain:
         return reduce(lambda value, step: step(value), self.steps, batch)
 
 
-_ESTIMATES_FROM_REWARDS: tuple[Transform, ...] = (
-    estimate_group_relative,
-    estimate_greedy_baseline,
-    estimate_opo,
-    estimate_gpg,
-    estimate_reinforce_plus_plus,
-    estimate_reinforce_plus_plus_baseline,
-    estimate_gae,
-    estimate_gigpo,
-)
-"""Estimators that read no log-probs unless a KL penalty is on, and then old_log_probs where they are filled."""
-
-_LOSSES_THAT_PREFER_OLD: tuple[Callable[..., LossOutput], ...] = (policy_loss, clipped_policy_loss, gmpo_policy_loss)
-"""Losses that read rollout_log_probs for a metric only, once old_log_probs are filled."""
-
-
 def chain(*steps: Transform) -> Transform:
     """The transform that applies each step to the result of the one before."""
     return Chain(steps)
-
-
-BOUNDED_RATIO = partial(token_ratio, bound=LOG_RATIO_BOUND)
-BOUNDED_K3 = bounded(k3, log_ratio=LOG_RATIO_BOUND)
 
 
 # -- group-relative algorithms
@@ -120,15 +110,15 @@ def grpo(
     Source: Shao et al. 2024 (DeepSeekMath), equations 3 and 4. Aggregation as in the paper; TRL's GRPO also counts rows without a trained
     token among B, and verl's default is a mean over tokens.
     """
-    _check_clip(clip_low, clip_high, dual)
-    _check_epsilon(epsilon)
+    check_clip(clip_low, clip_high, dual)
+    check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
         loss=partial(
-            clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **_extra_terms(kl_coef, entropy_coef)
+            clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **fill_terms(kl_coef, entropy_coef)
         ),
-        requires=_requires(kl_coef, entropy_coef),
+        requires=find_required(kl_coef, entropy_coef),
     )
 
 
@@ -146,8 +136,8 @@ def dr_grpo(max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2) -> A
     Source: Liu et al. 2025 (Understanding R1-Zero-like training), section 3.2. Rows without a trained token do
     not count in B, as in verl; in TRL they do.
     """
-    _check_clip(clip_low, clip_high, None)
-    _check("max_tokens", max_tokens, lambda x: x >= 1, "at least 1")
+    check_clip(clip_low, clip_high, None)
+    check_number("max_tokens", max_tokens, lambda x: x >= 1, "at least 1")
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=None),
         weigh=partial(fixed_length_mean, length=max_tokens),
@@ -170,8 +160,8 @@ def dapo(clip_low: float = 0.2, clip_high: float = 0.28, epsilon: float = 1e-4, 
 
     Source: Yu et al. 2025 (DAPO), equations 8 to 10: no KL term. TRL and verl have the same objective, verl with dual=3.
     """
-    _check_clip(clip_low, clip_high, dual)
-    _check_epsilon(epsilon)
+    check_clip(clip_low, clip_high, dual)
+    check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=token_mean,
@@ -195,8 +185,8 @@ def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4, epsilon: float = 1e-4)
     in the paper, slime and TRL; AReaL has a mean over tokens. The gradient is that of each token's own log-prob, as in verl; with this
     mean and one advantage a row it is the same as theirs through the row's mean.
     """
-    _check_clip(clip_low, clip_high, None)
-    _check_epsilon(epsilon)
+    check_clip(clip_low, clip_high, None)
+    check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
@@ -218,9 +208,9 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, epsilon: float = 1e-4) -
 
     Source: Zhao et al. 2025 (Geometric-mean policy optimization). verl adds 1e-8 to |o_i|, and counts rows without a trained token among B.
     """
-    _check("clip_low", clip_low, lambda x: x >= 0, "at least 0 (nats)")
-    _check("clip_high", clip_high, lambda x: x >= 0, "at least 0 (nats)")
-    _check_epsilon(epsilon)
+    check_number("clip_low", clip_low, lambda x: x >= 0, "at least 0 (nats)")
+    check_number("clip_high", clip_high, lambda x: x >= 0, "at least 0 (nats)")
+    check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
@@ -244,9 +234,9 @@ def cispo(clip_high: float = 0.28, clip_low: float = 1.0, epsilon: float = 1e-4)
 
     Source: MiniMax-M1 2025, equations 4 and 5.
     """
-    _check("clip_low", clip_low, lambda x: 0 <= x <= 1, "in [0, 1]; 1 = no lower bound")
-    _check("clip_high", clip_high, lambda x: x >= 0, "at least 0")
-    _check_epsilon(epsilon)
+    check_number("clip_low", clip_low, lambda x: 0 <= x <= 1, "in [0, 1]; 1 = no lower bound")
+    check_number("clip_high", clip_high, lambda x: x >= 0, "at least 0")
+    check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=token_mean,
@@ -270,9 +260,9 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05, epsilon: float = 1e-4) -> 
 
     Source: Gao et al. 2025 (Soft adaptive policy optimization). Aggregation as in the paper, TRL and verl (AReaL: over all tokens).
     """
-    _check("tau_pos", tau_pos, lambda x: x > 0, "more than 0")
-    _check("tau_neg", tau_neg, lambda x: x > 0, "more than 0")
-    _check_epsilon(epsilon)
+    check_number("tau_pos", tau_pos, lambda x: x > 0, "more than 0")
+    check_number("tau_neg", tau_neg, lambda x: x > 0, "more than 0")
+    check_epsilon(epsilon)
     return Algorithm(
         estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
         weigh=sample_mean,
@@ -300,8 +290,8 @@ def dppo(low: float = 0.2, high: float = 0.2, cap: float = 20.0, epsilon: float 
 
     Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning); widths 0.2 as in prime-rl, weight as in verl.
     """
-    _check("low", low, lambda x: 0 <= x <= 1, "in [0, 1]")
-    _check("high", high, lambda x: 0 <= x <= 1, "in [0, 1]")
+    check_number("low", low, lambda x: 0 <= x <= 1, "in [0, 1]")
+    check_number("high", high, lambda x: 0 <= x <= 1, "in [0, 1]")
     return _dppo(inside_tv, low, high, cap, epsilon)
 
 
@@ -318,9 +308,24 @@ def dppo_kl(low: float = 0.05, high: float = 0.05, cap: float = 20.0, epsilon: f
     Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning), its KL variant as in verl; widths 0.05 as in the
     runs of SkyRL (pull request 1037) and open-instruct (pull request 1790).
     """
-    _check("low", low, lambda x: x >= 0, "at least 0 (nats)")
-    _check("high", high, lambda x: x >= 0, "at least 0 (nats)")
+    check_number("low", low, lambda x: x >= 0, "at least 0 (nats)")
+    check_number("high", high, lambda x: x >= 0, "at least 0 (nats)")
     return _dppo(inside_binary_kl, low, high, cap, epsilon)
+
+
+def _dppo(inside: Callable[..., Tensor], low: float, high: float, cap: float, epsilon: float) -> Algorithm:
+    check_number("cap", cap, lambda x: x > 0, "more than 0")
+    check_epsilon(epsilon)
+    return Algorithm(
+        estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
+        weigh=token_mean,
+        loss=partial(
+            policy_loss,
+            surrogate=partial(dppo_surrogate, low=low, high=high, inside=inside, cap=cap),
+            clip_metrics=partial(outside_fractions, inside=inside, low=low, high=high),
+        ),
+        requires=frozenset({"rollout_log_probs"}),
+    )
 
 
 # -- policy gradients without a clip
@@ -398,7 +403,7 @@ def gpg(f_norm: float = 1.0) -> Algorithm:
 
     Source: Chu et al. 2025 (GPG). verl's alpha counts the rows whose reward is not 0 instead.
     """
-    _check("f_norm", f_norm, lambda x: x > 0, "more than 0")
+    check_number("f_norm", f_norm, lambda x: x > 0, "more than 0")
     return Algorithm(
         estimate=partial(estimate_gpg, f_norm=f_norm),
         weigh=token_mean,
@@ -426,14 +431,14 @@ def reinforce_plus_plus(
 
     Source: Hu et al. 2025 (REINFORCE++).
     """
-    _check_clip(clip_low, clip_high, None)
-    _check("kl_coef", kl_coef, lambda x: x >= 0, "at least 0")
-    _check("gamma", gamma, lambda x: 0 <= x <= 1, "in [0, 1]")
+    check_clip(clip_low, clip_high, None)
+    check_number("kl_coef", kl_coef, lambda x: x >= 0, "at least 0")
+    check_number("gamma", gamma, lambda x: 0 <= x <= 1, "in [0, 1]")
     return Algorithm(
-        estimate=partial(estimate_reinforce_plus_plus, gamma=gamma, **_penalty(kl_coef, kl)),
+        estimate=partial(estimate_reinforce_plus_plus, gamma=gamma, **fill_penalty(kl_coef, kl)),
         weigh=token_mean,
         loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=BOUNDED_RATIO),
-        requires=_requires(kl_coef),
+        requires=find_required(kl_coef),
     )
 
 
@@ -448,12 +453,12 @@ def reinforce_plus_plus_baseline(kl_coef: float = 0.0, clip_low: float = 0.2, cl
 
     Source: Hu et al. 2025 (REINFORCE++), the baseline variant.
     """
-    _check_clip(clip_low, clip_high, None)
+    check_clip(clip_low, clip_high, None)
     return Algorithm(
         estimate=estimate_reinforce_plus_plus_baseline,
         weigh=token_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=BOUNDED_RATIO, **_extra_terms(kl_coef, kl=k2)),
-        requires=_requires(kl_coef),
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=BOUNDED_RATIO, **fill_terms(kl_coef, kl=k2)),
+        requires=find_required(kl_coef),
     )
 
 
@@ -483,15 +488,15 @@ def ppo(
     Source: Schulman et al. 2017 (PPO), equations 7, 11 and 12; Schulman et al. 2016 (GAE), equation 16. Whitened over the tokens of the
     rollout batch, as in verl. The clip of the critic's value belongs to its own loss: RLTrainingConfig.value_clip, 0.2 (verl: 0.5).
     """
-    _check_clip(clip_low, clip_high, dual)
-    _check("gamma", gamma, lambda x: 0 <= x <= 1, "in [0, 1]")
-    _check("lam", lam, lambda x: 0 <= x <= 1, "in [0, 1]")
-    _check("kl_coef", kl_coef, lambda x: x >= 0, "at least 0")
+    check_clip(clip_low, clip_high, dual)
+    check_number("gamma", gamma, lambda x: 0 <= x <= 1, "in [0, 1]")
+    check_number("lam", lam, lambda x: 0 <= x <= 1, "in [0, 1]")
+    check_number("kl_coef", kl_coef, lambda x: x >= 0, "at least 0")
     return Algorithm(
-        estimate=partial(estimate_gae, gamma=gamma, lam=lam, **({"by_group": True} if by_group else {}), **_penalty(kl_coef, k1)),
+        estimate=partial(estimate_gae, gamma=gamma, lam=lam, **({"by_group": True} if by_group else {}), **fill_penalty(kl_coef, k1)),
         weigh=token_mean,
-        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **_extra_terms(0.0, entropy_coef)),
-        requires=_requires(kl_coef, entropy_coef) | {"values"},
+        loss=partial(clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **fill_terms(0.0, entropy_coef)),
+        requires=find_required(kl_coef, entropy_coef) | {"values"},
     )
 
 
@@ -537,13 +542,13 @@ def gigpo(
     Source: Feng et al. 2025 (GiGPO), equations 3 to 9. verl-agent takes mean and std of A_E over the steps of all episodes, so that long
     ones count more (estimators.estimate_gigpo(across_steps=True)), and its loss is a mean over tokens.
     """
-    _check_clip(clip_low, clip_high, dual)
-    _check_epsilon(epsilon)
-    _check("gamma", gamma, lambda x: 0 <= x <= 1, "in [0, 1]")
+    check_clip(clip_low, clip_high, dual)
+    check_epsilon(epsilon)
+    check_number("gamma", gamma, lambda x: 0 <= x <= 1, "in [0, 1]")
     if combine is interpolate:
-        _check("omega", omega, lambda x: 0 <= x <= 1, "in [0, 1], where combine is interpolate")
-    _check("omega", omega, lambda x: x >= 0, "at least 0")
-    _check("default_step_reward", default_step_reward, lambda x: True, "")
+        check_number("omega", omega, lambda x: 0 <= x <= 1, "in [0, 1], where combine is interpolate")
+    check_number("omega", omega, lambda x: x >= 0, "at least 0")
+    check_number("default_step_reward", default_step_reward, lambda x: True, "")
     options = {"default_step_reward": default_step_reward} if default_step_reward else {}
     options |= {} if add_final_reward is None else {"add_final_reward": add_final_reward}
     return Algorithm(
@@ -558,9 +563,9 @@ def gigpo(
         ),
         weigh=sample_mean,
         loss=partial(
-            clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **_extra_terms(kl_coef, entropy_coef)
+            clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **fill_terms(kl_coef, entropy_coef)
         ),
-        requires=_requires(kl_coef, entropy_coef) | {"turns"},
+        requires=find_required(kl_coef, entropy_coef) | {"turns"},
     )
 
 
@@ -597,11 +602,11 @@ def decoupled(
 
     Source: Hilton et al. 2022 (Batch size-invariance for policy optimization); Fu et al. 2025 (AReaL).
     """
-    _check_wraps(algorithm, "decoupled")
+    check_wraps(algorithm, "decoupled")
     if missed_as_proximal and not segment_wise:
         raise ConfigError("missed_as_proximal is True, but segment_wise is False: no token can miss a segment. Set segment_wise=True")
-    _check("cap", cap, lambda x: x > 0, "more than 0", optional=True)
-    _check("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
+    check_number("cap", cap, lambda x: x > 0, "more than 0", optional=True)
+    check_number("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
     bounds: dict[str, Any] = {"cap": cap, "floor": floor, "drop": drop, "segment_wise": segment_wise}
     bounds |= {"missed_as_proximal": True} if missed_as_proximal else {}
     requires = algorithm.requires | {"rollout_log_probs"} | ({"segment_log_probs", "weight_versions"} if segment_wise else set())
@@ -615,7 +620,7 @@ def decoupled(
         algorithm,
         loss=partial(corrected_loss, correction=partial(anchor_to_proximal, **bounds), loss=algorithm.loss),
         requires=requires | {"prox_log_probs"},
-        loss_only=_loss_only(algorithm, "prox_log_probs"),
+        loss_only=find_loss_only(algorithm, "prox_log_probs"),
     )
 
 
@@ -629,11 +634,11 @@ def recomputed(algorithm: Algorithm) -> Algorithm:
 
     Source: Schulman et al. 2017 (PPO), section 3, where the ratio's anchor is the policy before the update.
     """
-    _check_wraps(algorithm, "recomputed", corrects=False)
+    check_wraps(algorithm, "recomputed", corrects=False)
     return replace(
         algorithm,
-        requires=_without_rollouts(algorithm) | {"old_log_probs"},
-        loss_only=_loss_only(algorithm, "old_log_probs"),
+        requires=find_required_without_rollouts(algorithm) | {"old_log_probs"},
+        loss_only=find_loss_only(algorithm, "old_log_probs"),
     )
 
 
@@ -649,113 +654,12 @@ def truncated(algorithm: Algorithm, cap: float | None = 2.0, floor: float | None
 
     Source: Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy RL training).
     """
-    _check_wraps(algorithm, "truncated")
-    _check("cap", cap, lambda x: x > 0, "more than 0", optional=True)
-    _check("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
+    check_wraps(algorithm, "truncated")
+    check_number("cap", cap, lambda x: x > 0, "more than 0", optional=True)
+    check_number("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
     return replace(
         algorithm,
         loss=partial(corrected_loss, correction=partial(truncate_weights, cap=cap, floor=floor), loss=algorithm.loss),
         requires=algorithm.requires | {"old_log_probs", "rollout_log_probs"},
-        loss_only=_loss_only(algorithm, "old_log_probs"),
+        loss_only=find_loss_only(algorithm, "old_log_probs"),
     )
-
-
-def is_corrected(algorithm: Algorithm) -> bool:
-    """Whether its loss weights tokens by a ratio of the trainer's policy to the one that sampled them: decoupled and truncated do."""
-    return isinstance(algorithm.loss, partial) and algorithm.loss.func is corrected_loss
-
-
-# -- parts
-
-
-def _dppo(inside: Callable[..., Tensor], low: float, high: float, cap: float, epsilon: float) -> Algorithm:
-    _check("cap", cap, lambda x: x > 0, "more than 0")
-    _check_epsilon(epsilon)
-    return Algorithm(
-        estimate=partial(estimate_group_relative, mean_level=group_mean, std_level=group_std, epsilon=epsilon),
-        weigh=token_mean,
-        loss=partial(
-            policy_loss,
-            surrogate=partial(dppo_surrogate, low=low, high=high, inside=inside, cap=cap),
-            clip_metrics=partial(outside_fractions, inside=inside, low=low, high=high),
-        ),
-        requires=frozenset({"rollout_log_probs"}),
-    )
-
-
-def _loss_only(algorithm: Algorithm, column: str) -> frozenset[str]:
-    """What only the losses read, once a wrapper has added the column of the policy's log-probs.
-
-    The column is among it if the algorithm did not require it and its estimator is one that looks at rewards, groups and values alone. Of
-    any other function it is not known what it reads.
-    """
-    estimate, settings = _take_apart(algorithm.estimate)
-    from_rewards = estimate in _ESTIMATES_FROM_REWARDS and not settings.get("kl_coef")  # a penalty in the rewards reads log-probs
-    return algorithm.loss_only | ({column} if from_rewards and column not in algorithm.requires else frozenset())
-
-
-def _without_rollouts(algorithm: Algorithm) -> frozenset[str]:
-    """What it requires once old_log_probs are the ratio's anchor: no rollout_log_probs, unless something else may read them."""
-    (estimate, _), (loss, settings) = _take_apart(algorithm.estimate), _take_apart(algorithm.loss)
-    known = estimate in _ESTIMATES_FROM_REWARDS and loss in _LOSSES_THAT_PREFER_OLD and settings.get("reweigh") is None
-    return algorithm.requires - ({"rollout_log_probs"} if known else set())
-
-
-def _take_apart(part: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """The function of a partial, and what it fills in."""
-    return (part.func, part.keywords) if isinstance(part, partial) else (part, {})
-
-
-def _check_wraps(algorithm: object, wrapper: str, *, corrects: bool = True) -> None:
-    """Raise ConfigError unless `wrapper` was given an algorithm and, if it is a correction, one that has none yet."""
-    if not isinstance(algorithm, Algorithm):
-        name = getattr(algorithm, "__name__", None) if callable(algorithm) else None
-        found = repr(algorithm) if name is None else f"the function {name}"
-        raise ConfigError(f"{wrapper}(...) was given {found}, expected an algorithm: write {wrapper}({name or 'grpo'}())")
-    if corrects and is_corrected(algorithm):
-        raise ConfigError(
-            f"{wrapper}(...) was given an algorithm that already has a correction, and its tokens would be weighted twice: "
-            "use one of decoupled and truncated"
-        )
-
-
-def _extra_terms(kl_coef: float, entropy_coef: float = 0.0, kl: KLEstimator = BOUNDED_K3) -> dict[str, Any]:
-    """The keyword arguments of the KL and entropy terms of policy_loss, only those that are on."""
-    _check("kl_coef", kl_coef, lambda x: x >= 0, "at least 0")
-    _check("entropy_coef", entropy_coef, lambda x: x >= 0, "at least 0")
-    return ({"kl": kl, "kl_coef": kl_coef} if kl_coef > 0 else {}) | ({"entropy_coef": entropy_coef} if entropy_coef > 0 else {})
-
-
-def _penalty(kl_coef: float, kl: KLEstimator) -> dict[str, Any]:
-    """The keyword arguments of a KL penalty in the rewards, if it is on."""
-    return {"kl": kl, "kl_coef": kl_coef} if kl_coef > 0 else {}
-
-
-def _requires(kl_coef: float = 0.0, entropy_coef: float = 0.0) -> frozenset[str]:
-    """rollout_log_probs, and what the terms that are on need."""
-    names = {"rollout_log_probs"}
-    if kl_coef > 0:
-        names.add("ref_log_probs")
-    if entropy_coef > 0:
-        names.add("entropy")
-    return frozenset(names)
-
-
-def _check_clip(clip_low: float, clip_high: float, dual: float | None) -> None:
-    _check("clip_low", clip_low, lambda x: 0 <= x < 1, "in [0, 1): it is a width, the ratio is clipped to [1 - clip_low, 1 + clip_high]")
-    _check("clip_high", clip_high, lambda x: x >= 0, "at least 0")
-    _check("dual", dual, lambda x: x > 1, "more than 1", optional=True)
-
-
-def _check_epsilon(epsilon: float) -> None:
-    _check("epsilon", epsilon, lambda x: x >= 0, "at least 0")
-
-
-def _check(name: str, value: object, accepts: Callable[[Any], bool], expected: str, *, optional: bool = False) -> None:
-    """Raises ConfigError unless the value is a finite number that is accepted or, if it is optional, None."""
-    if optional and value is None:
-        return
-    number = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
-    if not number or not accepts(value):
-        what = expected if number else f"a finite number {expected}"
-        raise ConfigError(f"{name} is {value!r}, expected {what}{', or None' if optional else ''}")

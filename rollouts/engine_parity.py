@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import trio
 from torch import Tensor
 
-from rollouts.algorithms import is_corrected, truncated
+from rollouts.algorithm_parts import is_corrected
+from rollouts.algorithms import truncated
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.batching import collate_samples, select_rows
 from rollouts.config import ParityConfig

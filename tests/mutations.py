@@ -293,14 +293,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_surrogates.py::test_the_ratio_of_a_long_sequence_overflows_nothing",),
     ),
     Mutation(
-        "algorithms.py",
+        "algorithm_parts.py",
         "nothing bounds the ratio of a bad token",
         "BOUNDED_RATIO = partial(token_ratio, bound=LOG_RATIO_BOUND)",
         "BOUNDED_RATIO = token_ratio",
         ("test_algorithms.py::test_a_token_far_off_leaves_loss_gradient_and_metrics_finite",),
     ),
     Mutation(
-        "algorithms.py",
+        "algorithm_parts.py",
         "nothing bounds k3",
         "BOUNDED_K3 = bounded(k3, log_ratio=LOG_RATIO_BOUND)",
         "BOUNDED_K3 = k3",
@@ -1183,7 +1183,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_advantages.py::test_gpg_is_zero_where_no_row_is_valid",),
     ),
     Mutation(
-        "algorithms.py",
+        "algorithm_parts.py",
         "an infinite hyper-parameter passes",
         "isinstance(value, Real) and math.isfinite(value)",
         "isinstance(value, Real)",

@@ -21,7 +21,7 @@ LAYERS = (
         "weight_plan",
         "chat", "samples", "filters", "episode_columns", "batching", "logprobs", "statistics", "advantages", "gigpo", "gigpo_steps",
         "loss_weights", "kl", "surrogates", "losses", "preferences", "corrections", "covariance", "proximal", "kl_control", "staleness",
-        "estimators", "algorithms", "config_json", "config", "async_config", "chat_templates", "episode_config",
+        "estimators", "algorithm_parts", "algorithms", "config_json", "config", "async_config", "chat_templates", "episode_config",
         "episode_summaries", "chat_formats", "transcripts", "trajectory_records",
     ),
     (

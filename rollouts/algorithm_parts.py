@@ -1,0 +1,136 @@
+"""What the named algorithms have in common: terms that may be off, hyper-parameters that are checked, and what a composition reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from numbers import Real
+from typing import Any
+
+from rollouts.errors import ConfigError
+from rollouts.estimators import (
+    estimate_gae,
+    estimate_gigpo,
+    estimate_gpg,
+    estimate_greedy_baseline,
+    estimate_group_relative,
+    estimate_opo,
+    estimate_reinforce_plus_plus,
+    estimate_reinforce_plus_plus_baseline,
+)
+from rollouts.kl import KLEstimator, bounded, k3
+from rollouts.losses import clipped_policy_loss, corrected_loss, gmpo_policy_loss, policy_loss
+from rollouts.surrogates import LOG_RATIO_BOUND, token_ratio
+from rollouts.types import Algorithm, LossOutput, Transform
+
+BOUNDED_RATIO = partial(token_ratio, bound=LOG_RATIO_BOUND)
+BOUNDED_K3 = bounded(k3, log_ratio=LOG_RATIO_BOUND)
+
+_ESTIMATES_FROM_REWARDS: tuple[Transform, ...] = (
+    estimate_group_relative,
+    estimate_greedy_baseline,
+    estimate_opo,
+    estimate_gpg,
+    estimate_reinforce_plus_plus,
+    estimate_reinforce_plus_plus_baseline,
+    estimate_gae,
+    estimate_gigpo,
+)
+"""Estimators that read no log-probs unless a KL penalty is on, and then old_log_probs where they are filled."""
+
+_LOSSES_THAT_PREFER_OLD: tuple[Callable[..., LossOutput], ...] = (policy_loss, clipped_policy_loss, gmpo_policy_loss)
+"""Losses that read rollout_log_probs for a metric only, once old_log_probs are filled."""
+
+
+# -- terms and settings of a preset
+
+
+def fill_terms(kl_coef: float, entropy_coef: float = 0.0, kl: KLEstimator = BOUNDED_K3) -> dict[str, Any]:
+    """The keyword arguments of the KL and entropy terms of policy_loss, only those that are on."""
+    check_number("kl_coef", kl_coef, lambda x: x >= 0, "at least 0")
+    check_number("entropy_coef", entropy_coef, lambda x: x >= 0, "at least 0")
+    return ({"kl": kl, "kl_coef": kl_coef} if kl_coef > 0 else {}) | ({"entropy_coef": entropy_coef} if entropy_coef > 0 else {})
+
+
+def fill_penalty(kl_coef: float, kl: KLEstimator) -> dict[str, Any]:
+    """The keyword arguments of a KL penalty in the rewards, if it is on."""
+    return {"kl": kl, "kl_coef": kl_coef} if kl_coef > 0 else {}
+
+
+def find_required(kl_coef: float = 0.0, entropy_coef: float = 0.0) -> frozenset[str]:
+    """rollout_log_probs, and what the terms that are on need."""
+    names = {"rollout_log_probs"}
+    if kl_coef > 0:
+        names.add("ref_log_probs")
+    if entropy_coef > 0:
+        names.add("entropy")
+    return frozenset(names)
+
+
+def check_clip(clip_low: float, clip_high: float, dual: float | None) -> None:
+    """Raise ConfigError unless the widths of a clip, and the ratio beyond which dual clip holds, are in their ranges."""
+    check_number(
+        "clip_low", clip_low, lambda x: 0 <= x < 1, "in [0, 1): it is a width, the ratio is clipped to [1 - clip_low, 1 + clip_high]"
+    )
+    check_number("clip_high", clip_high, lambda x: x >= 0, "at least 0")
+    check_number("dual", dual, lambda x: x > 1, "more than 1", optional=True)
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raise ConfigError unless what is added to a standard deviation is at least 0."""
+    check_number("epsilon", epsilon, lambda x: x >= 0, "at least 0")
+
+
+def check_number(name: str, value: object, accepts: Callable[[Any], bool], expected: str, *, optional: bool = False) -> None:
+    """Raise ConfigError unless the value is a finite number that is accepted or, if it is optional, None."""
+    if optional and value is None:
+        return
+    number = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    if not number or not accepts(value):
+        what = expected if number else f"a finite number {expected}"
+        raise ConfigError(f"{name} is {value!r}, expected {what}{', or None' if optional else ''}")
+
+
+# -- what an algorithm reads, for its wrappers
+
+
+def is_corrected(algorithm: Algorithm) -> bool:
+    """Whether its loss weights tokens by a ratio of the trainer's policy to the one that sampled them: decoupled and truncated do."""
+    return isinstance(algorithm.loss, partial) and algorithm.loss.func is corrected_loss
+
+
+def find_loss_only(algorithm: Algorithm, column: str) -> frozenset[str]:
+    """What only the losses read, once a wrapper has added the column of the policy's log-probs.
+
+    The column is among it if the algorithm did not require it and its estimator is one that looks at rewards, groups and values alone. Of
+    any other function it is not known what it reads.
+    """
+    estimate, settings = _take_apart(algorithm.estimate)
+    from_rewards = estimate in _ESTIMATES_FROM_REWARDS and not settings.get("kl_coef")  # a penalty in the rewards reads log-probs
+    return algorithm.loss_only | ({column} if from_rewards and column not in algorithm.requires else frozenset())
+
+
+def find_required_without_rollouts(algorithm: Algorithm) -> frozenset[str]:
+    """What an algorithm requires once old_log_probs are the ratio's anchor: no rollout_log_probs, unless something else may read them."""
+    (estimate, _), (loss, settings) = _take_apart(algorithm.estimate), _take_apart(algorithm.loss)
+    known = estimate in _ESTIMATES_FROM_REWARDS and loss in _LOSSES_THAT_PREFER_OLD and settings.get("reweigh") is None
+    return algorithm.requires - ({"rollout_log_probs"} if known else set())
+
+
+def _take_apart(part: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """The function of a partial, and what it fills in."""
+    return (part.func, part.keywords) if isinstance(part, partial) else (part, {})
+
+
+def check_wraps(algorithm: object, wrapper: str, *, corrects: bool = True) -> None:
+    """Raise ConfigError unless `wrapper` was given an algorithm and, if it is a correction, one that has none yet."""
+    if not isinstance(algorithm, Algorithm):
+        name = getattr(algorithm, "__name__", None) if callable(algorithm) else None
+        found = repr(algorithm) if name is None else f"the function {name}"
+        raise ConfigError(f"{wrapper}(...) was given {found}, expected an algorithm: write {wrapper}({name or 'grpo'}())")
+    if corrects and is_corrected(algorithm):
+        raise ConfigError(
+            f"{wrapper}(...) was given an algorithm that already has a correction, and its tokens would be weighted twice: "
+            "use one of decoupled and truncated"
+        )
