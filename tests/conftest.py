@@ -25,6 +25,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.dist = "worksteal"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests have ten minutes, unless they say how long they have."""
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The modules and the tests stay: passes of the garbage collector leave them out, each of which would look at some 700,000 objects."""
     gc.freeze()
