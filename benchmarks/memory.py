@@ -1,8 +1,10 @@
 """Memory: what a training step takes at its peak, beside what `--dry-run` says.
 
     nice python -m benchmarks.memory [--sizes small medium large] [--tokens 512] [--repeats 3] [--device cpu|cuda] [--output FILE.json]
+                                     [--beside MALLOC_MMAP_THRESHOLD_=131072]
 
-Each measurement is a process of its own (two for FSDP on two ranks), in which a backend makes two optimizer steps of two micro-batches.
+Each measurement is a process of its own (two for FSDP on two ranks), in which a backend makes six optimizer steps of two micro-batches:
+the heap of a CPU process grows for some steps. --beside measures with this in the environment as well, in turns.
 On a CPU the peak is that of resident memory (VmHWM, set back when the model is made), the parts of the process that are there without a
 model included; on a GPU it is what torch's allocator held at most. Nothing else is measured on a GPU, so context and libraries (about 0.5
 GiB) come on top.
@@ -18,6 +20,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +49,7 @@ SIZES: dict[str, dict[str, Any]] = {  # 10, 60 and 250 million parameters
 }  # fmt: skip
 MIB = 2**20
 ROW_TOKENS = 128
-STEPS, MICRO_BATCHES = 2, 2
+STEPS, MICRO_BATCHES = 6, 2
 
 
 def create_config(size: str) -> Any:
@@ -82,7 +86,10 @@ def create_backend(directory: str, device: str) -> Any:
 
 
 def measure_here(size: str, tokens: int, device: str, directory: str) -> dict[str, float]:
-    """Make the steps in this process. Returns bytes: at the peak, and resident before there was a model."""
+    """Make the steps in this process.
+
+    Returns: bytes at the peak, and resident before there was a model; seconds of the processor for a step, the first one left out.
+    """
     before = memory_mb("VmRSS") * MIB
     backend = create_backend(directory, device)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -91,28 +98,36 @@ def measure_here(size: str, tokens: int, device: str, directory: str) -> dict[st
         torch.cuda.reset_peak_memory_stats()
     else:
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to what is resident now
+    seconds: list[float] = []
     for _ in range(STEPS):
+        start = time.process_time()
         for batch in batches:
             backend.forward_backward(batch, sft_loss)
         backend.optim_step()
+        seconds.append(time.process_time() - start)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else memory_mb("VmHWM") * MIB
-    return {"peak": float(peak), "before": before}
+    return {"peak": float(peak), "before": before, "cpu_s": statistics.median(seconds[1:])}
 
 
-def estimate(size: str, tokens: int, num_ranks: int, device: str) -> int:
+def estimate(size: str, tokens: int, num_ranks: int, device: str, *, heap_has_gaps: bool = True) -> int:
     """What the formulae of --dry-run say of the same step, bytes in each process."""
     training = sharded_training(tokens, num_ranks, FSDPConfig()) if num_ranks > 1 else Training(tokens=tokens)
     parts = training_parts(read_sizes(create_config(size)), training)
     tensors = sum(part.size for part in parts)
-    return tensors if device != "cpu" else tensors + PROCESS_BYTES + heap_bytes(read_sizes(create_config(size)), training, parts)
+    if device != "cpu":
+        return tensors
+    return tensors + PROCESS_BYTES + (heap_bytes(read_sizes(create_config(size)), training, parts) if heap_has_gaps else 0)
 
 
-def measure_in_processes_of_their_own(size: str, tokens: int, num_ranks: int, device: str, directory: str) -> dict[str, float]:
-    """Start the measurement alone. Returns that of the rank with the higher peak."""
+def measure_in_processes_of_their_own(
+    size: str, tokens: int, num_ranks: int, device: str, directory: str, variables: Mapping[str, str]
+) -> dict[str, float]:
+    """Start the measurement alone, with these in the environment. Returns that of the rank with the higher peak."""
     arguments = ["benchmarks.memory", "--child", size, "--model", directory, "--tokens", str(tokens), "--device", device]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
     command = [sys.executable, *launcher, "-m", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return max(read_results(done.stdout), key=lambda result: result["peak"])
@@ -123,6 +138,26 @@ def read_results(text: str) -> list[dict[str, float]]:
     return [json.loads(found) for found in re.findall(r"\{.*?\}", text)]
 
 
+def summarize(results: list[dict[str, float]], plain: list[dict[str, float]], expected: int) -> dict[str, float]:
+    """A row of the table.
+
+    Args:
+        plain: measured in the same turns, with nothing in the environment.
+        expected: bytes.
+    """
+    peaks = [result["peak"] for result in results]
+    peak = statistics.median(peaks)
+    return {
+        "measured MiB": peak / MIB,
+        "lowest": min(peaks) / MIB,
+        "highest": max(peaks) / MIB,
+        "estimate": expected / MIB,
+        "est./measured": expected / peak,
+        "CPU s a step": statistics.median(result["cpu_s"] for result in results),
+        "CPU ratio": statistics.median(result["cpu_s"] / other["cpu_s"] for result, other in zip(results, plain, strict=True)),
+    }
+
+
 def main() -> None:
     """Parse arguments, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,6 +166,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of a micro-batch of one process")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--beside", metavar="NAME=VALUE", help="measure with this in the environment, too")
     parser.add_argument("--output")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -138,21 +174,23 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(measure_here(arguments.child, arguments.tokens, arguments.device, arguments.model)), flush=True)
         return
+    settings: dict[str, dict[str, str]] = {"": {}}
+    if arguments.beside:
+        name, _, value = arguments.beside.partition("=")
+        settings[f", {name}"] = {name: value}
     table: dict[str, dict[str, float]] = {}
     for size in arguments.sizes:
         for num_ranks in arguments.ranks:
             options = (size, arguments.tokens, num_ranks, arguments.device)
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
             with tempfile.TemporaryDirectory() as directory:
                 write_model(size, directory)
-                found = [measure_in_processes_of_their_own(*options, directory) for _ in range(arguments.repeats)]
-            peak, expected = statistics.median(result["peak"] for result in found), estimate(*options)
-            table[f"{size}, {num_ranks} rank{'s' * (num_ranks > 1)}"] = {
-                "measured MiB": peak / MIB,
-                "lowest": min(result["peak"] for result in found) / MIB,
-                "highest": max(result["peak"] for result in found) / MIB,
-                "estimate": expected / MIB,
-                "est./measured": expected / peak,
-            }
+                for _ in range(arguments.repeats):
+                    for name, variables in settings.items():
+                        found[name].append(measure_in_processes_of_their_own(*options, directory, variables))
+            for name, results in found.items():
+                expected = estimate(*options, heap_has_gaps=not settings[name])
+                table[f"{size}, {num_ranks} rank{'s' * (num_ranks > 1)}{name}"] = summarize(results, found[""], expected)
             print_table("", table)
     write_json(arguments.output, {"tokens": arguments.tokens, "device": arguments.device, "memory": table})
 

@@ -35,7 +35,9 @@ FLOAT = 4  # bytes of a float32
 MOMENTS = 2  # that Adam keeps of each trained parameter
 CHUNK_TOKENS = 1024  # tokens whose logits exist at the same time (OutputOptions.chunk_size)
 PROCESS_BYTES = 400 * 2**20  # of a CPU process with torch, transformers and this package; measured by benchmarks.memory
-HEAP_SHARE = 0.35  # of what a step makes anew, see heap_bytes; measured likewise
+HEAP_SHARE = 0.35  # of what a step of one process makes anew, see heap_bytes; measured likewise, as the next two
+SHARDED_HEAP_SHARE = 0.15  # the same with FSDP
+SMALL_UNIT_COPIES = 5  # of all layers, for which the heap keeps room where the buffers of FSDP are smaller than HEAP_BLOCK; else 1
 HEAP_BLOCK = 32 * 2**20  # from this size on glibc takes a block from the system, and gives it back
 STATES = ("parameters", "gradients", "Adam's moments")  # names of parts that stay from step to step
 
@@ -135,19 +137,19 @@ def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
 def heap_bytes(sizes: ModelSizes, training: Training, parts: Sequence[Part]) -> int:
     """What the heap of a process on a CPU keeps beyond what is in use: gaps between blocks that are smaller than 32 MiB.
 
-    About a third of what a step makes anew. With FSDP the buffers of layers in which parameters come and gradients go, if they are such
-    blocks: they are made and dropped between activations that stay, and the room of all of them is kept. With MALLOC_MMAP_THRESHOLD_=131072
-    in the environment there is nothing of this.
+    In one process about a third of what a step makes anew. With FSDP parameters and gradients of layers come and go between activations
+    that stay, whatever the number of tokens, and the room of all layers is kept: once for the parameters one by one, and where a layer's
+    buffers are such blocks, too, for them as they are gathered and sent, forward and backward. It takes some steps to come to that.
 
     Args:
         parts: training_parts of the same.
     """
-    gaps = HEAP_SHARE * sum(part.size for part in parts if part.name not in STATES)
-    if training.sharding is not None and training.sharding.shards > 1:
-        in_layers = sizes.num_parameters - sizes.root_parameters
-        if training.width * unit_parameters(sizes, training.sharding.config) < HEAP_BLOCK:
-            gaps += 2 * training.width * in_layers
-    return ceil(gaps)
+    passing = sum(part.size for part in parts if part.name not in STATES)
+    if training.sharding is None or training.sharding.shards == 1:
+        return ceil(HEAP_SHARE * passing)
+    small = training.width * unit_parameters(sizes, training.sharding.config) < HEAP_BLOCK
+    layers = training.width * (sizes.num_parameters - sizes.root_parameters)
+    return ceil(SHARDED_HEAP_SHARE * passing + layers * (SMALL_UNIT_COPIES if small else 1))
 
 
 def inference_parts(sizes: ModelSizes, training: Training) -> list[Part]:

@@ -42,6 +42,7 @@ class Workload:
     sizes: ModelSizes
     training: Training  # of the policy
     device: str  # "cpu", or that of a GPU
+    heap_has_gaps: bool = True  # on a CPU; False = its allocator gives every larger block back, see budget_text.RETURNS_BLOCKS
     gpu: int = 0  # of rank 0 among this machine's GPUs; rank k has the k-th after it
     ranks_per_node: int = 8
     has_reference: bool = False
@@ -103,7 +104,7 @@ def plan_roles(work: Workload) -> list[Role]:
         critic = training_parts(sizes, training)
         parts += [_of("critic", part) for part in critic]
         gaps += heap_bytes(sizes, training, critic)
-    if work.device == "cpu":
+    if work.device == "cpu" and work.heap_has_gaps:
         parts.append(Part("gaps that the heap keeps", gaps, on_host=True))
     reward = [] if work.reward is None else reward_parts(work.reward)
     first = [*parts, *_parts_of_rank_0(work), *(reward if work.reward_rank == 0 else [])]
