@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -169,7 +170,11 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
     if needs_launch(config, os.environ):
         return launch("integration.train", argv, num_processes, stop_s=math.ceil(config.backend.timeout_s))
     with open_group(config, os.environ) as group:
-        return _run_in_directory(command, group)
+        try:
+            return _run_in_directory(command, group)
+        finally:
+            if num_processes > 1:  # torchrun sends SIGTERM when another rank ends first, and what happened is yet to be told
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def follow(command: CommandLine) -> int:
