@@ -1,23 +1,15 @@
-"""Frozen configurations, validated when made. Their way to and from JSON, which can be imported from here, too, is in config_json.py."""
+"""Frozen configurations, validated at construction. config_files.py, re-exported here, converts them to and from JSON."""
 
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from rollouts.config_json import FUNCTIONS_KEY as FUNCTIONS_KEY
-from rollouts.config_json import from_dict as from_dict
-from rollouts.config_json import is_number
-from rollouts.config_json import load_config as load_config
-from rollouts.config_json import save_config as save_config
-from rollouts.config_json import suggest as suggest
-from rollouts.config_json import to_dict as to_dict
+from rollouts.config_files import is_number, is_whole, suggest
 from rollouts.errors import ConfigError
-from rollouts.kl_control import KLControl
-from rollouts.types import Algorithm, Group, Sample, SamplingParams
+from rollouts.types import Algorithm, FilterFn, KLControl, Sample, SamplingParams
 
 Schedule = Literal["constant", "linear", "cosine"]
 OnRewardError = Literal["raise", "retry", "drop", "zero"]
@@ -26,7 +18,7 @@ ParityAction = Literal["warn", "correct", "stop"]
 
 
 def check_setting(condition: bool, name: str, value: object, expected: str) -> None:
-    """Raise ConfigError unless the condition holds: what was wrong, the value found, what to do."""
+    """Raise ConfigError with the setting's name, its value and the expected one unless the condition holds."""
     if not condition:
         raise ConfigError(f"{name} is {value!r}, expected {expected}")
 
@@ -35,14 +27,14 @@ def check_positive(config: object, *names: str) -> None:
     """Raise ConfigError unless each named field is a whole number of at least 1."""
     for name in names:
         value = getattr(config, name)
-        check_setting(_is_whole(value) and value >= 1, f"{type(config).__name__}.{name}", value, "a whole number, at least 1")
+        check_setting(is_whole(value) and value >= 1, f"{type(config).__name__}.{name}", value, "a whole number, at least 1")
 
 
 def check_count(config: object, *names: str) -> None:
     """Raise ConfigError unless each named field is a whole number of at least 0."""
     for name in names:
         value = getattr(config, name)
-        check_setting(_is_whole(value) and value >= 0, f"{type(config).__name__}.{name}", value, "a whole number, at least 0")
+        check_setting(is_whole(value) and value >= 0, f"{type(config).__name__}.{name}", value, "a whole number, at least 0")
 
 
 def check_not_negative(config: object, *names: str) -> None:
@@ -53,6 +45,19 @@ def check_not_negative(config: object, *names: str) -> None:
         check_setting(good, f"{type(config).__name__}.{name}", value, "a finite number, at least 0")
 
 
+def check_flags(config: object, *names: str) -> None:
+    """Raise ConfigError unless each named field is True or False; a text such as "False" would count as True."""
+    for name in names:
+        value = getattr(config, name)
+        check_setting(isinstance(value, bool), f"{type(config).__name__}.{name}", value, "True or False")
+
+
+def check_seed(config: object) -> None:
+    """Raise ConfigError unless the seed is a whole number."""
+    value = getattr(config, "seed", None)
+    check_setting(is_whole(value), f"{type(config).__name__}.seed", value, "a whole number")
+
+
 def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError, with a suggestion, unless the named field is one of the choices."""
     value = getattr(config, name)
@@ -60,30 +65,28 @@ def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{type(config).__name__}.{name} is {value!r}: {suggest(str(value), choices)}")
 
 
-def _is_whole(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, numbers.Integral)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SFTTrainingConfig:
-    """How run_sft_training goes through its samples."""
+    """Schedule of run_sft_training."""
 
     num_steps: int = 100  # optimizer steps
-    batch_size: int = 32  # rows per optimizer step
+    batch_size: int = 32  # samples per optimizer step
     log_every: int = 1  # steps between two lines of metrics; the last step is always logged
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward; bounds memory, never changes a result
-    seed: int = 0  # of the order of samples
+    seed: int = 0  # seed of the order of samples
+    dropout: bool = True  # train with the dropout that the model's configuration and its adapters have; False = without any
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "batch_size", "log_every", "max_tokens_per_microbatch")
         check_count(self, "checkpoint_every", "eval_every")
+        check_seed(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelTrainingConfig:
-    """How train_reward_model goes through its pairs."""
+    """Schedule of train_reward_model."""
 
     num_steps: int = 100  # optimizer steps
     batch_size: int = 64  # pairs per optimizer step
@@ -91,21 +94,22 @@ class RewardModelTrainingConfig:
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations on held-out pairs; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward, pairs whole; bounds memory, never changes a result
-    seed: int = 0  # of the order of pairs
+    seed: int = 0  # seed of the order of pairs
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "batch_size", "log_every", "max_tokens_per_microbatch")
         check_count(self, "checkpoint_every", "eval_every")
+        check_seed(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityConfig:
-    """A look at every batch whose weights the engines have just been given: does the trainer give its tokens the same log-probs?"""
+    """Parity check of each batch that was sampled with the engines' newest weights: trainer and engines must agree on its log-probs."""
 
-    num_rows: int = 8  # of the batch that the trainer computes again; more cost time and find rarer differences
-    threshold: float = 0.1  # nats, of the mean |difference| per token: 1e-5 is usual in float32, 0.01 to 0.05 with bfloat16 engines
-    action: ParityAction = "warn"  # beyond it: a warning; truncated importance sampling for this batch; or an error
-    cap: float = 2.0  # of the importance weights of "correct"
+    num_rows: int = 8  # rows of the batch that the trainer recomputes; more rows cost time and find rarer differences
+    threshold: float = 0.1  # nats, bound of the mean |difference| per token: 1e-5 is usual in float32, 0.01 to 0.05 with bfloat16 engines
+    action: ParityAction = "warn"  # beyond the threshold: warn; correct this batch by truncated importance sampling; or stop with an error
+    cap: float = 2.0  # bound of the importance weights of "correct"
 
     def __post_init__(self) -> None:
         check_positive(self, "num_rows")
@@ -117,37 +121,40 @@ class ParityConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RLTrainingConfig:
-    """How run_rl_training trains. One step is one rollout batch."""
+    """Schedule and options of run_rl_training and run_async_rl_training. One step is one rollout batch."""
 
     num_steps: int = 10  # rollout batches
     sync_every: int = 1  # steps between two weight syncs
     num_epochs: int = 1  # passes over each rollout batch
     num_minibatches: int = 1  # optimizer steps in each pass
     algorithm: Algorithm | None = None  # None = algorithms.grpo()
-    baseline: float | None = None  # a number instead of the algorithm's baseline: advantages = rewards - baseline
+    baseline: float | None = None  # fixed number in place of the algorithm's baseline: advantages = rewards - baseline
     log_every: int = 1  # steps between two lines of metrics; the last step is always logged
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward
-    weight_sync: WeightSync = (
-        "checkpoint"  # how engines get new weights: from a directory, handed over in this process, or through a weight_channel
-    )
-    seed: int = 0  # of the order of rows in minibatches
-    shape_reward: Callable[[Sample], float] | None = None  # the reward that is trained on, of a sample whose own reward filters have seen
+    dropout: bool = False  # train with the dropout that the models and adapters have: importance ratios are then partly noise
+    weight_sync: WeightSync = "checkpoint"  # way to the engines: files in a directory, memory of this process, or a weight_channel
+    seed: int = 0  # seed of the order of rows in minibatches
+    shape_reward: Callable[[Sample], float] | None = None  # reward for training, from a sample whose own reward the filters have seen
     mask_truncated: bool = False  # leave samples that ran out of tokens out of the loss; their rewards count in their groups (DAPO)
-    value_clip: float | None = 0.2  # how far values may move from those at collection time, in reward units; None = no clipping
+    value_clip: float | None = 0.2  # bound of a value's change since collection, in reward units; None = no clipping
     critic_warmup_steps: int = 0  # first steps in which only the critic is trained
     parity: ParityConfig | None = None  # compare log-probs of engines and trainer; None = do not
-    probe_tolerance: float | None = None  # nats: after each sync engines must give probe_tokens tokens of a rollout the trainer's
-    # log-probs, up to this: 1e-3 in float32, about 0.3 where the engine is bfloat16; None = trust what they say
-    probe_tokens: int = 64
-    kl_control: KLControl | None = None  # coefficient of the algorithm's KL term from step to step; None = the algorithm's own number
+    probe_tolerance: float | None = None  # nats: largest difference of log-probs in the probe of engines after each sync;
+    # 1e-3 in float32, about 0.3 with bfloat16 engines; None = no probe
+    probe_tokens: int = 64  # tokens of one rollout in that probe, at least 2
+    kl_control: KLControl | None = None  # schedule of the KL term's coefficient; None = the algorithm's own constant
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "sync_every", "num_epochs", "num_minibatches", "log_every", "max_tokens_per_microbatch")
         check_count(self, "checkpoint_every", "eval_every", "critic_warmup_steps")
+        check_seed(self)
+        check_flags(self, "mask_truncated")
         check_choice(self, "weight_sync", get_args(WeightSync))
-        check_setting(self.probe_tokens >= 2, "RLTrainingConfig.probe_tokens", self.probe_tokens, "at least 2")
+        check_setting(
+            is_whole(self.probe_tokens) and self.probe_tokens >= 2, "RLTrainingConfig.probe_tokens", self.probe_tokens, "at least 2"
+        )
         tolerance = self.probe_tolerance
         good = tolerance is None or (is_number(tolerance) and tolerance > 0)
         check_setting(good, "RLTrainingConfig.probe_tolerance", tolerance, "more than 0, or None")
@@ -159,11 +166,11 @@ class RLTrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """What happens when a reward function fails: raises, takes too long, or returns something that is not a finite number."""
+    """Handling of a reward function that fails: it raises, takes too long, or returns anything other than a finite number."""
 
-    timeout_s: float | None = 30.0  # for one call: a sample, or a whole group in batch mode; None = wait for ever
+    timeout_s: float | None = 30.0  # seconds for one call: a sample, or a whole group in batch mode; None = no limit
     on_error: OnRewardError = "raise"  # end the run | try again | drop the group and count it | reward 0, marked and counted
-    max_retries: int = 2  # with "retry"; then the run ends
+    max_retries: int = 2  # retries with "retry" before the run ends
 
     def __post_init__(self) -> None:
         timeout = self.timeout_s
@@ -175,10 +182,9 @@ class RewardConfig:
 
 @runtime_checkable
 class ScoringGenerateFn(Protocol):
-    """A generate function that scores its groups and can be taken apart.
+    """A generate function that scores its groups; take_apart() separates generation from rewards.
 
-    RolloutConfig puts its parts in their places. A group is then in hand before its rewards are asked for, so an interruption costs no
-    tokens, and a reward that fails is treated as one and not as a failed rollout.
+    A group then exists before its rewards are computed, so an interruption costs no tokens, and a failed reward is no failed rollout.
     """
 
     unscored: Callable[..., Any]  # the generate function without the rewards
@@ -188,26 +194,27 @@ class ScoringGenerateFn(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How batches of rollouts are produced. A group is all samples of one prompt.
+    """Production of rollout batches. A group is all samples of one prompt.
 
-    A generate_fn that is a ScoringGenerateFn brings reward_fn, and maybe reward, with it.
+    A generate_fn that is a ScoringGenerateFn brings its reward_fn, and maybe its reward settings, along: see take_apart.
     """
 
     batch_size: int  # groups per batch
-    n_samples_per_prompt: int = 1  # that are trained on
-    n_baseline_samples: int = 0  # further ones in each group that only count in its statistics, for example ReMax's one greedy sample
-    segment_log_probs: bool = False  # whether samples carry them, for decoupled(..., segment_wise=True); see proximal.py
-    over_sampling_factor: float = 1.0  # groups in flight per group wanted; what finishes too late is used in the next batch
+    n_samples_per_prompt: int = 1  # trained samples per group
+    n_baseline_samples: int = 0  # untrained samples per group that count only in its statistics, for example ReMax's one greedy sample
+    segment_log_probs: bool = False  # samples carry segment log-probs, for decoupled(..., segment_wise=True); see data/segments.py
+    over_sampling_factor: float = 1.0  # groups in flight per group wanted; a group that finishes too late is used in the next batch
     generate_fn: Callable[..., Any] | None = None  # (prompt, n[, partial]) -> group; sync or async
     reward_fn: Callable[[Sample], Any] | None = None  # sample -> float or EvaluateResult; sync or async; or a rewards.calls.GroupReward
-    filter_fn: Callable[[Group], bool] | None = None  # group -> keep it; sees rewards, and no baseline samples
+    filter_fn: FilterFn | None = None  # group -> keep it, True or False; sync or async; sees rewards, and no baseline samples
     max_filter_attempts: int = 10  # rounds of generation for one batch before a filter that passes too little is an error
-    grace_s: float = 5.0  # for unfinished groups to return what they have, once the batch is full
+    grace_s: float = 5.0  # seconds for unfinished groups to return their samples once the batch is full
     reward: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "n_samples_per_prompt", "max_filter_attempts")
         check_count(self, "n_baseline_samples")
+        check_flags(self, "segment_log_probs")
         factor = self.over_sampling_factor
         enough = is_number(factor) and math.isfinite(factor) and factor >= 1.0
         check_setting(enough, "RolloutConfig.over_sampling_factor", factor, "a finite number, at least 1.0")
@@ -218,19 +225,15 @@ class RolloutConfig:
         if hasattr(self.reward_fn, "open_reward"):  # rewards.calls.RewardSource
             source = type(self.reward_fn).__name__
             raise ConfigError(f"RolloutConfig.reward_fn is a {source}: `async with source.open_reward() as reward_fn`, and pass that")
-        if isinstance(self.generate_fn, ScoringGenerateFn):
-            self._take_apart(self.generate_fn)
-
-    def _take_apart(self, scoring: ScoringGenerateFn) -> None:
+        scoring = self.generate_fn
+        if not isinstance(scoring, ScoringGenerateFn):
+            return
         if self.reward_fn is not None:
             raise ConfigError("RolloutConfig.reward_fn is given, but generate_fn scores its groups itself: leave one of the two out")
         if scoring.reward is not None and self.reward not in (RewardConfig(), scoring.reward):
             raise ConfigError(
                 f"RolloutConfig.reward is {self.reward}, but generate_fn has {scoring.reward} for its own rewards: leave one of them out"
             )
-        object.__setattr__(self, "generate_fn", scoring.unscored)
-        object.__setattr__(self, "reward_fn", scoring.reward_fn)
-        object.__setattr__(self, "reward", scoring.reward or self.reward)
 
     @property
     def group_size(self) -> int:
@@ -238,9 +241,17 @@ class RolloutConfig:
         return self.n_samples_per_prompt + self.n_baseline_samples
 
 
+def take_apart(config: RolloutConfig) -> RolloutConfig:
+    """Return the config with the parts of a ScoringGenerateFn in generate_fn, reward_fn and reward; others as they are."""
+    scoring = config.generate_fn
+    if not isinstance(scoring, ScoringGenerateFn):
+        return config
+    return replace(config, generate_fn=scoring.unscored, reward_fn=scoring.reward_fn, reward=scoring.reward or config.reward)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How responses are sampled."""
+    """Sampling of responses."""
 
     n_samples: int = 1  # samples per prompt
     max_tokens: int = 256  # most tokens of a response
@@ -248,10 +259,10 @@ class GenerationConfig:
     top_p: float = 1.0  # 1 = off
     top_k: int = 0  # 0 = off
     min_p: float = 0.0  # 0 = off
-    greedy: bool = False  # take the most probable token whatever temperature says
+    greedy: bool = False  # take the most probable token at any temperature
     enable_thinking: bool | None = None  # passed to the chat template; None = the template's own default
     stop: tuple[str, ...] = ()  # strings that end a response
-    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end of text
+    stop_token_ids: tuple[int, ...] = ()  # end a response, besides the tokenizer's end of text
 
     def __post_init__(self) -> None:
         check_positive(self, "n_samples", "max_tokens")
@@ -259,18 +270,22 @@ class GenerationConfig:
         check_count(self, "top_k")
         check_setting(is_number(self.top_p) and 0 < self.top_p <= 1, "GenerationConfig.top_p", self.top_p, "more than 0, at most 1")
         check_setting(is_number(self.min_p) and 0 <= self.min_p <= 1, "GenerationConfig.min_p", self.min_p, "at least 0, at most 1")
+        check_flags(self, "greedy")
+        params = self.sampling_params()  # raises ConfigError for a stop that is one text, and the like
+        object.__setattr__(self, "stop", params.stop)
+        object.__setattr__(self, "stop_token_ids", params.stop_token_ids)
 
     def new(self, **changes: Any) -> GenerationConfig:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
     @property
     def truncates(self) -> bool:
-        """Whether top_p, top_k or min_p cut the distribution, so that its log-probs are not those that a trainer computes."""
+        """Whether top_p, top_k or min_p cut the distribution: its log-probs then differ from those that a trainer computes."""
         return self.sampling_params().truncates
 
     def sampling_params(self, seed: int | None = None) -> SamplingParams:
-        """The parameters of one request."""
+        """Return the parameters of one request."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=0.0 if self.greedy else self.temperature,
@@ -287,10 +302,10 @@ class GenerationConfig:
 class OptimizerConfig:
     """AdamW, gradient clipping and the learning-rate schedule."""
 
-    lr: float = 1e-5  # peak
+    lr: float = 1e-5  # peak learning rate
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.0  # on matrices only
+    weight_decay: float = 0.0  # decay of matrices; vectors have none
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
     warmup_steps: int = 0  # optimizer steps from 0 to lr
     schedule: Schedule = "constant"  # after the warm-up
@@ -301,18 +316,20 @@ class OptimizerConfig:
         check_count(self, "warmup_steps")
         norm = self.max_grad_norm
         check_setting(is_number(norm) and norm > 0, "OptimizerConfig.max_grad_norm", norm, "more than 0 (inf = no clipping)")
-        good = len(self.betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        betas: Any = self.betas
+        good = isinstance(betas, list | tuple) and len(self.betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         check_setting(good, "OptimizerConfig.betas", self.betas, "two numbers in [0, 1)")
+        object.__setattr__(self, "betas", tuple(self.betas))
         check_choice(self, "schedule", get_args(Schedule))
         check_setting(self.min_lr_ratio <= 1, "OptimizerConfig.min_lr_ratio", self.min_lr_ratio, "a number in [0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written and how many are kept."""
+    """Frequency and retention of checkpoints."""
 
-    sft_every: int = 60  # SFT steps; 0 = only after the last
-    rl_every: int = 1  # RL steps; 0 = only after the last
+    sft_every: int = 60  # SFT steps between two checkpoints; 0 = only after the last
+    rl_every: int = 1  # RL steps between two checkpoints; 0 = only after the last
     keep_last_n: int = 2  # older ones are deleted once a new one is complete
 
     def __post_init__(self) -> None:
@@ -321,7 +338,7 @@ class CheckpointConfig:
 
 
 def check_rl_batch_sizes(rollout: RolloutConfig, training: RLTrainingConfig) -> None:
-    """Raise ConfigError if a rollout batch cannot be divided into minibatches of one size, which would weigh rows unequally."""
+    """Raise ConfigError unless a rollout batch divides into minibatches of one size; unequal ones would weigh rows unequally."""
     rows = rollout.batch_size * rollout.n_samples_per_prompt
     if rows % training.num_minibatches:
         raise ConfigError(

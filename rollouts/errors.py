@@ -1,34 +1,63 @@
-"""What can go wrong through a user's input or the world, as exceptions.
+"""Exceptions for failures that a user's input or the outside world can cause.
 
     RolloutsError
     ├── ConfigError(ValueError)            a setting: unknown, out of range, or in conflict with another
     ├── DataError(ValueError)              a data set, conversation, tokenizer or file of the user's
     ├── RewardError(RuntimeError)          a reward function: raised, timed out, or gave no finite number
     ├── GenerationError(RuntimeError)      rollouts that do not come: a filter that starves, a generate function that breaks its contract
-    │   ├── GenerationTimeout(TimeoutError)  not there in time; another wait may find them
+    │   ├── GenerationTimeout(TimeoutError)  rollouts that are not there in time; another wait may find them
     │   └── EpisodeInterrupted             a workflow's episode was told to stop, for a weight sync or a checkpoint
     ├── EpisodeError(RuntimeError)         an episode over an environment that cannot go on
-    │   ├── EnvironmentFault               the environment raised, was too slow, or returned what no environment returns
-    │   └── ToolFault                      a tool did, and the policy was to end the episode
-    ├── ToolArgumentError(ValueError)      a call of a tool with what it cannot work with: the model is told, it is no failure
-    ├── SandboxError(RuntimeError)         code cannot be run as confined as was asked for, or its worker is not to be had
+    │   ├── EnvironmentFault               the environment raised, was too slow, or returned a value that no environment returns
+    │   └── ToolFault                      a tool raised or was too slow, and the policy is to end the episode
+    ├── ToolArgumentError(ValueError)      a tool cannot work with its arguments: the model is told, the episode goes on
+    ├── SandboxError(RuntimeError)         no confinement as strict as was asked for, or no worker
     ├── BackendError(RuntimeError)         training: non-finite updates, a job that cannot run
     ├── CheckpointError(RuntimeError)      a checkpoint that cannot be written, found, verified or used
+    ├── OutputError(RuntimeError)          another file of a run that cannot be written: a full disk, a directory without permission
     └── EngineError(RuntimeError)          an inference engine
         ├── EngineRequestError             a request that no engine can answer, refused before it was sent
         │   └── EngineContextError         its prompt does not fit into the engine's context
         ├── EngineTimeout                  no answer within the deadline
         ├── EngineStatusError              an HTTP error status, with url and body
-        └── EngineProtocolError            an answer that does not mean what the protocol says
+        └── EngineProtocolError            an answer with another shape or meaning than the protocol's
 
-Each message says what was wrong, the value found and what to do. Errors of the programmer are assertions instead.
+Each message says what was wrong, the value found and what to do. Programmer errors are assertions instead.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import re
+import sysconfig
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import FrameType
+
+# control characters except newline and tab, and characters that turn the direction of text: foreign text must not steer a terminal
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_SECRETS = (
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/?#]*@", re.I), r"\1***@"),  # user and password in an address
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s?#'\"]*[?#])[^\s'\"]+", re.I), r"\1***"),  # query and fragment of an address
+    (re.compile(r"([?&][\w.-]*(?:key|token|secret|passw|sig|auth)[\w.-]*=)[^\s&#'\"]+", re.I), r"\1***"),
+    (re.compile(r"(--?(?:[\w.]*\.)?(?:api[-_]?key|hf[-_]token|password)(?:=|[ ,'\"]+))[^\s'\",-][^\s'\",]*", re.I), r"\1***"),
+    (re.compile(r"(\bbearer\s+)[\w.~+/=-]{12,}", re.I), r"\1***"),
+)
+
+
+def make_safe(text: str) -> str:
+    """Return the text with characters that steer a terminal (ESC, C1, turned directions) as escapes; newlines and tabs stay."""
+    return _STEERING.sub(lambda match: match.group().encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+
+
+def redact(text: str) -> str:
+    """Return the text with *** for credentials: in addresses (user:secret@, everything behind ?), flags (--api-key), bearer tokens."""
+    for pattern, shown in _SECRETS:
+        text = pattern.sub(shown, text)
+    return text
 
 
 class RolloutsError(Exception):
@@ -52,11 +81,11 @@ class GenerationError(RolloutsError, RuntimeError):
 
 
 class GenerationTimeout(GenerationError, TimeoutError):
-    """The rollouts that were waited for are not there in time. Nothing is lost: another wait may find them."""
+    """The awaited rollouts are not there in time. Nothing is lost: another wait may find them."""
 
 
 class EpisodeInterrupted(GenerationError):
-    """A request of an episode was aborted, for a weight sync or a checkpoint. Let it pass: the episode is begun again afterwards."""
+    """A request of an episode was aborted for a weight sync or a checkpoint. Let it pass: the episode is started again afterwards."""
 
 
 class EpisodeError(RolloutsError, RuntimeError):
@@ -64,27 +93,31 @@ class EpisodeError(RolloutsError, RuntimeError):
 
 
 class EnvironmentFault(EpisodeError):
-    """An environment raised in reset or step, did not return in time, or did not return what an environment returns."""
+    """An environment raised in reset or step, did not return in time, or returned a value that no environment returns."""
 
 
 class ToolFault(EpisodeError):
-    """A tool raised or did not return in time, where the policy is that this ends the episode."""
+    """A tool raised or did not return in time, and the policy is that this ends the episode."""
 
 
 class ToolArgumentError(RolloutsError, ValueError):
-    """A tool cannot work with its arguments: for tools to raise. It is the model's mistake, which it is told, whatever the policy is."""
+    """A tool cannot work with its arguments; for tools to raise. It is the model's mistake, reported to it whatever the policy is."""
 
 
 class SandboxError(RolloutsError, RuntimeError):
-    """Code cannot be run in the confinement that was asked for, or a worker of a sandbox cannot be started."""
+    """Code cannot be run in the confinement that was asked for, or a sandbox worker cannot be started."""
 
 
 class BackendError(RolloutsError, RuntimeError):
-    """A training job failed in a way the user can act on, for example non-finite gradients step after step."""
+    """A training job failed in a way that the user can act on, for example non-finite gradients step after step."""
 
 
 class CheckpointError(RolloutsError, RuntimeError):
     """A checkpoint cannot be written, found, verified or used with this model."""
+
+
+class OutputError(RolloutsError, RuntimeError):
+    """A file of a run, such as its metrics or trajectories, cannot be written: the disk is full, or its directory refuses it."""
 
 
 class EngineError(RolloutsError, RuntimeError):
@@ -92,11 +125,11 @@ class EngineError(RolloutsError, RuntimeError):
 
 
 class EngineRequestError(EngineError):
-    """A request that cannot be answered, such as a prompt longer than the context: refused before it was sent, and would be again."""
+    """A request cannot be answered, such as a prompt longer than the context. It was refused before it was sent, and would be again."""
 
 
 class EngineContextError(EngineRequestError):
-    """A prompt that fills the engine's context or exceeds it. In an episode that has begun, this is its end, not a failure."""
+    """A prompt fills the engine's context or exceeds it. In an episode that has begun, this is its end, not a failure."""
 
 
 class EngineTimeout(EngineError):
@@ -111,7 +144,7 @@ class EngineStatusError(EngineError):
         self.status = status
         self.url = url
         self.body = body
-        self.reason = reason  # what the body says, where that is known
+        self.reason = reason  # the body's own explanation, "" if it has none
 
     def __reduce__(self) -> tuple[type[EngineStatusError], tuple[int, str, str, str]]:
         return type(self), (self.status, self.url, self.body, self.reason)
@@ -123,7 +156,7 @@ class EngineProtocolError(EngineError):
 
 @contextmanager
 def raise_single_errors() -> Generator[None]:
-    """Raise a failure that a nursery in the block wrapped into an ExceptionGroup of one as itself; stands outside of cancel scopes."""
+    """Raise a failure that a nursery in the block wrapped into an ExceptionGroup of one as itself. Use it outside of cancel scopes."""
     failure: BaseException | None = None
     try:
         yield
@@ -136,7 +169,7 @@ def raise_single_errors() -> Generator[None]:
 
 
 def flatten_errors(error: Exception) -> tuple[Exception, ...]:
-    """The errors in an ExceptionGroup, at any depth; of another error, itself."""
+    """Return the errors in an ExceptionGroup, at any depth, or a tuple with the error itself."""
     if not isinstance(error, ExceptionGroup):
         return (error,)
     group: ExceptionGroup[Exception] = error
@@ -144,7 +177,7 @@ def flatten_errors(error: Exception) -> tuple[Exception, ...]:
 
 
 def reduce_alike(error: Exception) -> Exception:
-    """The first of a group of errors of one class, with a note that tells how many there were; another error is returned as it is."""
+    """Return the first of a group of errors of one class, with a note of how many there were; return any other error as it is."""
     errors = flatten_errors(error)
     first = errors[0]
     if first is error or any(type(other) is not type(first) for other in errors):
@@ -157,8 +190,32 @@ def reduce_alike(error: Exception) -> Exception:
 
 
 def locate_error(error: BaseException) -> str:
-    """Where an exception was raised, as file:line; of a syntax error, where it is."""
+    """Return the place where an exception was raised, as file:line; for a syntax error, its place in the file.
+
+    If a user's function called a function of this library, of an installed package or of Python, and that raised: the place of the call.
+    """
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "nowhere"
+    own = [frame for frame in frames[1:] if is_own_code(frame.filename)]  # the first frame is the one that caught it
+    frame = next(iter([*own[::-1], *frames[::-1]]), None)
+    return "nowhere" if frame is None else f"{frame.filename}:{frame.lineno}"
+
+
+def is_own_code(filename: str) -> bool:
+    """Whether code of this file is a user's, not of this library, an installed package or Python."""
+    return not filename.startswith(_list_installed())
+
+
+@functools.cache
+def _list_installed() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return (*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), os.path.dirname(__file__), "<frozen")
+
+
+def find_own_frame(frame: FrameType) -> FrameType:
+    """Return the innermost frame of a user's code in a stack that ends with this frame; the frame itself if there is none."""
+    own: FrameType | None = frame
+    while own is not None and not is_own_code(own.f_code.co_filename):
+        own = own.f_back
+    return own or frame

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from rollouts.backends.protocol import TrainingBackend
-from rollouts.batching import collate_samples
+from rollouts.algorithms.loss_weights import token_mean
+from rollouts.algorithms.losses import sft_loss
+from rollouts.backends.protocol import TrainingBackend, find_limits
+from rollouts.checks import require_flag
 from rollouts.config import SFTTrainingConfig
-from rollouts.data_buffer import stream_positions
+from rollouts.data.collate import collate_samples
+from rollouts.data.model_limits import check_samples
+from rollouts.data.prompts import stream_positions
 from rollouts.errors import DataError
-from rollouts.loss_weights import token_mean
-from rollouts.losses import sft_loss
-from rollouts.metrics import MetricsLogger, log_offset
-from rollouts.training_steps import (
+from rollouts.training.learning_signs import Signs, look
+from rollouts.training.metrics import MetricsLogger, log_offset
+from rollouts.training.steps import (
     EvaluateFn,
     Metrics,
+    is_checkpoint_due,
     is_due,
+    note_checkpoint,
     require_checkpointing,
     save_training_checkpoint,
     submit_optimizer_step,
@@ -26,15 +33,15 @@ from rollouts.types import Sample
 
 
 def select_sft_rows(samples: Sequence[Sample], step: int, batch_size: int, seed: int) -> tuple[Sample, ...]:
-    """The samples of one step: a pure function of the step, so a resumed run sees the same data.
+    """Select the samples of one step: a pure function of the step, so a resumed run sees the same data.
 
     Args:
         samples: the whole data set; not reordered.
         step: 0-based.
         batch_size: rows per step; may exceed the data set.
-        seed: of the permutation of each epoch.
+        seed: seed of the permutation of each epoch.
 
-    Returns: batch_size samples; every sample once per epoch, in an order drawn anew for each epoch.
+    Returns: batch_size samples; every sample once per epoch, in a new random order each epoch.
     """
     positions = stream_positions(len(samples), start=step * batch_size, count=batch_size, seed=seed)
     return tuple(samples[position] for position in positions)
@@ -56,36 +63,42 @@ async def run_sft_training(
 ) -> list[Metrics]:
     """Train on samples for config.num_steps optimizer steps. The loss is the mean negative log-likelihood of the trained tokens.
 
-    Everything the function needs is an argument and nothing is kept between calls: same arguments, same metrics (timings aside).
+    No state is kept between calls: same arguments, same metrics (timings aside).
 
     Args:
-        backend: direct, or the pipeline of `open_pipeline` to keep the event loop free.
-        samples: tokens and loss_mask of each; at least one token of each batch must have loss_mask > 0.
+        backend: a backend, or its `open_pipeline` pipeline to keep the event loop free.
+        samples: each with tokens and loss_mask; at least one token of each batch must have loss_mask > 0.
         metrics_logger: gets one line every config.log_every steps and after the last one; None = no logging.
-        pad_id: fills rows behind their end; never computed.
-        start_step: finished steps of the run that is being resumed (the backend already restored).
+        pad_id: token that pads rows; never computed.
+        start_step: finished steps of the resumed run (the backend already restored).
         evaluate: called every config.eval_every steps; its metrics are part of that step's line.
-        checkpoint_dir: where step_NNNN folders go, every config.checkpoint_every steps and after the last; None = none.
-        should_stop: asked after each step; True ends the run with a checkpoint of that step.
-        clock: seconds, for keys that end in `_s`.
+        checkpoint_dir: gets step_NNNN folders, every config.checkpoint_every steps and after the last; None = none.
+        should_stop: called after each step; True ends the run with a checkpoint of that step.
+        clock: time in seconds, for keys that end in `_s`.
 
-    Returns: one dict per step, those before start_step not included.
-    Raises: DataError (nothing to train on), ConfigError (backend cannot checkpoint), and what the backend's futures raise.
+    Returns: one dict per step from start_step on.
+    Raises: DataError (nothing to train on, a sample outside the model's limits), ConfigError (backend cannot checkpoint), and the errors
+        of the backend's futures.
     """
     if not samples:
         raise DataError("there are no samples to train on (found 0): check the data path and its filters")
+    check_samples(samples, find_limits(backend))
     saver = None if checkpoint_dir is None else require_checkpointing(backend)
-    history: list[Metrics] = []
+    history, signs = list[Metrics](), Signs()
     for step in range(start_step, config.num_steps):
         started = clock()
         rows = select_sft_rows(samples, step, config.batch_size, config.seed)
-        batch = collate_samples(rows, pad_id=pad_id)
+        batch = replace(collate_samples(rows, pad_id=pad_id), dropout=config.dropout)
         pending = submit_optimizer_step(
             backend, batch, sft_loss, weigh=token_mean, max_tokens_per_microbatch=config.max_tokens_per_microbatch
         )
-        metrics = await pending.result()
+        with note_checkpoint(step + 1, checkpoint_dir):
+            metrics = await pending.result()
+        signs, found = look(signs, metrics, in_rl=False)
+        for text in found:
+            logging.getLogger(__name__).warning("%s", text)
         finished = step + 1
-        stopping = should_stop()
+        stopping = require_flag(should_stop(), "should_stop")
         metrics["step_s"] = clock() - started
         if evaluate is not None and is_due(finished, config.eval_every, config.num_steps):
             metrics.update(await evaluate())
@@ -93,9 +106,10 @@ async def run_sft_training(
         history.append(metrics)
         if metrics_logger is not None and (stopping or is_due(finished, config.log_every, config.num_steps)):
             metrics_logger.log(metrics, finished)
-        if saver is not None and checkpoint_dir is not None and (stopping or is_due(finished, config.checkpoint_every, config.num_steps)):
-            run_state = {"stage": "sft", "metrics_bytes": log_offset(metrics_logger)}
-            await save_training_checkpoint(saver, checkpoint_dir, finished, run_state, keep_last_n=keep_last_n)
+        due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
+        if saver is not None and checkpoint_dir is not None and due:
+            run_state = {"stage": "sft", "metrics_bytes": log_offset(metrics_logger), "num_rows": len(samples)}
+            await save_training_checkpoint(saver, checkpoint_dir, finished, run_state, metrics, keep_last_n=keep_last_n)
         if stopping:
             break
     return history

@@ -1,4 +1,4 @@
-"""Handles to training jobs, and the pipeline that runs them in order beside the event loop.
+"""Futures of training jobs, and the pipeline that runs the jobs in order beside the event loop.
 
 async with open_pipeline(backend) as pipeline:
     loss = pipeline.forward_backward(batch, loss_fn)     # returns at once
@@ -19,29 +19,32 @@ import trio
 from torch import Tensor
 
 from rollouts.backends.protocol import (
+    BackendFeature,
     CheckpointingBackend,
-    DescribesOutputs,
     Future,
     OutputFn,
-    ShardsRows,
     StreamsWeights,
     TrainingBackend,
-    TrainsAdapters,
+    count_shards,
+    find_outputs,
+    find_token_spec,
+    get_backend_features,
+    require_backend_feature,
 )
-from rollouts.backends.token_spec import DescribesTokens, TokenSpec
 from rollouts.errors import BackendError, raise_single_errors
+from rollouts.models.tokens import TokenSpec
 from rollouts.types import LossFn, TrainBatch
-from rollouts.weight_plan import WeightSpec
+from rollouts.weight_specs import WeightSpec
 
 T = TypeVar("T")
 
 
 class TrainFuture(Generic[T]):
-    """The result of a submitted job, or its error. None is a valid result. Any number of tasks may wait; waiting can be cancelled."""
+    """Result or error of a submitted job. None is a valid result. Any number of tasks may wait; waiting can be cancelled."""
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
-        self.was_awaited = False  # whether somebody has seen the outcome, so that an error is not lost
+        self.was_awaited = False  # whether a task has seen the outcome; errors not seen are raised at the end
         self._finished = trio.Event()
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -61,7 +64,7 @@ class TrainFuture(Generic[T]):
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that the job ended with, if it has ended with one."""
+        """Exception of the job, if it has failed."""
         return self._error
 
     def done(self) -> bool:
@@ -78,24 +81,27 @@ class TrainFuture(Generic[T]):
 
 
 class ImmediateTrainFuture(Generic[T]):
-    """The result of a job that ran while it was submitted."""
+    """Result of a job that ran during its submission."""
 
     def __init__(self, value: T, operation: str = "") -> None:
         self.operation = operation
         self.value = value
 
     def done(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     async def result(self) -> T:
-        """The value, after a checkpoint: other tasks get their turn."""
+        """Return the value after a trio checkpoint, which lets other tasks run."""
         await trio.lowlevel.checkpoint()
         return self.value
 
 
 class Pipeline:
-    """A TrainingBackend whose jobs run one after another in a worker thread. Made by open_pipeline."""
+    """TrainingBackend whose jobs run one after another in a worker thread. Made by open_pipeline.
+
+    It has the features of its backend. A method of another feature raises ConfigError.
+    """
 
     def __init__(self, backend: TrainingBackend) -> None:
         self.backend = backend
@@ -103,79 +109,116 @@ class Pipeline:
         self._open = True
         self._send, self._receive = trio.open_memory_channel[tuple[Callable[[], Future[Any]], TrainFuture[Any]]](math.inf)
 
+    # -- features, read at once, since they never change
+
+    @property
+    def features(self) -> frozenset[BackendFeature]:
+        """Features of the backend."""
+        return get_backend_features(self.backend)
+
     @property
     def token_spec(self) -> TokenSpec | None:
-        """See DescribesTokens; read at once, since it never changes."""
-        return self.backend.token_spec if isinstance(self.backend, DescribesTokens) else None
+        """Vocabulary of the model; None = not known."""
+        return find_token_spec(self.backend)
 
     @property
     def computes(self) -> frozenset[str] | None:
-        """See DescribesOutputs."""
-        return self.backend.computes if isinstance(self.backend, DescribesOutputs) else None
+        """Fields of TokenOutputs that the backend fills; None = not known."""
+        return find_outputs(self.backend)
 
     @property
     def num_shards(self) -> int:
-        """See ShardsRows."""
-        return self.backend.num_shards if isinstance(self.backend, ShardsRows) else 1
+        """Number of processes that share the rows of a call."""
+        return count_shards(self.backend)
+
+    # -- TrainingBackend
 
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> Future[Tensor]:
-        """See TrainingBackend."""
+        """Submit a pass without gradient."""
         return self._submit("forward", lambda: self.backend.forward(batch, output_fn, with_entropy=with_entropy))
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> Future[dict[str, float]]:
-        """See TrainingBackend."""
+        """Submit a pass that adds to the gradient."""
         return self._submit("forward_backward", lambda: self.backend.forward_backward(batch, loss_fn, with_entropy=with_entropy))
 
     def optim_step(self) -> Future[dict[str, float]]:
-        """See TrainingBackend."""
+        """Submit an update."""
         return self._submit("optim_step", self.backend.optim_step)
 
     def get_weights(self) -> Future[Mapping[str, Tensor]]:
-        """See TrainingBackend."""
+        """Submit a snapshot of the weights."""
         return self._submit("get_weights", self.backend.get_weights)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> Future[None]:
-        """See TrainingBackend."""
+        """Submit a replacement of the weights."""
         return self._submit("load_weights", lambda: self.backend.load_weights(weights))
 
-    @property
-    def trains_adapters(self) -> bool:
-        """See TrainsAdapters."""
-        return isinstance(self.backend, TrainsAdapters) and self.backend.trains_adapters
+    # -- methods of features
 
     def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> Future[Tensor]:
-        """See TrainsAdapters."""
-        backend = self.backend
-        assert isinstance(backend, TrainsAdapters), f"{type(backend).__name__} trains no adapters"
+        """Submit a pass of the model below the adapters."""
+        backend = require_backend_feature(self.backend, BackendFeature.ADAPTERS, "Pipeline.forward_base")
         return self._submit("forward_base", lambda: backend.forward_base(batch, output_fn, with_entropy=with_entropy))
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        """Submit the writing of all state."""
+        backend = self._require_checkpoints("save_checkpoint")
+        return self._submit("save_checkpoint", lambda: backend.save_checkpoint(directory))
+
+    def load_checkpoint(self, directory: Path) -> Future[None]:
+        """Submit the restoring of all state."""
+        backend = self._require_checkpoints("load_checkpoint")
+        return self._submit("load_checkpoint", lambda: backend.load_checkpoint(directory))
+
+    def export_weights(self, directory: Path) -> Future[None]:
+        """Submit the writing of the weights alone."""
+        backend = self._require_checkpoints("export_weights")
+        return self._submit("export_weights", lambda: backend.export_weights(directory))
+
+    def describe_weights(self) -> Future[tuple[WeightSpec, ...]]:
+        """Submit a request for names, dtypes and shapes of the weights."""
+        return self._submit("describe_weights", self._require_stream("describe_weights").describe_weights)
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> Future[Mapping[str, Tensor]]:
+        """Submit a copy of the weights with these names."""
+        backend = self._require_stream("gather_weights")
+        return self._submit("gather_weights", lambda: backend.gather_weights(names, keep_device=keep_device))
+
+    def _require_checkpoints(self, operation: str) -> CheckpointingBackend:
+        return require_backend_feature(self.backend, BackendFeature.CHECKPOINTS, f"Pipeline.{operation}")
+
+    def _require_stream(self, operation: str) -> StreamsWeights:
+        return require_backend_feature(self.backend, BackendFeature.WEIGHT_STREAM, f"Pipeline.{operation}")
+
+    # -- jobs
 
     def _submit(self, operation: str, job: Callable[[], Future[T]]) -> TrainFuture[T]:
         assert self._open, f"{operation} was submitted after the block of its pipeline: submit inside `async with open_pipeline(...)`"
         future: TrainFuture[T] = TrainFuture(operation)
-        # of finished jobs only those whose error nobody has seen are kept
+        # keep finished jobs only if nobody has seen their error
         self._futures = [f for f in self._futures if not f.done() or (f.error is not None and not f.was_awaited)]
         self._futures.append(future)
         self._send.send_nowait((job, future))
         return future
 
     async def run_jobs(self) -> None:
-        """Run what is submitted until close(). One task of open_pipeline's nursery."""
+        """Run submitted jobs until close(), as a task of open_pipeline's nursery."""
         async for job, future in self._receive:
             try:
                 inner = await trio.to_thread.run_sync(job)
                 value = await inner.result()
-            except Exception as error:  # every error belongs to the future; nothing is swallowed, see raise_lost_errors
+            except Exception as error:  # every error belongs to the future; raise_lost_errors raises unseen ones
                 future.set_error(error)
             else:
                 future.set_result(value)
 
     def close(self) -> None:
-        """Accept no more jobs; run_jobs ends after those submitted."""
+        """Accept no more jobs; run_jobs returns after the submitted ones."""
         self._open = False
         self._send.close()
 
     def drop_jobs(self) -> None:
-        """Give every job that has not run an error instead, so that nobody waits for it in vain."""
+        """Fail every job that has not run, so that its waiters return."""
         self._open = False
         for future in self._futures:
             if not future.done():
@@ -190,61 +233,16 @@ class Pipeline:
             raise BaseExceptionGroup("training jobs failed and nobody awaited them", lost)
 
 
-class CheckpointingPipeline(Pipeline):
-    """A Pipeline over a backend that can save and restore."""
-
-    def __init__(self, backend: TrainingBackend, saver: CheckpointingBackend) -> None:
-        super().__init__(backend)
-        self._saver = saver
-
-    def save_checkpoint(self, directory: Path) -> Future[None]:
-        """See CheckpointingBackend."""
-        return self._submit("save_checkpoint", lambda: self._saver.save_checkpoint(directory))
-
-    def load_checkpoint(self, directory: Path) -> Future[None]:
-        """See CheckpointingBackend."""
-        return self._submit("load_checkpoint", lambda: self._saver.load_checkpoint(directory))
-
-    def export_weights(self, directory: Path) -> Future[None]:
-        """See CheckpointingBackend."""
-        return self._submit("export_weights", lambda: self._saver.export_weights(directory))
-
-
-class StreamingPipeline(CheckpointingPipeline):
-    """A CheckpointingPipeline over a backend that also hands its weights over a few at a time."""
-
-    def __init__(self, backend: TrainingBackend, saver: CheckpointingBackend, stream: StreamsWeights) -> None:
-        super().__init__(backend, saver)
-        self._stream = stream
-
-    def describe_weights(self) -> Future[tuple[WeightSpec, ...]]:
-        """See StreamsWeights."""
-        return self._submit("describe_weights", self._stream.describe_weights)
-
-    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> Future[Mapping[str, Tensor]]:
-        """See StreamsWeights."""
-        return self._submit("gather_weights", lambda: self._stream.gather_weights(names, keep_device=keep_device))
-
-
-def _create_pipeline(backend: TrainingBackend) -> Pipeline:
-    """With what the backend can do."""
-    if not isinstance(backend, CheckpointingBackend):
-        return Pipeline(backend)
-    if isinstance(backend, StreamsWeights):
-        return StreamingPipeline(backend, backend, backend)
-    return CheckpointingPipeline(backend, backend)
-
-
 @asynccontextmanager
 async def open_pipeline(backend: TrainingBackend) -> AsyncGenerator[Pipeline]:
     """Run a backend's jobs in one worker thread, in the order of submission, so that training and the event loop overlap.
 
-    The block waits for submitted jobs when it ends. A job's error goes to whoever awaits its future; one that nobody awaited is raised
-    here (several as a group). If the block itself raises, jobs that have not begun are dropped. The backend stays usable afterwards.
+    The end of the block waits for submitted jobs. Awaiting a job's future raises its error; errors that nobody awaited are raised at the
+    end of the block (several as a group). If the block itself raises, jobs that have not begun are dropped. The backend stays usable.
 
-    Yields: a TrainingBackend, a CheckpointingBackend if `backend` is one, and then StreamsWeights if it is that, too.
+    Yields: a TrainingBackend with the features of `backend`.
     """
-    pipeline = _create_pipeline(backend)
+    pipeline = Pipeline(backend)
     try:
         with raise_single_errors():
             async with trio.open_nursery() as nursery:

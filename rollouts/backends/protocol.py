@@ -1,15 +1,20 @@
-"""What the loops need of a training backend, and what they can use where a backend has it."""
+"""Protocol of training backends: five methods, and the features that a backend may declare beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, overload
 
 from torch import Tensor
 
+from rollouts.data.model_limits import ModelLimits
+from rollouts.features import read_features, refuse_without_feature
+from rollouts.models.tokens import TokenSpec
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
-from rollouts.weight_plan import WeightSpec
+from rollouts.weight_specs import WeightSpec
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -25,31 +30,33 @@ class Future(Protocol[T_co]):
         ...
 
     def done(self) -> bool:
-        """Whether result() would return or raise at once."""
+        """Whether result() returns or raises at once."""
         ...
 
 
 class TrainingBackend(Protocol):
-    """The five operations that training is made of. Jobs run in the order of submission.
+    """Training backend: five operations. Jobs run in the order of submission.
 
-    forward_backward accumulates: the loss is a weighted sum over the tokens of the whole optimizer step, so calling it once per
-    micro-batch adds exactly the gradient of the whole.
+    forward_backward accumulates: the loss is a weighted sum over the tokens of the whole optimizer step, so one call per micro-batch adds
+    up to exactly the gradient of the whole batch.
+
+    A backend declares further features in an attribute or property `features: frozenset[BackendFeature]`.
     """
 
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> Future[Tensor]:
-        """Evaluate without gradient; resolves to output_fn's [B, T] tensor, on the CPU."""
+        """Evaluate without gradient; the future's result is output_fn's [B, T] tensor, on the CPU."""
         ...
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> Future[dict[str, float]]:
-        """Add the gradient of loss_fn to what is there; resolves to {"loss", "num_tokens", and the loss's metrics}."""
+        """Add the gradient of loss_fn to the sum since the last step; the result is {"loss", "num_tokens", the metrics of the loss}."""
         ...
 
     def optim_step(self) -> Future[dict[str, float]]:
-        """Clip, update, advance the schedule, clear gradients; resolves to {"grad_norm", "lr", ...}."""
+        """Clip, update, advance the schedule, clear gradients; the result is {"grad_norm", "lr", ...}."""
         ...
 
     def get_weights(self) -> Future[Mapping[str, Tensor]]:
-        """Resolves to a snapshot of the weights by parameter name, which later steps do not change."""
+        """Take a snapshot of the weights by parameter name; later steps do not change it."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> Future[None]:
@@ -57,74 +64,138 @@ class TrainingBackend(Protocol):
         ...
 
 
-@runtime_checkable
-class DescribesOutputs(Protocol):
-    """A backend that can say what it computes."""
+class BackendFeature(StrEnum):
+    """Feature of a backend beside the five methods of TrainingBackend."""
 
-    @property
-    def computes(self) -> frozenset[str] | None:
-        """Which fields of TokenOutputs mean something, for example log_probs and entropy, or values; None if it is not known."""
-        ...
-
-
-@runtime_checkable
-class ShardsRows(Protocol):
-    """A backend that deals the rows of each call to several processes, which compute at the same time."""
-
-    @property
-    def num_shards(self) -> int:
-        """Into how many parts the rows of a call are dealt; what fits into one process fits into each of them."""
-        ...
+    CHECKPOINTS = "checkpoints"  # saves and restores all of its state: CheckpointingBackend
+    WEIGHT_STREAM = "weight_stream"  # gathers its weights a few at a time: StreamsWeights
+    ADAPTERS = "adapters"  # trains adapters on a frozen model, and can compute without them: TrainsAdapters
+    OUTPUTS = "outputs"  # declares the fields that it computes: BackendFacts.computes
+    TOKENS = "tokens"  # declares the vocabulary of its model: BackendFacts.token_spec
+    SHARDS = "shards"  # deals the rows of each call to several processes: BackendFacts.num_shards
 
 
-@runtime_checkable
-class TrainsAdapters(Protocol):
-    """A backend that may train adapters on a frozen model, and can then compute without them: see create_lora_reference."""
-
-    @property
-    def trains_adapters(self) -> bool:
-        """Whether it does; otherwise forward_base must not be called."""
-        ...
-
-    def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> Future[Tensor]:
-        """forward by the model below the adapters."""
-        ...
+_ATTRIBUTES: Mapping[BackendFeature, tuple[str, ...]] = MappingProxyType({
+    BackendFeature.CHECKPOINTS: ("save_checkpoint", "load_checkpoint", "export_weights"),
+    BackendFeature.WEIGHT_STREAM: ("describe_weights", "gather_weights"),
+    BackendFeature.ADAPTERS: ("forward_base",),
+    BackendFeature.OUTPUTS: ("computes",),
+    BackendFeature.TOKENS: ("token_spec",),
+    BackendFeature.SHARDS: ("num_shards",),
+})  # fmt: skip
 
 
-@runtime_checkable
-class StreamsWeights(Protocol):
-    """A backend that hands its weights over a few at a time, so that no process ever holds the whole model for a transfer.
-
-    Who transfers asks: what there is, then for one bucket of names after another, awaiting each. No update of the weights may be submitted
-    in between, or engines would get a mixture. Asking, instead of being called with each bucket, keeps the backend's thread and its
-    collectives free while engines take their time.
-    """
-
-    def describe_weights(self) -> Future[tuple[WeightSpec, ...]]:
-        """Resolves to names, dtypes and shapes of all weights; tied ones once, under their first name."""
-        ...
-
-    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> Future[Mapping[str, Tensor]]:
-        """Resolves to whole tensors of these names, in this order, which later steps do not change.
-
-        Args:
-            keep_device: leave them on the model's device, for a transfer from GPU to GPU; else they are on the CPU.
-        """
-        ...
-
-
-@runtime_checkable
 class CheckpointingBackend(Protocol):
-    """A backend that can save and restore all of its state. The loops check for it before they promise a checkpoint."""
+    """Backend with BackendFeature.CHECKPOINTS, for typing only. The loops check the feature before they promise a checkpoint."""
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
         """Write weights (Hugging Face layout, at the top of the directory), optimizer, schedule and counters into an existing directory."""
         ...
 
     def load_checkpoint(self, directory: Path) -> Future[None]:
-        """Restore what save_checkpoint wrote. Raises CheckpointError if the directory does not fit this model."""
+        """Restore a checkpoint of save_checkpoint. Raises CheckpointError if the directory does not fit this model."""
         ...
 
     def export_weights(self, directory: Path) -> Future[None]:
         """Write the weights alone (Hugging Face layout), for an engine to load."""
         ...
+
+
+class StreamsWeights(Protocol):
+    """Backend with BackendFeature.WEIGHT_STREAM, for typing only: no process ever holds the whole model for a transfer.
+
+    A transfer describes the weights, then gathers one bucket of names after another, awaiting each. Submit no update of the weights in
+    between, or engines would get a mixture. The transfer pulls buckets instead of being called with them, so the backend's thread and
+    its collectives stay free while engines are slow.
+    """
+
+    def describe_weights(self) -> Future[tuple[WeightSpec, ...]]:
+        """Return names, dtypes and shapes of all weights; tied ones once, under their first name."""
+        ...
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> Future[Mapping[str, Tensor]]:
+        """Copy the whole tensors of these names, in this order; later steps do not change the copies.
+
+        Args:
+            keep_device: leave the copies on the model's device, for a transfer from GPU to GPU; otherwise they are on the CPU.
+        """
+        ...
+
+
+class TrainsAdapters(Protocol):
+    """Backend with BackendFeature.ADAPTERS, for typing only; see create_lora_reference."""
+
+    def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> Future[Tensor]:
+        """Run forward with the model below the adapters."""
+        ...
+
+
+class BackendFacts(Protocol):
+    """Properties of backends with OUTPUTS, TOKENS and SHARDS, for typing only; a backend has the ones it declares."""
+
+    @property
+    def computes(self) -> frozenset[str] | None:
+        """Fields of TokenOutputs that the backend fills, for example log_probs and entropy, or values; None = not known."""
+        ...
+
+    @property
+    def token_spec(self) -> TokenSpec | None:
+        """Vocabulary of the model; None = not known."""
+        ...
+
+    @property
+    def num_shards(self) -> int:
+        """Number of processes that share the rows of a call; each has the capacity of a single process."""
+        ...
+
+
+def get_backend_features(backend: object) -> frozenset[BackendFeature]:
+    """Return the features that a backend declares; none without an attribute `features`. Asserts that it has their methods."""
+    return read_features(backend, _ATTRIBUTES)
+
+
+@overload
+def require_backend_feature(
+    backend: object, feature: Literal[BackendFeature.CHECKPOINTS], needed_by: str, *, instead: str = ""
+) -> CheckpointingBackend: ...
+@overload
+def require_backend_feature(
+    backend: object, feature: Literal[BackendFeature.WEIGHT_STREAM], needed_by: str, *, instead: str = ""
+) -> StreamsWeights: ...
+@overload
+def require_backend_feature(
+    backend: object, feature: Literal[BackendFeature.ADAPTERS], needed_by: str, *, instead: str = ""
+) -> TrainsAdapters: ...
+def require_backend_feature(backend: object, feature: BackendFeature, needed_by: str, *, instead: str = "") -> Any:
+    """Return the backend with the methods of a feature.
+
+    Args:
+        needed_by: subject of "needs" in the error.
+        instead: a sentence of advice at the end of the error.
+
+    Raises: ConfigError if the backend does not declare the feature.
+    """
+    if feature not in get_backend_features(backend):
+        raise refuse_without_feature(backend, feature, _ATTRIBUTES, needed_by=needed_by, name=None, instead=instead)
+    return backend
+
+
+def find_outputs(backend: object) -> frozenset[str] | None:
+    """Return the fields of TokenOutputs that a backend computes; None if not declared."""
+    return cast("BackendFacts", backend).computes if BackendFeature.OUTPUTS in get_backend_features(backend) else None
+
+
+def find_token_spec(backend: object) -> TokenSpec | None:
+    """Return the vocabulary of a backend's model; None if not declared."""
+    return cast("BackendFacts", backend).token_spec if BackendFeature.TOKENS in get_backend_features(backend) else None
+
+
+def find_limits(backend: object) -> ModelLimits | None:
+    """Return the input limits of a backend's model; None if not declared."""
+    spec = find_token_spec(backend)
+    return None if spec is None else spec.limits
+
+
+def count_shards(backend: object) -> int:
+    """Return the number of processes that share the rows of a call; 1 if not declared."""
+    return cast("BackendFacts", backend).num_shards if BackendFeature.SHARDS in get_backend_features(backend) else 1

@@ -1,28 +1,34 @@
-"""What the loops need of an inference engine, and what they can use where an engine has it."""
+"""The protocol of inference engines: four methods, and further features that an engine may declare."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, TypeAlias, overload
 
 from torch import Tensor
 
+from rollouts.features import read_features, refuse_without_feature
 from rollouts.types import Completion, SamplingParams
-from rollouts.weight_plan import Bucket, WeightSpec
+from rollouts.weight_specs import Bucket, WeightSpec
 
 WEIGHT_VERSION_FILE = "weight_version.json"
-"""Name of the file {"weight_version": int} that a directory of exported weights carries beside them."""
+"""Name of the file {"weight_version": int} in a directory of exported weights."""
 
 
 class InferenceEngine(Protocol):
-    """Tokens in, tokens out. Every method may be called from many tasks at once."""
+    """Tokens in, tokens out. Every method may be called from many tasks at once.
+
+    An engine with further features declares them in an attribute or property `features: frozenset[EngineFeature]`.
+    """
 
     async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
-        """Sample one completion. Cancelling the call drops the request; abort() makes it return what there is.
+        """Sample one completion. Cancelling the call drops the request; abort() makes it return its tokens so far.
 
-        Where prompt and params.max_tokens together exceed the context, the budget is cut to what the prompt leaves, and a completion that
-        reaches the end of the context has finish_reason "length". One that abort() ended can be sent again as a prompt, with what it has.
+        If prompt and params.max_tokens together exceed the context, the budget is cut to the rest of the context, and a completion that
+        reaches the end of the context has finish_reason "length". An aborted completion can be sent again as a prompt, with its tokens.
 
         Raises: EngineError, before anything is sent, for a prompt that leaves no room for a token, and for ids outside the vocabulary; and
             after the engine's `async with` block.
@@ -41,71 +47,148 @@ class InferenceEngine(Protocol):
         ...
 
     async def get_weight_version(self) -> int:
-        """Version of the weights that the next token will be sampled with."""
-        ...
-
-
-@runtime_checkable
-class InMemoryWeightUpdates(Protocol):
-    """An engine that takes weights without a detour over the disk."""
-
-    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
-        """Replace the weights between two decode steps; in-flight requests go on under the new ones."""
+        """Return the version of the weights that will sample the next token."""
         ...
 
 
 ReadBucket: TypeAlias = Callable[[Bucket], Awaitable[Mapping[str, Tensor]]]
-"""Gives the tensors of a bucket. Buckets are asked for in the order of their plan, each at most once, one at a time."""
+"""Return the tensors of a bucket. Buckets are requested in the order of their plan, each at most once, one at a time."""
 
 
 class WeightChannel(Protocol):
-    """A way from the trainer into the memory of a set of engines: a process group of both, or memory of a GPU that they share."""
+    """A transport from the trainer into the memory of a set of engines: a process group of both, or memory of a GPU that they share."""
 
     @property
     def wants_device(self) -> bool:
-        """Whether tensors should come on the trainer's GPU, if they are there."""
+        """Whether tensors should be sent from the trainer's GPU, if they are there."""
         ...
 
     async def send_weights(self, specs: Sequence[WeightSpec], read: ReadBucket, weight_version: int) -> list[Mapping[str, Any]]:
-        """Replace the weights of all engines by those that `read` gives, a bucket at a time: more than two buckets never exist here.
+        """Replace the weights of all engines by those that `read` returns, a bucket at a time: at most two buckets exist here at once.
 
-        What generates goes on afterwards, or is sent again. Nothing is read before every engine is ready to receive.
+        Generations in flight continue afterwards, or are sent again. No bucket is read before every engine is ready to receive.
 
         Args:
-            specs: all weights; what does not fit an engine's model is refused before any engine is told.
+            specs: all weights; weights that do not fit an engine's model are refused before any engine is told.
 
-        Returns: what each engine answers to update_weights_from_checkpoint, in the order of the engines.
-        Raises: EngineError if an engine did not take them, which says of every engine what it has now; what `read` raises.
+        Returns: each engine's answer to update_weights_from_checkpoint, in the order of the engines.
+        Raises: EngineError if an engine did not take them, with the current weights of every engine; errors of `read`.
         """
         ...
 
 
-@runtime_checkable
+class EngineFeature(StrEnum):
+    """Capability of an engine besides the four methods of InferenceEngine."""
+
+    MEMORY_UPDATES = "memory_updates"  # takes weights without writing them to disk: InMemoryWeightUpdates
+    SCORES = "scores"  # returns its log-probs of given tokens: ScoresTokens
+    GROUPS = "groups"  # generates all samples of a prompt in one request: GroupGeneration
+    METRICS = "metrics"  # reports numbers for the line of metrics of a step: ReportsMetrics
+    DISTRUST = "distrust"  # accepts notice that its weights are not those that it reports: DistrustsWeights
+    MEMBER_CHECKS = "member_checks"  # stands for several engines that can be checked one by one: ChecksMembers
+
+
+_METHODS: Mapping[EngineFeature, tuple[str, ...]] = MappingProxyType({
+    EngineFeature.MEMORY_UPDATES: ("update_weights",),
+    EngineFeature.SCORES: ("recompute_output_log_probs",),
+    EngineFeature.GROUPS: ("generate_group",),
+    EngineFeature.METRICS: ("metrics",),
+    EngineFeature.DISTRUST: ("distrust_weights",),
+    EngineFeature.MEMBER_CHECKS: ("check_each",),
+})  # fmt: skip
+
+
+class InMemoryWeightUpdates(Protocol):
+    """An engine with EngineFeature.MEMORY_UPDATES, for typing only."""
+
+    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
+        """Replace the weights between two decode steps; requests in flight continue under the new ones."""
+        ...
+
+
 class ScoresTokens(Protocol):
-    """An engine that says what log-probs it would give tokens that are already there."""
+    """An engine with EngineFeature.SCORES, for typing only."""
 
     async def recompute_output_log_probs(
         self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
     ) -> tuple[float, ...]:
-        """Log-probs of input_tokens[start_index:], start_index >= 1, under the weights of this moment and the full distribution."""
+        """Return log-probs of input_tokens[start_index:], start_index >= 1, under the current weights and the full distribution."""
         ...
 
 
-@runtime_checkable
 class GroupGeneration(Protocol):
-    """An engine that generates all samples of a prompt in one request, which spares it the same prompt n times."""
+    """An engine with EngineFeature.GROUPS, for typing only: one request instead of the same prompt n times."""
 
     async def generate_group(
         self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, *, request_id: str | None = None
     ) -> tuple[Completion, ...]:
-        """n completions of one prompt, whose seeds the engine derives from params.seed; abort(request_id) ends all of them."""
+        """Sample n completions of one prompt, whose seeds the engine derives from params.seed; abort(request_id) ends all of them."""
         ...
 
 
-@runtime_checkable
 class ReportsMetrics(Protocol):
-    """An engine with numbers for the line of metrics of a step."""
+    """An engine with EngineFeature.METRICS, for typing only."""
 
     def metrics(self) -> Mapping[str, float]:
-        """The numbers of this moment, by names that no other part of the line has."""
+        """Return the current numbers, under names that no other part of the line uses."""
         ...
+
+
+class DistrustsWeights(Protocol):
+    """An engine with EngineFeature.DISTRUST, for typing only."""
+
+    def distrust_weights(self, reason: str) -> None:
+        """Fail requests with this reason until an update of the weights succeeds."""
+        ...
+
+
+class ChecksMembers(Protocol):
+    """An engine with EngineFeature.MEMBER_CHECKS, for typing only: a fleet."""
+
+    async def check_each(self, check: Callable[[InferenceEngine], Awaitable[None]]) -> None:
+        """Run a check on each engine that this one stands for. Raises EngineError."""
+        ...
+
+
+def get_engine_features(engine: object) -> frozenset[EngineFeature]:
+    """Return the features that an engine declares; none without an attribute `features`. Asserts that it has their methods."""
+    return read_features(engine, _METHODS)
+
+
+@overload
+def require_engine_feature(
+    engine: object, feature: Literal[EngineFeature.MEMORY_UPDATES], needed_by: str, *, instead: str = "", name: str | None = None
+) -> InMemoryWeightUpdates: ...
+@overload
+def require_engine_feature(
+    engine: object, feature: Literal[EngineFeature.SCORES], needed_by: str, *, instead: str = "", name: str | None = None
+) -> ScoresTokens: ...
+@overload
+def require_engine_feature(
+    engine: object, feature: Literal[EngineFeature.GROUPS], needed_by: str, *, instead: str = "", name: str | None = None
+) -> GroupGeneration: ...
+@overload
+def require_engine_feature(
+    engine: object, feature: Literal[EngineFeature.METRICS], needed_by: str, *, instead: str = "", name: str | None = None
+) -> ReportsMetrics: ...
+@overload
+def require_engine_feature(
+    engine: object, feature: Literal[EngineFeature.DISTRUST], needed_by: str, *, instead: str = "", name: str | None = None
+) -> DistrustsWeights: ...
+@overload
+def require_engine_feature(
+    engine: object, feature: Literal[EngineFeature.MEMBER_CHECKS], needed_by: str, *, instead: str = "", name: str | None = None
+) -> ChecksMembers: ...
+def require_engine_feature(engine: object, feature: EngineFeature, needed_by: str, *, instead: str = "", name: str | None = None) -> Any:
+    """Return the engine with the methods of a feature.
+
+    Args:
+        needed_by: subject of "needs" in the error.
+        instead: a sentence of advice at the end of the error.
+        name: name of the engine in the error; None = its attribute `name`, else its class.
+
+    Raises: ConfigError if the engine does not declare the feature.
+    """
+    if feature not in get_engine_features(engine):
+        raise refuse_without_feature(engine, feature, _METHODS, needed_by=needed_by, name=name, instead=instead)
+    return engine

@@ -1,0 +1,7 @@
+"""Environments, tools and games that episodes are played in."""
+
+from __future__ import annotations
+
+from rollouts._lazy import attach_stub
+
+__getattr__, __dir__ = attach_stub(__name__, __file__)

@@ -1,12 +1,13 @@
-"""Calling environments: sync or async, with a deadline, checked. What goes wrong in one is an EnvironmentFault that says what it was.
+"""Checked calls of environments, sync or async, with a deadline. A failure in an environment is an EnvironmentFault that describes it.
 
     async with open_environment(factory, timeout_s=10) as environment:
         observation = await reset_environment(environment, EnvironmentConfig(seed=3), timeout_s=10)
         observation, reward, done, info = await step_environment(environment, "left", timeout_s=10)
 
-A deadline ends an async method where it awaits. A sync one cannot be ended: it is called where the episode runs, which is best for
-quick ones, and deadlines do not touch it; with in_thread it runs in a thread of its own, which is left behind at the deadline or when
-the episode is canceled (its result is thrown away, and so is the environment: begin anew with another).
+A deadline ends an async method where it awaits. A sync method runs in the episode's own thread, which suits quick ones; it, or an async
+one that blocks, is ended by an alarm once it has blocked the event loop for that long (user_code.py lists the limits). With in_thread a
+sync method runs in a thread of its own, which is abandoned at the deadline or when the episode is canceled, together with its result and
+the environment: begin anew with another.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from typing import Any, SupportsFloat, cast
 
 import trio
 
-from rollouts.checks import is_async_function
+from rollouts.checks import is_async_function, read_flag
 from rollouts.environments.observations import copy_json, find_non_json, find_observation_fault
 from rollouts.environments.protocol import Environment, EnvironmentConfig, EnvironmentFactory, EnvironmentStep
 from rollouts.errors import DataError, EngineError, EnvironmentFault, EpisodeError, EpisodeInterrupted, SandboxError, locate_error
+from rollouts.user_code import CodeBlocked, finish, interrupt_blocking, is_passed_on
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long an environment may take to close where nothing else is said: it must end also when the episode was canceled."""
+"""Seconds in which an environment must close if no timeout is set; it must end also when the episode was canceled."""
 
 _PASSING = (EpisodeError, EpisodeInterrupted, DataError, EngineError, SandboxError)
-"""Errors that an environment raises on purpose: they say by themselves whose fault it is."""
+"""Errors that environments raise on purpose; they state the fault themselves."""
 
 _METHODS = ("reset", "step", "get_state_description", "get_prompt_prefix")
 
@@ -38,15 +40,15 @@ _METHODS = ("reset", "step", "get_state_description", "get_prompt_prefix")
 async def open_environment(
     factory: EnvironmentFactory, *, timeout_s: float | None = None, in_thread: bool = False
 ) -> AsyncGenerator[Environment]:
-    """An environment for one episode, which is closed when the block ends, however it does.
+    """Open an environment for one episode and close it when the block ends, in any way.
 
     Args:
-        factory: sync or async; of what it makes `aclose` or `close` is called at the end, if there is one.
-        timeout_s: for making it, and again for closing it; None = no deadline for making it, CLOSE_TIMEOUT_S for closing it.
+        factory: sync or async; `aclose` or `close` of its environment, if any, is called at the end.
+        timeout_s: seconds for making it, and again for closing it; None = no deadline for making it, CLOSE_TIMEOUT_S for closing.
         in_thread: sync functions run in threads of their own. See the module's docstring.
 
     Raises: EnvironmentFault if the factory raises, is late, or makes something without an environment's methods; or if closing fails
-        (where the block failed, that is a note to its error).
+            (after a failure of the block, as a note to its error).
     """
     environment = await _call(factory, (), "the factory of environments", "made nothing", timeout_s, in_thread)
     missing = [name for name in _METHODS if not callable(getattr(environment, name, None))]
@@ -72,10 +74,10 @@ async def open_environment(
 async def reset_environment(
     environment: Environment, config: EnvironmentConfig, *, timeout_s: float | None = None, in_thread: bool = False
 ) -> Any:
-    """The first observation of an episode: a copy, which what the environment does to its own later does not change.
+    """Reset an environment and return a copy of its first observation, independent of the environment's later changes.
 
-    Raises: EnvironmentFault if reset raises, is late, or returns what is no observation. EpisodeErrors, DataErrors and those of engines
-            and sandboxes pass as they are.
+    Raises: EnvironmentFault if reset raises, is late, or returns no observation. EpisodeErrors, DataErrors and errors of engines and
+            sandboxes pass as they are.
     """
     name = f"{type(environment).__name__}.reset"
     observation = await _call(environment.reset, (config,), name, f"with {config!r:.200}", timeout_s, in_thread)
@@ -96,10 +98,10 @@ async def step_environment(
     """Carry out an action.
 
     Args:
-        timeout_s: where the environment has `longest_call_s`, calls with deadlines of their own (see protocol.py), that is added.
+        timeout_s: seconds; the environment's `longest_call_s`, for calls with deadlines of their own (see protocol.py), is added.
 
-    Returns: what step returned, checked and copied: a finite reward, a bool, an info of JSON values.
-    Raises: EnvironmentFault if step raises, is late, or returns what is no step; see reset_environment for errors that pass.
+    Returns: the step, checked and copied: a finite reward, a bool, an info of JSON values.
+    Raises: EnvironmentFault if step raises, is late, or returns something else; see reset_environment for errors that pass.
     """
     name = f"{type(environment).__name__}.step"
     most = None if timeout_s is None else timeout_s + _longest_call_s(environment)
@@ -108,7 +110,7 @@ async def step_environment(
 
 
 def _longest_call_s(environment: Environment) -> float:
-    """Seconds that a step may take for calls with deadlines of their own; 0 for an environment that says nothing of them."""
+    """Return the seconds that a step may take for calls with deadlines of their own; 0 if the environment does not say."""
     value: Any = getattr(environment, "longest_call_s", 0.0)
     if not isinstance(value, (int, float)) or not value >= 0:
         raise EnvironmentFault(
@@ -119,12 +121,12 @@ def _longest_call_s(environment: Environment) -> float:
 
 
 def check_step(result: Any, name: str = "step") -> EnvironmentStep:
-    """What a step returned as an EnvironmentStep, copied.
+    """Return the result of a step as an EnvironmentStep, copied.
 
     Args:
-        name: of the method, for the message.
+        name: name of the method, for the message.
 
-    Raises: EnvironmentFault saying what was returned and what is expected.
+    Raises: EnvironmentFault with the returned and the expected values.
     """
     found = f"{name} returned {_show(result)} ({type(result).__name__})"
     if not isinstance(result, Sequence) or isinstance(result, (str, bytes)):
@@ -171,8 +173,8 @@ def _parse_reward(reward: Any, found: str) -> float:
 
 
 def _parse_done(done: Any, found: str) -> bool:
-    value = done.item() if type(done).__name__ in ("bool", "bool_") and hasattr(done, "item") else done  # NumPy's
-    if not isinstance(value, bool):
+    value = read_flag(done)
+    if value is None:
         raise EnvironmentFault(f"{found}: done is {done!r:.100} ({type(done).__name__}), expected True or False")
     return value
 
@@ -184,31 +186,48 @@ def _looks_like_gymnasium(observation: Any) -> bool:
 async def _call(
     function: Callable[..., Any], arguments: tuple[Any, ...], name: str, about: str, timeout_s: float | None, in_thread: bool
 ) -> Any:
-    """What a sync or async function returns. Raises EnvironmentFault if it raises or is late."""
-    with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
-        try:
-            return await call_function(function, arguments, in_thread=in_thread)
-        except _PASSING:
+    """Call a sync or async function and return its result. Raises EnvironmentFault if it raises or is late."""
+    deadline = trio.move_on_after(math.inf if timeout_s is None else timeout_s)
+    try:
+        with deadline:
+            return await call_function(function, arguments, in_thread=in_thread, timeout_s=timeout_s)
+    except _PASSING:
+        raise
+    except CodeBlocked as block:
+        late = f"{name} did not return within {timeout_s:g} s {about}: it blocked the event loop at {block.place}"
+        raise EnvironmentFault(f"{late}. Make it faster, let it run in a thread, or raise the timeout") from block
+    except BaseException as error:  # the environment is the user's: whatever it raises is its own fault, handled by the user's policy
+        if is_passed_on(error):
             raise
-        except Exception as error:  # the environment is the user's: whatever it raises is a fault of its own, by the user's policy
+        if not deadline.cancelled_caught:  # otherwise it raised when it was told to end
             raise EnvironmentFault(f"{name} raised {type(error).__name__} {about} ({locate_error(error)}): {error}") from error
     raise EnvironmentFault(f"{name} did not return within {timeout_s:g} s {about}: make it faster, or raise the timeout")
 
 
-async def call_function(function: Callable[..., Any], arguments: tuple[Any, ...] = (), *, in_thread: bool = False) -> Any:
-    """What a user's function returns, sync or async. in_thread: a sync one runs in a thread, which is left behind on cancellation."""
-    if in_thread and not is_async_function(
-        function
-    ):  # in one that starts at once: one that hangs takes none of trio's limited number from others
+async def call_function(
+    function: Callable[..., Any], arguments: tuple[Any, ...] = (), *, in_thread: bool = False, timeout_s: float | None = None
+) -> Any:
+    """Call a user's function, sync or async, and return its result.
+
+    Args:
+        in_thread: run a sync function in a thread, which is abandoned on cancellation.
+        timeout_s: seconds for which it may block the event loop; None = no limit.
+
+    Raises: CodeBlocked if it blocks the event loop for longer.
+    """
+    most = math.inf if timeout_s is None else timeout_s
+    if in_thread and not is_async_function(function):
+        # a limiter of its own: a hanging call takes none of trio's limited threads from others;
         # boxed, because trio refuses a plain function that returns a coroutine
         (result,) = await trio.to_thread.run_sync(lambda: (function(*arguments),), abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
     else:
-        result = function(*arguments)
-    return await result if inspect.isawaitable(result) else result
+        with interrupt_blocking(most):
+            result = function(*arguments)
+    return await finish(result, most) if inspect.isawaitable(result) else result
 
 
 async def _close(environment: Any, timeout_s: float | None, in_thread: bool) -> EnvironmentFault | None:
-    """Close an environment, also in a canceled scope. Returns what went wrong."""
+    """Close an environment, also in a canceled scope. Returns its fault, if any."""
     close = getattr(environment, "aclose", None) or getattr(environment, "close", None)
     if not callable(close):
         return None

@@ -1,4 +1,4 @@
-"""Gymnasium's environments as environments of episodes. Gymnasium itself is not imported: any object with its methods will do.
+"""Gymnasium's environments for episodes. Gymnasium itself is not imported: any object with its methods will do.
 
 def make():
     return GymEnvironment(gymnasium.make("FrozenLake-v1", is_slippery=False), describe=lambda cell: f"You are on cell {cell}.")
@@ -13,28 +13,29 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
+from rollouts.checks import read_flag
 from rollouts.environments.protocol import EnvironmentConfig, EnvironmentStep
 from rollouts.errors import EnvironmentFault
 
 
 class GymLike(Protocol):
-    """What of a gymnasium.Env is used."""
+    """The part of gymnasium.Env that is used."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Mapping[str, Any]]:
-        """First observation and info."""
+        """Return the first observation and info."""
         ...
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, Mapping[str, Any]]:
-        """Observation, reward, terminated, truncated, info."""
+        """Return observation, reward, terminated, truncated, info."""
         ...
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free all resources."""
         ...
 
 
 class GymEnvironment:
-    """One environment of Gymnasium's, for one episode."""
+    """One Gymnasium environment, for one episode."""
 
     def __init__(
         self,
@@ -48,13 +49,13 @@ class GymEnvironment:
     ) -> None:
         """
         Args:
-            env: what gymnasium.make returns.
-            parse_action: text -> action, None = there is none in it. Default: of a Discrete space the number alone, else JSON; what is
+            env: an environment of gymnasium.make.
+            parse_action: text -> action, None = there is none in it. Default: for a Discrete space the number alone, else JSON; a value
                 outside of env.action_space is no action.
-            describe: of an observation, as env gives it -> text; None = JSON.
-            rules: what get_prompt_prefix says.
-            invalid_reward: of a text without an action: env is not stepped, the model sees the same observation again.
-            max_invalid: such texts end the episode; env's own time limit does not count them.
+            describe: env's observation -> text; None = JSON.
+            rules: text of get_prompt_prefix.
+            invalid_reward: reward of a text without an action; env is not stepped and the model sees the same observation again.
+            max_invalid: number of such texts that ends the episode; env's own time limit does not count them.
         """
         self._env, self._describe, self._rules = env, describe, rules
         self._parse = parse_action
@@ -63,7 +64,7 @@ class GymEnvironment:
         self._num_invalid = 0
 
     def reset(self, config: EnvironmentConfig) -> Any:
-        """Reset with the seed (of 31 bits) of the configuration, and with parameters["options"] if there are some."""
+        """Reset with the configuration's seed (of 31 bits), and with parameters["options"] if given."""
         options = config.parameters.get("options")
         result: Any = self._env.reset(seed=config.seed % 2**31, options=None if options is None else dict(options))
         if not isinstance(result, tuple) or len(cast("tuple[Any, ...]", result)) != 2:
@@ -75,7 +76,7 @@ class GymEnvironment:
         return self._show(result[0])
 
     def step(self, action: str) -> EnvironmentStep:
-        """Step, if the text holds an action. info: env's, "action", "truncated" where a limit ended it; or "policy_error"."""
+        """Step if the text holds an action. info: env's, "action", "truncated" if a limit ended the episode; or "policy_error"."""
         parsed = self._parse_text(action)
         if parsed is None:
             self._num_invalid += 1
@@ -89,16 +90,22 @@ class GymEnvironment:
             )
         observation, reward, terminated, truncated, env_info = cast("tuple[Any, ...]", result)
         info = {**to_json_values(env_info), "action": to_json_values(parsed)}
-        if truncated:
+        ends = {"terminated": read_flag(terminated), "truncated": read_flag(truncated)}
+        if None in ends.values():
+            raise EnvironmentFault(
+                f"{type(self._env).__name__}.step returned terminated {terminated!r:.100} and truncated {truncated!r:.100}, expected "
+                "True or False for each: several environments at once (a vector environment) are no episode"
+            )
+        if ends["truncated"]:
             info["truncated"] = True
-        return EnvironmentStep(self._show(observation), reward, bool(terminated) or bool(truncated), info)
+        return EnvironmentStep(self._show(observation), reward, any(ends.values()), info)
 
     def get_state_description(self) -> str:
-        """Nothing: the observation says it."""
+        """Return "": the observation describes the state."""
         return ""
 
     def get_prompt_prefix(self) -> str:
-        """The rules."""
+        """Return the rules."""
         return self._rules
 
     def close(self) -> None:
@@ -128,7 +135,7 @@ class GymEnvironment:
 
 
 def to_json_values(value: Any) -> Any:
-    """A value as JSON values: arrays and tensors become lists, keys texts, numbers that are not finite None, other objects their repr."""
+    """Convert a value to JSON values: arrays and tensors to lists, keys to texts, non-finite numbers to None, others to their repr."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""What an environment shows: a text, messages, or JSON values; and how a model and a log are given them."""
+"""Observations of environments (a text, messages, or JSON values), and their forms for models and logs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Observation: TypeAlias = Any
 
 
 def find_non_json(value: Any, where: str = "") -> str | None:
-    """The first place in a value that JSON cannot hold, in words; None = there is none. Tuples count as lists.
+    """Describe the first place in a value that JSON cannot hold; None = there is none. Tuples count as lists.
 
     Args:
-        where: name of the value, for the words.
+        where: name of the value in the description.
     """
     try:
         return _find_non_json(value, where)
@@ -45,7 +45,7 @@ def _find_non_json(value: Any, where: str) -> str | None:
 
 
 def is_text(value: str) -> bool:
-    """Whether a str can be encoded: one with half of a surrogate pair breaks tokenizers and files."""
+    """Whether a str can be encoded; half of a surrogate pair breaks tokenizers and files."""
     if value.isascii():
         return True
     try:
@@ -56,7 +56,7 @@ def is_text(value: str) -> bool:
 
 
 def find_observation_fault(observation: Observation) -> str | None:
-    """What is wrong with an observation, in words; None = nothing."""
+    """Describe the fault of an observation; None = it has none."""
     messages: tuple[Message, ...] = observation_to_messages(observation) if are_messages(observation) else ()
     for number, message in enumerate(messages):
         fault = _find_message_fault(message, f"message {number} of the observation")
@@ -66,7 +66,7 @@ def find_observation_fault(observation: Observation) -> str | None:
 
 
 def copy_json(value: Any) -> Any:
-    """A copy of JSON values, or of an observation, that later changes of the original do not reach. Mappings become dicts."""
+    """Copy JSON values or an observation, independent of later changes of the original. Mappings become dicts."""
     if isinstance(value, Mapping):
         return {key: copy_json(x) for key, x in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list):
@@ -79,7 +79,7 @@ def copy_json(value: Any) -> Any:
 
 
 def _find_message_fault(message: Any, where: str) -> str | None:
-    """What is wrong with the fields of a message that an environment made, in words; None = nothing."""
+    """Describe the fault in the fields of an environment's message; None = it has none."""
     if not isinstance(message.role, str) or not message.role:
         return f"the role of {where} is {message.role!r:.100} ({type(message.role).__name__}), not the name of a role"
     calls = message.tool_calls
@@ -95,7 +95,7 @@ def _find_message_fault(message: Any, where: str) -> str | None:
 
 
 def observation_to_json(observation: Observation) -> Any:
-    """An observation as plain JSON values: messages become dicts. For logs, StepData and keys of states."""
+    """Return an observation as plain JSON values, messages as dicts; for logs, StepData and keys of states."""
     if isinstance(observation, Message):
         return observation.to_dict()
     if are_messages(observation):
@@ -104,12 +104,12 @@ def observation_to_json(observation: Observation) -> Any:
 
 
 def observation_to_text(observation: Observation, description: str = "") -> str:
-    """An observation for a model that reads plain text.
+    """Return an observation for a model that reads plain text.
 
     Args:
-        description: of the environment's state (get_state_description), which is shown in place of an observation that is no text.
+        description: the environment's state (get_state_description), shown in place of an observation that is no text.
 
-    Returns: the text itself; the contents of messages, each on a line; else the description, or compact JSON where there is none.
+    Returns: the text itself; the contents of messages, each on a line; otherwise the description, or compact JSON without one.
     """
     if observation is None:
         return description
@@ -123,10 +123,10 @@ def observation_to_text(observation: Observation, description: str = "") -> str:
 
 
 def observation_to_messages(observation: Observation, *, role: str = "user", description: str = "") -> tuple[Message, ...]:
-    """An observation for a model that is given a conversation: messages as they are, everything else as one message of this role.
+    """Return an observation for a model in a conversation: messages as they are, everything else as one message of this role.
 
     Args:
-        role: of that message.
+        role: role of that message.
         description: see observation_to_text.
 
     Returns: () if there is nothing to show.

@@ -1,4 +1,4 @@
-"""What an environment is: a world that an episode acts in. Any object with these methods is one; reset and step may be async.
+"""Protocol of environments, the worlds that episodes act in. Any object with these methods is one; reset and step may be async.
 
     class Guess:                                        # a number from 1 to 9
         def reset(self, config):
@@ -12,11 +12,11 @@
         def get_prompt_prefix(self):
             return "Answer with one digit."
 
-An episode gets an environment of its own from a factory, so an environment need not know of others. What it returns is copied, and so are
-the parameters that it is given: it may change its own lists in place.
+An episode gets an environment of its own from a factory, so environments need not know of each other. Their results are copied, and so
+are the parameters that they get: an environment may change its own lists in place.
 
-One whose steps make calls with deadlines of their own (tools, a sandbox) may have an attribute `longest_call_s`: seconds, math.inf for
-none. They are added to the deadline of a step (EpisodeConfig.timeout_s), which would else end a call before its own deadline does.
+An environment whose steps make calls with deadlines of their own (tools, a sandbox) may have an attribute `longest_call_s`: seconds,
+math.inf for none. They are added to the deadline of a step (EpisodeConfig.timeout_s), which would otherwise end a call too early.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """What reset is given. Subclass it with fields of your own, or put them into `parameters`."""
+    """Argument of reset. Subclass it with fields of your own, or put them into `parameters`."""
 
-    seed: int = 0  # equal seeds give equal first states: all episodes of a group have the same
-    parameters: Mapping[str, Any] = field(
-        default_factory=dict[str, Any]
-    )  # of the task: the metadata of the prompt, "ground_truth" included
+    seed: int = 0  # equal seeds give equal first states; all episodes of a group have the same
+    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the prompt's metadata, "ground_truth" included
 
 
 class EnvironmentStep(NamedTuple):
-    """What step returns; a plain tuple of four will do."""
+    """Result of step; a plain tuple of four will do."""
 
-    observation: Any  # a text, a Message or several (tool results), or a JSON value, which the model is shown as text
+    observation: Any  # a text, a Message or several (tool results), or a JSON value, shown to the model as text
     reward: float
     done: bool
     info: Mapping[str, Any]  # JSON values, for rewards and logs
@@ -53,17 +51,17 @@ class Environment(Protocol):
         ...
 
     def step(self, action: Any) -> Any:
-        """Carry an action out: the text that the model wrote, unless a parser made something of it. Returns an EnvironmentStep."""
+        """Carry out an action: the model's text, or a parser's value for it. Returns an EnvironmentStep, or an awaitable of it."""
         ...
 
     def get_state_description(self) -> str:
-        """The present state as text, for the model where the observation is no text, and for people; "" = the observation says it all."""
+        """Return the present state as text, for people and for models whose observation is no text; "" = the observation is enough."""
         ...
 
     def get_prompt_prefix(self) -> str:
-        """What the model is told before the first observation: rules, the form of an action; "" = nothing."""
+        """Return the text before the first observation, such as rules and the form of an action; "" = none."""
         ...
 
 
 EnvironmentFactory: TypeAlias = Callable[[], "Environment | Awaitable[Environment]"]
-"""Makes an environment for one episode. One with `async def aclose(self)` or `close(self)` is closed when its episode is over."""
+"""f() -> an environment for one episode. An environment with `async def aclose(self)` or `close(self)` is closed after it."""

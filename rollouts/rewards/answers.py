@@ -1,27 +1,34 @@
-"""Rewards that compare answers, and how a reward function is found by name."""
+"""Rewards that compare answers, and lookup of functions by name."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
+import math
 import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollouts.config import check_setting
+from rollouts.data.samples import compute_response_lengths, describe_sample
 from rollouts.errors import ConfigError, RewardError, locate_error
+from rollouts.outcomes import MetricResult
+from rollouts.rewards.results import EvaluateResult
 from rollouts.types import Sample, Status
 
-# a minus is a sign only where no number or word stands before it: "9-4" ends with 4
+# a minus is a sign only if no number or word stands before it: "9-4" ends with 4
 _NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?(?:\$\s?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)\]])-)?\$?\.\d+", re.ASCII)
 
 
 def ground_truth(sample: Sample) -> Any:
-    """metadata["ground_truth"] of a sample. Raises RewardError if there is none."""
+    """Return metadata["ground_truth"] of a sample. Raises RewardError if there is none."""
     if "ground_truth" not in sample.metadata:
         raise RewardError(
             f"sample {sample.index} has no metadata['ground_truth'] (keys: {sorted(sample.metadata)}): "
@@ -31,16 +38,16 @@ def ground_truth(sample: Sample) -> Any:
 
 
 def exact_match(sample: Sample) -> float:
-    """1 if the response, without white space at its ends, is the ground truth and ended by itself; else 0.
+    """Return 1 if the response, without white space at its ends, is the ground truth and ended by itself; else 0.
 
-    A response that was cut off does not count, even if what is there is right: the model has not learned where to end.
+    A response that was cut off does not count, even if its text is right: the model has not learned where to end.
     """
     right = sample.response.strip() == str(ground_truth(sample)).strip()
     return float(right and sample.status is Status.COMPLETED)
 
 
 def normalize_number(text: str) -> str | None:
-    """A number as written by people in one form: "$1,234.50" -> "1234.5", "-7." -> "-7"; None if it is not a number."""
+    """Return a number as written by people in one form: "$1,234.50" -> "1234.5", "-7." -> "-7"; None if it is not a number."""
     cleaned = text.replace("\N{MINUS SIGN}", "-").replace(",", "").replace("$", "").strip().rstrip(".").rstrip("%")
     cleaned = re.sub(r"\s", "", cleaned)
     if not re.fullmatch(r"[-+]?(?:\d+\.?\d*|\.\d+)", cleaned, re.ASCII):
@@ -54,9 +61,9 @@ def normalize_number(text: str) -> str | None:
 
 
 def extract_gsm8k_answer(text: str, *, strict: bool = False) -> str | None:
-    """The final answer of a GSM8K solution, normalised.
+    """Return the final answer of a GSM8K solution, normalised.
 
-    The first number behind the last "####"; without such a mark, unless strict, the last number in the text.
+    The answer is the first number behind the last "####"; without such a mark, unless strict, the last number in the text.
 
     Returns: for example "1234.5", or None if there is no number.
     """
@@ -72,7 +79,7 @@ def extract_gsm8k_answer(text: str, *, strict: bool = False) -> str | None:
 
 
 def gsm8k_reward(sample: Sample) -> float:
-    """1 if the final answer of the response equals that of the ground truth (a number, or a whole GSM8K solution); else 0.
+    """Return 1 if the response's final answer equals that of the ground truth (a number, or a whole GSM8K solution); else 0.
 
     Source: Cobbe et al. 2021, with the last number as fallback as in common evaluation harnesses.
     """
@@ -82,27 +89,11 @@ def gsm8k_reward(sample: Sample) -> float:
     return float(extract_gsm8k_answer(sample.response) == truth)
 
 
-def adapt_completion_reward(reward_fn: Callable[..., Any], decode: Callable[[Sequence[int]], str]) -> Callable[[Sample], Any]:
-    """A reward of the signature (prompt, completions, prompt_ids, completion_ids, **data) as a function of a Sample.
-
-    Args:
-        reward_fn: gets the texts and token ids of prompt and completion, and the sample's metadata as keywords.
-        decode: token ids -> text, for example tokenizer.decode.
-    """
-
-    def reward(sample: Sample) -> Any:
-        start = next((t for t, mask in enumerate(sample.loss_mask) if mask > 0), len(sample.tokens))
-        prompt_ids, completion_ids = list(sample.tokens[:start]), list(sample.tokens[start:])
-        return reward_fn(decode(prompt_ids), sample.response, prompt_ids, completion_ids, **sample.metadata)
-
-    return reward
-
-
 def load_module(path: Path) -> ModuleType:
     """Run a Python file as a new module. Raises ConfigError if it is not there or cannot be imported."""
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    # a name of its own, under which dataclasses and pickle can find the module
+    # a unique name, under which dataclasses and pickle find the module
     name = f"{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, f"{path} has no import loader"
@@ -110,14 +101,14 @@ def load_module(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the file is the user's: whatever is wrong in it, say where it comes from
+    except (Exception, SystemExit) as error:  # the file is the user's: whatever is wrong in it, tell the place
         del sys.modules[name]
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error} ({locate_error(error)})") from error
     return module
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function named by "package.module:name" or "path/to/file.py:name".
+    """Return the function named by "package.module:name" or "path/to/file.py:name".
 
     The module is imported, so its code runs: name only code you trust.
 
@@ -131,9 +122,9 @@ def load_function(reference: str) -> Callable[..., Any]:
     else:
         try:
             module = importlib.import_module(location)
-        except (ImportError, TypeError, ValueError) as error:  # relative and empty names are the latter two
+        except (ImportError, TypeError, ValueError) as error:  # TypeError and ValueError: relative and empty names
             raise ConfigError(f"cannot import {location!r} (from {reference!r}): {error}") from error
-        except Exception as error:  # see load_module
+        except (Exception, SystemExit) as error:  # see load_module
             what = f"{type(error).__name__}: {error} ({locate_error(error)})"
             raise ConfigError(f"cannot import {location!r} (from {reference!r}): {what}") from error
     function = getattr(module, name, None)
@@ -143,3 +134,90 @@ def load_function(reference: str) -> Callable[..., Any]:
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(available) or 'none'}"
         raise ConfigError(f"{location} has no function {name!r}: {hint}")
     return function
+
+
+def create_numeric_reward(
+    *, rel_tol: float = 1e-6, abs_tol: float = 0.0, extract: Callable[[str], str | None] = extract_gsm8k_answer
+) -> Callable[[Sample], float]:
+    """Create a reward: 1 if the last number of a response is that of the ground truth, up to a tolerance; else 0.
+
+    Args:
+        rel_tol, abs_tol: |a - b| <= max(rel_tol * max(|a|, |b|), abs_tol).
+        extract: text -> the number in it as text, or None; default: the one behind the last "####", else the last one.
+    """
+    for name, value in (("rel_tol", rel_tol), ("abs_tol", abs_tol)):
+        check_setting(0 <= value < math.inf, name, value, "a finite number, at least 0")
+    return functools.partial(_match_numbers, rel_tol=rel_tol, abs_tol=abs_tol, extract=extract)
+
+
+def _match_numbers(sample: Sample, *, rel_tol: float, abs_tol: float, extract: Callable[[str], str | None]) -> float:
+    truth = ground_truth(sample)
+    wanted = normalize_number(str(truth)) or extract(str(truth))
+    if wanted is None:
+        raise RewardError(f"the ground truth of {describe_sample(sample)} has no number: {truth!r}")
+    found = extract(sample.response)
+    return 0.0 if found is None else float(math.isclose(float(found), float(wanted), rel_tol=rel_tol, abs_tol=abs_tol))
+
+
+def create_format_reward(pattern: str) -> Callable[[Sample], float]:
+    r"""Create a reward: 1 if the whole response matches a regular expression, in which "." also matches line ends; else 0.
+
+    Example: create_format_reward(r"<think>.+</think>\s*<answer>.+</answer>")
+
+    Raises: ConfigError for an invalid regular expression.
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"the pattern {pattern!r} is not a regular expression: {error}") from error
+    return functools.partial(_match_format, pattern=compiled)
+
+
+def _match_format(sample: Sample, *, pattern: re.Pattern[str]) -> float:
+    return float(pattern.fullmatch(sample.response.strip()) is not None)
+
+
+def create_length_penalty(*, free_tokens: int, per_token: float, most: float = math.inf) -> Callable[[Sample], float]:
+    """Create a reward of -per_token for each token of a response beyond the first free_tokens, at least -most.
+
+    See evaluate.create_overlong_penalty for a penalty on the last tokens of a budget.
+
+    Raises: ConfigError for a number out of range.
+    """
+    check_setting(free_tokens >= 0, "free_tokens", free_tokens, "at least 0")
+    check_setting(0 <= per_token < math.inf, "per_token", per_token, "a finite number, at least 0")
+    check_setting(most >= 0, "most", most, "at least 0")
+    return functools.partial(_penalize_length, free_tokens=free_tokens, per_token=per_token, most=most)
+
+
+def _penalize_length(sample: Sample, *, free_tokens: int, per_token: float, most: float) -> float:
+    (length,) = compute_response_lengths([sample.loss_mask])
+    return -min(most, per_token * max(0, length - free_tokens))
+
+
+@dataclass(frozen=True)
+class RelativeLengthReward:
+    """Preference for short right answers by comparing the samples of a group (a calls.GroupReward).
+
+    With l the length in tokens and lambda = 0.5 - (l - min l) / (max l - min l), a right answer gets lambda and a wrong one min(0, lambda);
+    all get 0 if they are equally long. Add it to a reward of correctness (composite.py).
+
+    Source: Kimi Team 2025 (Kimi k1.5), section 2.3.3.
+    """
+
+    is_right: Callable[[Sample], Any]  # sync reward, more than 0 for right answers, for example exact_match
+
+    def __call__(self, sample: Sample) -> EvaluateResult:
+        """Score a group of one: 0."""
+        return self.score_samples((sample,))[0]
+
+    def score_samples(self, samples: Sequence[Sample]) -> list[EvaluateResult]:
+        """Score each sample of a group."""
+        lengths = compute_response_lengths([sample.loss_mask for sample in samples])
+        shortest, longest = min(lengths), max(lengths)
+        out: list[EvaluateResult] = []
+        for sample, length in zip(samples, lengths, strict=True):
+            relative = 0.0 if longest == shortest else 0.5 - (length - shortest) / (longest - shortest)
+            reward = relative if self.is_right(sample) > 0 else min(0.0, relative)
+            out.append(EvaluateResult(reward, metrics={"length": MetricResult(length)}))
+        return out

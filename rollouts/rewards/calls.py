@@ -1,4 +1,4 @@
-"""Calling reward functions: sync or async, a sample or a whole group at a time, with a deadline. Every failure is a RewardError."""
+"""Calls of reward functions: sync or async, for a sample or a whole group, with a deadline. Every failure is a RewardError."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import trio
 
 from rollouts.checks import is_async_function
 from rollouts.config import RewardConfig
-from rollouts.errors import ConfigError, RewardError
-from rollouts.rewards.results import EvaluateResult, parse_result
-from rollouts.samples import describe_sample
+from rollouts.data.samples import describe_sample
+from rollouts.errors import ConfigError, RewardError, locate_error
+from rollouts.rewards.results import EvaluateResult, check_values, describe_reward, parse_result
 from rollouts.types import Sample
+from rollouts.user_code import CodeBlocked, finish, is_passed_on
 
 T = TypeVar("T")
 
 RewardFn: TypeAlias = Callable[[Sample], Any]
-"""Sample -> a finite number (float, int, bool, 0-d array or tensor) or an EvaluateResult, or an awaitable of one.
+"""f(sample) -> a finite number (float, int, bool, 0-d array or tensor) or an EvaluateResult, or an awaitable of one.
 
-One with has_own_deadline = True bounds the time of its calls by itself: RewardConfig.timeout_s, which a call also spends waiting for a free
-worker, is then not applied; if it has limit_calls(timeout_s), that gives the function that is called in its place, whose parts without
-such a bound have this one. One with reward_name is called so in messages.
+A function with has_own_deadline = True bounds its calls itself, and RewardConfig.timeout_s, which would include the wait for a free worker,
+is not applied. If it also has limit_calls(timeout_s), the function that this returns is called instead; it applies timeout_s to its parts
+without a bound of their own. Messages call a function by its reward_name, if it has one.
 """
 
 Outcome: TypeAlias = "tuple[Any] | RewardError"
-"""What a call gave: its value, in a box because it may be an awaitable, or why there is none."""
+"""Outcome of a call: its value, in a box because it may be an awaitable, or the error."""
 
-QUICK_S = 0.01  # how long one thread goes from sample to sample before the rest of a group gets threads of their own
+QUICK_S = 0.01  # seconds that one thread spends on samples in turn before the rest of a group gets threads of their own
 
 
 @runtime_checkable
@@ -42,7 +43,7 @@ class GroupReward(Protocol):
     """A reward function that judges all samples of a group in one call, because it compares them or because one call is cheaper."""
 
     def score_samples(self, samples: Sequence[Sample]) -> Any:
-        """What a RewardFn returns, for each of the samples, in their order; or an awaitable of all of them."""
+        """Return a RewardFn's value for each of the samples, in their order, or an awaitable of all of them."""
         ...
 
 
@@ -51,33 +52,33 @@ class RewardSource(Protocol):
     """Settings of a reward that holds something open while it is used, such as processes or connections."""
 
     def open_reward(self) -> AbstractAsyncContextManager[RewardFn]:
-        """`async with source.open_reward() as reward_fn`: the reward function works inside the block."""
+        """Open the reward: inside of `async with source.open_reward() as reward_fn` the reward function works."""
         ...
 
 
 class UnopenedReward:
-    """For RewardSources to inherit: calling one says that it is to be opened first."""
+    """Base of RewardSources: calling one raises an error that says to open it first."""
 
     def __call__(self, sample: Sample) -> Any:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         raise create_unopened_error(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What became of the reward of one sample: either result and scored, or error."""
+    """Judgement of one sample: either result and scored, or error."""
 
     result: EvaluateResult | None = None
-    scored: Sample | None = None  # the sample with it
-    error: RewardError | None = None  # of the last try
-    num_retries: int = 0  # tries after the first; of a call for several samples only in one of their judgements
+    scored: Sample | None = None  # the sample with its reward
+    error: RewardError | None = None  # error of the last attempt
+    num_retries: int = 0  # attempts after the first; a call for several samples counts them in one judgement only
 
 
 async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: RewardConfig) -> list[Judgement]:
-    """The judgement of each sample, in order. Failures are tried again if that is the policy, and are never raised.
+    """Return the judgement of each sample, in order. Failures are retried if that is the policy, and are never raised.
 
-    Samples are judged concurrently; a sync function is called from several threads, except that the samples for which it needs less than
-    QUICK_S in all are judged one after another in one thread. A GroupReward is called once for all, and again for all if one fails.
+    Samples are judged concurrently; a sync function is called from several threads, except that the samples that take less than QUICK_S in
+    total are judged in turn in one thread. A GroupReward is called once for all samples, and again for all if one fails.
 
     Raises: ConfigError for a RewardSource that has not been opened.
     """
@@ -105,7 +106,7 @@ async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: 
 
 
 def judge_now(reward_fn: RewardFn, samples: Sequence[Sample]) -> list[Any]:
-    """What a sync reward function gives for samples, called here and now: no deadline, no threads, errors as they are."""
+    """Call a sync reward function for samples, here and now: no deadline, no threads; errors pass as they are."""
     check_opened(reward_fn)
     if not isinstance(reward_fn, GroupReward):
         return [reward_fn(sample) for sample in samples]
@@ -113,44 +114,23 @@ def judge_now(reward_fn: RewardFn, samples: Sequence[Sample]) -> list[Any]:
 
 
 def check_opened(reward_fn: Any) -> None:
-    """Raise ConfigError for a RewardSource: what it opens is the reward function."""
+    """Raise ConfigError for a RewardSource: the reward function is the object that it opens."""
     if isinstance(reward_fn, RewardSource):
         raise create_unopened_error(reward_fn)
 
 
 def create_unopened_error(source: object) -> ConfigError:
-    """The error for a RewardSource that is called like what it opens."""
+    """Create the error for a RewardSource that is called like a reward function."""
     name = type(source).__name__
-    return ConfigError(
-        f"{name} is to be opened first: `async with source.open_reward() as reward_fn`, and reward_fn is the reward function"
-    )
-
-
-def check_values(values: Any, num_samples: int, name: str) -> list[Any]:
-    """What a function of a whole group returned, as a list of one value for each sample. Raises RewardError if it is something else."""
-    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        raise RewardError(f"reward function {name} returned {values!r:.200} ({type(values).__name__}), expected a list of {num_samples}")
-    found = list(cast("Sequence[Any]", values))
-    if len(found) != num_samples:
-        raise RewardError(
-            f"reward function {name} returned {len(found)} results for {num_samples} samples, expected one for each, in order"
-        )
-    return found
-
-
-def describe_reward(function: Any) -> str:
-    """The name by which messages call a reward function."""
-    while isinstance(function, functools.partial):
-        function = cast("functools.partial[Any]", function).func
-    return str(getattr(function, "reward_name", None) or getattr(function, "__qualname__", type(function).__name__))
+    return ConfigError(f"{name} must be opened first: `async with source.open_reward() as reward_fn`, and reward_fn is the reward function")
 
 
 async def _judge_together(reward_fn: GroupReward, samples: Sequence[Sample], config: RewardConfig) -> list[Judgement]:
-    """One call for all. The judgements are all of one call: those of two need not be comparable."""
+    """Judge all samples in one call. All judgements come from the same call: those of two calls need not be comparable."""
     num_retries = config.max_retries if config.on_error == "retry" else 0
     name = describe_reward(reward_fn)
     where = f"{len(samples)} samples of group {samples[0].group_index}"
-    counting = next((k for k, sample in enumerate(samples) if sample.metadata.get("trainable", True)), 0)  # metrics are of these
+    counting = next((k for k, sample in enumerate(samples) if sample.trainable), 0)  # metrics count this sample
     for attempt in itertools.count():
         try:
             value = await _call_until(functools.partial(reward_fn.score_samples, samples), name, where, config)
@@ -166,7 +146,7 @@ async def _judge_together(reward_fn: GroupReward, samples: Sequence[Sample], con
 
 
 async def _judge_sample(reward_fn: RewardFn, sample: Sample, config: RewardConfig, outcome: Outcome | None) -> Judgement:
-    """The judgement of one; outcome: of a first call that has been made already."""
+    """Judge one sample; `outcome` is that of a first call that was made already."""
     num_retries = config.max_retries if config.on_error == "retry" else 0
     name = describe_reward(reward_fn)
     for attempt in itertools.count():
@@ -194,30 +174,38 @@ def _judge_value(value: Any, sample: Sample, name: str, attempt: int) -> Judgeme
 
 
 async def _call_until(call: Callable[[], Any], name: str, where: str, config: RewardConfig, outcome: Outcome | None = None) -> Any:
-    """What a call returns, awaited if need be; it is made here unless there is an outcome already.
+    """Return a call's result, awaited if need be; make the call unless its outcome is given.
 
     Raises: RewardError if it raised, or took longer than the deadline.
     """
-    with trio.move_on_after(_timeout(config)):
-        if outcome is None:
-            attempt = functools.partial(_attempt, call, name, where)
-            outcome = attempt() if is_async_function(call) else await _run_in_thread(attempt)
-        if isinstance(outcome, tuple) and inspect.isawaitable(outcome[0]):
-            try:
-                outcome = (await outcome[0],)
-            except Exception as error:  # see _call
-                raise _create_failure(name, where, error) from error
-        if isinstance(outcome, RewardError):
-            raise outcome
-        return outcome[0]
-    raise _create_timeout_error(name, where, config)
+    timeout_s = _timeout(config)
+    deadline = trio.move_on_after(timeout_s)
+    try:
+        with deadline:
+            if outcome is None:
+                attempt = functools.partial(_attempt, call, name, where)
+                outcome = attempt() if is_async_function(call) else await _run_in_thread(attempt)
+            if isinstance(outcome, tuple) and inspect.isawaitable(outcome[0]):
+                outcome = (await finish(outcome[0], timeout_s),)
+    except CodeBlocked as block:
+        raise _create_timeout_error(name, where, config, block) from block
+    except BaseException as error:  # see _call
+        if is_passed_on(error):
+            raise
+        late = deadline.cancelled_caught  # it raised when it was told to end
+        raise (_create_timeout_error(name, where, config) if late else _create_failure(name, where, error)) from error
+    if deadline.cancelled_caught or outcome is None:
+        raise _create_timeout_error(name, where, config)
+    if isinstance(outcome, RewardError):
+        raise outcome
+    return outcome[0]
 
 
 async def _call_in_turn(reward_fn: RewardFn, samples: Sequence[Sample], config: RewardConfig) -> list[Outcome]:
-    """Outcomes for the first of the samples: for as many as one thread gets through in QUICK_S, and at least for one.
+    """Call the reward function for the first samples in one thread: as many as it finishes in QUICK_S, and at least one.
 
-    A thread for each sample costs more than most rewards do. No sample waits for a slow one: the caller gives the others their threads.
-    Each sample has its deadline, give or take QUICK_S.
+    A thread per sample costs more than most rewards do. No sample waits for a slow one: the caller gives the others their threads. Each
+    sample has its deadline, up to QUICK_S.
     """
     begun: list[Sample] = []
     outcomes: list[Outcome] = []
@@ -241,7 +229,7 @@ async def _call_in_turn(reward_fn: RewardFn, samples: Sequence[Sample], config: 
 
 
 async def _run_in_thread(function: Callable[[], T]) -> T:
-    """Run in a thread that starts at once: waiting for one of trio's limited number would count against the deadline."""
+    """Run a function in a thread that starts at once: waiting for one of trio's limited threads would count against the deadline."""
     return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
 
 
@@ -255,18 +243,27 @@ def _attempt(call: Callable[[], Any], name: str, where: str) -> Outcome:
 def _call(call: Callable[[], Any], name: str, where: str) -> Any:
     try:
         return call()
-    except Exception as error:  # the function is the user's: whatever it raises, the policy that the user chose decides
+    except BaseException as error:  # the function is the user's: whatever it raises, the user's policy decides
+        if is_passed_on(error):
+            raise
         raise _create_failure(name, where, error) from error
 
 
-def _create_failure(name: str, where: str, error: Exception) -> RewardError:
-    return RewardError(f"reward function {name} raised {type(error).__name__} for {where}: {error}")
+def _create_failure(name: str, where: str, error: BaseException) -> RewardError:
+    return RewardError(f"reward function {name} raised {type(error).__name__} for {where}: {error} ({locate_error(error)})")
 
 
-def _create_timeout_error(name: str, where: str, config: RewardConfig) -> RewardError:
-    return RewardError(
-        f"reward function {name} did not return within {config.timeout_s:g} s for {where}: make it faster, or raise timeout_s"
+def _create_timeout_error(name: str, where: str, config: RewardConfig, block: CodeBlocked | None = None) -> RewardError:
+    failure = RewardError(
+        f"reward function {name} did not return within {config.timeout_s:g} s for {where}: "
+        "make it faster, or raise timeout_s (--reward.timeout-s)"
     )
+    if block is not None:
+        failure.add_note(
+            f"it blocked the event loop at {block.place}: await there (trio.sleep, not time.sleep), or write it as a plain def, "
+            "which runs in a thread"
+        )
+    return failure
 
 
 def _timeout(config: RewardConfig) -> float:

@@ -1,4 +1,4 @@
-"""Rewards that are weighted sums of rewards, each of which is logged by its name."""
+"""Rewards that are weighted sums of rewards, each logged by its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import trio
 
 from rollouts.checks import is_async_function
 from rollouts.config import RewardConfig
-from rollouts.errors import ConfigError, RewardError
+from rollouts.errors import ConfigError, RewardError, locate_error
+from rollouts.outcomes import MetricResult, StepOutput
 from rollouts.rewards.calls import (
     GroupReward,
     Judgement,
@@ -22,7 +23,7 @@ from rollouts.rewards.calls import (
     describe_reward,
     judge_samples,
 )
-from rollouts.rewards.results import EvaluateResult, MetricResult, StepOutput, parse_result
+from rollouts.rewards.results import EvaluateResult, parse_result
 from rollouts.types import Sample
 
 Components: TypeAlias = "Mapping[str, tuple[Any, float]]"
@@ -30,16 +31,16 @@ Components: TypeAlias = "Mapping[str, tuple[Any, float]]"
 
 
 def create_composite_reward(components: Components, *, total: float | None = 1.0) -> Any:
-    """The reward sum_k weight_k * reward_k of a sample, for RolloutConfig.reward_fn.
+    """Create the reward sum_k weight_k * reward_k of a sample, for RolloutConfig.reward_fn.
 
     Example: create_composite_reward({"right": (exact_match, 0.8), "format": (create_format_reward(pattern), 0.2)})
 
     Args:
-        components: any rewards: of a sample or decorated, pointwise or batch, sync or async, or sources that are still to be opened.
-        total: what the weights must add up to, so that a mistyped one is found; None = anything, for example with penalties.
+        components: any rewards: of a sample or decorated, pointwise or batch, sync or async, or sources still to be opened.
+        total: required sum of the weights, to find mistyped ones; None = any sum, for example with penalties.
 
-    Returns: a reward function, called as its components need: sync and pointwise if all of them are, a GroupReward otherwise; and a
-        RewardSource, which opens them, where one of them is. Its results have each component's score as a metric with its name, and the
+    Returns: a reward function, called as its components need: sync and pointwise if all of them are, a GroupReward otherwise; a
+        RewardSource, which opens them, if one of them is. Its results have each component's score as a metric with its name, and the
         component's own metrics as NAME/METRIC. Step outputs are weighted and added, too.
     Raises: ConfigError if a weight is not finite, or they do not add up to total.
     """
@@ -57,7 +58,7 @@ def create_composite_reward(components: Components, *, total: float | None = 1.0
 
 
 def check_weights(weights: Mapping[str, float], total: float | None = 1.0) -> None:
-    """Raise ConfigError unless there are weights, all are finite, and they add up to total (up to 1e-6)."""
+    """Raise ConfigError unless there are weights, all finite, with the sum total (up to 1e-6)."""
     if not weights:
         raise ConfigError("a weighted reward has no components (found 0): name at least one")
     for name, weight in weights.items():
@@ -71,13 +72,13 @@ def check_weights(weights: Mapping[str, float], total: float | None = 1.0) -> No
 
 
 def weigh_metrics(metrics: Mapping[str, MetricResult], weights: Mapping[str, float], *, total: float | None = 1.0) -> EvaluateResult:
-    """The result whose score is the weighted sum of its metrics, for reward functions that judge several things.
+    """Return a result with the weighted sum of its metrics as score, for reward functions that judge several things.
 
     Args:
-        metrics: one for each weight. Those that are to be logged only get the weight 0.
+        metrics: one for each weight; a metric for the log alone gets the weight 0.
         total: see create_composite_reward.
 
-    Returns: without a valid score where a metric with a weight other than 0 has none.
+    Returns: a result without a valid score if a metric with a weight other than 0 has none.
     Raises: ConfigError if the weights do not fit.
     """
     check_weights(weights, total)
@@ -94,9 +95,9 @@ def weigh_metrics(metrics: Mapping[str, MetricResult], weights: Mapping[str, flo
 
 
 def combine_results(results: Mapping[str, EvaluateResult], weights: Mapping[str, float]) -> EvaluateResult:
-    """One result of the results of several components. See create_composite_reward.
+    """Combine the results of several components into one. See create_composite_reward.
 
-    Returns: without a valid score where a component has none.
+    Returns: a result without a valid score if a component has none.
     """
     assert set(results) == set(weights), f"there are results {sorted(results)} and weights {sorted(weights)}"
     invalid = {name: result.error or result.reason or "is_score_valid is False" for name, result in results.items() if not result.is_valid}
@@ -118,7 +119,7 @@ def combine_results(results: Mapping[str, EvaluateResult], weights: Mapping[str,
 
 
 def _combine_steps(results: Mapping[str, EvaluateResult], weights: Mapping[str, float]) -> tuple[StepOutput, ...] | None:
-    """Step outputs of all components, those with one step_index added up; None if no component judges steps."""
+    """Merge the step outputs of all components, adding up those with one step_index; None if no component judges steps."""
     if all(result.step_outputs is None for result in results.values()):
         return None
     combined: dict[int | str, StepOutput] = {}
@@ -136,47 +137,47 @@ def _combine_steps(results: Mapping[str, EvaluateResult], weights: Mapping[str, 
 
 @dataclass(frozen=True)
 class CompositeReward:
-    """A composite of sync functions of one sample."""
+    """Composite of sync functions of one sample."""
 
     functions: Mapping[str, RewardFn]
     weights: Mapping[str, float]
 
     def __call__(self, sample: Sample) -> EvaluateResult:
-        """The combined result. Raises RewardError naming the component that failed."""
+        """Return the combined result. Raises RewardError naming the component that failed."""
         return combine_results({name: self._judge(name, function, sample) for name, function in self.functions.items()}, self.weights)
 
     def _judge(self, name: str, function: RewardFn, sample: Sample) -> EvaluateResult:
         try:
             value = function(sample)
-        except Exception as error:  # the function is the user's
-            raise RewardError(f"component {name} raised {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:  # the function is the user's
+            raise RewardError(f"component {name} raised {type(error).__name__}: {error} ({locate_error(error)})") from error
         return parse_result(value, sample, f"{describe_reward(function)} (component {name})")
 
 
 @dataclass(frozen=True)
 class CompositeGroupReward:
-    """A composite of any functions: its components work beside each other, each on the whole group."""
+    """Composite of any functions; its components run concurrently, each on the whole group."""
 
     functions: Mapping[str, RewardFn]
     weights: Mapping[str, float]
-    timeout_s: float | None = None  # of each call of a component that has no deadline of its own
+    timeout_s: float | None = None  # seconds for each call of a component without a deadline of its own
 
     @property
     def has_own_deadline(self) -> bool:
-        """Whether a component has a deadline of its own, which may wait for a worker: then the composite waits for all of them."""
+        """Whether a component has a deadline of its own, which may include a wait for a worker: the composite then waits for all."""
         return any(getattr(function, "has_own_deadline", False) for function in self.functions.values())
 
     def limit_calls(self, timeout_s: float | None) -> CompositeGroupReward:
-        """The composite with a deadline for each component that has none of its own; see calls.RewardFn."""
+        """Return the composite with a deadline for each component without one of its own; see calls.RewardFn."""
         return replace(self, timeout_s=timeout_s)
 
     async def __call__(self, sample: Sample) -> EvaluateResult:
-        """The combined result of a group of one."""
+        """Return the combined result for a group of one."""
         (result,) = await self.score_samples((sample,))
         return result
 
     async def score_samples(self, samples: Sequence[Sample]) -> list[EvaluateResult]:
-        """The combined result of each sample; one without a valid score for a sample that a component failed on."""
+        """Return the combined result of each sample, without a valid score if a component failed on it."""
         judgements: dict[str, list[Judgement]] = {}
 
         async def judge(name: str, function: RewardFn) -> None:
@@ -192,14 +193,14 @@ class CompositeGroupReward:
 
 @dataclass(frozen=True)
 class CompositeSource(UnopenedReward):
-    """A composite with components that are still to be opened: a calls.RewardSource."""
+    """Composite with components that are still to be opened: a calls.RewardSource."""
 
     functions: Mapping[str, Any]
     weights: Mapping[str, float]
 
     @asynccontextmanager
     async def open_reward(self) -> AsyncGenerator[RewardFn]:
-        """The composite of the opened components."""
+        """Open the components and yield their composite."""
         async with AsyncExitStack() as stack:
             opened = {
                 name: await stack.enter_async_context(function.open_reward()) if isinstance(function, RewardSource) else function

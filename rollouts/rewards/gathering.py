@@ -1,4 +1,4 @@
-"""Calls of a reward function that come one sample at a time, answered many at a time."""
+"""Calls of a reward function for single samples, answered in batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollouts.errors import RewardError, RolloutsError, raise_single_errors
 from rollouts.types import Sample
 
 ScoreSamples: TypeAlias = Callable[[Sequence[Sample]], Awaitable[Sequence[Any]]]
-"""f(samples) -> for each, in their order, what a reward function may return, or the RewardError of this sample alone."""
+"""f(samples) -> for each, in their order, a value that a reward function may return, or the RewardError of this sample alone."""
 
 
 @dataclass(eq=False)
@@ -30,25 +30,25 @@ class _Call:
 
 
 class GatheredReward:
-    """A reward function for RolloutConfig: what is asked for at the same time is scored together. Made by gather_calls."""
+    """A reward function for RolloutConfig that scores simultaneous calls together. Created by gather_calls."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.__qualname__ = name  # in messages about rewards
-        self.num_batches = 0  # that have been scored or are being scored
-        self.num_samples = 0
-        self._waiting: list[_Call] = []  # that no batch has taken yet
+        self.__qualname__ = name  # name in messages about rewards
+        self.num_batches = 0  # batches that have been scored or are being scored
+        self.num_samples = 0  # samples in these batches
+        self._waiting: list[_Call] = []  # calls that no batch has taken yet
         self._unanswered: set[_Call] = set()
         self._has_work = trio.Event()
         self._is_open = True
 
     @property
     def num_waiting(self) -> int:
-        """Samples that no batch has taken yet."""
+        """Number of samples that no batch has taken yet."""
         return len(self._waiting)
 
     async def __call__(self, sample: Sample) -> Any:
-        """The score of one sample. Raises RewardError if there is none."""
+        """Return the score of one sample. Raises RewardError if there is none."""
         if not self._is_open:
             raise RewardError(f"{self.name} was asked for a score outside its `async with` block: open it around the whole run")
         call = _Call(sample)
@@ -59,19 +59,19 @@ class GatheredReward:
             await call.is_answered.wait()
         finally:
             self._unanswered.discard(call)
-            if call in self._waiting:  # the caller no longer waits: nothing is to be computed for it
+            if call in self._waiting:  # the caller was cancelled: compute nothing for it
                 self._waiting.remove(call)
         if isinstance(call.result, Exception):
             raise RewardError(str(call.result)) from call.result
         return call.result
 
     async def take(self, max_samples: int) -> list[_Call]:
-        """The next calls, at least one, in the order of their samples, which does not depend on who came first."""
+        """Take the next calls, at least one, in the order of their samples, not of their arrival."""
         while not self._waiting:
             self._has_work = trio.Event()
             await self._has_work.wait()
         num_seen = 0
-        while num_seen < len(self._waiting) < max_samples:  # as long as others come without waiting for anything, they come along
+        while num_seen < len(self._waiting) < max_samples:  # collect calls for as long as others come without waiting for anything
             num_seen = len(self._waiting)
             await trio.lowlevel.checkpoint()
             await trio.lowlevel.checkpoint()
@@ -84,7 +84,7 @@ class GatheredReward:
         return taken
 
     def close(self) -> None:
-        """Answer everybody who waits that there will be no score. Whoever waits inside the block has been cancelled by then."""
+        """Answer all waiting calls with an error. Callers inside the block have been cancelled by then."""
         self._is_open = False
         for call in self._unanswered:
             call.answer(RewardError(f"{self.name} was closed before it scored the sample: open it around the whole run"))
@@ -94,20 +94,20 @@ class GatheredReward:
 async def gather_calls(
     score_samples: ScoreSamples, *, name: str, max_samples: int = 512, max_batches: int = 1
 ) -> AsyncGenerator[GatheredReward]:
-    """A reward function of one sample, made of one that scores many at once.
+    """Create a reward function of one sample from a function that scores many at once.
 
         async with gather_calls(score, name="my reward") as reward:
             config = RolloutConfig(batch_size=8, reward_fn=reward, ...)
 
-    While a batch is being scored, further calls wait and become the next one. A caller that is cancelled leaves the others as they are.
+    Calls during a batch wait and become the next one. A cancelled caller does not affect the others.
 
     Args:
-        score_samples: gets at least one sample and at most max_samples; raises RolloutsError if it has a score for none of them.
-        name: in messages.
-        max_samples: in one batch.
-        max_batches: that are scored at the same time: 1 for a model, more for a server.
+        score_samples: gets 1 to max_samples samples; raises RolloutsError if it has a score for none of them.
+        name: name in messages.
+        max_samples: most samples in one batch.
+        max_batches: batches scored at the same time: 1 for a model, more for a server.
 
-    Raises: what score_samples raises, if that is not a RolloutsError: then the block is cancelled, so that nobody waits for ever.
+    Raises: any other error of score_samples than a RolloutsError; the block is then cancelled, so that nobody waits for ever.
     """
     assert max_samples >= 1, f"max_samples is {max_samples}, expected at least 1"
     assert max_batches >= 1, f"max_batches is {max_batches}, expected at least 1"

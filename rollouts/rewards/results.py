@@ -1,101 +1,56 @@
-"""What a reward function says about an answer or an episode, beyond one number."""
+"""Results of reward functions for an answer or an episode, beyond one number."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, SupportsFloat, cast
 
-from rollouts.errors import RewardError
-from rollouts.samples import describe_sample, is_finite, is_finite_number, sample_messages, show_value
+from rollouts.checks import show_value
+from rollouts.config_files import suggest
+from rollouts.data.samples import count_spoken, describe_sample, find_actions, forget_turn_rewards, sample_messages
+from rollouts.errors import ConfigError, RewardError
+from rollouts.outcomes import (
+    MetricResult,
+    RewardDetails,
+    StepOutput,
+    check_flag,
+    check_metrics,
+    check_number,
+    check_texts,
+    parse_fields,
+    parse_metrics,
+    score_to_json,
+)
+from rollouts.steps import StepData, Steps
 from rollouts.types import Sample, Turn
 
 _logger = logging.getLogger(__name__)
-
-METADATA_OF_REWARDS = frozenset({"reward_metrics", "reward_steps", "reward_reason", "reward_error", "num_reward_retries"})
-"""Keys of Sample.metadata that scoring writes."""
-
-
-@dataclass(frozen=True)
-class MetricResult:
-    """One part of an evaluation, for the log: it enters the score only as far as the reward function says so."""
-
-    score: float
-    reason: str = ""
-    is_score_valid: bool = True
-
-    def __post_init__(self) -> None:
-        _check_texts(self, "reason")
-        _check_flag(self)
-        _check_number("MetricResult.score", self.score, required=self.is_score_valid)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain JSON values; a score that is not finite is None there."""
-        return {"score": _json_number(self.score), "reason": self.reason, "is_score_valid": self.is_score_valid}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> MetricResult:
-        """The inverse of to_dict. Raises RewardError for another shape."""
-        return cls(**_parse_fields(cls, data, "score"))
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What one step of an episode earned by itself."""
-
-    step_index: int | str  # position among the assistant's messages, from 0; a text is the name of a step, see alignment.py
-    base_reward: float
-    metrics: Mapping[str, MetricResult] = field(default_factory=dict[str, MetricResult])
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        index: Any = self.step_index
-        if isinstance(index, bool) or not isinstance(index, (int, str)):
-            raise RewardError(
-                f"StepOutput.step_index is {show_value(index)}, expected the number of an assistant message, from 0, or a name"
-            )
-        _check_texts(self, "reason")
-        _check_number("StepOutput.base_reward", self.base_reward)
-        _check_metrics("StepOutput.metrics", self.metrics)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The output as plain JSON values."""
-        return {
-            "step_index": self.step_index,
-            "base_reward": self.base_reward,
-            "metrics": {name: metric.to_dict() for name, metric in self.metrics.items()},
-            "reason": self.reason,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> StepOutput:
-        """The inverse of to_dict. Raises RewardError for another shape."""
-        values = _parse_fields(cls, data, "step_index", "base_reward")
-        values["metrics"] = _parse_metrics(values.get("metrics"))
-        return cls(**values)
+_alignment_logger = logging.getLogger("rollouts.rewards.alignment")  # one name for the alignment of samples and of StepData
 
 
 @dataclass(frozen=True)
 class EvaluateResult:
-    """What a reward function returns. One with a score alone is complete: EvaluateResult(1.0)."""
+    """Result of a reward function. A score alone is enough: EvaluateResult(1.0)."""
 
-    score: float  # of the whole answer or episode: the reward of its Sample
+    score: float  # score of the whole answer or episode: the reward of its Sample
     reason: str = ""
     metrics: Mapping[str, MetricResult] = field(default_factory=dict[str, MetricResult])
-    step_outputs: tuple[StepOutput, ...] | None = None  # rewards of single steps; None = the function judges the whole only
-    is_score_valid: bool = True  # False: there is no judgement, and the policy for failed rewards decides what becomes of the group
-    error: str | None = None  # why there is none
+    step_outputs: tuple[StepOutput, ...] | None = None  # rewards of single steps; None and () = only the whole is judged
+    is_score_valid: bool = True  # False: there is no judgement, and the policy for failed rewards decides on the group
+    error: str | None = None  # reason for the missing judgement
 
     def __post_init__(self) -> None:
-        _check_texts(self, "reason")
+        check_texts(self, "reason")
         if self.error is not None:
-            _check_texts(self, "error")
-        _check_flag(self)
-        _check_number("EvaluateResult.score", self.score, required=self.is_score_valid and self.error is None)
-        _check_metrics("EvaluateResult.metrics", self.metrics)
+            check_texts(self, "error")
+        check_flag(self)
+        check_number("EvaluateResult.score", self.score, required=self.is_score_valid and self.error is None)
+        check_metrics("EvaluateResult.metrics", self.metrics)
         outputs: Any = self.step_outputs
         if outputs is not None:
             if not isinstance(outputs, Sequence) or not all(isinstance(output, StepOutput) for output in cast("Sequence[Any]", outputs)):
@@ -108,30 +63,25 @@ class EvaluateResult:
         return self.is_score_valid and self.error is None
 
     def apply_to(self, sample: Sample) -> Sample:
-        """The sample with this as its reward: with_reward(sample, result) does the same.
+        """Return the sample with this result as its reward; with_reward(sample, result) does the same.
 
-        The score is sample.reward. With step_outputs each is the reward of the turn that it names, and turns that none names keep theirs.
-        Without, the whole episode is all that is judged: its turns have reward 0, and what the environment paid is left in
-        metadata["environment_reward"]. metadata gets "reward_metrics", "reward_steps" and "reward_reason", as far as there are any.
+        The score becomes sample.reward. Each of step_outputs becomes the reward of the turn that it names; other turns keep theirs. Without
+        step_outputs (None or empty) only the whole episode is judged: the rewards of its turns become None, and the environment's payments
+        stay in sample.episode.environment_reward. sample.reward_details become the metrics, step outputs and reason, or None without any.
 
-        Raises: RewardError if the result is not valid, or a step output names no step of the sample or one that another names, too.
+        Raises: RewardError if the result is not valid, or a step output names no step of the sample or the same one as another output.
         """
         if not self.is_valid:
             raise RewardError(f"there is no reward for {describe_sample(sample)}: {self.error or self.reason or 'is_score_valid is False'}")
-        metadata = {key: value for key, value in sample.metadata.items() if key not in METADATA_OF_REWARDS}
-        if self.metrics:
-            metadata["reward_metrics"] = {name: metric.to_dict() for name, metric in self.metrics.items()}
-        if self.step_outputs:
-            metadata["reward_steps"] = [output.to_dict() for output in self.step_outputs]
-        if self.reason:
-            metadata["reward_reason"] = self.reason
-        turns = _reward_turns(sample, self.step_outputs)
-        return replace(sample, reward=float(self.score), turns=turns, metadata=metadata)
+        details = None
+        if self.metrics or self.step_outputs or self.reason:
+            details = RewardDetails(metrics=dict(self.metrics), steps=self.step_outputs or (), reason=self.reason)
+        return replace(sample, reward=float(self.score), reward_details=details, turns=_reward_turns(sample, self.step_outputs))
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain JSON values; a score that is not finite is None there."""
+        """Return the result as plain JSON values; a score that is not finite becomes None."""
         return {
-            "score": _json_number(self.score),
+            "score": score_to_json(self.score),
             "reason": self.reason,
             "metrics": {name: metric.to_dict() for name, metric in self.metrics.items()},
             "step_outputs": None if self.step_outputs is None else [output.to_dict() for output in self.step_outputs],
@@ -141,30 +91,30 @@ class EvaluateResult:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EvaluateResult:
-        """The inverse of to_dict. Raises RewardError for another shape."""
-        values = _parse_fields(cls, data, "score")
+        """Build a result from what to_dict returned. Raises RewardError for another shape."""
+        values = parse_fields(cls, data, "score")
         outputs = values.get("step_outputs")
         if outputs is not None:
             if not isinstance(outputs, list):
                 raise RewardError(f"step_outputs is {show_value(outputs)}, expected a list of objects, or null")
             values["step_outputs"] = tuple(StepOutput.from_dict(output) for output in cast("list[Any]", outputs))
-        values["metrics"] = _parse_metrics(values.get("metrics"))
+        values["metrics"] = parse_metrics(values.get("metrics"))
         return cls(**values)
 
     @classmethod
     def from_error(cls, error: str) -> EvaluateResult:
-        """A result without a judgement: what it is worth, the policy for failed rewards decides."""
+        """Create a result without a judgement; the policy for failed rewards decides on its worth."""
         return cls(math.nan, is_score_valid=False, error=error)
 
 
 def parse_result(value: Any, sample: Sample, name: str) -> EvaluateResult:
-    """What a reward function returned for a sample, as a valid EvaluateResult.
+    """Return a reward function's value for a sample as a valid EvaluateResult.
 
     Args:
         value: an EvaluateResult, or a finite number (float, int, bool, 0-d array or tensor).
-        name: of the function, for messages.
+        name: name of the function, for messages.
 
-    Raises: RewardError saying what was returned instead.
+    Raises: RewardError with the found and the expected value.
     """
     result = as_result(value, name, describe_sample(sample))
     if not result.is_valid:
@@ -174,9 +124,9 @@ def parse_result(value: Any, sample: Sample, name: str) -> EvaluateResult:
 
 
 def as_result(value: Any, name: str, where: str) -> EvaluateResult:
-    """An EvaluateResult as it is, valid or not; a finite number as the score of one.
+    """Return an EvaluateResult as it is, valid or not; wrap a finite number in one.
 
-    Raises: RewardError saying what was returned instead, by the function called name, for what is called where.
+    Raises: RewardError for another value, naming the function by `name` and its subject by `where`.
     """
     if isinstance(value, EvaluateResult):
         return value
@@ -195,14 +145,36 @@ def as_result(value: Any, name: str, where: str) -> EvaluateResult:
     return EvaluateResult(number)
 
 
+def check_values(values: Any, num_samples: int, name: str) -> list[Any]:
+    """Return a group function's value as a list with one entry per sample. Raises RewardError if it is something else."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise RewardError(f"reward function {name} returned {values!r:.200} ({type(values).__name__}), expected a list of {num_samples}")
+    found = list(cast("Sequence[Any]", values))
+    if len(found) != num_samples:
+        raise RewardError(
+            f"reward function {name} returned {len(found)} results for {num_samples} samples, expected one for each, in order"
+        )
+    return found
+
+
+def describe_reward(function: Any) -> str:
+    """Return the name of a reward function for messages."""
+    while isinstance(function, functools.partial):
+        function = cast("functools.partial[Any]", function).func
+    return str(getattr(function, "reward_name", None) or getattr(function, "__qualname__", type(function).__name__))
+
+
 def _reward_turns(sample: Sample, outputs: Sequence[StepOutput] | None) -> tuple[Turn, ...] | None:
-    """The turns of a sample with the rewards of the steps that are named, or 0 where no steps are judged; None for one without turns."""
-    if outputs is None and sample.turns is not None:
-        return tuple(replace(turn, reward=0.0) for turn in sample.turns)
+    """Return a sample's turns with the rewards of the named steps, or None for each without outputs; None for one without turns."""
     if not outputs:
-        return sample.turns
+        return forget_turn_rewards(sample).turns
     steps = name_turns(sample)
+    numbers = [number for number, _ in steps]
+    turns = sample.turns or ()
+    log_alignment("in", outputs, {describe_sample(sample): {n: turn.reward for n, turn in zip(numbers, turns, strict=False)}})
     places, problems = match_steps(outputs, steps)
+    given = {numbers[place]: float(outputs[number].base_reward) for number, place in places.items()}
+    log_alignment("out", list(problems.values()), {describe_sample(sample): given})
     if problems:
         raise RewardError(f"step outputs do not fit {describe_sample(sample)}: {'; '.join(problems.values())}")
     for number, place in places.items():
@@ -217,33 +189,50 @@ def _reward_turns(sample: Sample, outputs: Sequence[StepOutput] | None) -> tuple
     return tuple(replace(turn, reward=rewards.get(k, turn.reward)) for k, turn in enumerate(sample.turns))
 
 
-def name_turns(sample: Sample) -> list[tuple[int, str | None]]:
-    """What step outputs call the turns of a sample: (number among the assistant's messages, name), for each turn.
+def log_alignment(direction: str, what: Sequence[Any], rewards: Mapping[str, Mapping[int, float | None]]) -> None:
+    """Log the input or output of an alignment of step outputs and steps, at DEBUG, to the logger rollouts.rewards.alignment.
 
-    The policy wrote the last of the assistant's messages; earlier ones are part of the prompt. The name is that of the message, if it has
-    one. The response of a sample that is no episode is one turn.
+    Args:
+        direction: in or out.
+        what: results of reward functions, or outputs that are the reward of no step.
+        rewards: base rewards by step index, of each episode by its name.
+    """
+    if not _alignment_logger.isEnabledFor(logging.DEBUG):
+        return
+    for value in what:
+        _alignment_logger.debug("alignment %s: %s", direction, value)
+    for name, by_step in rewards.items():
+        _alignment_logger.debug("alignment %s: %s has base rewards %s by step index", direction, name, dict(by_step))
+
+
+def name_turns(sample: Sample) -> list[tuple[int, str | None]]:
+    """Return (number among the assistant's messages, name) of each turn of a sample, by which step outputs call it.
+
+    The number counts all earlier messages of the assistant, also in the prompt and from environments that speak as the assistant. The name
+    is the message's, if it has one. The response of a sample that is no episode is one turn. See samples.find_actions.
     """
     num_turns = 1 if sample.turns is None else len(sample.turns)
-    names = [message.name for message in sample_messages(sample) if message.role == "assistant"]
-    if "messages" not in sample.metadata and sample.turns is not None:  # the conversation is not there: the prompt is
-        names = [*names[:-1], *(None for _ in sample.turns)]
-    if len(names) < num_turns:
+    messages = sample_messages(sample)
+    if sample.messages is None and sample.turns is not None:  # without the conversation only the prompt is known
+        start = count_spoken(messages, len(messages) - 1)
+        return [(start + k, None) for k in range(num_turns)]
+    places = find_actions(sample)
+    if len(places) < num_turns:
         raise RewardError(
-            f"{describe_sample(sample)} has {num_turns} turns, but metadata['messages'] has {len(names)} messages of the assistant: "
-            "which turn a step output is about cannot be known"
+            f"{describe_sample(sample)} has {num_turns} turns, but its conversation has {len(places)} messages of the assistant: "
+            "the turns of step outputs cannot be found"
         )
-    start = len(names) - num_turns
-    return [(start + k, names[start + k]) for k in range(num_turns)]
+    return [(count_spoken(messages, place), messages[place].name) for place in places[:num_turns]]
 
 
 def match_steps(outputs: Sequence[StepOutput], steps: Sequence[tuple[int, str | None]]) -> tuple[dict[int, int], dict[int, str]]:
-    """Which step each output is about.
+    """Find the step that each output is about.
 
     Args:
-        steps: (number, name) of each; see name_turns.
+        steps: (number, name) of each step; see name_turns.
 
-    Returns: places of steps by the place of the output that is about each, and what is wrong with the other outputs, by their place: no
-        step has the number or name, several have, or several outputs are about the same step (none of them counts).
+    Returns: the step's position for each matched output's position, and the faults of the other outputs by their positions: no step has
+        the number or name, several have it, or several outputs are about the same step (none of them counts).
     """
     found: dict[int, int] = {}
     problems: dict[int, str] = {}
@@ -265,52 +254,106 @@ def match_steps(outputs: Sequence[StepOutput], steps: Sequence[tuple[int, str | 
     return found, dict(sorted(problems.items()))
 
 
-def _parse_fields(cls: type[Any], data: Any, *required: str) -> dict[str, Any]:
-    """The fields of a value that came as JSON; None for a score means that there is none."""
-    known = {f.name for f in fields(cls)}
-    if not isinstance(data, Mapping) or set(cast("Mapping[str, Any]", data)) - known or not set(required) <= set(cast("Any", data)):
-        raise RewardError(f"{show_value(data)} is no {cls.__name__}: expected an object with {sorted(required)}, and of {sorted(known)}")
-    values = dict(cast("Mapping[str, Any]", data))
-    if "score" in values and values["score"] is None:
-        values["score"] = math.nan
-    return values
+@dataclass(frozen=True, kw_only=True)
+class UnmatchedStep:
+    """A step output that is not the reward of any step, and the reason."""
+
+    episode: int  # position of its EvaluateResult in the batch; 0 for a single one
+    output: StepOutput | None  # None = the whole result has no valid score, so none of its step outputs counts
+    reason: str
 
 
-def _parse_metrics(data: Any) -> dict[str, MetricResult]:
-    if data is None:
-        return {}
-    if not isinstance(data, Mapping):
-        raise RewardError(f"metrics is {show_value(data)}, expected an object of metrics by name")
-    return {str(name): MetricResult.from_dict(metric) for name, metric in cast("Mapping[Any, Any]", data).items()}
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """Steps with their base rewards, and the step outputs that could not be mapped."""
+
+    steps: tuple[Any, ...]  # for one result: StepData; for a batch: a tuple of them per episode
+    unmatched: tuple[UnmatchedStep, ...]  # in the order of episodes and step outputs; () = all are mapped
+
+    def raise_unmatched(self) -> Alignment:
+        """Return the alignment itself. Raises RewardError if anything is unmatched."""
+        if self.unmatched:
+            reasons = "; ".join(f"episode {step.episode}: {step.reason}" for step in self.unmatched)
+            raise RewardError(f"{len(self.unmatched)} step outputs are the reward of no step: {reasons}")
+        return self
 
 
-def _check_metrics(name: str, metrics: Any) -> None:
-    good = isinstance(metrics, Mapping) and all(
-        isinstance(key, str) and isinstance(value, MetricResult) for key, value in cast("Mapping[Any, Any]", metrics).items()
-    )
-    if not good:
-        raise RewardError(f"{name} is {show_value(metrics)}, expected a mapping from names to MetricResult")
+def align_rewards_with_step_data(
+    eval_results: EvaluateResult | Sequence[EvaluateResult],
+    step_data: Steps | Sequence[Steps],
+    mode: str = "pointwise",
+    *,
+    name_of: Callable[[StepData], str | None] | None = None,
+) -> Alignment:
+    """Return copies of steps with the base_reward of their step outputs. Nothing is changed in place or silently left out.
+
+    A numeric step_index is a position among the assistant's messages of the conversation, from 0: after examples by the assistant in the
+    prompt, the first action has a higher one, and an environment's messages as the assistant count, too. A step's number is read off its
+    resulting_messages_history, where the action is at action_message (None = the assistant's last message); if the history is empty, the
+    number is system_step_index. A step_index that is a text is the step's name.
+    Steps that no output names keep their base_reward. Without step outputs (None or ()), only the whole is judged: the steps of the episode
+    get base_reward None, like the turns of its sample (EvaluateResult.apply_to). The score is no step's reward; anchors.py puts it
+    at the end of the episodes of a group in which no step's reward is known.
+
+    Args:
+        eval_results: a reward function's result for an episode; with mode "batch", for several.
+        step_data: the steps of that episode; with mode "batch", of as many episodes, in the same order.
+        mode: "pointwise" or "batch", as in the reward function.
+        name_of: step -> its name; None = step_info["name"] if it is a text.
+
+    Returns: the steps, and the step outputs that are the reward of none of them: an unknown step_index, a name that several steps have, a
+        step that several outputs are about (none of these counts), or a result without a valid score.
+    Raises: ConfigError for an unknown mode; RewardError if the number of results is not the number of episodes.
+    """
+    if mode not in ("pointwise", "batch"):
+        raise ConfigError(f"mode is {mode!r}: {suggest(str(mode), ('pointwise', 'batch'))}")
+    if mode == "pointwise":
+        results, episodes = (cast("EvaluateResult", eval_results),), (cast("Steps", step_data),)
+    else:
+        results, episodes = tuple(cast("Sequence[EvaluateResult]", eval_results)), tuple(cast("Sequence[Steps]", step_data))
+    if len(results) != len(episodes):
+        raise RewardError(f"there are {len(results)} evaluation results for {len(episodes)} episodes, expected one for each")
+    log_alignment("in", results, _list_rewards(episodes))
+    unmatched: list[UnmatchedStep] = []
+    aligned: list[Steps] = []
+    for number, (result, steps) in enumerate(zip(results, episodes, strict=True)):
+        rewarded, problems = _align_episode(result, steps, name_of or _read_name)
+        aligned.append(rewarded)
+        unmatched.extend(UnmatchedStep(episode=number, output=output, reason=reason) for output, reason in problems)
+    log_alignment("out", unmatched, _list_rewards(aligned))
+    return Alignment(steps=aligned[0] if mode == "pointwise" else tuple(aligned), unmatched=tuple(unmatched))
 
 
-def _check_number(name: str, value: Any, *, required: bool = True) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RewardError(f"{name} is {show_value(value)} ({type(value).__name__}), expected a number")
-    if required and not is_finite_number(value):
-        raise RewardError(f"{name} is {show_value(value)}, expected a finite number: give one, or set is_score_valid=False")
+def _align_episode(
+    result: EvaluateResult, steps: Steps, name_of: Callable[[StepData], str | None]
+) -> tuple[Steps, list[tuple[StepOutput | None, str]]]:
+    if not isinstance(cast("Any", result), EvaluateResult):
+        raise RewardError(f"{result!r:.200} ({type(result).__name__}) is not an EvaluateResult: see rewards.results.as_result")
+    if not result.is_valid:
+        return tuple(steps), [(None, f"the result has no valid score: {result.error or result.reason or 'is_score_valid is False'}")]
+    outputs = result.step_outputs or ()
+    if not outputs:
+        return tuple(replace(step, base_reward=None) for step in steps), []
+    places, problems = match_steps(outputs, [(number_step(step), name_of(step)) for step in steps])
+    rewards = {place: float(outputs[number].base_reward) for number, place in places.items()}
+    rewarded = tuple(replace(step, base_reward=rewards[k]) if k in rewards else step for k, step in enumerate(steps))
+    return rewarded, [(outputs[number], problem) for number, problem in problems.items()]
 
 
-def _check_texts(result: Any, *names: str) -> None:
-    for name in names:
-        value: Any = getattr(result, name)
-        if not isinstance(value, str):
-            raise RewardError(f"{type(result).__name__}.{name} is {show_value(value)} ({type(value).__name__}), expected a text")
+def number_step(step: StepData) -> int:
+    """Return the position of a step's action among the assistant's messages, from 0."""
+    history = step.resulting_messages_history
+    if step.action_message is not None:
+        return count_spoken(history, step.action_message)
+    num_spoken = count_spoken(history, len(history))
+    return num_spoken - 1 if num_spoken else step.system_step_index
 
 
-def _check_flag(result: Any) -> None:
-    valid: Any = result.is_score_valid
-    if not isinstance(valid, bool):
-        raise RewardError(f"{type(result).__name__}.is_score_valid is {show_value(valid)}, expected True or False")
+def _read_name(step: StepData) -> str | None:
+    name = step.step_info.get("name")
+    return name if isinstance(name, str) else None
 
 
-def _json_number(value: float) -> float | None:
-    return value if is_finite(value) else None
+def _list_rewards(episodes: Sequence[Steps]) -> dict[str, dict[int, float | None]]:
+    """Return the base rewards of each episode by step index, for the log."""
+    return {f"episode {number}": {number_step(step): step.base_reward for step in steps} for number, steps in enumerate(episodes)}

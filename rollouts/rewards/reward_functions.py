@@ -1,4 +1,4 @@
-"""@reward_function: a function of a conversation becomes a reward of samples, with what it takes and returns checked.
+"""@reward_function: makes a reward of samples from a function of a conversation, with its arguments and result checked.
 
     @reward_function
     def cites_a_source(messages, ground_truth, **kwargs):          # one conversation; sync or async
@@ -9,8 +9,8 @@
         lengths = [len(messages[-1].content) for messages in conversations]
         return [EvaluateResult(float(n == min(lengths))) for n in lengths]
 
-Both can be called as they are written, in a test or a notebook, and both go to RolloutConfig.reward_fn. A function with the parameter
-ground_truth (or any other name) is given metadata["ground_truth"] of the sample; one with **kwargs, all of its metadata.
+Both can be called as written, in a test or a notebook, and both go to RolloutConfig.reward_fn. A function with the parameter ground_truth
+(or any other name) gets metadata["ground_truth"] of the sample; one with **kwargs gets all metadata.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from rollouts.checks import is_async_function
-from rollouts.config import suggest
+from rollouts.config_files import suggest
+from rollouts.data.samples import collect_reward_data, describe_sample, sample_messages
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards.answers import load_function
-from rollouts.rewards.calls import check_values, describe_reward
-from rollouts.rewards.results import EvaluateResult, as_result
-from rollouts.samples import describe_sample, sample_messages
+from rollouts.rewards.results import EvaluateResult, as_result, check_values, describe_reward
 from rollouts.types import Message, Sample
 
 RewardMode = Literal["pointwise", "batch"]
 
 Conversation: TypeAlias = "Sequence[Message | Mapping[str, Any]]"
-"""Messages, or dicts in the field names of the OpenAI chat format."""
+"""Messages, or dicts with the field names of the OpenAI chat format."""
 
 
 class RewardFunction:
-    """A function of one conversation. Called with messages it judges them, called with a Sample it judges that."""
+    """A function of one conversation. A call with messages judges them, a call with a Sample judges it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """
@@ -49,7 +48,7 @@ class RewardFunction:
         self._parameters = _read_parameters(function)
 
     def __call__(self, messages: Conversation | Sample, **kwargs: Any) -> Any:
-        """The EvaluateResult of a conversation, or, of an async function, an awaitable of it.
+        """Return the EvaluateResult of a conversation; for an async function an awaitable of it.
 
         Raises: RewardError for arguments that are no messages, or a result that is neither an EvaluateResult nor a finite number.
         """
@@ -61,22 +60,23 @@ class RewardFunction:
         return _then(self._function(conversation, **kwargs), lambda value: as_result(value, self._name, where))
 
     def _select(self, sample: Sample) -> dict[str, Any]:
-        """The metadata that the function asks for. Raises RewardError if it needs one that is not there."""
+        """Return the values that the function asks for, see collect_reward_data. Raises RewardError if it needs one that is not there."""
         names, required, takes_all = self._parameters
-        missing = sorted(required - set(sample.metadata))
+        data = collect_reward_data(sample)
+        missing = sorted(required - set(data))
         if missing:
             raise RewardError(
                 f"reward function {self._name} needs {missing}, but the metadata of {describe_sample(sample)} has "
-                f"{sorted(sample.metadata)}: give the prompts these, or the parameters defaults"
+                f"{sorted(data)}: give the prompts these, or the parameters defaults"
             )
-        return {key: value for key, value in sample.metadata.items() if key in names or (takes_all and key not in _TAKEN)}
+        return {key: value for key, value in data.items() if key in names or (takes_all and key not in _TAKEN)}
 
 
 class AsyncRewardFunction(RewardFunction):
     """A RewardFunction of an async function."""
 
     async def __call__(self, messages: Conversation | Sample, **kwargs: Any) -> EvaluateResult:
-        """The EvaluateResult of a conversation."""
+        """Return the EvaluateResult of a conversation."""
         return await super().__call__(messages, **kwargs)
 
 
@@ -84,9 +84,9 @@ class BatchRewardFunction(RewardFunction):
     """A function of several conversations at once: a calls.GroupReward, called once for each group."""
 
     def __call__(self, messages: Any, **kwargs: Any) -> Any:
-        """The list of an EvaluateResult for each conversation; of a Sample, which is a group of one then, its EvaluateResult.
+        """Return a list with an EvaluateResult per conversation; for a Sample, as a group of one, its EvaluateResult.
 
-        Raises: RewardError for arguments that are no conversations, another number of results, or results that are none.
+        Raises: RewardError for arguments that are no conversations, another number of results, or invalid results.
         """
         if isinstance(messages, Sample):
             return _then(self.score_samples((messages,)), lambda results: results[0])
@@ -94,7 +94,7 @@ class BatchRewardFunction(RewardFunction):
         return self._call(conversations, kwargs)
 
     def score_samples(self, samples: Sequence[Sample]) -> Any:
-        """The list of an EvaluateResult for each sample, or, of an async function, an awaitable of it."""
+        """Return a list with an EvaluateResult per sample; for an async function an awaitable of it."""
         selected = [self._select(sample) for sample in samples]
         names = {name: None for values in selected for name in values}
         columns = {name: [values.get(name) for values in selected] for name in names}
@@ -108,7 +108,7 @@ class BatchRewardFunction(RewardFunction):
         return _then(self._function(conversations, **columns), check)
 
     def _check_one(self, value: Any, place: int) -> EvaluateResult:
-        """One result of several: a bad one is an error of its own sample, and leaves the others as they are."""
+        """Check one result of several: a bad one is an error of its own sample, and does not affect the others."""
         try:
             return as_result(value, self._name, f"conversation {place} of the batch")
         except RewardError as error:
@@ -119,15 +119,15 @@ class AsyncBatchRewardFunction(BatchRewardFunction):
     """A BatchRewardFunction of an async function."""
 
     async def __call__(self, messages: Any, **kwargs: Any) -> Any:
-        """See BatchRewardFunction."""
+        """Call the function as in BatchRewardFunction, and await its result."""
         return await super().__call__(messages, **kwargs)
 
     async def score_samples(self, samples: Sequence[Sample]) -> list[EvaluateResult]:
-        """The list of an EvaluateResult for each sample."""
+        """Return a list with an EvaluateResult per sample."""
         return await super().score_samples(samples)
 
 
-_TAKEN = frozenset({"messages"})  # metadata that comes as the first argument
+_TAKEN = frozenset({"messages"})  # metadata passed as the first argument
 
 _CLASSES = (
     (("pointwise", False), RewardFunction),
@@ -138,13 +138,13 @@ _CLASSES = (
 
 
 def reward_function(function: Callable[..., Any] | None = None, /, *, mode: RewardMode = "pointwise") -> Any:
-    """Decorator that makes a reward of a function of messages. See the module's docstring.
+    """Decorate a function of messages to make it a reward. See the module's docstring.
 
     Args:
-        function: of messages, and of metadata by name; where mode is "batch", of several lists of messages, and of lists of metadata.
-        mode: one conversation in a call, or all that belong to a group.
+        function: function of messages, and of metadata by name; in mode "batch" of several lists of messages, and of lists of metadata.
+        mode: "pointwise" = one conversation per call; "batch" = all conversations of a group.
 
-    Raises: ConfigError for another mode, or for a function that takes no positional argument.
+    Raises: ConfigError for an unknown mode, or for a function that takes no positional argument.
     """
     if mode not in get_args(RewardMode):
         raise ConfigError(f"the mode of a reward function is {mode!r}: {suggest(str(mode), get_args(RewardMode))}")
@@ -156,10 +156,10 @@ def reward_function(function: Callable[..., Any] | None = None, /, *, mode: Rewa
 
 
 def load_reward(reference: str) -> Any:
-    """The reward named by "package.module:name" or "path/to/file.py:name": a function of a Sample, decorated or not, or a RewardSource.
+    """Return the reward named by "package.module:name" or "path/to/file.py:name": a function of a Sample, or a RewardSource.
 
-    The module is imported, so its code runs here and with all rights of this process: name only code that you trust. Code that you do
-    not trust belongs into a sandbox, see rewards.sandboxed.
+    The module is imported, so its code runs here with all rights of this process: name only code that you trust. Untrusted code belongs
+    into a sandbox, see rewards/code/sandboxed.py.
 
     Raises: ConfigError saying which part was not found.
     """
@@ -167,7 +167,7 @@ def load_reward(reference: str) -> Any:
 
 
 def parse_messages(messages: Any) -> list[Message]:
-    """Messages, or dicts of them, as messages. Raises RewardError if one is neither."""
+    """Return messages, or dicts of them, as Messages. Raises RewardError if one is neither."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise RewardError(f"the messages are {messages!r:.200} ({type(messages).__name__}), expected a list of messages")
     out: list[Message] = []
@@ -180,7 +180,7 @@ def parse_messages(messages: Any) -> list[Message]:
 
 
 def _read_parameters(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[str], bool]:
-    """Of the parameters behind the first: their names, those without default, and whether there are **kwargs."""
+    """Return names, required names, and presence of **kwargs of the parameters behind the first."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
@@ -194,7 +194,7 @@ def _read_parameters(function: Callable[..., Any]) -> tuple[frozenset[str], froz
 
 
 def _then(value: Any, finish: Callable[[Any], Any]) -> Any:
-    """finish(value), or, of an awaitable, an awaitable of that."""
+    """Return finish(value); for an awaitable, an awaitable of that."""
     if not inspect.isawaitable(value):
         return finish(value)
 

@@ -1,4 +1,4 @@
-"""Starting a sandbox from outside, and ending it with all that is in it."""
+"""Start of a sandbox from outside, and its end with everything in it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,33 @@ import trio
 
 from rollouts.errors import SandboxError
 from rollouts.sandbox.confinement import DEVICES, PACKAGE, SCRATCH, Confinement, Layout, interpreter
+from rollouts.sandbox.inside.messages import LENGTH_BYTES, encode_message, write_all
 from rollouts.sandbox.limits import SandboxLimits
-from rollouts.sandbox.messages import LENGTH_BYTES, encode_message, write_all
 
-BOOT = "import sys; sys.path.append(sys.argv[1]); from rollouts.sandbox.init import main; main(int(sys.argv[2]), sys.argv[3])"
-STARTUP_S = 60.0  # for the start of a sandbox on a machine that has other things to do
-KILL_S = 10.0  # for its first process to end everything, before it is killed itself
+BOOT = """
+import os, sys
+control = int(sys.argv[1])
+size = os.read(control, 8)  # of the name of this library's folder: all code in there can read a command line
+sys.path.append(os.fsdecode(os.read(control, int.from_bytes(size, "big"))))
+from rollouts.sandbox.inside.init import main
+main(control, sys.argv[2])
+"""
+STARTUP_S = 60.0  # seconds for the start of a sandbox on a busy machine
+KILL_S = 10.0  # seconds for its first process to end everything, before that is killed itself
 ENVIRONMENT = (("PATH", "/usr/bin:/bin"), ("LANG", "C.UTF-8"), ("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"), ("USER", "sandbox"))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to run in a sandbox: a program's command, or a worker of a pool."""
+    """Content of a sandbox: a program's command, or a worker of a pool."""
 
     confinement: Confinement
     limits: SandboxLimits
     layout: Layout
     argv: tuple[str, ...] | None = None
     worker: Mapping[str, Any] | None = None
-    files: Mapping[str, str] = field(default_factory=dict[str, str])  # of the scratch directory: relative name -> text
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])  # besides PATH, LANG, HOME, TMPDIR
+    files: Mapping[str, str] = field(default_factory=dict[str, str])  # files of the scratch directory: relative name -> text
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])  # variables besides PATH, LANG, HOME, TMPDIR
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -52,19 +59,19 @@ class Spawned:
     """A process that makes a sandbox, and the ends of its pipes."""
 
     process: subprocess.Popen[bytes]
-    control: int  # its first message is `config`; when it is closed the sandbox ends
-    status: int  # what the first process reports
+    control: int  # receives `config`; closing it ends the sandbox
+    status: int  # reports of the first process
     config: bytes
     scratch: str
 
 
 def describe(plan: Plan, scratch: str, status: int, parent: int, keep: tuple[int, ...]) -> bytes:
-    """The configuration that the first process of a sandbox reads."""
+    """Encode the configuration that the first process of a sandbox reads."""
     release = [int(part) for part in os.uname().release.split("-")[0].split(".")[:2]]
     config = {
         "namespaces": plan.confinement.makes_namespaces,
         "isolated": plan.confinement.isolated,
-        "count_by_namespace": plan.confinement.isolated and release >= [5, 14],  # before, the limit was on all processes of the user
+        "count_by_namespace": plan.confinement.isolated and release >= [5, 14],  # earlier kernels count all processes of the user
         "readable": plan.layout.readable,
         "symlinks": plan.layout.symlinks,
         "devices": [path for path in DEVICES if os.path.exists(path)],
@@ -83,11 +90,11 @@ def describe(plan: Plan, scratch: str, status: int, parent: int, keep: tuple[int
 def spawn(plan: Plan, *, stdin: int, stdout: int, stderr: int, keep: tuple[int, ...] = ()) -> Spawned:
     """Start a sandbox. Its first process ends, with everything in it, when `control` is closed or when this process ends.
 
-    Must be called by a thread that stays, such as the one that runs trio's loop: bubblewrap ends with the thread that started it.
+    Call it in a thread that stays, such as that of trio's loop: bubblewrap ends with the thread that started it.
 
     Args:
         stdin, stdout, stderr: descriptors for the confined process; they stay open here.
-        keep: further ones, for a pool's worker.
+        keep: further descriptors, for a pool's worker.
 
     Raises:
         SandboxError: the program that confines cannot be started.
@@ -95,6 +102,8 @@ def spawn(plan: Plan, *, stdin: int, stdout: int, stderr: int, keep: tuple[int, 
     confines = plan.confinement.wrap(plan.confinement.program, plan.layout, plan.limits)
     scratch = SCRATCH if plan.confinement.isolated else tempfile.mkdtemp(prefix="rollouts-sandbox-")
     control, control_in = os.pipe()
+    folder = os.fsencode(PACKAGE.parent)
+    write_all(control_in, len(folder).to_bytes(LENGTH_BYTES, "big") + folder)  # read by BOOT; a pipe has room for it
     status_out, status = os.pipe()
     parent = os.pidfd_open(os.getpid())
     command = [
@@ -105,7 +114,6 @@ def spawn(plan: Plan, *, stdin: int, stdout: int, stderr: int, keep: tuple[int, 
         "-B",
         "-c",
         BOOT,
-        str(PACKAGE.parent),
         str(control),
         "" if plan.confinement.isolated else scratch,
     ]
@@ -128,22 +136,22 @@ def spawn(plan: Plan, *, stdin: int, stdout: int, stderr: int, keep: tuple[int, 
 
 
 def remove_scratch(plan: Plan, scratch: str) -> None:
-    """Remove what the first process could not: without namespaces the scratch directory is one of this machine's."""
+    """Remove the rest of a sandbox's files: without namespaces the scratch directory is one of this machine's."""
     if not plan.confinement.isolated:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def read_report(name: str, data: bytes) -> dict[str, Any]:
-    """The last message of a status pipe; empty where there is none.
+    """Return the last message of a status pipe, {} if there is none.
 
     Raises:
-        SandboxError: the sandbox could not be made, or what is to run in it not started.
+        SandboxError: the sandbox could not be made, or its program or worker not started.
     """
     messages: list[dict[str, Any]] = []
     while data:
         end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "big")
         if len(data) < end:
-            break  # it was killed while it wrote
+            break  # killed while it wrote
         messages.append(json.loads(data[LENGTH_BYTES:end]))
         data = data[end:]
     for message in messages:
@@ -156,7 +164,7 @@ class Sandbox:
     """A started sandbox, on trio."""
 
     def __init__(self, plan: Plan, *, stdin: int, stdout: int, stderr: int, keep: tuple[int, ...] = ()) -> None:
-        """Start it, see spawn."""
+        """Start the sandbox, see spawn."""
         self.plan = plan
         self._spawned = spawn(plan, stdin=stdin, stdout=stdout, stderr=stderr, keep=keep)
         self._control = trio.lowlevel.FdStream(self._spawned.control)
@@ -168,12 +176,12 @@ class Sandbox:
         return self._spawned.process.pid
 
     async def configure(self) -> None:
-        """Send the configuration; returns when it is read, or when nobody will."""
+        """Send the configuration; return once it is read, or cannot be read any more."""
         with suppress(trio.BrokenResourceError):
             await self._control.send_all(self._spawned.config)
 
     async def report(self) -> dict[str, Any]:
-        """What the first process says about the end, once everything in the sandbox has ended; empty where it was killed.
+        """Return the first process's report once everything in the sandbox has ended; {} if it was killed.
 
         Raises:
             SandboxError: the sandbox could not be made, or the program not started.
@@ -185,7 +193,7 @@ class Sandbox:
         return read_report(self.plan.confinement.name, bytes(data))
 
     async def _wait(self) -> None:
-        """Wait for the process that was started here; those inside end before it."""
+        """Wait for the process that was started here; the processes inside end before it."""
         process = self._spawned.process
         if process.poll() is None:
             ended = os.pidfd_open(process.pid)
@@ -209,11 +217,11 @@ class Sandbox:
 
 
 def try_plan(plan: Plan) -> str | None:
-    """Run a plan without input and output, and without trio; None where its program ended with exit status 0, else what went wrong."""
+    """Run a plan without input, output and trio; None if its program ended with exit status 0, otherwise the reason."""
     with open(os.devnull, "r+b", buffering=0) as null, tempfile.TemporaryFile() as errors:
         try:
             spawned = spawn(plan, stdin=null.fileno(), stdout=null.fileno(), stderr=errors.fileno())
-        except (SandboxError, OSError) as error:  # the latter from a kernel that has no process descriptors
+        except (SandboxError, OSError) as error:  # OSError: the kernel has no process descriptors
             return str(error)
         data, deadline = b"", time.monotonic() + STARTUP_S
         with suppress(BrokenPipeError):

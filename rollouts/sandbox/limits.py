@@ -1,4 +1,4 @@
-"""Limits of a run in the sandbox, and what comes back from it."""
+"""Limits and results of runs in the sandbox."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ MEGABYTE = 1 << 20
 
 
 def printable(text: str) -> str:
-    """Text that nobody trusts, for messages: characters that control a terminal, or that are not seen, as escapes."""
+    """Return untrusted text for messages: characters that control a terminal, or are invisible, as escapes."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode() for letter in text)
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What a program, or one call of a pool's function, may use.
+    """Resources of a program, or of one call of a pool's function.
 
-    Exceeding a limit never raises in the caller: the result says which one it was. See docs/sandbox.md for how exactly each one is held.
+    An exceeded limit never raises in the caller: the result names it. docs/sandbox.md tells how exactly each limit is enforced.
     """
 
-    wall_s: float = 10.0  # seconds from the start of the program, or of the call; what still runs then is killed
+    wall_s: float = 10.0  # seconds from the start of the program or call, after which it is killed
     cpu_s: float = 10.0  # processor seconds of each process (RLIMIT_CPU, rounded up to whole ones)
     memory_bytes: int = 512 * MEGABYTE  # address space of each process, and resident memory of all of them together
     num_processes: int = 32  # processes and threads at one time
-    file_bytes: int = 16 * MEGABYTE  # largest file; with namespaces also everything in the scratch directory together
-    output_bytes: int = MEGABYTE  # of stdout, of stderr, and of a call's result as JSON
+    file_bytes: int = 16 * MEGABYTE  # bytes of the largest file; with namespaces also of the whole scratch directory
+    output_bytes: int = MEGABYTE  # bytes of stdout, of stderr, and of a call's result as JSON
 
     def __post_init__(self) -> None:
         for name in ("wall_s", "cpu_s"):
@@ -43,28 +43,28 @@ class SandboxLimits:
 
 
 class SandboxFailure(StrEnum):
-    """Why a program or call gave no result."""
+    """Reason why a program or call gave no result."""
 
-    RAISED = "raised"  # an exception, or an exit status that is not 0
-    WALL = "wall"  # SandboxLimits.wall_s
+    RAISED = "raised"  # an exception, or an exit status other than 0
+    WALL = "wall"  # more than SandboxLimits.wall_s
     CPU = "cpu"
-    MEMORY = "memory"  # of all processes together; one process alone gets a MemoryError, which is RAISED
+    MEMORY = "memory"  # memory of all processes together; one process alone gets a MemoryError, which is RAISED
     PROCESSES = "processes"
-    FILE = "file"  # ended by SIGXFSZ, of which Python programs get an OSError instead; or too many files
+    FILE = "file"  # ended by SIGXFSZ (Python programs get an OSError instead), or too many files
     OUTPUT = "output"
     DIED = "died"  # ended without a result: an exit before the end of the call, or a signal
-    RESULT = "result"  # what was returned is no JSON
+    RESULT = "result"  # the returned value is not JSON
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What came of a program in run_confined."""
+    """Outcome of a program in run_confined."""
 
-    failure: SandboxFailure | None  # None: it ended by itself with exit status 0
-    returncode: int | None  # exit status; minus the number of a signal that ended it; None where the sandbox was killed
+    failure: SandboxFailure | None  # None = it ended by itself with exit status 0
+    returncode: int | None  # exit status; minus the number of a signal that ended it; None = the sandbox was killed
     stdout: bytes  # at most output_bytes
     stderr: bytes
-    duration_s: float  # from the program's start to its end, without the start of the sandbox (which counts for OUTPUT)
+    duration_s: float  # seconds from the program's start to its end, without the start of the sandbox (included for OUTPUT)
 
     @property
     def ok(self) -> bool:
@@ -74,12 +74,12 @@ class SandboxResult:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What came of one call of a SandboxPool: a value, or a failure with a message."""
+    """Outcome of one call of a SandboxPool: a value, or a failure with a message."""
 
-    value: Any  # of JSON; None where there is a failure
+    value: Any  # a JSON value; None in case of a failure
     failure: SandboxFailure | None = None
-    error: str = ""  # in words; of an exception its type, message and last lines of the traceback
-    output: str = ""  # what the function printed
+    error: str = ""  # the failure in words; for an exception its type, message and last lines of the traceback
+    output: str = ""  # text that the function printed
     duration_s: float = 0.0
 
     @property
@@ -88,10 +88,10 @@ class CallResult:
         return self.failure is None
 
     def unwrap(self) -> Any:
-        """The value.
+        """Return the value.
 
         Raises:
-            SandboxError: there is none; says why.
+            SandboxError: there is none; the message says why.
         """
         if self.failure is not None:
             raise SandboxError(self.error)

@@ -1,13 +1,13 @@
-"""Warm workers in sandboxes: a call of a function costs milliseconds, and cannot harm the caller or the next call.
+"""Pools of warm workers in sandboxes: a call costs milliseconds, and cannot harm the caller or the next call.
 
     async with SandboxPool("my_rewards.py:score", num_workers=2, limits=SandboxLimits(wall_s=2.0)) as pool:
         result = await pool.call({"answer": "42"})     # CallResult; never raises for what the function does
         reward = result.value if result.ok else None   # result.failure, result.error say why not
 
-A worker imports the function once. Each call then runs in a process forked from it, which ends with the call, as does all that it started:
-no variable, file handle or process is left for the next one; files in the scratch directory are. With fresh_process=False the worker calls
-the function itself, which saves a millisecond, keeps state between calls, and is for functions that are trusted with it; there a call that
-exceeds its time costs a new worker.
+A worker imports the function once. Each call then runs in a process forked from it, which ends with the call, as do all processes that it
+started: no variable, file handle, process or scratch file is left for the next call. With fresh_process=False the worker calls the
+function itself. This saves a millisecond and keeps state between calls, for functions that are trusted with it; a call that exceeds its
+time then costs a new worker.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -28,17 +29,27 @@ import trio
 
 from rollouts.errors import SandboxError
 from rollouts.sandbox.confinement import PACKAGE, Confinement, package_folders, plan_layout
+from rollouts.sandbox.inside.messages import LENGTH_BYTES, encode_message
 from rollouts.sandbox.launch import STARTUP_S, Plan, Sandbox
 from rollouts.sandbox.limits import CallResult, SandboxFailure, SandboxLimits, printable
-from rollouts.sandbox.messages import LENGTH_BYTES, encode_message
 from rollouts.sandbox.run import SIGXCPU, find_confinement
 
-HEADER_BYTES = 1 << 20  # of a worker's message besides the answer: what the call printed is in it
-BACKUP_S = 5.0  # after a call's deadline, until a worker that does not hold it is killed
+HEADER_BYTES = 1 << 20  # bytes of a worker's message besides the answer; they hold the call's printed text
+BACKUP_S = 5.0  # seconds after a call's deadline until a worker that does not keep it is killed
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxView:
+    """The part of this machine that code in a worker can see, besides Python itself."""
+
+    readable: Sequence[str | Path] = ()  # files and folders
+    python_path: Sequence[str | Path] = ()  # folders from which the function's module can import, besides the installed packages
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])  # further variables. Give no secrets
+    packages: bool = True  # this environment's installed packages can be imported
 
 
 class SandboxPool:
-    """Workers that run one function on JSON, confined. Used with `async with`, which ends all of them.
+    """Confined workers that run one function on JSON. Use it with `async with`, which ends all of them.
 
     At most `num_workers` calls run at a time; further ones wait. A worker that hangs, dies or exceeds a limit is replaced.
     """
@@ -50,24 +61,18 @@ class SandboxPool:
         num_workers: int = 2,
         limits: SandboxLimits | None = None,
         confinement: Confinement | None = None,
-        readable: Sequence[str | Path] = (),
-        python_path: Sequence[str | Path] = (),
-        environment: Mapping[str, str] | None = None,
-        packages: bool = True,
+        view: SandboxView | None = None,
         fresh_process: bool = True,
     ) -> None:
-        """Nothing is started yet.
+        """Prepare the pool; starts no process.
 
         Args:
-            function: "package.module:name" or "path/to/file.py:name". It is called with one argument, the payload, and returns JSON.
-            num_workers: processes that are kept ready.
-            limits: of each call; SandboxLimits() by default.
+            function: "package.module:name" or "path/to/file.py:name". Called with one argument, the payload, and returns JSON.
+            num_workers: workers kept ready.
+            limits: limits of each call; SandboxLimits() by default.
             confinement: the level; find_confinement() by default.
-            readable: files and folders that can be read inside.
-            python_path: folders from which the function's module can import, besides the installed packages.
-            environment: further variables. Give no secrets.
-            packages: this environment's installed packages can be imported.
-            fresh_process: each call in a process of its own; False: in the worker itself.
+            view: default: SandboxView().
+            fresh_process: run each call in a process of its own; False: in the worker itself.
 
         Raises:
             SandboxError: the function cannot be found, or no confinement works here.
@@ -75,10 +80,10 @@ class SandboxPool:
         if num_workers < 1:
             raise SandboxError(f"a pool needs at least 1 worker, found num_workers={num_workers}")
         module, source, folders = _locate(function)
-        self.limits = limits or SandboxLimits()
+        self.limits, view = limits or SandboxLimits(), view or SandboxView()
         self.num_workers = num_workers
         self.num_started = 0  # workers so far
-        paths = [os.path.realpath(path) for path in (*python_path, *(package_folders() if packages else ()))]
+        paths = [os.path.realpath(path) for path in (*view.python_path, *(package_folders() if view.packages else ()))]
         worker = {
             "fork": fresh_process,
             "module": module,
@@ -87,18 +92,18 @@ class SandboxPool:
             "python_path": paths,
             "folders": folders,
         }
-        layout = plan_layout((*readable, *paths, *folders))
-        self._plan = Plan(confinement or find_confinement(), self.limits, layout, worker=worker, environment=dict(environment or {}))
+        layout = plan_layout((*view.readable, *paths, *folders))
+        self._plan = Plan(confinement or find_confinement(), self.limits, layout, worker=worker, environment=dict(view.environment))
         self._limiter = trio.CapacityLimiter(num_workers)
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []
         self._open = False
 
     async def __aenter__(self) -> SandboxPool:
-        """Start the first worker, so that a function that cannot be loaded is an error here; the others start when they are needed.
+        """Start the first worker, so that a function that cannot be loaded is an error here; further workers start on demand.
 
         Raises:
-            SandboxError: the worker did not start; has what the function's module raised.
+            SandboxError: the worker did not start; the message has the error of the function's module.
         """
         self._open = True
         try:
@@ -112,7 +117,7 @@ class SandboxPool:
         await self.aclose()
 
     def process_ids(self) -> tuple[int, ...]:
-        """The process of each worker that was started here; what runs in the worker ends with it."""
+        """Return the id of each worker's outer process; everything in the worker ends with it."""
         return tuple(worker.sandbox.pid for worker in self._workers if worker.sandbox is not None)
 
     async def aclose(self) -> None:
@@ -126,12 +131,12 @@ class SandboxPool:
         """Run the function once.
 
         Args:
-            payload: its argument, of JSON values.
+            payload: the function's argument, of JSON values.
 
-        Returns: its value, or the failure: an exception, a limit, no result, or one that is no JSON.
+        Returns: its value, or the failure: an exception, an exceeded limit, no result, or one that is not JSON.
 
         Raises:
-            SandboxError: the payload is no JSON, the pool is closed, or no worker can be started.
+            SandboxError: the payload is not JSON, the pool is closed, or no worker can be started.
         """
         nonce = secrets.token_hex(16)
         try:
@@ -141,14 +146,14 @@ class SandboxPool:
         async with self._limiter:
             tries = 0
             while tries < 2:  # a worker may have ended before the call, through no fault of the call's
-                tries += not self._idle  # of new workers only: any number of idle ones may have ended
+                tries += not self._idle  # counts new workers only: any number of idle ones may have ended
                 result = await self._call_once(request, nonce)
                 if result is not None:
                     return result
         raise SandboxError(f"two new workers of the sandbox ended before they took a call ({self._plan.confinement.name})")
 
     async def _call_once(self, request: bytes, nonce: str) -> CallResult | None:
-        """A call on a worker; None where the worker had ended before."""
+        """Run a call on a worker; None if the worker had ended before."""
         worker: _Worker | None = None
         kept = False
         try:
@@ -170,7 +175,7 @@ class SandboxPool:
                     await self._discard(worker)
 
     async def _start(self) -> _Worker:
-        """A worker that has loaded the function."""
+        """Start a worker and wait until it has loaded the function."""
         self.num_started += 1
         worker = _Worker(self._plan)
         self._workers.append(worker)
@@ -178,7 +183,7 @@ class SandboxPool:
             await worker.start()
         except BaseException as error:
             await self._discard(worker)
-            if isinstance(error, Exception) and not self._open:  # its pipes were closed while they were used
+            if isinstance(error, Exception) and not self._open:  # its pipes were closed while in use
                 raise SandboxError("the pool of sandboxes was closed while a worker started") from error
             raise
         return worker
@@ -191,7 +196,7 @@ class SandboxPool:
 
 
 def _locate(function: str) -> tuple[str, str | None, tuple[str, ...]]:
-    """Of "module:name" or "file.py:name": the module's name, the source text of a file, and what must be readable to import it."""
+    """Split "module:name" or "file.py:name" into the module's name, a file's source text, and the folders readable for its import."""
     place, _, name = function.rpartition(":")
     if not place or not name.isidentifier():
         raise SandboxError(f"a function for a sandbox is named 'package.module:name' or 'file.py:name', found {function!r}")
@@ -235,7 +240,7 @@ class _Worker:
         """Start, and wait until the function is loaded.
 
         Raises:
-            SandboxError: it is not; says why.
+            SandboxError: it cannot be loaded; the message says why.
         """
         with open(os.devnull, "r+b", buffering=0) as null:
             try:
@@ -258,7 +263,7 @@ class _Worker:
         raise SandboxError(f"sandbox ({name}): the worker was not ready within {STARTUP_S} s; does its module compute when it is imported?")
 
     async def call(self, request: bytes, nonce: str) -> tuple[CallResult | None, bool]:
-        """(the result, whether the worker can be used again); no result where the worker had ended before it took the call."""
+        """Return (the result, whether the worker can be used again); no result if the worker had ended before it took the call."""
         assert self.sandbox is not None, "the worker was not started"
         limits, fork = self.plan.limits, (self.plan.worker or {})["fork"]
         started = False
@@ -287,16 +292,16 @@ class _Worker:
         return CallResult(None, SandboxFailure.WALL, f"took longer than {limits.wall_s} s", duration_s=limits.wall_s), False
 
     def _explain_end(self, report: Mapping[str, Any], started: bool) -> CallResult | None:
-        """What to say of a call whose worker ended."""
+        """Describe the end of a worker as the result of its call; None if the call had not begun."""
         if not started:
             return None
-        exceeded = SandboxFailure.CPU if report.get("returncode") == -SIGXCPU else SandboxFailure.DIED  # the worker's own, without a fork
+        exceeded = SandboxFailure.CPU if report.get("returncode") == -SIGXCPU else SandboxFailure.DIED  # by the worker, without a fork
         failure = SandboxFailure(report.get("killed_by", exceeded))
         why = f" ({report['why']})" if "why" in report else ""
         return CallResult(None, failure, describe_failure(failure, self.plan.limits, report.get("returncode")) + why)
 
     async def _receive(self) -> dict[str, Any] | None:
-        """One message; None where the worker ended; empty where it is none of ours."""
+        """Read one message; None if the worker ended, {} if the message is not one of ours."""
         length = await self._take(LENGTH_BYTES)
         if length is None:
             return None
@@ -309,7 +314,7 @@ class _Worker:
         return message if message is None or isinstance(message, dict) else {}
 
     async def _take(self, count: int) -> bytearray | None:
-        """So many bytes; None where there are not as many."""
+        """Read `count` bytes; None if there are fewer."""
         while len(self.data) < count:
             part = await self.results.receive_some(max(count - len(self.data), 65536))
             if not part:
@@ -319,7 +324,7 @@ class _Worker:
         return taken
 
     async def close(self) -> None:
-        """End it with all that it runs. Cannot be canceled."""
+        """End the worker with everything that it runs. Cannot be canceled."""
         with trio.CancelScope(shield=True):
             await self.requests.aclose()
             await self.results.aclose()
@@ -329,7 +334,7 @@ class _Worker:
 
 
 def describe_failure(failure: SandboxFailure, limits: SandboxLimits, returncode: int | None) -> str:
-    """A failure in words."""
+    """Return a failure in words."""
     match failure:
         case SandboxFailure.WALL:
             return f"took longer than {limits.wall_s} s"
@@ -344,21 +349,21 @@ def describe_failure(failure: SandboxFailure, limits: SandboxLimits, returncode:
         case SandboxFailure.OUTPUT:
             return f"wrote more than {limits.output_bytes} bytes of output"
         case SandboxFailure.RESULT:
-            return "returned what is no JSON"
+            return "returned a value that is not JSON"
         case SandboxFailure.RAISED | SandboxFailure.DIED:
             return f"ended before the call returned, with exit status {returncode}"
 
 
 def _broken() -> CallResult:
-    return CallResult(None, SandboxFailure.DIED, "the worker sent what is no answer to this call")
+    return CallResult(None, SandboxFailure.DIED, "the worker sent no valid answer to this call")
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _read_answer(header: Mapping[str, Any], body: bytes, limits: SandboxLimits) -> CallResult:
-    """The result of a call. The body was written by a process that nobody trusts."""
+    """Parse the result of a call. The body comes from an untrusted process."""
     printed, duration = str(header.get("output", "")), float(header.get("duration_s", 0.0))
     if "failure" in header:
         failure = SandboxFailure(header["failure"])
@@ -367,9 +372,9 @@ def _read_answer(header: Mapping[str, Any], body: bytes, limits: SandboxLimits) 
         answer = json.loads(body, parse_constant=_refuse_constant)
         if not isinstance(answer, dict):
             raise ValueError(f"expected an object, found {type(answer).__name__}")
-        json.dumps(answer, allow_nan=False, ensure_ascii=False).encode()  # 1e999 and halves of surrogate pairs are refused
+        json.dumps(answer, allow_nan=False, ensure_ascii=False).encode()  # refuses 1e999 and halves of surrogate pairs
     except (ValueError, RecursionError) as error:
-        return CallResult(None, SandboxFailure.RESULT, f"returned what is no JSON: {error}", printed, duration)
+        return CallResult(None, SandboxFailure.RESULT, f"returned a value that is not JSON: {error}", printed, duration)
     if "value" in answer:
         return CallResult(answer["value"], None, "", printed, duration)
     failure = answer.get("failure")

@@ -1,4 +1,4 @@
-"""Reward code as source text, from a user who is not trusted: executed in a sandbox, with a typed outcome.
+"""Reward code as source text from untrusted users: executed in a sandbox, with a typed outcome.
 
 async with open_code_pool(num_workers=2, limits=SandboxLimits(wall_s=5.0)) as pool:
     result = await execute_user_reward_code("def reward(messages, **_): return len(messages)", messages, pool=pool)
@@ -13,7 +13,7 @@ from typing import Any
 
 from rollouts.sandbox.confinement import Confinement
 from rollouts.sandbox.limits import CallResult, SandboxLimits
-from rollouts.sandbox.pool import SandboxPool
+from rollouts.sandbox.pool import SandboxPool, SandboxView
 
 
 def open_code_pool(
@@ -25,11 +25,14 @@ def open_code_pool(
     environment: Mapping[str, str] | None = None,
     packages: bool = True,
 ) -> SandboxPool:
-    """A pool for execute_user_reward_code and execute_code; used with `async with`. For the arguments see SandboxPool."""
+    """Open a pool for execute_user_reward_code and execute_code; use it with `async with`. Arguments as for SandboxPool."""
     return SandboxPool(
-        "rollouts.sandbox.source_code:call_source", num_workers=num_workers, limits=limits, confinement=confinement, readable=readable,
-        environment=environment, packages=packages,
-    )  # fmt: skip
+        "rollouts.sandbox.inside.source_code:call_source",
+        num_workers=num_workers,
+        limits=limits,
+        confinement=confinement,
+        view=SandboxView(readable=readable, environment=environment or {}, packages=packages),
+    )
 
 
 async def execute_code(code: str, function: str, arguments: Mapping[str, Any], *, pool: SandboxPool) -> CallResult:
@@ -39,9 +42,9 @@ async def execute_code(code: str, function: str, arguments: Mapping[str, Any], *
         code: Python source text.
         function: name of the function.
         arguments: keyword arguments, of JSON values.
-        pool: of open_code_pool.
+        pool: from open_code_pool.
 
-    Returns: what the function returned, or why it did not: SyntaxError and all that the code does wrong are failures, not exceptions.
+    Returns: the function's value, or the failure: SyntaxError and all other errors of the code are failures, not exceptions.
     """
     return await pool.call({"code": code, "function": function, "arguments": dict(arguments)})
 
@@ -56,21 +59,21 @@ async def execute_user_reward_code(
     pool: SandboxPool | None = None,
     limits: SandboxLimits | None = None,
 ) -> CallResult:
-    """Execute reward code that nobody trusts, on a conversation.
+    """Execute untrusted reward code on a conversation.
 
     Args:
         code: Python source text that defines `function(messages, ground_truth, **arguments)`.
         messages: the conversation, of JSON values.
-        ground_truth: given to the function if it is not None, of JSON values.
+        ground_truth: passed to the function if it is not None, of JSON values.
         function: name of the function.
         arguments: further keyword arguments, of JSON values.
-        pool: of open_code_pool. Without one a sandbox is started for this call, some 100 ms.
-        limits: of that sandbox.
+        pool: from open_code_pool; None = start a sandbox for this call, some 100 ms.
+        limits: limits of that sandbox.
 
     Returns: the function's value as JSON, or a failure with result.error: an infinite loop ends at limits.wall_s with SandboxFailure.WALL.
 
     Raises:
-        SandboxError: no sandbox can be started, or the messages are no JSON.
+        SandboxError: no sandbox can be started, or the messages are not JSON.
     """
     given = {"messages": [dict(message) for message in messages], **(arguments or {})}
     if ground_truth is not None:

@@ -1,4 +1,4 @@
-"""One program in a sandbox, from its start to its end.
+"""Run of one program in a sandbox, from its start to its end.
 
 result = await run_confined("print(6 * 7)")
 result.ok, result.stdout        # True, b"42\\n"
@@ -30,10 +30,10 @@ SIGKILL, SIGXCPU, SIGXFSZ = 9, 24, 25
 
 @functools.cache
 def try_confinement(confinement: Confinement) -> None:
-    """Run a program that does nothing. Takes some 50 ms; once in a process where it works.
+    """Run a program that does nothing. Takes some 50 ms; a success is cached for the process.
 
     Raises:
-        SandboxError: it does not work here; says why.
+        SandboxError: the confinement does not work here; the message says why.
     """
     if sys.platform != "linux":
         raise SandboxError(f"sandboxes need Linux, this is {sys.platform}")
@@ -44,13 +44,13 @@ def try_confinement(confinement: Confinement) -> None:
 
 
 def find_confinement(allow_plain: bool = False) -> Confinement:
-    """The strongest confinement that works here: bubblewrap, else namespaces; each is tried once in a process.
+    """Return the strongest confinement that works here: bubblewrap, else namespaces. Each is tried once in a process.
 
     Args:
-        allow_plain: take plain() where neither works, instead of raising. It protects from accidents only.
+        allow_plain: return plain() if neither works, instead of raising. It protects from accidents only.
 
     Raises:
-        SandboxError: neither works; says why and what to do.
+        SandboxError: neither works; the message says why and what to do.
     """
     reasons: list[str] = []
     for confinement in (bubblewrap(), namespaces()):
@@ -81,25 +81,25 @@ async def run_confined(
     environment: Mapping[str, str] | None = None,
     packages: bool = False,
 ) -> SandboxResult:
-    """Run a program that nobody trusts, and wait for its end. It can be canceled; nothing of it is left afterwards.
+    """Run an untrusted program and wait for its end. It can be canceled; no process or file of it is left afterwards.
 
-    The program starts in an empty scratch directory, with PATH, LANG, HOME and TMPDIR as environment, without network, and sees the
-    system's programs, the interpreter, this library, and nothing else of the file system.
+    The program starts in an empty scratch directory, with PATH, LANG, HOME and TMPDIR as environment, without network. It sees the system's
+    programs, the interpreter, this library, and nothing else of the file system.
 
     Args:
         program: Python source text, or a command: the name or path of a program and its arguments.
-        stdin: what it can read there.
-        limits: what it may use; SandboxLimits() by default.
+        stdin: bytes on its standard input.
+        limits: its resources; SandboxLimits() by default.
         confinement: the level; find_confinement() by default.
-        files: of the scratch directory, relative name -> text.
-        readable: further files and folders that it can read, at the same paths as outside.
+        files: files of the scratch directory, relative name -> text.
+        readable: further files and folders that it can read, at their outside paths.
         environment: further variables. Give no secrets.
-        packages: Python source text can import this environment's installed packages.
+        packages: let Python source text import this environment's installed packages.
 
-    Returns: exit status, output, and the limit that was exceeded, if one was.
+    Returns: exit status, output, and the exceeded limit, if any.
 
     Raises:
-        SandboxError: it could not be started. What the program itself does never raises.
+        SandboxError: it could not be started; errors of the program itself never raise.
     """
     limits = limits or SandboxLimits()
     confinement = confinement or find_confinement()
@@ -122,7 +122,7 @@ async def run_confined(
 
 
 class _Pipe:
-    """One pipe between here and the program."""
+    """One pipe between this process and the program."""
 
     def __init__(self, to_program: bool) -> None:
         ends = os.pipe()
@@ -132,13 +132,13 @@ class _Pipe:
         self.exceeded = False
 
     async def feed(self, data: bytes) -> None:
-        """Write everything, or as much as is read, and close."""
+        """Write all data, or as much as is read, and close."""
         with suppress(trio.BrokenResourceError):
             await self.stream.send_all(data)
         await self.stream.aclose()
 
     async def collect(self, limit: int, scope: trio.CancelScope) -> None:
-        """Read to the end, or cancel the scope when more than `limit` came."""
+        """Read to the end, or cancel the scope once more than `limit` bytes came."""
         async for part in self.stream:
             self.data += part
             if len(self.data) > limit:
@@ -149,7 +149,7 @@ class _Pipe:
 
 
 async def _run(plan: Plan, stdin: bytes) -> SandboxResult:
-    """Start the sandbox, attend to its pipes, and end it whatever happens."""
+    """Start the sandbox, serve its pipes, and end it in any case."""
     pipes = given, out, err = _Pipe(True), _Pipe(False), _Pipe(False)
     report: dict[str, Any] = {}
     sandbox: Sandbox | None = None
@@ -188,7 +188,7 @@ async def _run(plan: Plan, stdin: bytes) -> SandboxResult:
 
 
 def _classify(report: Mapping[str, Any], limits: SandboxLimits) -> SandboxFailure | None:
-    """Why a program failed, from what the first process reported."""
+    """Return the reason why a program failed, from the first process's report."""
     if "killed_by" in report:
         return SandboxFailure(report["killed_by"])
     code = report.get("returncode")

@@ -1,0 +1,7 @@
+"""Algorithms as pure functions: TrainBatch in, advantages, loss weights and losses out."""
+
+from __future__ import annotations
+
+from rollouts._lazy import attach_stub
+
+__getattr__, __dir__ = attach_stub(__name__, __file__)

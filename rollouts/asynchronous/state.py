@@ -1,0 +1,144 @@
+"""Asynchronous rollouts as one value: RolloutState, and the small values that it consists of. The functions of transitions.py change it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollouts.asynchronous.capacity import RolloutCounts
+from rollouts.asynchronous.config import AsyncConfig
+from rollouts.asynchronous.queue import TimedResult
+from rollouts.generation.contract import PendingGroup
+from rollouts.types import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRules:
+    """Policies of the transitions; constant during a run."""
+
+    asynchronous: AsyncConfig
+    max_refused: int  # groups that may be refused, dropped or too old for one batch before it is an error
+    on_demand: bool = False  # start no more rollouts than wait() has requested
+
+    @property
+    def in_order(self) -> bool:
+        """Whether groups are handed out strictly in the order of their prompts."""
+        return self.asynchronous.order == "submitted" or self.asynchronous.max_staleness == 0
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A prompt that waits for its start."""
+
+    pending: PendingGroup
+    begun_version: int | None = None  # lower bound of the first token's weight version; None = there is no token
+    start_at: float = -math.inf  # earliest start, in seconds of trio's clock
+
+
+@dataclass(frozen=True)
+class Running:
+    """A running rollout."""
+
+    pending: PendingGroup  # samples that wait again if the rollout is stopped now
+    begun_version: int  # lower bound of the first token's weight version
+    scoring: bool = False  # generated; rewards and filter are running
+    failed: bool = False  # raised an error; engines are probed
+    timed_out: bool = False  # told to stop because rollout_timeout_s has passed
+    outdated: bool = False  # told to stop because its tokens may be too old
+    cut: bool = False  # cancelled because it did not obey an abort
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """Failed attempts at one prompt."""
+
+    failed: int = 0
+    stale: int = 0
+    unchanged_at: int | None = None  # weight version under which the rollout returned unfinished and unchanged
+    silent_since: int | None = None  # num_ended when the rollout first failed with an error typical of dead engines
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Groups refused since groups were last handed out."""
+
+    num_refused: int = 0  # refused by filter_fn, or dropped
+    num_dropped: int = 0  # part of num_refused: groups that could not be generated or scored
+    num_stale: int = 0
+    filtered: tuple[Group, ...] = ()  # the newest groups that filter_fn refused
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Outcome of a rollout that was aborted or cancelled before its end."""
+
+    cancelled: bool = False
+    unchanged: bool = False  # returned unfinished and without new tokens, although nothing here stopped it
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Outcome of a rollout that raised."""
+
+    error: Exception
+    may_be_outage: bool = False  # the error may come from a dead engine
+    engines_answer: bool | None = None  # True = all answer; False = none does; None = some do, or unknown
+    silent_engines: str = ""  # engines that do not answer, with their errors
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Outcome of a rollout that ended by itself."""
+
+    group: Group | None  # with rewards; None = a sample or its reward failed, and the group is dropped
+    passes: bool  # whether filter_fn accepts the group
+    before: Group = ()  # the group as it was when scoring began
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutState:
+    """State that decides the next groups, besides the contents of queue and cache and the position in the data.
+
+    A prompt taken from the data is in one place until its group is handed out or given up: waiting, running, held, queue or cache.
+    """
+
+    version: int = 0  # weight version that generates
+    waiting: Mapping[int, Waiting] = field(default_factory=dict[int, Waiting])  # by index of the prompt
+    running: Mapping[int, Running] = field(default_factory=dict[int, Running])  # by index of the prompt, in the order of start
+    held: tuple[TimedResult, ...] = ()  # finished groups that wait for their turn or for space in the queue, the next one first
+    attempts: Mapping[int, Attempts] = field(default_factory=dict[int, Attempts])  # by index, of prompts that have any
+    edited: frozenset[int] = frozenset()  # indices whose samples are being edited: they neither start nor end
+    is_edited: bool = False  # an edit is in progress: nothing is collected or handed out
+    interrupted: bool = False  # no rollout starts
+    accepted: int = 0  # rollouts that finished and were kept, over the whole run
+    rejected: int = 0  # rollouts that finished and were not kept, over the whole run
+    events: Mapping[str, int] = field(default_factory=dict[str, int])  # counts of events of groups since the last batch, by name
+    refused: Refused = Refused()
+    failures: tuple[Exception, ...] = ()  # errors to raise; until then no rollout starts
+    last_error: Exception | None = None  # error of the last rollout that failed
+    num_wanted: int = 0  # groups that a wait() has requested
+    num_batches: int = 0  # batches that were handed out
+    num_ended: int = 0  # rollouts that ended by themselves, kept or not
+    last_end: float = -math.inf  # time of the last end, in seconds of trio's clock
+    purged_version: int = -1  # weight version at which the queue was last purged
+    collected_version: int = -1  # weight version at which finished groups were last collected for the current wait
+    idle_since: float | None = None  # time since which no rollout runs; None = a rollout runs
+    idle_s: float = 0.0  # seconds without a rollout before that, since the last batch
+    warnings: tuple[str, ...] = ()  # warnings to log
+    warned: frozenset[str] = frozenset()  # causes of the warnings so far
+
+    @property
+    def counts(self) -> RolloutCounts:
+        """Number of rollouts in each state."""
+        return RolloutCounts(enqueued=len(self.waiting), running=len(self.running), accepted=self.accepted, rejected=self.rejected)
+
+    @property
+    def first_open(self) -> float:
+        """Lowest index that waits or runs: no group before it can still arrive. Infinity if there is none."""
+        return min(min(self.waiting, default=math.inf), min(self.running, default=math.inf))
+
+    @property
+    def num_open(self) -> int:
+        """Number of prompts that wait or run."""
+        return len(self.waiting) + len(self.running)

@@ -1,0 +1,436 @@
+"""FSDP backend: a model sharded over processes; each process computes a part of the rows of every call.
+
+Every process (rank) has one FSDPTrainingBackend, calls the same methods in the same order with the same arguments, and gets the same
+results; a rank takes its own rows out of a batch. With one process it is a TrainingBackend like any other and needs no launcher.
+
+If one process leads (it alone has the batches), the other ranks are given only their rows: forward_shard and forward_backward_shard compute
+this rank's part; plan_rank_rows comes before them, combine_rows and combine_metrics come after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rollouts.algorithms.losses import merge_metrics
+from rollouts.backends.fsdp.checkpoint import (
+    AsyncWriter,
+    Progress,
+    load_sharded,
+    save_adapters,
+    save_sharded,
+    take_snapshot,
+    write_snapshot,
+)
+from rollouts.backends.fsdp.config import FSDPConfig
+from rollouts.backends.fsdp.model import call_gathered, create_mesh, drop_gathered, is_sharded, shard_model
+from rollouts.backends.futures import ImmediateTrainFuture
+from rollouts.backends.lora.adapters import LoRAConfig, adapters_off, assign
+from rollouts.backends.lora.files import Adapters, check_lora
+from rollouts.backends.optim.updates import (
+    Scheduler,
+    UpdateCounts,
+    check_skipped_updates,
+    check_updated,
+    trained_parameters,
+    update_parameters,
+)
+from rollouts.backends.protocol import BackendFeature, Future, OutputFn
+from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_values, init_distributed
+from rollouts.backends.weights.export import export_sharded
+from rollouts.backends.weights.read import describe_model_weights, gather_model_weights, stream_weights
+from rollouts.batches import plan_shards, select_rows
+from rollouts.data.model_limits import check_batch, read_limits
+from rollouts.errors import BackendError
+from rollouts.models.forward import check_head, move_batch, run_rows, training_mode
+from rollouts.models.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
+from rollouts.models.packing import use_packed_attention
+from rollouts.models.tokens import TokenSpec, describe_tokens
+from rollouts.models.weights import base_weights, check_weights_fit
+from rollouts.types import LossFn, TokenOutputs, TrainBatch
+from rollouts.weight_specs import WeightSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_FEATURES = frozenset(
+    {BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS, BackendFeature.SHARDS}
+)
+
+
+class FSDPTrainingBackend:
+    """A TrainingBackend and CheckpointingBackend over a Hugging Face model whose parameters, gradients and optimizer state are sharded.
+
+    For any number of ranks, results equal PyTorchTrainingBackend's with the same weights and batches up to rounding: losses are sums over
+    tokens, gradients are summed over ranks, and the norm of the whole gradient is clipped.
+
+    Every method runs at once and returns an ImmediateTrainFuture. All of them exchange messages between ranks, so all ranks must call them
+    in the same order. A rank without rows computes a dummy row.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        create_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
+        *,
+        config: FSDPConfig | None = None,
+        ranks: Ranks | None = None,
+        mesh: DeviceMesh | None = None,
+        create_schedule: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
+        max_grad_norm: float = 1.0,
+        chunk_size: int = 1024,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        weight_version: int = 0,
+        max_skipped_updates: int = 10,
+        compute_outputs: ComputeOutputs = compute_log_probs,
+        rows_per_unit: int = 1,
+        save_in_background: bool = False,
+        lora: LoRAConfig | None = None,
+    ) -> None:
+        """
+        Args:
+            model: the same on every rank: whole, and then sharded here, or already sharded by shard_model (with the same mesh and config)
+                and materialized.
+            create_optimizer: called with the sharded parameters, after the model was sharded.
+            config: None = FSDPConfig().
+            ranks: result of init_distributed; None = call init_distributed().
+            mesh: result of create_mesh; None = made here.
+            create_schedule: creates the schedule of the learning rate; None = constant.
+            max_grad_norm: norm that the gradient is scaled down to, unless config.clip_grad is set; inf = no clipping.
+            chunk_size, tokenizer, weight_version, max_skipped_updates, compute_outputs: as in PyTorchTrainingBackend.
+            rows_per_unit: consecutive rows that go to one rank together: 2 for losses that compare the two rows of a pair.
+            save_in_background: save_checkpoint returns when everything is copied to host memory, and writes during training; the next
+                save_checkpoint and close() wait for the write and raise its error.
+            lora: as in PyTorchTrainingBackend; for a model that is already sharded, init_adapters must have made the adapters.
+
+        Raises: ConfigError if the model cannot be trained on packed rows or be sharded, or the ranks cannot be arranged as asked.
+        """
+        assert max_grad_norm > 0, f"max_grad_norm is {max_grad_norm}, expected > 0"
+        assert rows_per_unit >= 1, f"rows_per_unit is {rows_per_unit}, expected at least 1"
+        self.config = FSDPConfig() if config is None else config
+        self.ranks = init_distributed() if ranks is None else ranks
+        self.device = self.ranks.device
+        self.tokenizer = tokenizer
+        self.weight_version = weight_version
+        self.counts = UpdateCounts()
+        self.rows_per_unit = rows_per_unit
+        self._max_grad_norm = max_grad_norm if self.config.clip_grad is None else self.config.clip_grad
+        self._compute_dtype = torch.float32 if self.config.mixed_precision is None else torch.bfloat16
+        self._chunk_size = chunk_size
+        self._max_skipped_updates = max_skipped_updates
+        self._compute_outputs = compute_outputs
+        self._has_gradient = False
+        check_lora(model, lora)
+        self._writer = AsyncWriter(self.ranks) if save_in_background else None
+        with self._operation("sharding the model"):
+            if not is_sharded(model):
+                mesh = create_mesh(self.config, self.device, self.ranks.world_size) if mesh is None else mesh
+                model = shard_model(model, mesh, self.config)  # moves one layer at a time to the device
+            self.model: Any = model
+            for name, parameter in self.model.named_parameters():
+                assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
+            self.limits = read_limits(self.model, tokenizer)
+            self._check_model()
+        self._adapters = None if lora is None else Adapters(self.model, lora)
+        self.optimizer = create_optimizer(self.model)
+        self.scheduler = None if create_schedule is None else create_schedule(self.optimizer)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks."""
+        return self.ranks.world_size
+
+    @property
+    def features(self) -> frozenset[BackendFeature]:
+        """Features of all backends of this class, and ADAPTERS if this one trains adapters."""
+        return _FEATURES if self._adapters is None else _FEATURES | {BackendFeature.ADAPTERS}
+
+    @property
+    def token_spec(self) -> TokenSpec:
+        """Vocabulary of the model, for comparison with another model's."""
+        return describe_tokens(self.model, self.tokenizer)
+
+    @property
+    def computes(self) -> frozenset[str] | None:
+        """Fields of TokenOutputs that this backend fills; None = not known."""
+        return describe_outputs(self._compute_outputs)
+
+    # -- TrainingBackend: the same batch on every rank
+
+    def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
+        """Return output_fn of the model's outputs for all rows, without gradient, on the CPU."""
+        check_batch(batch, self.limits)
+        plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
+        part = self.forward_shard(select_part(batch, plan[self.ranks.rank]), output_fn, with_entropy=with_entropy)
+        parts = gather_values(self.ranks, part, operation="gathering the outputs of a forward pass")
+        return ImmediateTrainFuture(combine_rows(parts, plan, (batch.num_rows, batch.tokens.shape[1])), "forward")
+
+    def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
+        """Run forward without the adapters."""
+        assert self._adapters is not None, "forward_base needs a backend with adapters: make it with lora=LoRAConfig(...)"
+        with adapters_off(self.model):
+            return self.forward(batch, output_fn, with_entropy=with_entropy)
+
+    def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
+        """Add the gradient of loss_fn on this batch. Loss and metrics cover the rows of all ranks."""
+        check_batch(batch, self.limits)
+        plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
+        part = self.forward_backward_shard(select_part(batch, plan[self.ranks.rank]), loss_fn, with_entropy=with_entropy)
+        parts = gather_values(self.ranks, part, operation="gathering the metrics of a forward_backward")
+        return ImmediateTrainFuture(combine_metrics(parts), "forward_backward")
+
+    def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
+        """Clip, update, advance the schedule, clear the gradient; the same on every rank.
+
+        If the gradient is not finite on one rank, all ranks skip the update: update_skipped = 1 in the metrics.
+
+        Returns: grad_norm (whole gradient, before clipping), lr (of this update), update_skipped.
+        Raises: BackendError after max_skipped_updates skipped updates in a row, or if an update left a non-finite parameter.
+        """
+        assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
+        with self._operation("optim_step"):
+            metrics, self.counts = update_parameters(self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm)
+        self._has_gradient = False
+        self._check_updated()
+        check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)
+        return ImmediateTrainFuture(metrics, "optim_step")
+
+    def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """Copy the whole weights to the CPU of every rank, tied ones under each of their names; stream_weights needs less memory."""
+        return ImmediateTrainFuture(dict(self.stream_weights()), "get_weights")
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
+        """Replace the weights by whole tensors; each rank takes its shards. Raises CheckpointError if one does not fit."""
+        check_weights_fit(self.model, weights, "the given weights")
+        own = base_weights(self.model)
+        with self._operation("load_weights"), torch.no_grad():
+            for name, value in weights.items():
+                assign(own[name], value)
+        if self._adapters is not None:
+            self._adapters.replaced_base(self.optimizer)
+        return ImmediateTrainFuture(None, "load_weights")
+
+    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over (name, whole tensor on the CPU) of each weight; all ranks must iterate to the end."""
+        with self._operation("gathering a weight"):
+            yield from stream_weights(self.model)
+
+    # -- BackendFeature.WEIGHT_STREAM
+
+    def describe_weights(self) -> ImmediateTrainFuture[tuple[WeightSpec, ...]]:
+        """Return names, dtypes and whole shapes of the weights, tied ones once; sends nothing."""
+        return ImmediateTrainFuture(describe_model_weights(self.model), "describe_weights")
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """Return copies of the whole weights with these names, on every rank."""
+        with self._operation("gather_weights"):
+            weights = gather_model_weights(self.model, names, keep_device=keep_device)
+        return ImmediateTrainFuture(weights, "gather_weights")
+
+    # -- BackendFeature.CHECKPOINTS
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        """Write the model directory, and each rank's other state into its subdirectory `sharded`. Any number of ranks can load it.
+
+        Args:
+            directory: existing directory on a file system that all ranks share.
+
+        Raises: CheckpointError on all ranks if one of them cannot write.
+        """
+        progress = Progress(self.counts, self.weight_version)
+        state = self.model, self.optimizer, self.scheduler, progress
+        with self._operation("save_checkpoint"):
+            if self._writer is not None:
+                self._writer.wait()  # never hold two copies
+            if self._adapters is not None:  # adapters are small
+                save_adapters(self._adapters, self.model, directory, ranks=self.ranks)
+            if self._writer is None:
+                save_sharded(*state, directory, tokenizer=self.tokenizer, ranks=self.ranks)
+                return ImmediateTrainFuture(None, "save_checkpoint")
+            snapshot = take_snapshot(*state, ranks=self.ranks, copied=True)
+        write = partial(write_snapshot, snapshot, self.model, directory, tokenizer=self.tokenizer)
+        return self._writer.start(lambda ranks: write(ranks=ranks), "save_checkpoint")
+
+    def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Restore a checkpoint that save_checkpoint wrote on any number of ranks, or one of PyTorchTrainingBackend.
+
+        Raises: CheckpointError on all ranks, naming the mismatch.
+        """
+        with self._operation("load_checkpoint"):
+            progress = load_sharded(self.model, self.optimizer, self.scheduler, directory, ranks=self.ranks, adapters=self._adapters)
+        self.counts, self.weight_version = progress.counts, progress.weight_version
+        self._has_gradient = False
+        return ImmediateTrainFuture(None, "load_checkpoint")
+
+    def export_weights(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
+        with self._operation("export_weights"):
+            export_sharded(self.model, directory, self.tokenizer, ranks=self.ranks)
+        return ImmediateTrainFuture(None, "export_weights")
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written in the background, and raise its error."""
+        if self._writer is not None:
+            self._writer.close()
+
+    # -- the rows of this rank alone
+
+    def forward_shard(self, shard: TrainBatch | None, output_fn: OutputFn, *, with_entropy: bool = False) -> Tensor | None:
+        """Run forward on this rank's rows; all ranks must call it.
+
+        Args:
+            shard: None = this rank has no rows.
+
+        Returns: tensor of output_fn, [rows, T of the shard] on the CPU; None without rows.
+        """
+        self.model.eval()
+        batch = self._dummy_batch() if shard is None else move_batch(shard, self.device)
+        with self._operation("forward"), torch.no_grad():
+            try:
+                outputs = self._run(batch, with_entropy)
+            finally:
+                drop_gathered(self.model)
+            return None if shard is None else output_fn(outputs).cpu()
+
+    def forward_backward_shard(self, shard: TrainBatch | None, loss_fn: LossFn, *, with_entropy: bool = False) -> dict[str, float]:
+        """Run forward_backward on this rank's rows; all ranks must call it. The resulting gradient covers the rows of all ranks.
+
+        Args:
+            shard: None = this rank has no rows.
+
+        Returns: {"loss", "num_tokens", and the loss's metrics} of this rank's rows; without rows, zeros and no metrics.
+        """
+        batch = self._dummy_batch() if shard is None else move_batch(shard, self.device)
+        with training_mode(self.model, dropout=batch.has_dropout), self._operation("forward_backward"):
+            try:
+                outputs = self._run(batch, with_entropy)
+                if shard is None:  # as many exchanges as the other ranks, and a gradient of zero
+                    loss, metrics = outputs.log_probs.new_zeros(()), cast("Mapping[str, Tensor]", {})
+                    torch.autograd.backward([0.0 * x.sum() for x in _differentiable(outputs)])
+                else:
+                    loss, metrics = loss_fn(outputs, batch)
+                    loss.backward()
+            finally:
+                drop_gathered(self.model)
+        self._has_gradient = True
+        values = {"loss": float(loss.detach()), "num_tokens": 0.0 if shard is None else float((batch.loss_mask > 0).sum())}
+        return values | {name: float(value) for name, value in metrics.items()}
+
+    # -- parts
+
+    def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
+        """Run run_rows inside the call that gathers the root's parameters; that call knows tensors only."""
+        options = self._options(with_entropy)
+
+        def run() -> tuple[Tensor, Tensor | None, Tensor | None]:
+            outputs = run_rows(self.model, batch, self._compute_outputs, options)
+            copies = (None if x is None else x.clone() for x in (outputs.log_probs, outputs.entropy, outputs.values))
+            log_probs, entropy, values = copies  # not views: the backward pass hooks these very tensors
+            assert log_probs is not None
+            return log_probs, entropy, values
+
+        log_probs, entropy, values = call_gathered(self.model, run)
+        return TokenOutputs(log_probs=log_probs, entropy=entropy, values=values)
+
+    def _check_updated(self) -> None:
+        """Run check_updated on all ranks, each on its part of the parameters; all raise the same error."""
+        problem: BackendError | None = None
+        try:
+            check_updated(trained_parameters(self.model), self.counts)
+        except BackendError as error:
+            problem = error
+        found = gather_values(self.ranks, None if problem is None else str(problem), operation="looking at the updated parameters")
+        first = next((text for text in found if text is not None), None)
+        if first is not None:
+            raise BackendError(first) from problem
+
+    def _check_model(self) -> None:
+        """Raise ConfigError unless packed rows give the results of single rows and the model has the head that is read."""
+
+        def check() -> None:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16):
+                use_packed_attention(self.model)
+            check_head(self.model, self._compute_outputs, self._options(), self.device)
+
+        with torch.no_grad():
+            call_gathered(self.model, check)
+        drop_gathered(self.model)
+
+    def _dummy_batch(self) -> TrainBatch:
+        """Return a row with loss weights of zero."""
+        row = torch.zeros((1, 2), device=self.device)
+        return TrainBatch(
+            tokens=row.long(),
+            lengths=torch.full((1,), 2, device=self.device),
+            loss_mask=row,
+            rewards=row[:, 0],
+            group_ids=row[:, 0].long(),
+            trainable=row[:, 0] > 0,
+        )
+
+    def _options(self, with_entropy: bool = False) -> OutputOptions:
+        return OutputOptions(compute_dtype=self._compute_dtype, chunk_size=self._chunk_size, with_entropy=with_entropy)
+
+    @contextmanager
+    def _operation(self, name: str) -> Generator[None]:
+        """Make this rank's device current in the calling thread, and name a failed exchange after the operation."""
+        with explain_failures(self.ranks, name):
+            if self.device.type == "cuda":
+                with torch.cuda.device(self.device):
+                    yield
+            else:
+                yield
+
+
+def plan_rank_rows(lengths: Sequence[int], num_shards: int, rows_per_unit: int = 1) -> list[list[int]]:
+    """Deal rows to ranks by batching.plan_shards, so that ranks have nearly the same number of tokens; a rank may get none.
+
+    Args:
+        lengths: real tokens of each row.
+        rows_per_unit: consecutive rows that stay together.
+
+    Returns: positions of each rank's rows, ascending; every row exactly once.
+    """
+    units = [range(i, min(i + rows_per_unit, len(lengths))) for i in range(0, len(lengths), rows_per_unit)]
+    plan = plan_shards([sum(lengths[row] for row in unit) for unit in units], num_shards)
+    return [[row for i in part for row in units[i]] for part in plan]
+
+
+def select_part(batch: TrainBatch, rows: Sequence[int]) -> TrainBatch | None:
+    """Select rows of a batch; None if there are none."""
+    return select_rows(batch, rows) if rows else None
+
+
+def combine_rows(parts: Sequence[Tensor | None], plan: Sequence[Sequence[int]], shape: tuple[int, int]) -> Tensor:
+    """Combine the results of all ranks into one tensor.
+
+    Args:
+        parts: # [rows of the rank, T of its rows]; None for a rank without rows.
+        plan: result of plan_rank_rows.
+        shape: (B, T) of the whole batch.
+
+    Returns: # [B, T]; 0 past the end of a part.
+    """
+    present = [(part, rows) for part, rows in zip(parts, plan, strict=True) if part is not None]
+    assert present, "no rank has rows"
+    out = torch.zeros(shape, dtype=present[0][0].dtype)
+    for part, rows in present:
+        out[torch.tensor(rows), : part.shape[1]] = part
+    return out
+
+
+def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine each rank's metrics of one forward_backward: loss and num_tokens add, means are weighted by tokens."""
+    means = [({k: v for k, v in part.items() if k not in ("loss", "num_tokens")}, int(part["num_tokens"])) for part in parts]
+    return {key: sum(part[key] for part in parts) for key in ("loss", "num_tokens")} | merge_metrics(means)
+
+
+def _differentiable(outputs: TokenOutputs) -> list[Tensor]:
+    return [x for x in (outputs.log_probs, outputs.entropy, outputs.values) if x is not None and x.requires_grad]

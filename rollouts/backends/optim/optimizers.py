@@ -1,0 +1,130 @@
+"""AdamW and its learning-rate schedule: arguments of all backend factories, the rule made of them, and torch's objects."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Required, TypedDict, TypeVar, Unpack, cast, get_type_hints
+
+import torch
+
+from rollouts.backends.optim.schedules import Schedule, choose_factor, warmup_constant
+from rollouts.backends.optim.updates import UpdateCounts
+from rollouts.config import OptimizerConfig
+from rollouts.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class AdamWArguments(TypedDict, total=False):
+    """Keyword arguments of factories: an optimizer. Defaults and ranges are those of config.OptimizerConfig."""
+
+    lr: Required[float]  # learning rate; with a schedule its peak
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float  # weight decay, on matrices only
+    max_grad_norm: float  # norm that larger gradients are scaled down to; inf = no clipping
+
+
+class ScheduledAdamWArguments(AdamWArguments, total=False):
+    """Keyword arguments of factories: an optimizer and a schedule, constant by default."""
+
+    schedule: Schedule  # schedule after the warm-up
+    warmup_steps: int  # optimizer steps until the peak
+    total_steps: int | None  # optimizer steps until the end of the schedule, warm-up included; required for linear and cosine
+    min_lr_ratio: float  # learning rate at that end, relative to the peak
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW with decay on matrices only, clipping by the global norm and a schedule: an update without its state."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0  # inf = no clipping
+    schedule: Callable[[int], float] = field(default=lambda step: warmup_constant(step, warmup_steps=0))  # update number -> factor of lr
+
+    def rate(self, counts: UpdateCounts) -> float:
+        """Return the learning rate of the next update."""
+        return self.lr * self.schedule(counts.num_updates)
+
+    def create_optimizer(self, model: torch.nn.Module) -> torch.optim.AdamW:
+        """Create torch's optimizer for the parameters of a model that require a gradient."""
+        return create_adamw_optimizer(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+    def create_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        """Create torch's schedule for that optimizer."""
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
+
+
+def create_rule(**arguments: Unpack[ScheduledAdamWArguments]) -> AdamW:
+    """Create the rule from the arguments of a factory.
+
+    Raises: ConfigError for a value that OptimizerConfig does not allow, and for a falling schedule without total_steps.
+    """
+    given = cast("dict[str, Any]", dict(arguments))
+    total_steps = given.pop("total_steps", None)
+    config = OptimizerConfig(**given)
+    if total_steps is None and config.schedule != "constant":
+        raise ConfigError(f"schedule is {config.schedule!r}, and total_steps is not given: say in how many optimizer steps it comes down")
+    total_steps = 1 if total_steps is None else total_steps  # any number serves a constant schedule
+    factor = choose_factor(config.schedule, warmup_steps=config.warmup_steps, total_steps=total_steps, min_lr_ratio=config.min_lr_ratio)
+    return AdamW(config.lr, config.betas, config.eps, config.weight_decay, config.max_grad_norm, factor)
+
+
+def takes(arguments: type) -> Callable[[F], F]:
+    """Give a function with last parameter `**name: Unpack[arguments]` a signature with each argument and its default; refuse others.
+
+    Type checkers read Unpack; this is for help(), inspect.signature and calls: a missing or unknown argument is a TypeError with the
+    function's name, as for parameters that are written out.
+
+    Args:
+        arguments: AdamWArguments or ScheduledAdamWArguments.
+    """
+    defaults = {f.name: f.default for f in fields(OptimizerConfig)} | {"lr": inspect.Parameter.empty, "total_steps": None}
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        named = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        for name, hint in get_type_hints(arguments).items():
+            named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint))
+        signature = own.replace(parameters=named)
+
+        @functools.wraps(function)
+        def checked(*args: Any, **keywords: Any) -> Any:
+            try:
+                signature.bind(*args, **keywords)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
+            return function(*args, **keywords)
+
+        cast("Any", checked).__signature__ = signature  # read by inspect.signature and help()
+        return cast("F", checked)
+
+    return decorate
+
+
+def create_adamw_optimizer(
+    model: torch.nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> torch.optim.AdamW:
+    """Create a fused AdamW with weight decay on matrices only (not on norms and biases)."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def create_idle_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Create an optimizer without state for a model that is never trained, since a backend must have one."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)

@@ -1,0 +1,276 @@
+"""PyTorch backend: one process, one device, packed rows, chunked log-probs, float32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rollouts.backends.futures import ImmediateTrainFuture
+from rollouts.backends.lora.adapters import LoRAConfig, adapters_off
+from rollouts.backends.lora.files import Adapters, SavedAdapters, check_has_no_adapters, check_lora
+from rollouts.backends.optim.updates import (
+    Scheduler,
+    UpdateCounts,
+    check_skipped_updates,
+    check_updated,
+    trained_parameters,
+    update_parameters,
+)
+from rollouts.backends.protocol import BackendFeature, OutputFn
+from rollouts.backends.pytorch.files import (
+    SHARDED_DIRECTORY,
+    TRAINER_FILE,
+    check_optimizer_fits,
+    export_model,
+    read_trainer_state,
+    write_trainer_state,
+)
+from rollouts.backends.ranks.distributed import Ranks
+from rollouts.backends.weights.read import check_architecture, describe_model_weights, gather_model_weights, stream_weights
+from rollouts.data.model_limits import read_limits
+from rollouts.models.forward import admit_batch, check_head, run_rows, training_mode
+from rollouts.models.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
+from rollouts.models.packing import use_packed_attention
+from rollouts.models.tokens import TokenSpec, describe_tokens
+from rollouts.models.weights import check_weights_fit, copy_weights, read_weights
+from rollouts.types import LossFn, TokenOutputs, TrainBatch
+from rollouts.weight_specs import WeightSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+KIND = "pytorch"
+_FEATURES = frozenset({BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS})
+
+
+class PyTorchTrainingBackend:
+    """TrainingBackend and CheckpointingBackend over a Hugging Face model and a torch optimizer.
+
+    The model is a policy (a causal language model) or, with compute_outputs=compute_values, a critic.
+
+    Every method runs at once and returns an ImmediateTrainFuture; open_pipeline moves the same methods into a worker thread. Given the
+    same weights, batches and number of threads, results are bitwise equal on a CPU.
+
+    The optimizer updates float32 parameters. With compute_dtype=bfloat16 matrix products run in bfloat16 (autocast); log-probs, softmax
+    and the loss stay float32. Dropout is active in forward_backward of batches that have it (TrainBatch.has_dropout), and off in forward.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Scheduler | None = None,
+        device: str | torch.device = "cpu",
+        compute_dtype: torch.dtype = torch.float32,
+        max_grad_norm: float = 1.0,
+        chunk_size: int = 1024,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        weight_version: int = 0,
+        max_skipped_updates: int = 10,
+        compute_outputs: ComputeOutputs = compute_log_probs,
+        lora: LoRAConfig | None = None,
+    ) -> None:
+        """
+        Args:
+            model: moved to the device; its attention is replaced by one that stays inside packed rows.
+            optimizer: over the parameters of this model.
+            compute_dtype: float32 or bfloat16.
+            max_grad_norm: norm that the gradient is scaled down to; inf = no clipping.
+            chunk_size: tokens whose logits exist at the same time.
+            tokenizer: saved beside the weights, so that a checkpoint is a complete model directory.
+            weight_version: restored from checkpoints; incremented by the code that syncs weights to engines.
+            max_skipped_updates: updates in a row with a non-finite gradient before BackendError.
+            compute_outputs: function of the hidden states: compute_log_probs (a policy) or compute_values (a critic).
+            lora: the config that lora.add_adapters was called with; the optimizer updates the adapters alone. Snapshots and exports have
+                merged weights; load_weights replaces the weights below the adapters and resets the adapters.
+
+        Raises: ConfigError for a model that cannot be trained on packed rows.
+        """
+        assert compute_dtype in (torch.float32, torch.bfloat16), f"compute_dtype is {compute_dtype}, expected float32 or bfloat16"
+        assert max_grad_norm > 0, f"max_grad_norm is {max_grad_norm}, expected > 0"
+        check_lora(model, lora)
+        self.device = torch.device(device)
+        self.model: Any = model.to(self.device)  # pyright: ignore[reportArgumentType]  # transformers' stubs are incomplete
+        for name, parameter in self.model.named_parameters():
+            assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
+        self.limits = read_limits(model, tokenizer)
+        use_packed_attention(model)
+        if compute_dtype != torch.float32:
+            use_packed_attention(model, compute_dtype)  # again, in the dtype of the passes
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.weight_version = weight_version
+        self.counts = UpdateCounts()
+        self._compute_dtype = compute_dtype
+        self._max_grad_norm = max_grad_norm
+        self._chunk_size = chunk_size
+        self._max_skipped_updates = max_skipped_updates
+        self._has_gradient = False
+        self._compute_outputs = compute_outputs
+        self._adapters = None if lora is None else Adapters(model, lora)
+        check_head(self.model, compute_outputs, self._options(), self.device)
+
+    @property
+    def features(self) -> frozenset[BackendFeature]:
+        """Features of all backends of this class, and ADAPTERS if this one trains adapters."""
+        return _FEATURES if self._adapters is None else _FEATURES | {BackendFeature.ADAPTERS}
+
+    @property
+    def token_spec(self) -> TokenSpec:
+        """Vocabulary of the model, for comparison with another model's."""
+        return describe_tokens(self.model, self.tokenizer)
+
+    @property
+    def computes(self) -> frozenset[str] | None:
+        """Fields of TokenOutputs that this backend fills; None = not known."""
+        return describe_outputs(self._compute_outputs)
+
+    # -- TrainingBackend
+
+    def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
+        """Return output_fn of the model's outputs, without gradient, on the CPU."""
+        self.model.eval()
+        with torch.no_grad():
+            outputs = self._run(admit_batch(batch, self.limits, self.device), with_entropy)
+        return ImmediateTrainFuture(output_fn(outputs).cpu(), "forward")
+
+    def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
+        """Add the gradient of loss_fn on this batch."""
+        batch = admit_batch(batch, self.limits, self.device)
+        with training_mode(self.model, dropout=batch.has_dropout):
+            loss, metrics = loss_fn(self._run(batch, with_entropy), batch)
+            loss.backward()
+        self._has_gradient = True
+        values = {"loss": float(loss.detach()), "num_tokens": float((batch.loss_mask > 0).sum())}
+        return ImmediateTrainFuture(values | {name: float(value) for name, value in metrics.items()}, "forward_backward")
+
+    def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
+        """Run forward without the adapters."""
+        assert self._adapters is not None, "forward_base needs a backend with adapters: make it with lora=LoRAConfig(...)"
+        with adapters_off(self.model):
+            return self.forward(batch, output_fn, with_entropy=with_entropy)
+
+    def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
+        """Clip, update, advance the schedule, clear the gradient.
+
+        A non-finite gradient is not applied: parameters and optimizer state are unchanged, and update_skipped is 1.
+
+        Returns: grad_norm (before clipping), lr (of this update), update_skipped.
+        Raises: BackendError after max_skipped_updates skipped updates in a row, or if an update left a non-finite parameter.
+        """
+        assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
+        metrics, self.counts = update_parameters(self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm)
+        self._has_gradient = False
+        check_updated(trained_parameters(self.model), self.counts)
+        check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)
+        return ImmediateTrainFuture(metrics, "optim_step")
+
+    def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """Copy the weights to the CPU, tied ones under each of their names."""
+        return ImmediateTrainFuture(dict(stream_weights(self.model)), "get_weights")
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
+        """Replace the weights. Raises CheckpointError if a name or shape does not fit."""
+        check_weights_fit(self.model, weights, "the given weights")
+        copy_weights(self.model, weights)
+        if self._adapters is not None:
+            self._adapters.replaced_base(self.optimizer)
+        return ImmediateTrainFuture(None, "load_weights")
+
+    # -- BackendFeature.WEIGHT_STREAM
+
+    def describe_weights(self) -> ImmediateTrainFuture[tuple[WeightSpec, ...]]:
+        """Return names, dtypes and shapes of the weights."""
+        return ImmediateTrainFuture(describe_model_weights(self.model), "describe_weights")
+
+    def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """Return copies of the weights with these names."""
+        return ImmediateTrainFuture(gather_model_weights(self.model, names, keep_device=keep_device), "gather_weights")
+
+    # -- BackendFeature.CHECKPOINTS
+
+    def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Write the model directory, and optimizer, schedule, random state and counters beside it."""
+        self.export_weights(directory)
+        if self._adapters is not None:
+            self._adapters.save(directory, partial(export_model, self.model, self.tokenizer, base_alone=True))
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "num_updates": self.counts.num_updates,
+            "num_skipped_in_a_row": self.counts.num_skipped_in_a_row,
+            "weight_version": self.weight_version,
+        }
+        write_trainer_state(directory, KIND, state)
+        return ImmediateTrainFuture(None, "save_checkpoint")
+
+    def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Restore a checkpoint of save_checkpoint, or one of FSDPTrainingBackend.
+
+        Raises: CheckpointError naming the mismatch, before anything is overwritten.
+        """
+        check_architecture(self.model, directory)
+        if (directory / SHARDED_DIRECTORY).is_dir():
+            return self._load_sharded(directory)
+        weights: dict[str, Tensor] = {}
+        adapters: SavedAdapters | None = None
+        if self._adapters is None:
+            check_has_no_adapters(directory)
+            weights = read_weights(directory)
+            check_weights_fit(self.model, weights, str(directory))
+        else:
+            adapters = self._adapters.read(directory)
+        state = read_trainer_state(directory, KIND)
+        check_optimizer_fits(self.optimizer, state, directory / TRAINER_FILE)
+        if self._adapters is None or adapters is None:
+            copy_weights(self.model, weights)
+        else:
+            self._adapters.restore(adapters, self._read_weights)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        self.counts = UpdateCounts(int(state["num_updates"]), int(state["num_skipped_in_a_row"]))
+        self.weight_version = int(state["weight_version"])
+        self.optimizer.zero_grad(set_to_none=True)
+        self._has_gradient = False
+        return ImmediateTrainFuture(None, "load_checkpoint")
+
+    def export_weights(self, directory: Path) -> ImmediateTrainFuture[None]:
+        """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
+        export_model(self.model, self.tokenizer, directory)
+        return ImmediateTrainFuture(None, "export_weights")
+
+    # -- parts
+
+    def _load_sharded(self, directory: Path) -> ImmediateTrainFuture[None]:
+        from rollouts.backends.fsdp.checkpoint import load_sharded  # imports torch.distributed, which this backend does not need
+
+        ranks = Ranks(rank=0, world_size=1, device=self.device, timeout_s=float("inf"))
+        progress = load_sharded(self.model, self.optimizer, self.scheduler, directory, ranks=ranks, adapters=self._adapters)
+        self.counts, self.weight_version = progress.counts, progress.weight_version
+        self._has_gradient = False
+        return ImmediateTrainFuture(None, "load_checkpoint")
+
+    def _read_weights(self, directory: Path) -> None:
+        weights = read_weights(directory)
+        check_weights_fit(self.model, weights, str(directory))
+        copy_weights(self.model, weights)
+
+    def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
+        return run_rows(self.model, batch, self._compute_outputs, self._options(with_entropy))
+
+    def _options(self, with_entropy: bool = False) -> OutputOptions:
+        return OutputOptions(compute_dtype=self._compute_dtype, chunk_size=self._chunk_size, with_entropy=with_entropy)

@@ -1,0 +1,145 @@
+"""Files of a backend's checkpoint: a model directory, and beside it one file with the other state of the trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from rollouts.backends.weights.read import first_names, stream_weights
+from rollouts.checks import find_non_finite
+from rollouts.errors import CheckpointError
+from rollouts.models.weights import base_weights, has_adapters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+TRAINER_FILE = "trainer_state.pt"
+SHARDED_DIRECTORY = "sharded"
+"""Subdirectory of the state of backends with several processes, see fsdp/checkpoint.py."""
+_KIND = "kind"
+
+
+def export_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path, *, base_alone: bool = False) -> None:
+    """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open.
+
+    Args:
+        base_alone: export the weights below a model's adapters; otherwise the merged weights.
+    """
+    check_written(model.state_dict().items(), directory)
+    weights = None  # the model's own
+    if has_adapters(model):
+        weights = base_weights(model) if base_alone else _merged_weights(model)
+    cast("Any", model).save_pretrained(directory, state_dict=weights)
+    finish_export(tokenizer, directory)
+
+
+def check_written(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
+    """Raise CheckpointError for tensors with a NaN or an infinity: no checkpoint or export has one, and earlier files stay intact."""
+    bad = find_non_finite(tensors)
+    if bad is not None:
+        raise CheckpointError(
+            f"{bad} is not finite, so nothing is written to {directory}: a checkpoint never holds a NaN. Older ones are as they were; "
+            "go on from the newest with a lower learning rate, or in float32"
+        )
+
+
+def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Merge weights into a state dict of the plain model: tied weights are one tensor, written once."""
+    first = first_names(base_weights(model, keep_vars=True))
+    weights: dict[str, Tensor] = {}
+    for name, value in stream_weights(model):
+        weights[name] = weights.get(first[name], value)
+    return weights
+
+
+def finish_export(tokenizer: PreTrainedTokenizerBase | None, directory: Path) -> None:
+    """Write the tokenizer beside the weights, and make the files readable for all users."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    for path in directory.glob("*.safetensors"):
+        os.chmod(path, 0o644)  # written 0600; a server may run as another user
+
+
+def write_trainer_state(directory: Path, kind: str, state: Mapping[str, Any]) -> None:
+    """Write tensors and numbers.
+
+    Args:
+        kind: kind of the backend; no other kind reads the file.
+
+    Raises: CheckpointError for a tensor that is not finite.
+    """
+    check_written(name_tensors(state), directory)
+    torch.save({**state, _KIND: kind}, directory / TRAINER_FILE)
+
+
+def name_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the tensors in nested mappings and sequences, by path, as in optimizer.state.0.exp_avg."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping | list | tuple):
+        found = cast("Any", value)
+        for key, inner in found.items() if isinstance(found, Mapping) else enumerate(found):
+            yield from name_tensors(inner, f"{name}.{key}" if name else str(key))
+
+
+def read_trainer_state(directory: Path, kind: str) -> dict[str, Any]:
+    """Read the file of write_trainer_state to the CPU. Raises CheckpointError if it is missing, damaged or of another kind of backend."""
+    path = directory / TRAINER_FILE
+    if not path.is_file() and (directory / SHARDED_DIRECTORY).is_dir():
+        raise CheckpointError(
+            f"{directory} is of the backend 'fsdp', not {kind!r}: go on with --backend.kind fsdp or pytorch, or begin from the weights "
+            "alone with --model.path"
+        )
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} has no {TRAINER_FILE}: it is a model, not a checkpoint of this backend; load it as --model.path"
+        )
+    try:
+        state = cast("dict[str, Any]", torch.load(path, weights_only=True, map_location="cpu"))
+    except (RuntimeError, ValueError, KeyError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    found = state.get(_KIND, "pytorch")
+    if found != kind:
+        raise CheckpointError(
+            f"{path} is of the backend {found!r}, not {kind!r}: go on with --backend.kind {found}, or begin from the weights alone with "
+            "--model.path"
+        )
+    return state
+
+
+def check_optimizer_fits(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError unless an optimizer can load the state of a one-process backend.
+
+    Args:
+        optimizer: optimizer of unsharded parameters; not changed.
+        state: result of read_trainer_state.
+        path: path of the file, for the message.
+    """
+    try:
+        groups, values = state["optimizer"]["param_groups"], state["optimizer"]["state"]
+        missing = {"scheduler", "rng", "cuda_rng", "num_updates", "num_skipped_in_a_row", "weight_version"} - state.keys()
+        saved = [list(group["params"]) for group in groups]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be restored into this optimizer: it has no {error}") from error
+    if missing:
+        raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}: it is of another version of this library, or damaged")
+    own = [cast("list[Tensor]", group["params"]) for group in optimizer.param_groups]
+    if [len(group) for group in saved] != [len(group) for group in own]:
+        raise CheckpointError(
+            f"{path} cannot be restored into this optimizer: it has groups of {[len(group) for group in saved]} parameters, expected "
+            f"{[len(group) for group in own]}"
+        )
+    for number, parameter in ((n, p) for g, group in zip(saved, own, strict=True) for n, p in zip(g, group, strict=True)):
+        shapes = {key: tuple(x.shape) for key, x in values.get(number, {}).items() if isinstance(x, Tensor) and x.dim()}
+        wrong = [key for key, shape in shapes.items() if shape != tuple(parameter.shape)]
+        if wrong:
+            raise CheckpointError(
+                f"{path} cannot be restored into this optimizer: {wrong[0]} of its parameter {number} is {shapes[wrong[0]]}, expected "
+                f"{tuple(parameter.shape)}"
+            )

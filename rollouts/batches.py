@@ -1,0 +1,191 @@
+"""Rows of a TrainBatch: selected, and split into mini-batches, micro-batches and shards.
+
+Every row ends up in exactly one part, and the loss is a weighted sum over tokens, so no split changes a gradient.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollouts.types import TrainBatch, TurnLevels, Turns
+
+
+def select_turns(turns: Turns, rows: Tensor, width: int) -> Turns:
+    """Return the turns of some rows # [R] int64, in that order, cut to `width` token columns; state ids stay as they are."""
+    selected = map_turns(turns, lambda column: column[rows])
+    return replace(selected, ids=selected.ids[:, :width])
+
+
+def map_turns(turns: Turns, function: Callable[[Tensor], Tensor]) -> Turns:
+    """Return the turns with every tensor replaced by the function's result."""
+    levels = turns.levels
+    if levels is not None:
+        levels = TurnLevels(**{f.name: function(getattr(levels, f.name)) for f in fields(levels)})
+    return Turns(ids=function(turns.ids), states=function(turns.states), rewards=function(turns.rewards), levels=levels)
+
+
+def find_context_starts(context_ids: Tensor) -> Tensor:
+    """Mark the first token of each context, which nothing predicts. # [B, T] int64 -> [B, T] bool; not defined on pads."""
+    before = torch.nn.functional.pad(context_ids[:, :-1], (1, 0), value=-1)
+    return context_ids != before
+
+
+_COMPOUND = ("turns", "reward_components", "dropout")
+"""Fields of TrainBatch that are no tensors of [B] or [B, T], handled by name."""
+
+
+def select_rows(batch: TrainBatch, index: Sequence[int] | Tensor) -> TrainBatch:
+    """Return the rows of a batch at the given positions, in that order, trimmed to the longest of them. group_ids stay as they are.
+
+    Args:
+        batch: B rows, T tokens.
+        index: positions in [0, B), at least one.
+
+    Returns: a batch with len(index) rows and as many token columns as its longest row has tokens.
+    """
+    rows = torch.as_tensor(index, dtype=torch.int64, device=batch.tokens.device)
+    assert rows.dim() == 1, f"index has shape {tuple(rows.shape)}, expected [rows]"
+    assert rows.numel() > 0, "index is empty, expected at least one row"
+    assert int(rows.min()) >= 0, f"index {int(rows.min())} is negative"
+    assert int(rows.max()) < batch.num_rows, f"index {int(rows.max())} is out of range for {batch.num_rows} rows"
+    width = int(batch.lengths[rows].max())
+
+    def select(column: Tensor) -> Tensor:
+        return column[rows] if column.dim() == 1 else column[rows, :width]
+
+    components = batch.reward_components
+    return replace(
+        _map_columns(batch, select),
+        turns=None if batch.turns is None else select_turns(batch.turns, rows, width),
+        reward_components=None if components is None else replace(components, scores=components.scores[rows]),
+    )
+
+
+def _map_columns(batch: TrainBatch, function: Callable[[Tensor], Tensor]) -> TrainBatch:
+    """Apply a function to every tensor column; the caller handles the compound ones."""
+    columns: dict[str, Tensor | None] = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in _COMPOUND}
+    mapped: dict[str, Any] = {name: None if column is None else function(column) for name, column in columns.items()}
+    return TrainBatch(**mapped, dropout=batch.dropout)
+
+
+def plan_minibatches(group_ids: Sequence[int], num_minibatches: int, *, seed: int, whole_groups: bool = False) -> list[list[int]]:
+    """Deal rows at random to mini-batches of nearly equal size. A pure function of its arguments.
+
+    Args:
+        group_ids: group of each row; read only if whole_groups.
+        num_minibatches: in [1, number of rows (groups, if whole_groups)].
+        seed: seed of the shuffle, for example derive_seed(run seed, step, epoch).
+        whole_groups: keep the rows of a group together; sizes then differ by whole groups. Advantages are estimated before the split, so
+            splitting a group loses nothing.
+
+    Returns: the positions of each mini-batch's rows, every row exactly once; without whole_groups sizes differ by at most 1.
+    """
+    units: list[list[int]] = [[row] for row in range(len(group_ids))]
+    if whole_groups:
+        members: dict[int, list[int]] = {}
+        for row, group in enumerate(group_ids):
+            members.setdefault(group, []).append(row)
+        units = list(members.values())
+    kind = "groups" if whole_groups else "rows"
+    assert 1 <= num_minibatches <= len(units), f"num_minibatches is {num_minibatches}, expected between 1 and the {len(units)} {kind}"
+    order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed)).tolist()
+    bounds = [len(units) * i // num_minibatches for i in range(num_minibatches + 1)]
+    return [[row for unit in order[start:end] for row in units[unit]] for start, end in pairwise(bounds)]
+
+
+def plan_microbatches(lengths: Sequence[int], *, max_tokens: int | None = None, max_rows: int | None = None) -> list[list[int]]:
+    """Pack rows into few micro-batches of balanced size. A pure function of its arguments.
+
+    First-fit over rows sorted by length, longest first, finds the number of micro-batches; then each row goes to the one with the fewest
+    tokens. If that breaks a limit, the first packing stands.
+
+    Args:
+        lengths: real tokens of each row; pad tokens are never computed and do not count.
+        max_tokens: most tokens in a micro-batch; a longer row gets one of its own. None = no limit.
+        max_rows: most rows in a micro-batch; None = no limit.
+
+    Returns: the positions of each micro-batch's rows, ascending; every row exactly once; micro-batches in the order of their first row.
+    """
+    assert max_tokens is None or max_tokens >= 1, f"max_tokens is {max_tokens}, expected at least 1"
+    assert max_rows is None or max_rows >= 1, f"max_rows is {max_rows}, expected at least 1"
+    token_limit = sum(lengths) if max_tokens is None else max_tokens
+    row_limit = len(lengths) if max_rows is None else max_rows
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    packed: list[list[int]] = []
+    totals: list[int] = []
+    for row in order:
+        fits = (i for i, total in enumerate(totals) if total + lengths[row] <= token_limit and len(packed[i]) < row_limit)
+        place = next(fits, len(packed))
+        if place == len(packed):
+            packed.append([])
+            totals.append(0)
+        packed[place].append(row)
+        totals[place] += lengths[row]
+    balanced = _deal_rows(lengths, order, len(packed))
+    if all(len(rows) == 1 or (len(rows) <= row_limit and sum(lengths[r] for r in rows) <= token_limit) for rows in balanced):
+        packed = balanced
+    return sorted(sorted(rows) for rows in packed)
+
+
+def _deal_rows(lengths: Sequence[int], order: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Give each row, longest first, to the part with the fewest tokens (then the fewest rows)."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    heap = [(0, 0, place) for place in range(num_parts)]  # tokens, rows, part: already a heap
+    for row in order:
+        tokens, count, place = heap[0]
+        parts[place].append(row)
+        heapq.heapreplace(heap, (tokens + lengths[row], count + 1, place))
+    return parts
+
+
+def split_microbatches(batch: TrainBatch, *, max_tokens: int | None = None, max_rows: int | None = None) -> list[TrainBatch]:
+    """Split a batch by plan_microbatches, one forward_backward each, every part trimmed to its longest row."""
+    plan = plan_microbatches(batch.lengths.tolist(), max_tokens=max_tokens, max_rows=max_rows)
+    return [select_rows(batch, rows) for rows in plan]
+
+
+def plan_shards(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
+    """Deal rows to data-parallel ranks with a small maximum of tokens: the longest first, each to the rank with the fewest.
+
+    Args:
+        lengths: real tokens of each row.
+        num_shards: at least 1; with fewer rows than that the last shards are empty.
+
+    Returns: the positions of each shard's rows, ascending. A pure function, so that every rank can compute it alone.
+    """
+    assert num_shards >= 1, f"num_shards is {num_shards}, expected at least 1"
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    return [sorted(rows) for rows in _deal_rows(lengths, order, num_shards)]
+
+
+def plan_sharded_microbatches(lengths: Sequence[int], *, max_tokens: int, num_shards: int) -> list[list[int]]:
+    """Plan micro-batches for data-parallel ranks: as few as possible, so that no rank has more than max_tokens in any of them.
+
+    Args:
+        lengths: real tokens of each row.
+        max_tokens: most tokens of one rank's part; a longer row is alone in its part.
+        num_shards: ranks that a micro-batch is dealt to by plan_shards.
+
+    Returns: the positions of each micro-batch's rows, ascending; every row exactly once. With one shard the result of plan_microbatches.
+    """
+    if num_shards == 1:
+        return plan_microbatches(lengths, max_tokens=max_tokens)
+
+    def fits(rows: Sequence[int]) -> bool:
+        sizes = [lengths[row] for row in rows]
+        return all(len(part) <= 1 or sum(sizes[i] for i in part) <= max_tokens for part in plan_shards(sizes, num_shards))
+
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    fewest = -(-sum(lengths) // (max_tokens * num_shards))  # lower bound: rows that could be cut
+    for count in range(min(max(1, fewest), len(lengths)), len(lengths) + 1):
+        plan = sorted(sorted(rows) for rows in _deal_rows(lengths, order, count))
+        if all(fits(rows) for rows in plan):
+            return plan
+    raise AssertionError(f"single rows always fit, expected a plan for {len(lengths)} of them")

@@ -1,0 +1,7 @@
+"""Files to prompts and samples, samples to batches, and trajectories to files."""
+
+from __future__ import annotations
+
+from rollouts._lazy import attach_stub
+
+__getattr__, __dir__ = attach_stub(__name__, __file__)

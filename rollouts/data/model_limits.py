@@ -1,0 +1,137 @@
+"""Limits of a model's input: the length of a row, and the range of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+from rollouts.errors import ConfigError, DataError
+from rollouts.types import Sample, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """Limits of the rows of a model."""
+
+    num_embeddings: int  # token ids are below this number
+    context_length: int | None = None  # most tokens of one row, or of one context of a row; None = there is no limit
+
+    def explain(self, length: int, lowest: int, highest: int) -> str | None:
+        """Say why a row cannot be computed, and what to do; None if it can.
+
+        Args:
+            length: tokens of the row.
+            lowest, highest: lowest and highest of its token ids.
+        """
+        if self.context_length is not None and length > self.context_length:
+            return (
+                f"has {length} tokens, more than the {self.context_length} of the model's context: shorten or drop it (--data.max-length "
+                "with --data.truncate cuts rows of SFT), or use a model with a longer context"
+            )
+        if lowest < 0 or highest >= self.num_embeddings:
+            wrong = lowest if lowest < 0 else highest
+            return (
+                f"has the token id {wrong}, outside of the model's {self.num_embeddings} embeddings: it was made with another "
+                "tokenizer, or with tokens added to it; use the model's own, or resize_token_embeddings before training"
+            )
+        return None
+
+
+def read_limits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> ModelLimits:
+    """Return the limits of a model. Raises ConfigError as check_tokenizer, if there is a tokenizer."""
+    num_embeddings = int(cast("Any", model).get_input_embeddings().weight.shape[0])
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, num_embeddings, type(model).__name__)
+    return ModelLimits(num_embeddings, find_context_length(model.config))
+
+
+def read_config_limits(config: Any) -> ModelLimits:
+    """Return the limits of the model that a configuration describes."""
+    return ModelLimits(int(config.get_text_config().vocab_size), find_context_length(config))
+
+
+def find_context_length(config: Any) -> int | None:
+    """Return the most tokens of one row for which the model is defined; None if its configuration has no limit.
+
+    The limit is max_position_embeddings, under the name that the architecture has for it. A rotary embedding of the kind "longrope" has
+    other frequencies for rows longer than original_max_position_embeddings, and transformers uses them for all rows of a pass as soon as
+    one is that long: there the limit is that shorter length.
+
+    Args:
+        config: of transformers, of a text model or with one inside.
+    """
+    config = config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None)]
+    for rope in _list_rotary(getattr(config, "rope_parameters", None)):
+        if rope.get("rope_type") == "longrope":
+            limits.append(rope.get("original_max_position_embeddings"))
+    known = [int(limit) for limit in limits if limit is not None and limit > 0]
+    return min(known, default=None)
+
+
+def explain_sample(sample: Sample, limits: ModelLimits) -> str | None:
+    """Return ModelLimits.explain for a sample, by the longest of its contexts."""
+    bounds = [0, *(sample.context_starts or ()), len(sample.tokens)]
+    longest = max(end - start for start, end in pairwise(bounds))
+    return limits.explain(longest, min(sample.tokens, default=0), max(sample.tokens, default=0))
+
+
+def check_samples(samples: Iterable[Sample], limits: ModelLimits | None, what: str = "sample") -> None:
+    """Raise DataError, with the position, for the first sample beyond the limits of the model.
+
+    Args:
+        limits: None = unknown.
+        what: name of the samples in the message.
+    """
+    for i, sample in enumerate(samples if limits is not None else ()):
+        why = explain_sample(sample, cast("ModelLimits", limits))
+        if why is not None:
+            raise DataError(f"{what} {i} {why}")
+
+
+def check_batch(batch: TrainBatch, limits: ModelLimits) -> None:
+    """Raise DataError, with the position in the batch, for the first row beyond the limits of the model."""
+    rows, width = batch.tokens.shape
+    too_long = limits.context_length is not None and width > limits.context_length
+    if not too_long and int(batch.tokens.min()) >= 0 and int(batch.tokens.max()) < limits.num_embeddings:
+        return
+    for i in range(rows):
+        tokens = batch.tokens[i, : int(batch.lengths[i])]
+        longest = len(tokens)
+        if batch.context_ids is not None:  # each context is computed as a sequence of its own
+            longest = int(batch.context_ids[i, : len(tokens)].unique(return_counts=True)[1].max())
+        why = limits.explain(longest, int(tokens.min()), int(tokens.max()))
+        if why is not None:
+            raise DataError(f"row {i} of {rows} of a batch {why}")
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, num_embeddings: int, where: str) -> None:
+    """Raise ConfigError for a tokenizer whose ordinary text, or whose end and padding, has ids that the model has no embedding for.
+
+    Added tokens that no ordinary text has may be beyond the limit, as in some published models; rows with one of them are refused.
+
+    Args:
+        where: place of model and tokenizer, for the message.
+    """
+    added = set(cast("Any", tokenizer).added_tokens_decoder)
+    named = {cast("int | None", getattr(tokenizer, name)) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    beyond = sorted(i for i in tokenizer.get_vocab().values() if i >= num_embeddings and (i not in added or i in named))
+    if beyond:
+        example = tokenizer.convert_ids_to_tokens(beyond[-1])
+        raise ConfigError(
+            f"{where}: the tokenizer has the id {beyond[-1]} ({example!r}; {len(beyond)} such ids), but the model has {num_embeddings} "
+            "embeddings: use the tokenizer that belongs to the model, or resize_token_embeddings and save it anew"
+        )
+
+
+def _list_rotary(settings: Any) -> Iterable[Mapping[str, Any]]:
+    """Return the settings of the rotary embeddings of a config: one, one for each kind of layer, or none."""
+    if not isinstance(settings, Mapping):
+        return ()
+    one = cast("Mapping[str, Any]", settings)
+    return (one,) if "rope_type" in one else tuple(value for value in one.values() if isinstance(value, Mapping))

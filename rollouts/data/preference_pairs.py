@@ -1,0 +1,163 @@
+"""Preference pairs from files: JSONL, Parquet and Hugging Face folders become PreferencePairs in the tokens of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rollouts.chat.tokenize import parse_messages, parse_prompt_content, prepare_sft_sample
+from rollouts.checks import is_finite_number, show_value
+from rollouts.data.collate import collate_samples
+from rollouts.data.datasets import LoadedRows, Row, Source, load_rows
+from rollouts.data.model_limits import ModelLimits, explain_sample
+from rollouts.errors import DataError
+from rollouts.types import Message, Sample, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """Two answers to one prompt, the first preferred. Tokens and loss_mask of both, as in Sample."""
+
+    chosen: Sample
+    rejected: Sample
+    margin: float = 0.0  # least difference of the scores of the chosen and the rejected answer that training aims at
+
+    def __post_init__(self) -> None:
+        for name, sample in (("chosen", self.chosen), ("rejected", self.rejected)):
+            assert any(mask > 0 for mask in sample.loss_mask), (
+                f"no token of the {name} answer has loss_mask > 0: nothing of it is trained on"
+            )
+        assert math.isfinite(self.margin), f"margin is {self.margin}, expected a finite number"
+
+
+# -- the same on batches: rows 2i and 2i + 1 are the chosen and the rejected answer of pair i
+
+
+def collate_pairs(pairs: Sequence[PreferencePair], pad_id: int = 0) -> TrainBatch:
+    """Collate the answers of pairs into rows of a batch, each pair a group of its own.
+
+    Returns: 2 P rows with rewards margin and 0; score_loss(..., margin_from_rewards=True) takes their difference.
+    """
+    assert pairs, "there are no pairs to collate"
+    rows = [
+        replace(sample, group_index=i, index=2 * i + k, reward=reward)
+        for i, pair in enumerate(pairs)
+        for k, (sample, reward) in enumerate(((pair.chosen, pair.margin), (pair.rejected, 0.0)))
+    ]
+    return collate_samples(rows, pad_id=pad_id)
+
+
+def load_preference_pairs(
+    tokenizer: PreTrainedTokenizerBase,
+    source: Source,
+    *,
+    to_turn_end: bool = True,
+    max_length: int | None = None,
+    skip_bad_rows: bool = False,
+    limits: ModelLimits | None = None,
+    **template_kwargs: Any,
+) -> LoadedRows[PreferencePair]:
+    """Load pairs to train a reward model on.
+
+    Each row has "chosen" and "rejected", both texts or both messages, and
+        "prompt"   a text or messages that both answer; without it chosen and rejected are whole conversations, which end with an
+                   assistant message. A text that is answered by texts is tokenized as it stands, without the chat template;
+        "margin"   optional: least difference of the two scores that training aims at.
+    Other keys become metadata of both samples.
+
+    Args:
+        source: a file or folder, a DatasetSpec, or a list of them to mix.
+        to_turn_end: as reads_turn_end of the model: rows end with the answer's end-of-turn token; False keeps what the template puts
+            behind it.
+        max_length: most tokens of an answer with its prompt; a longer one is a bad row, since the end of an answer is what is judged.
+        skip_bad_rows: leave bad rows out, listed in .bad_rows, instead of raising.
+        limits: limits of the trained model; an answer that exceeds them with its prompt makes a bad row.
+
+    Raises: DataError that names file and line.
+    """
+
+    def parse(row: Row, where: str) -> PreferencePair:
+        try:
+            pair = prepare_preference_pair(tokenizer, row, to_turn_end=to_turn_end, max_length=max_length, **template_kwargs)
+            for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+                why = None if limits is None else explain_sample(answer, limits)
+                if why is not None:
+                    raise DataError(f"{name}: the answer with its prompt {why}")
+            return pair
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+    return load_rows(source, parse, skip_bad_rows)
+
+
+def prepare_preference_pair(
+    tokenizer: PreTrainedTokenizerBase,
+    row: Mapping[str, Any],
+    *,
+    to_turn_end: bool = True,
+    max_length: int | None = None,
+    **template_kwargs: Any,
+) -> PreferencePair:
+    """Make a pair of a row of load_preference_pairs, with its arguments; loss_mask is 1 at the last token, where the score is read.
+
+    Raises: DataError for a row of another form, or two answers that are the same.
+    """
+    rest = dict(row)
+    missing = [name for name in ("chosen", "rejected") if rest.get(name) is None]
+    if missing:
+        raise DataError(f"the row has the fields {sorted(rest)}, expected 'chosen' and 'rejected' among them")
+    answers = [rest.pop(name) for name in ("chosen", "rejected")]
+    prompt, margin = rest.pop("prompt", None), rest.pop("margin", None)
+    if margin is not None and not is_finite_number(margin):
+        raise DataError(f"margin is {show_value(margin)}, expected a number, or no such field")
+    samples: list[Sample] = []
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        try:
+            example = _as_example(prompt, answer)
+            sample = prepare_sft_sample(
+                tokenizer, example, max_length=max_length, last_assistant_only="messages" in example, **template_kwargs
+            )
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from error
+        samples.append(replace(read_at_the_end(sample, to_turn_end=to_turn_end), metadata=rest))
+    if samples[0].tokens == samples[1].tokens:
+        raise DataError(f"chosen and rejected are the same {len(samples[0].tokens)} tokens: there is nothing to learn from the pair")
+    return PreferencePair(samples[0], samples[1], 0.0 if margin is None else float(margin))
+
+
+def read_at_the_end(sample: Sample, *, to_turn_end: bool = True) -> Sample:
+    """Return a supervised sample as one answer of a pair: loss_mask is 1 at its last token alone.
+
+    Args:
+        to_turn_end: True = the last token of the answer itself, and the sample is cut behind it; False = the last token of the sample.
+    """
+    trained = [t for t, mask in enumerate(sample.loss_mask) if mask > 0]
+    assert trained, "no token of the sample has loss_mask > 0: there is no answer in it"
+    end = trained[-1] + 1 if to_turn_end else len(sample.tokens)
+    return replace(sample, tokens=sample.tokens[:end], loss_mask=(*(0.0,) * (end - 1), 1.0))
+
+
+def _as_example(prompt: Any, answer: Any) -> Mapping[str, Any]:
+    """Return the example for prepare_sft_sample. Answers may repeat the prompt, as in many data sets."""
+    content = None if prompt is None else parse_prompt_content(prompt)
+    if isinstance(answer, str):
+        if content is None:
+            raise DataError("the answer is a text, and the row has no 'prompt': give one, or conversations as lists of messages")
+        return {"prompt": content, "completion": answer}
+    messages = parse_messages(answer)
+    if messages[-1].role != "assistant":
+        raise DataError(f"the conversation ends with a message of the role {messages[-1].role}, expected assistant, whose answer is judged")
+    asked = (Message(role="user", content=content),) if isinstance(content, str) else content or ()
+    if messages[: len(asked)] == asked:
+        return {"messages": messages}
+    if len(messages) > 1:
+        raise DataError(
+            f"the answer is {len(messages)} messages that do not begin with the prompt: give the assistant's alone, or the conversation "
+            "without 'prompt'"
+        )
+    return {"messages": (*asked, *messages)}

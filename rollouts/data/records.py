@@ -1,0 +1,223 @@
+"""Records of samples after a training step: the sample, its estimate by the algorithm, and the steps of its episode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from rollouts.data.samples import describe_sample, find_actions
+from rollouts.outcomes import EpisodeStep
+from rollouts.steps import StepData, Steps
+from rollouts.types import Sample, TrainBatch, Turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnEstimate:
+    """Parts of the advantage of one turn, where the estimator compares turns (GiGPO)."""
+
+    step_reward: float  # reward of the turn, with the estimator's additions
+    return_to_go: float  # G_k, discounted rewards from the turn on
+    anchor: int  # number of its anchor, valid in this training step only: the turns of its group from the same state
+    anchor_size: int  # turns of the anchor in the whole training step, itself included
+    episode_advantage: float  # A_E
+    step_advantage: float  # A_S
+    advantage: float  # both combined
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Estimate of one sample in a training step: its row of the TrainBatch that Algorithm.estimate returned, without padding."""
+
+    reward: float  # reward in training: the sample's, unless rewards were shaped
+    advantages: tuple[float, ...] | None = None  # aligned with Sample.tokens; None = the algorithm fills none
+    returns: tuple[float, ...] | None = None  # aligned with Sample.tokens; None = the algorithm fills none
+    values: tuple[float, ...] | None = None  # values of a critic, before the step
+    group_rewards: tuple[float, ...] = ()  # trained on, of all samples of its group, its own among them: a file may hold some only
+    turns: tuple[TurnEstimate, ...] | None = None  # one for each of Sample.turns; None = the algorithm compares no turns
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimate as plain JSON values."""
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["turns"] = None if self.turns is None else [dict(vars(turn)) for turn in self.turns]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in out.items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Estimate:
+        """Return the estimate of to_dict's values."""
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        if values.get("turns") is not None:
+            values["turns"] = tuple(turn if isinstance(turn, TurnEstimate) else TurnEstimate(**turn) for turn in values["turns"])
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryRecord:
+    """A sample with its estimate and steps. A record of single steps in a file has an empty sample with their indices."""
+
+    sample: Sample
+    estimate: Estimate | None = None
+    steps: Steps = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        for name in ("advantages", "returns", "values"):
+            column = None if self.estimate is None else getattr(self.estimate, name)
+            n = len(self.sample.tokens)
+            assert column is None or len(column) == n, f"{describe_sample(self.sample)}: {len(column)} {name} for {n} tokens"
+        turns, of_sample = None if self.estimate is None else self.estimate.turns, self.sample.turns or ()
+        assert turns is None or len(turns) == len(of_sample), (
+            f"{describe_sample(self.sample)}: estimates of {len(turns)} turns for {len(of_sample)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain JSON values: those of the sample, with "estimate" and "steps" where there are any."""
+        out = self.sample.to_dict()
+        if self.estimate is not None:
+            out["estimate"] = self.estimate.to_dict()
+        if self.steps:
+            out["steps"] = [step.to_dict() for step in self.steps]
+        return out
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TrajectoryRecord:
+        """Return the record of to_dict's values; those of a sample alone are a record, too."""
+        values = dict(data)
+        estimate, steps = values.pop("estimate", None), values.pop("steps", ())
+        return cls(
+            sample=Sample.from_dict(values),
+            estimate=None if estimate is None else Estimate.from_dict(estimate),
+            steps=tuple(StepData.from_dict(step) for step in steps),
+        )
+
+
+def group_steps(steps: Iterable[StepData]) -> tuple[Steps, ...]:
+    """Return the steps of each episode in order; episodes in the order of (group_index, sample_index)."""
+    episodes: dict[tuple[int, int], list[StepData]] = {}
+    for step in steps:
+        episodes.setdefault((step.group_index, step.sample_index), []).append(step)
+    return tuple(tuple(sorted(episodes[key], key=lambda step: step.system_step_index)) for key in sorted(episodes))
+
+
+# -- what a training step made of samples
+
+
+def describe_estimate(batch: TrainBatch, row: int) -> Estimate:
+    """Return the estimate of the sample in a row of the batch.
+
+    Args:
+        batch: as Algorithm.estimate returned it.
+    """
+    length = int(batch.lengths[row])
+    group = batch.group_ids == batch.group_ids[row]
+    return Estimate(
+        reward=_to_floats(batch.rewards[row : row + 1])[0],
+        advantages=_to_row(batch.advantages, row, length),
+        returns=_to_row(batch.returns, row, length),
+        values=_to_row(batch.values, row, length),
+        group_rewards=_to_floats(batch.rewards[group]),
+        turns=_describe_turns(batch.turns, row),
+    )
+
+
+def _describe_turns(turns: Turns | None, row: int) -> tuple[TurnEstimate, ...] | None:
+    levels = None if turns is None else turns.levels
+    if levels is None:
+        return None
+    anchors = levels.anchors[row]
+    count = int((anchors >= 0).sum())  # turns are the first columns of a row
+    columns = {
+        "step_reward": levels.rewards,
+        "return_to_go": levels.returns,
+        "step_advantage": levels.step,
+        "advantage": levels.combined,
+    }
+    numbers = {name: _to_floats(column[row, :count]) for name, column in columns.items()}
+    (episode,) = _to_floats(levels.episode[row : row + 1])
+    return tuple(
+        TurnEstimate(
+            anchor=anchor,
+            anchor_size=int((levels.anchors == anchor).sum()),
+            episode_advantage=episode,
+            **{name: column[k] for name, column in numbers.items()},
+        )
+        for k, anchor in enumerate(anchors[:count].tolist())
+    )
+
+
+def _to_row(column: Tensor | None, row: int, length: int) -> tuple[float, ...] | None:
+    return None if column is None else _to_floats(column[row, :length])
+
+
+def _to_floats(values: Tensor) -> tuple[float, ...]:
+    """Return the shortest numbers that are equal in float32: 0.3, not 0.30000001192092896."""
+    return tuple(float(str(value)) for value in values.detach().float().cpu().numpy())
+
+
+def derive_steps(record: TrajectoryRecord) -> Steps:
+    """Return the steps of a record: its own, or steps derived from its sample; none for a sample that is no episode.
+
+    Each turn of the sample gives its tokens, log-probs and reward, and the mean advantage of its trained tokens. Sample.messages give the
+    text of the action and the messages before it. Sample.episode gives observation, action, info and the critic's value. step_info has the
+    state key of the turn as "state", and the parts of its advantage as "gigpo" where the algorithm compares turns: see TurnEstimate and
+    gigpo_steps.describe_turns.
+    """
+    sample, estimate = record.sample, record.estimate
+    if record.steps or not sample.turns:
+        return record.steps
+    kept = () if sample.episode is None else sample.episode.steps
+    messages = sample.messages or ()
+    spoken = find_actions(sample) if messages else ()
+    of_turns = (None,) * len(sample.turns) if estimate is None or estimate.turns is None else estimate.turns
+    steps: list[StepData] = []
+    for k, (turn, known) in enumerate(zip(sample.turns, of_turns, strict=True)):
+        place = slice(turn.start, turn.end)
+        at = spoken[k] if len(spoken) == len(sample.turns) else None
+        before = () if at is None else messages[spoken[k - 1] + 1 if k else 0 : at]
+        text = "" if at is None else str(messages[at].content or "")
+        answered = None if at is None else spoken[k + 1] if k + 1 < len(spoken) else len(messages)
+        trained = [p for p in range(turn.start, turn.end) if sample.loss_mask[p] > 0]
+        advantages = None if estimate is None or estimate.advantages is None else [estimate.advantages[p] for p in trained]
+        seen = before[0].content if len(before) == 1 else [message.to_dict() for message in before] or None
+        own = kept[k] if k < len(kept) else EpisodeStep(observation=seen, action=text or None, done=k == len(sample.turns) - 1)
+        steps.append(
+            StepData(
+                system_step_index=k,
+                observation_data=own.observation,
+                action_taken=own.action,
+                raw_policy_output=text,
+                resulting_messages_history=messages[:answered] if answered is not None else (),
+                action_message=at,
+                policy_tokens=sample.tokens[place],
+                policy_logprobs=None if sample.rollout_log_probs is None else sample.rollout_log_probs[place],
+                policy_value_estimate=own.value,
+                is_done=own.done,
+                step_info=dict(own.info)
+                | ({} if turn.state is None else {"state": turn.state})
+                | ({} if known is None else {"gigpo": dict(vars(known))}),
+                base_reward=turn.reward,
+                return_to_go=None if known is None else known.return_to_go,
+                advantage=math.fsum(advantages) / len(advantages) if advantages else None,
+                sample_index=sample.index,
+                group_index=sample.group_index,
+            )
+        )
+    return tuple(steps)
+
+
+def attach_estimates(samples: Sequence[Sample], wanted: Iterable[Sample], batch: TrainBatch | None) -> tuple[TrajectoryRecord, ...]:
+    """Return records of some samples of a rollout batch.
+
+    Args:
+        samples: all samples of the rollout batch, in the order of the rows of `batch`.
+        wanted: samples to make records of.
+        batch: as Algorithm.estimate returned it; None = not known.
+    """
+    rows = {id(sample): row for row, sample in enumerate(samples)}
+    records = (TrajectoryRecord(sample=sample) for sample in wanted)
+    if batch is None:
+        return tuple(records)
+    assert batch.num_rows == len(samples), f"{batch.num_rows} rows of a batch for {len(samples)} samples"
+    return tuple(replace(record, estimate=describe_estimate(batch, rows[id(record.sample)])) for record in records)

@@ -1,0 +1,162 @@
+"""Files of samples and steps as JSON Lines: for people, for other programs, and for training on them again.
+
+A line is one of two things. A sample, with its estimate of a training step where that is known, and its steps where they were given:
+
+    {"prompt": ..., "tokens": [...], ..., "estimate": {"advantages": [...], ...}, "steps": [{"system_step_index": 0, ...}, ...]}
+
+Or a step by itself, with the sample_index and group_index of its episode: {"system_step_index": 0, "observation_data": ..., ...}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from rollouts.checks import describe_function, require_flag
+from rollouts.data.records import TrajectoryRecord, group_steps
+from rollouts.data.samples import describe_sample
+from rollouts.errors import DataError
+from rollouts.output_files import append_text, explain_writes, replace_file
+from rollouts.steps import StepData, Steps
+from rollouts.types import Sample
+
+_STEP_KEY = "system_step_index"  # key that marks a line as a step
+Parsed = TypeVar("Parsed")
+
+
+def write_samples(path: Path, samples: Iterable[Sample], *, append: bool = False) -> int:
+    """Write one line a sample; a missing directory is made. Returns the number of lines.
+
+    Raises: DataError for a sample that JSON cannot hold, such as one with an array or a NaN in its metadata; OutputError if the disk
+        refuses the file.
+    """
+    return write_records(path, (TrajectoryRecord(sample=sample) for sample in samples), append=append)
+
+
+def write_records(path: Path, records: Iterable[TrajectoryRecord], *, append: bool = False) -> int:
+    """Write one line a record, as write_samples. A new file appears whole or not at all, so that it can be read while a run goes on."""
+    lines = [_to_line(record.to_dict(), describe_sample(record.sample), "its metadata") for record in records]
+    return _write_lines(path, lines, append=append)
+
+
+def write_steps(path: Path, steps: Iterable[StepData], *, append: bool = False) -> int:
+    """Write one line a step, as write_samples; the steps of several episodes may stand in one file."""
+    lines = [_to_line(step.to_dict(), _describe_step(step), "its observation, action and step_info") for step in steps]
+    return _write_lines(path, lines, append=append)
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Return the samples of a file; empty lines are skipped. Raises DataError naming file and line."""
+    return [_parse(path, number, lambda row: TrajectoryRecord.from_dict(row).sample, row, "a sample") for number, row in _rows(path)]
+
+
+def read_steps(path: Path) -> list[StepData]:
+    """Return the steps of a file: lines that are steps, and the steps of samples. Raises DataError naming file and line."""
+    found: list[StepData] = []
+    for number, row in _rows(path):
+        if _STEP_KEY in row:
+            found.append(_parse(path, number, StepData.from_dict, row, "a step"))
+        else:
+            found += _parse(path, number, TrajectoryRecord.from_dict, row, "a sample").steps
+    return found
+
+
+def read_records(path: Path) -> list[TrajectoryRecord]:
+    """Return all records of a file, in its order; lines that are steps become one record for each episode, after the others.
+
+    Raises: DataError naming file and line.
+    """
+    records: list[TrajectoryRecord] = []
+    single: list[StepData] = []
+    for number, row in _rows(path):
+        if _STEP_KEY in row:
+            single.append(_parse(path, number, StepData.from_dict, row, "a step"))
+        else:
+            records.append(_parse(path, number, TrajectoryRecord.from_dict, row, "a sample"))
+    for steps in group_steps(single):
+        owner = Sample(index=steps[0].sample_index, group_index=steps[0].group_index)
+        records.append(TrajectoryRecord(sample=owner, steps=steps))
+    return records
+
+
+def _to_line(row: Mapping[str, Any], who: str, what: str) -> str:
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{who} cannot be written as JSON: {error}. Keep {what} to JSON values.") from error
+
+
+def _write_lines(path: Path, lines: Sequence[str], *, append: bool) -> int:
+    if append:
+        with explain_writes(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        append_text(path, "".join(lines))
+    else:
+        replace_file(path, "".join(lines))
+    return len(lines)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the JSON objects of a file, with the numbers of their lines."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read samples from {path}: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number} is not a sample: {type(error).__name__}: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:{number} is not a sample: found a JSON {type(row).__name__}, expected an object")
+        yield number, cast("dict[str, Any]", row)
+
+
+def _parse(path: Path, number: int, parse: Callable[[dict[str, Any]], Parsed], row: dict[str, Any], what: str) -> Parsed:
+    try:
+        return parse(row)
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        raise DataError(f"{path}:{number} is not {what}: {type(error).__name__}: {error}") from error
+
+
+def _describe_step(step: StepData) -> str:
+    return f"step {step.system_step_index} of sample {step.sample_index} (group {step.group_index})"
+
+
+# -- selection
+
+
+def select_samples(samples: Sequence[Sample], *, every: int = 1, condition: Callable[[Sample], bool] | None = None) -> tuple[Sample, ...]:
+    """Select the samples to keep.
+
+    Args:
+        every: keep each sample whose index is a multiple of it, so the choice does not depend on the order of batches.
+        condition: keep of these only the samples for which it returns True; None = all.
+
+    Raises: DataError if condition returns neither True nor False.
+    """
+    assert every >= 1, f"every is {every}, expected at least 1"
+    chosen = (s for s in samples if s.index % every == 0)
+    return tuple(s for s in chosen if condition is None or _holds(condition, s, describe_sample(s)))
+
+
+def select_steps(steps: Iterable[StepData], *, every: int = 1, condition: Callable[[Steps], bool] | None = None) -> Steps:
+    """Select the steps of the episodes to keep, as select_samples: every n-th by sample_index, of these where condition is true.
+
+    Args:
+        condition: function of all steps of an episode, in order.
+
+    Raises: DataError if condition says neither True nor False.
+    """
+    assert every >= 1, f"every is {every}, expected at least 1"
+    episodes = (e for e in group_steps(steps) if e[0].sample_index % every == 0)
+    chosen = (e for e in episodes if condition is None or _holds(condition, e, f"sample {e[0].sample_index} (group {e[0].group_index})"))
+    return tuple(step for episode in chosen for step in episode)
+
+
+def _holds(condition: Callable[[Any], bool], of: Any, who: str) -> bool:
+    return require_flag(condition(of), f"condition {describe_function(condition)}", f" for {who}", error=DataError)

@@ -1,0 +1,168 @@
+"""Weight updates of a fleet: all members at once, or some at a time while the others generate."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from rollouts.engines.fleet.health import FleetHealth, FleetWeights, confirm_update
+from rollouts.engines.fleet.members import FleetConfig, Member, MemberState, Roster
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import EngineError, raise_single_errors
+
+Give = Callable[[InferenceEngine], Awaitable[Mapping[str, Any]]]
+"""Update the weights of an engine, and return its answer. Raises EngineError."""
+
+
+@dataclass(eq=False)
+class _Progress:
+    """Progress of an update."""
+
+    members: Sequence[Member] = ()  # members to update
+    begun: set[Member] = field(default_factory=set[Member])  # members that may have been told of the weights
+    updated: list[Member] = field(default_factory=list[Member])
+    failures: dict[Member, EngineError] = field(default_factory=dict[Member, EngineError])
+
+
+class FleetUpdates:
+    """Updates of one fleet, one after another."""
+
+    def __init__(self, roster: Roster, config: FleetConfig, health: FleetHealth) -> None:
+        self._roster = roster
+        self._config = config
+        self._health = health
+
+    async def update(self, weights: FleetWeights, give: Give) -> Mapping[str, Any]:
+        """Update every member that serves. Members that are down get the weights when they come back.
+
+        Returns: {"success": True, "weight_version", "num_engines", "update_s", "failed": {name: reason}}.
+        Raises: EngineError if no member took the weights, and then all that did not die serve the old ones; or if one did not and failures
+            are not excluded: then members that took them serve the new ones, and the others are down until they have them.
+        """
+        begin = trio.current_time()
+        progress = _Progress()
+        while not progress.begun:  # members that serve may go down before they are told
+            # not under the lock, which a member needs to come back
+            await self._roster.wait_serving(f"weight version {weights.version} was given to nobody")
+            async with self._health.updating:
+                progress.members = self._roster.serving()
+                if progress.members:
+                    await self._update_members(progress, weights, give)
+        self._check(progress, weights.version)
+        return {
+            "success": True,
+            "weight_version": weights.version,
+            "num_engines": len(progress.updated),
+            "update_s": trio.current_time() - begin,
+            "failed": {member.name: str(error) for member, error in progress.failures.items()},
+        }
+
+    async def _update_members(self, progress: _Progress, weights: FleetWeights, give: Give) -> None:
+        try:
+            try:
+                await self._update_all(progress, weights, give)
+            finally:
+                self._settle(progress, weights)
+            if not progress.updated:
+                await self._keep_serving(progress.failures)
+        finally:
+            for member, failure in progress.failures.items():
+                if member.state is MemberState.UPDATING:  # the version of this member was not asked
+                    self._health.take_down(member, f"it did not take weight version {weights.version}: {failure}")
+
+    async def _update_all(self, progress: _Progress, weights: FleetWeights, give: Give) -> None:
+        waiting = iter(progress.members)
+        at_once = self._config.updates_at_once
+
+        async def work() -> None:
+            for member in waiting:
+                if member.state is not MemberState.SERVING:  # it died, or left, while others were updated
+                    continue
+                self._roster.set_state(member, MemberState.UPDATING, "it is being given new weights")
+                if self._config.drain_s:
+                    with trio.move_on_after(self._config.drain_s):
+                        await member.wait_idle()
+                progress.begun.add(member)
+                member.note_update(weights.version)
+                try:
+                    answer = await give(member.engine)
+                    await confirm_update(member, answer, weights.version)
+                except EngineError as error:
+                    progress.failures[member] = error
+                    continue
+                member.version, member.needs_weights = weights.version, False
+                progress.updated.append(member)
+                if at_once is not None and member.is_in(MemberState.UPDATING):  # else it was told to leave, or was found dead
+                    self._roster.set_state(member, MemberState.SERVING)
+
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                for _ in range(len(progress.members) if at_once is None else min(at_once, len(progress.members))):
+                    nursery.start_soon(work)
+
+    def _settle(self, progress: _Progress, weights: FleetWeights) -> None:
+        """Let members with the weights of the fleet serve, also after a cancelled update; the others are probed."""
+        updated, failures, version = progress.updated, progress.failures, weights.version
+        interrupted = [member for member in progress.begun if member not in updated and member not in failures]
+        # no member has the new weights, but some may have a part of them, and the old ones cannot be given again: these take the new ones
+        if updated or (interrupted and weights.can_be_given and not self._health.weights.can_be_given):
+            self._health.weights = weights
+            self._roster.forget_homes()
+        for member in updated:
+            if member.state is MemberState.UPDATING:
+                self._roster.set_state(member, MemberState.SERVING)
+        is_new = self._health.weights is weights
+        for member in progress.members:
+            if member in updated:
+                continue
+            if member in failures:
+                if is_new:  # else _keep_serving decides
+                    self._health.take_down(member, f"it did not take weight version {version}: {failures[member]}", needs_weights=True)
+            elif member in progress.begun:  # a part of the weights may be in place, whatever version it reports
+                self._health.take_down(member, f"its update to weight version {version} was cancelled", needs_weights=True)
+            elif is_new and member.state in (MemberState.SERVING, MemberState.UPDATING):
+                self._health.take_down(member, f"an update to weight version {version} was cancelled before it had these weights")
+            elif member.state is MemberState.UPDATING:  # its requests were still ending
+                self._roster.set_state(member, MemberState.SERVING)
+
+    async def _keep_serving(self, failures: Mapping[Member, EngineError]) -> None:
+        """After an update that no member took, keep members serving that still have the old weights."""
+
+        async def keep(member: Member, failure: EngineError) -> None:
+            try:
+                found = await self._health.check(member)
+            except EngineError as error:
+                self._health.take_down(member, f"it did not take new weights ({failure}), and then: {error}")
+                return
+            if found == member.version:
+                if member.state is MemberState.UPDATING:
+                    self._roster.set_state(member, MemberState.SERVING)
+            else:
+                self._health.take_down(member, f"it says to have weight version {found}, but: {failure}", needs_weights=True)
+
+        async with trio.open_nursery() as nursery:
+            for member, failure in failures.items():
+                nursery.start_soon(keep, member, failure)
+
+    def _check(self, progress: _Progress, version: int) -> None:
+        """Raise EngineError if there are too many failures."""
+        members, failures = progress.members, progress.failures
+        has_new = [member for member in members if member.version == version and member not in failures]
+        if has_new and (self._config.exclude_failed or not failures):
+            return
+        causes = (
+            "; ".join(f"{member.name}: {type(error).__name__}: {error}" for member, error in failures.items()) or self._roster.describe()
+        )
+        state = "All go on with the weights that they had, as far as they live"
+        if has_new:
+            state = (
+                f"{', '.join(member.name for member in has_new)} serve the new weights; the others get no requests until they have them. "
+                "Where that is enough, set exclude_failed"
+            )
+        error = EngineError(
+            f"{len(failures)} of {len(members)} engines of {self._roster.name} did not take weight version {version}. {causes}. {state}"
+        )
+        raise error from next(iter(failures.values()), None)

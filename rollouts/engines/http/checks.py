@@ -1,0 +1,185 @@
+"""Limits on requests to an inference server, and the meaning of its log-probs. Pure."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollouts.errors import EngineContextError, EngineError, EngineRequestError
+from rollouts.types import LogProbKind, SamplingParams
+
+ServerKind = Literal["sglang", "vllm"]
+
+INITIAL_LABEL = "default"
+"""Weight version that both servers report before the first update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerInfo:
+    """Facts of a server that limit requests to it and define the meaning of its answers."""
+
+    kind: ServerKind
+    version: str  # version of the server's package
+    model_path: str  # directory or hub id that it was started with or, if it reports so, last loaded from
+    served_name: str  # name of the model in its routes
+    context_length: int  # maximum number of tokens of prompt and output together
+    log_prob_kind: LogProbKind  # kind of its output log-probs, for parameters under which the three kinds differ
+    weight_version: str  # its label: INITIAL_LABEL, or the one that the last sync set
+    vocab_size: int | None = None  # rows of its embedding; None = unknown
+    dtype: str | None = None  # dtype of its weights, for instance "float32"; None = unknown
+    has_tokenizer: bool = True  # without a tokenizer it cannot look for stop strings
+    honors_seeds: bool = True  # whether a seed in a request decides the samples
+    device: str | None = None  # device that it computes on, "cpu" or "cuda"; None = unknown
+    max_running: int | None = None  # maximum number of sequences that it decodes at the same time; None = unknown
+    is_paused: bool = False
+
+
+def check_server(name: str, info: ServerInfo, *, expected_model: str | Path | None = None, vocab_size: int | None = None) -> None:
+    """Raise EngineError unless the server serves the intended model.
+
+    Args:
+        name: name of the engine, for messages.
+        expected_model: directory, hub id or served name; None = any.
+        vocab_size: rows of the trained model's embedding; None = any.
+    """
+    if expected_model is not None and not _is_same_model(str(expected_model), info):
+        raise EngineError(
+            f"{name} serves {info.model_path!r} under the name {info.served_name!r}, expected {str(expected_model)!r}: "
+            "it is another server, or it was started with another model"
+        )
+    if vocab_size is not None and info.vocab_size is not None and vocab_size != info.vocab_size:
+        raise EngineError(
+            f"{name} serves a model with a vocabulary of {info.vocab_size} tokens, expected {vocab_size}: "
+            "start it with the model that is trained, or resize the embedding before both are started"
+        )
+
+
+def check_version(name: str, version: str, *, oldest: str, tested: Sequence[str]) -> None:
+    """Raise EngineError for a server older than `oldest`; warn about one with which this client was not tested."""
+    if parse_version(version) < parse_version(oldest):
+        raise EngineError(
+            f"{name} runs version {version} of its server, older than {oldest}, whose weight versions and log-probs this client "
+            f"reads: install {tested[-1]}"
+        )
+    if parse_version(version) not in map(parse_version, tested):
+        warnings.warn(
+            f"{name} runs version {version} of its server; this client was tested with {', '.join(tested)}. Compare the log-probs "
+            "of a few rollouts with the trainer's before a long run",
+            stacklevel=2,
+        )
+
+
+def parse_version(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: "0.32.1rc2+cpu" -> (0, 32, 1); () if it has none."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return () if found is None else tuple(int(part) for part in found.group(1).split("."))
+
+
+def _is_same_model(expected: str, info: ServerInfo) -> bool:
+    if expected in (info.model_path, info.served_name):
+        return True
+    return Path(expected).exists() and Path(expected).resolve() == Path(info.model_path).resolve()
+
+
+def check_request(
+    name: str,
+    request_id: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    n: int,
+    info: ServerInfo,
+    *,
+    max_prompt: int | None = None,
+    max_total: int | None = None,
+) -> SamplingParams:
+    """Check a request and return its parameters with max_tokens cut to the rest of the context (it then ends with "length").
+
+    Args:
+        max_prompt: maximum number of tokens of a prompt; default: one less than the context, so that a token can be generated.
+        max_total: maximum number of tokens of prompt and output; default: the context.
+
+    Raises: EngineRequestError for a request that the server would refuse or die of; EngineContextError for a prompt that is too long.
+    """
+    most, total = max_prompt or info.context_length - 1, max_total or info.context_length
+    check_tokens(name, request_id, prompt, info.vocab_size)
+    if len(prompt) > most:
+        raise EngineContextError(
+            f"{name}: {request_id} has {len(prompt)} prompt tokens, more than the {most} that fit into the context of "
+            f"{info.context_length}: shorten the prompt, or start the server with a longer context"
+        )
+    if n < 1 or (n > 1 and params.greedy):
+        raise EngineRequestError(f"{name}: {request_id} asks for {n} samples{' of greedy decoding, which are all equal' if n > 1 else ''}")
+    check_params(name, request_id, params, vocab_size=info.vocab_size, has_tokenizer=info.has_tokenizer)
+    if params.untempered_log_probs and not gives_untempered_log_probs(info.log_prob_kind, params):
+        raise EngineRequestError(
+            f"{name}: {request_id} asks for untempered log-probs, but this server's are {info.log_prob_kind}, at temperature "
+            f"{params.temperature:g}: sample from the whole distribution at temperature 1, or use the engine in this process"
+        )
+    return params.new(max_tokens=min(params.max_tokens, total - len(prompt)))
+
+
+def check_tokens(name: str, request_id: str, tokens: Sequence[int], vocab_size: int | None) -> None:
+    """Raise EngineRequestError for an empty list, or a token outside the vocabulary, which kills some servers."""
+    if not tokens:
+        raise EngineRequestError(f"{name}: {request_id} has an empty prompt; give it at least one token")
+    low, high = min(tokens), max(tokens)
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
+        size = "" if vocab_size is None else f" of {vocab_size}"
+        raise EngineRequestError(
+            f"{name}: {request_id} has token {low if low < 0 else high}, outside the vocabulary{size}: is it another tokenizer's?"
+        )
+
+
+def check_params(name: str, request_id: str, params: SamplingParams, *, vocab_size: int | None, has_tokenizer: bool) -> None:
+    """Raise EngineRequestError for parameters that no engine can follow; some of them make servers sample from another distribution."""
+
+    def refuse(field: str, expected: str) -> EngineRequestError:
+        return EngineRequestError(f"{name}: {request_id} has {field} = {getattr(params, field)!r}, expected {expected}")
+
+    if params.max_tokens < 1:
+        raise refuse("max_tokens", "at least 1")
+    if not 0 <= params.temperature < float("inf"):
+        raise refuse("temperature", "at least 0")
+    if not 0 < params.top_p <= 1:
+        raise refuse("top_p", "more than 0, at most 1")
+    if not 0 <= params.min_p <= 1:
+        raise refuse("min_p", "between 0 and 1")
+    if params.top_k < 0:
+        raise refuse("top_k", "at least 0 (0 = off)")
+    if params.seed is not None and not 0 <= params.seed < 2**63:
+        raise refuse("seed", "0 to 2**63 - 1")
+    if params.stop_token_ids and not all(0 <= i < (vocab_size or i + 1) for i in params.stop_token_ids):
+        raise refuse("stop_token_ids", f"ids below the vocabulary size of {vocab_size}")
+    # a string would be taken for its letters, and the empty string is in every text
+    if isinstance(params.stop, str) or not all(params.stop):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise refuse("stop", "a tuple of strings that are not empty")
+    if params.stop and not has_tokenizer:
+        raise refuse("stop", "none: the engine runs without a tokenizer; use stop_token_ids, or start it with its tokenizer")
+
+
+def classify_log_probs(kind: LogProbKind, params: SamplingParams) -> LogProbKind:
+    """Return the kind of a server's log-probs for these parameters; "sampled" if the values are the same.
+
+    Args:
+        kind: kind of the server's log-probs.
+    """
+    if kind == "tempered" and not params.truncates:
+        return "sampled"
+    if kind == "untempered" and not params.truncates and temperature_of_log_probs("sampled", params) == 1.0:
+        return "sampled"
+    return kind
+
+
+def temperature_of_log_probs(kind: LogProbKind, params: SamplingParams) -> float:
+    """Return the temperature by which logits are divided for such log-probs."""
+    return 1.0 if params.greedy or kind == "untempered" else params.temperature
+
+
+def gives_untempered_log_probs(kind: LogProbKind, params: SamplingParams) -> bool:
+    """Whether output log-probs are those of the whole policy at temperature 1."""
+    whole = kind != "sampled" or not params.truncates
+    return whole and temperature_of_log_probs(kind, params) == 1.0

@@ -1,0 +1,518 @@
+"""Parts shared by the engines of SGLang and vLLM: requests in flight, and completions from several answers.
+
+A generate() call may need more than one HTTP request: if a weight sync aborts it, the engine sends the prompt and the partial answer again
+and returns one completion whose tokens carry the versions of both parts.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise, repeat
+from typing import Any, TypeVar
+
+import trio
+
+from rollouts.engines.http.checks import INITIAL_LABEL, classify_log_probs, temperature_of_log_probs
+from rollouts.errors import EngineError, EngineProtocolError, raise_single_errors
+from rollouts.seeds import derive_seed
+from rollouts.types import Completion, FinishReason, LogProbKind, SamplingParams
+
+T = TypeVar("T")
+
+_ABORT_REPEATS_S = (0.05, 0.2, 0.5, 1.0)  # seconds; an abort that overtakes its request on the way to the server is lost
+
+
+@dataclass(frozen=True)
+class WireRequest:
+    """One HTTP request for n samples."""
+
+    wire_id: str  # no other id, of this process or another, begins with it
+    tokens: tuple[int, ...]  # the prompt, and the tokens generated before a sync aborted it
+    params: SamplingParams  # with max_tokens and seed of this part
+    n: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Result of one HTTP request for one sample."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    labels: tuple[str, ...]  # the server's label of the weights that sampled each token
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        assert len(self.log_probs) == n, f"{len(self.log_probs)} log-probs for {n} tokens"
+        assert len(self.labels) == n, f"{len(self.labels)} labels for {n} tokens"
+
+
+Send = Callable[[WireRequest], Awaitable[Sequence[Generated]]]
+"""f(request) -> its n results, in order. Raises EngineError."""
+
+AbortOnServer = Callable[[Sequence[str]], Awaitable[None]]
+"""f(wire ids): the server ends these requests with their tokens so far. Unknown ids are no error."""
+
+
+# -- versions
+
+
+def label_of(version: int) -> str:
+    """Return the server's label for a version."""
+    return str(version)
+
+
+def version_of(name: str, label: str, initial_version: int | None) -> int:
+    """Return the version for a server's label.
+
+    Args:
+        initial_version: version of the weights that the server was started with; None = it has got others since, so INITIAL_LABEL means
+            that it was restarted.
+
+    Raises: EngineProtocolError for an unknown label.
+    """
+    if label == INITIAL_LABEL:
+        if initial_version is None:
+            raise EngineProtocolError(
+                f"{name} serves its initial weights, although it had confirmed newer ones: it was started again. Sync the weights before "
+                "generating"
+            )
+        return initial_version
+    if not (label.isascii() and label.isdecimal()):
+        raise EngineProtocolError(
+            f"{name} labels its weights {label!r}, expected {INITIAL_LABEL!r} or a number: another program updates this server"
+        )
+    return int(label)
+
+
+def expand_spans(name: str, spans: Iterable[tuple[str, int, int]], num_tokens: int) -> tuple[str, ...]:
+    """Return one label per token from half-open spans (label, start, end). Raises EngineProtocolError unless they cover all tokens."""
+    labels: list[str] = []
+    spans = list(spans)
+    for label, start, end in spans:
+        if start != len(labels) or end < start:
+            break
+        labels.extend([label] * (end - start))
+    if len(labels) != num_tokens:
+        raise EngineProtocolError(
+            f"{name} says which weights sampled {len(labels)} of {num_tokens} tokens: its spans are {spans!r}, expected to follow one "
+            "another from 0 to the end"
+        )
+    return tuple(labels)
+
+
+# -- checks of a server's samples
+
+
+def read_token_ids(values: Iterable[Any]) -> tuple[int, ...]:
+    """Read token ids from JSON. Raises EngineProtocolError for anything but a whole number, such as 7.9 or true."""
+    ids = tuple(values)
+    wrong = [value for value in ids if type(value) is not int]
+    if wrong:
+        raise EngineProtocolError(f"it gave the token id {wrong[0]!r}, expected a whole number")
+    return ids
+
+
+def read_log_prob(value: Any, floor: float = -math.inf) -> float:
+    """Read a log-prob from JSON. Raises EngineProtocolError unless it is finite, above the floor and at most 0 (1e-4 for rounding)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not max(floor, -sys.float_info.max) < value <= 1e-4:
+        lowest = "" if floor == -math.inf else f" and above {floor:g}, which stands for -inf and NaN"
+        raise EngineProtocolError(
+            f"it gave the log-prob {value!r}, expected a finite number of at most 0{lowest}: look whether the logits of the server's model "
+            "are finite"
+        )
+    return float(value)
+
+
+def check_generated(result: Generated, params: SamplingParams, vocab_size: int | None) -> None:
+    """Raise EngineProtocolError for a sample that the trained model cannot have given, or that was not requested.
+
+    Args:
+        vocab_size: rows of the model's embedding; None = unknown.
+    """
+    if len(result.tokens) > params.max_tokens:
+        raise EngineProtocolError(f"it gave {len(result.tokens)} tokens, but at most {params.max_tokens} were asked for")
+    outside = [token for token in result.tokens if token < 0 or (vocab_size is not None and token >= vocab_size)]
+    if outside:
+        size = "" if vocab_size is None else f" of {vocab_size}"
+        raise EngineProtocolError(
+            f"it gave the token id {outside[0]}, outside the vocabulary{size}: it serves another model than is trained"
+        )
+
+
+def check_order(answer: str, versions: Sequence[int], oldest: int, newest: float = math.inf, *, may_fall: bool = False) -> None:
+    """Refuse an answer that the server's weights cannot have given in this order.
+
+    Args:
+        answer: subject of the message: "the server sampled tokens of the request".
+        versions: versions of the tokens of one answer, in order.
+        oldest: oldest version confirmed when the request was sent, or given to the server since.
+        newest: newest version ever given to the server.
+        may_fall: whether older weights were given to the server while it answered.
+
+    Raises: EngineProtocolError.
+    """
+    if not versions:
+        return
+    lowest, highest = min(versions), max(versions)
+    falls = lowest != highest and not may_fall and any(later < earlier for earlier, later in pairwise(versions))
+    if oldest <= lowest and highest <= newest and not falls:
+        return
+    if falls:
+        wrong = f"with versions that fall, from {highest} to {versions[-1]}, although no older weights were given to it"
+    elif lowest < oldest:
+        wrong = f"with weight version {lowest}, but {oldest} was confirmed before"
+    else:
+        wrong = f"with weight version {highest}, but it was given none after {newest}"
+    raise EngineProtocolError(
+        f"{answer} {wrong}: it was started again, or another program updates it. Sync the weights before generating, and let "
+        "one run alone update a server"
+    )
+
+
+# -- parts of a completion
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of one sample so far."""
+
+    tokens: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    finish_reason: FinishReason = "abort"
+
+    def then(self, other: _Part) -> _Part:
+        """Return both parts joined, with the finish reason of the other."""
+        return _Part(self.tokens + other.tokens, self.log_probs + other.log_probs, self.versions + other.versions, other.finish_reason)
+
+    def keep(self, n: int) -> _Part:
+        """Return the first n tokens."""
+        return _Part(self.tokens[:n], self.log_probs[:n], self.versions[:n], self.finish_reason)
+
+
+def count_tokens_to_keep(num_tokens: int, stop: Sequence[str]) -> int:
+    """Return the number of tokens of an aborted part to send again.
+
+    A server looks for stop strings only in tokens that it generates itself, so the last tokens of the part that may begin a stop string
+    (each holds at least one byte) are generated again.
+    """
+    return max(0, num_tokens - max((len(text.encode()) - 1 for text in stop), default=0))
+
+
+def params_of_rest(params: SamplingParams, sample: int, num_done: int) -> SamplingParams:
+    """Return the parameters for the rest after num_done tokens, with another seed: the same one would repeat its random numbers."""
+    seed = None if params.seed is None else derive_seed(params.seed, sample, num_done)
+    return replace(params, max_tokens=params.max_tokens - num_done, seed=seed)
+
+
+def create_completion(request_id: str, prompt: tuple[int, ...], params: SamplingParams, kind: LogProbKind, part: _Part) -> Completion:
+    """Create the result of generate().
+
+    Args:
+        kind: kind of the server's log-probs.
+    """
+    return Completion(
+        request_id=request_id,
+        input_tokens=prompt,
+        output_tokens=part.tokens,
+        output_log_probs=part.log_probs,
+        output_versions=part.versions,
+        finish_reason=part.finish_reason,
+        temperature=temperature_of_log_probs(kind, params),
+        truncated_sampling=params.truncates,
+        log_prob_kind=classify_log_probs(kind, params),
+        untempered_log_probs=part.log_probs if params.untempered_log_probs else None,
+    )
+
+
+# -- requests in flight
+
+
+@dataclass(eq=False)
+class _Pending:
+    """One generate() or generate_group() call that has not returned."""
+
+    is_aborted: bool = False  # aborted by the user
+    name: str = "a request"  # name for messages
+    vocab_size: int | None = None  # bound on its answer's token ids
+    waits: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])  # waits for the end of a sync
+    calls: dict[str, trio.CancelScope] = field(default_factory=dict[str, trio.CancelScope])  # calls by wire id
+    returned: trio.Event = field(default_factory=trio.Event)
+
+
+class RequestsInFlight:
+    """Pending requests of one engine: their ids, aborts, the gate that a weight sync closes, and the reason why none can be served."""
+
+    def __init__(
+        self, name: str, abort_on_server: AbortOnServer, *, initial_version: int = 0, resends: bool = False, abort_grace_s: float = 30.0
+    ) -> None:
+        """
+        Args:
+            name: name of the engine, for messages.
+            initial_version: version of the weights that the server was started with.
+            resends: whether requests that a sync aborted are sent again after it.
+            abort_grace_s: seconds after which an aborted request without an answer is dropped, with its tokens.
+        """
+        self.name = name
+        self.initial_version: int | None = initial_version  # None once other weights were confirmed
+        self._confirmed_version = initial_version  # last version that the server was known to have
+        self._given_versions: list[int] = []  # versions of all updates that were begun, in order
+        self._abort_on_server = abort_on_server
+        self._resends = resends
+        self._abort_grace_s = abort_grace_s
+        self._id = uuid.uuid4().hex
+        self._num_wire_ids = 0
+        self._num_requests = 0
+        self._pending: dict[str, _Pending] = {}
+        self._calls: set[_Pending] = set()
+        self._holds = 0  # syncs and pauses that keep the gate closed now
+        self._num_holds = 0  # holds so far
+        self._gate = trio.Event()
+        self._gate.set()
+        self._is_closed = False
+        self._unusable: str | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """Number of generate() and generate_group() calls that have not returned."""
+        return len(self._pending)
+
+    def name_request(self, request_id: str | None) -> str:
+        """Return the given id, or a new one."""
+        self._num_requests += 1
+        return f"request-{self._num_requests - 1:012d}" if request_id is None else request_id
+
+    def note_update(self, version: int) -> None:
+        """Record an update that begins: from now on the server may answer with these weights."""
+        self._given_versions.append(version)
+
+    def note_confirmed(self, version: int) -> None:
+        """Record the server's weights: later requests are answered with them, or with those of a later update."""
+        self._confirmed_version = version
+
+    async def run(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        n: int,
+        send: Send,
+        kind: LogProbKind,
+        vocab_size: int | None = None,
+    ) -> tuple[Completion, ...]:
+        """Return n completions of one prompt, across aborting syncs, in order.
+
+        Args:
+            request_id: id for abort(); unique among pending requests.
+            params: as check_request returned them.
+            kind: kind of the server's log-probs.
+            vocab_size: bound on the token ids of the answer; None = unknown.
+
+        Raises: EngineError of `send`, or if the engine is closed or unusable; EngineProtocolError, with the names of server and request,
+            for an answer that cannot be one to this request.
+        """
+        assert request_id not in self._pending, f"request id {request_id!r} is already pending"
+        self._check_open()
+        pending = self._pending[request_id] = _Pending(name=request_id, vocab_size=vocab_size)
+        try:
+            parts = await self._run_parts(pending, prompt, params, n, send)
+        finally:
+            del self._pending[request_id]
+            pending.returned.set()
+        # no full checkpoint: if many answers come at once, it would put the next request of each behind the parsing of all others
+        await trio.lowlevel.checkpoint_if_cancelled()
+        return tuple(create_completion(request_id, prompt, params, kind, part) for part in parts)
+
+    async def call(self, send: Callable[[str], Awaitable[T]]) -> T:
+        """Make another request that needs known weights, such as scoring.
+
+        It waits at the gate, fails if the engine is closed or unusable, and is repeated if a sync began before its answer came.
+
+        Args:
+            send: f(wire id to use) -> the result.
+
+        Raises: EngineError of `send`, or if the engine is closed or unusable.
+        """
+        self._check_open()
+        pending = _Pending()
+        self._calls.add(pending)
+        try:
+            while True:
+                await self._wait_for_gate(pending)
+                wire_id, num_holds, results = self._create_wire_id(), self._num_holds, list[T]()
+                with trio.CancelScope() as scope:
+                    pending.calls[wire_id] = scope
+                    try:
+                        with self._naming(pending):
+                            results.append(await send(wire_id))
+                    finally:
+                        del pending.calls[wire_id]
+                if not results:
+                    self._check_open()
+                    raise EngineError(f"{self.name} dropped a request")
+                if self._num_holds == num_holds:  # else parts of the answer may be of different weights
+                    return results[0]
+        finally:
+            self._calls.remove(pending)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Make pending calls return their tokens so far; None = all of this engine. Returns once they have, at the latest after the grace.
+
+        Raises: EngineError if the server cannot be told.
+        """
+        wanted = list(self._pending) if request_ids is None else [i for i in request_ids if i in self._pending]
+        aborted = [self._pending[request_id] for request_id in wanted]
+        for pending in aborted:
+            pending.is_aborted = True
+            for scope in pending.waits:
+                scope.cancel()
+            for scope in pending.calls.values():
+                scope.deadline = min(scope.deadline, trio.current_time() + self._abort_grace_s)
+        waits = chain(_ABORT_REPEATS_S, repeat(_ABORT_REPEATS_S[-1]))
+        while wire_ids := [wire_id for pending in aborted for wire_id in pending.calls]:
+            await self._abort_on_server(wire_ids)
+            with trio.move_on_after(next(waits)):
+                for pending in aborted:
+                    await pending.returned.wait()
+        await trio.lowlevel.checkpoint()
+
+    @contextmanager
+    def hold(self) -> Generator[None]:
+        """Keep requests from being sent while the block runs; requests that the server aborts from now on continue afterwards."""
+        self.close_gate()
+        try:
+            yield
+        finally:
+            self.open_gate()
+
+    def close_gate(self) -> None:
+        """Keep requests from being sent until open_gate was called the same number of times."""
+        self._holds += 1
+        self._num_holds += 1
+        if self._gate.is_set():
+            self._gate = trio.Event()
+
+    def open_gate(self) -> None:
+        """Undo one close_gate."""
+        assert self._holds > 0, "the gate is open"
+        self._holds -= 1
+        if self._holds == 0:
+            self._gate.set()
+
+    def mark_unusable(self, reason: str) -> None:
+        """Fail pending and new requests until mark_usable."""
+        self._unusable = reason
+        self._cancel_all()
+
+    def mark_usable(self) -> None:
+        """Accept requests again: the weights are known."""
+        self._unusable = None
+
+    def close(self) -> None:
+        """Fail pending and new requests; the server drops requests that lose their connection."""
+        self._is_closed = True
+        self._cancel_all()
+
+    def check_not_closed(self) -> None:
+        """Raise EngineError after the end of the engine's block."""
+        if self._is_closed:
+            raise EngineError(f"{self.name} is closed: generate inside its `async with` block")
+
+    def _cancel_all(self) -> None:
+        for pending in (*self._pending.values(), *self._calls):
+            for scope in (*pending.waits, *pending.calls.values()):
+                scope.cancel()
+
+    def _check_open(self) -> None:
+        self.check_not_closed()
+        if self._unusable is not None:
+            raise EngineError(f"{self.name} cannot be used: {self._unusable}")
+
+    async def _run_parts(self, pending: _Pending, prompt: tuple[int, ...], params: SamplingParams, n: int, send: Send) -> list[_Part]:
+        parts, interrupted = await self._send(pending, prompt, params, n, send)
+        if not interrupted:
+            return parts
+
+        async def finish(sample: int) -> None:
+            part, again = parts[sample], True
+            while again and part.finish_reason == "abort":
+                part = part.keep(count_tokens_to_keep(len(part.tokens), params.stop))
+                rest = params_of_rest(params, sample, len(part.tokens))
+                (new,), again = await self._send(pending, prompt + part.tokens, rest, 1, send)
+                part = part.then(new)
+            parts[sample] = part
+
+        if n == 1:
+            await finish(0)
+            return parts
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                for sample in range(n):
+                    nursery.start_soon(finish, sample)
+        return parts
+
+    async def _send(
+        self, pending: _Pending, tokens: tuple[int, ...], params: SamplingParams, n: int, send: Send
+    ) -> tuple[list[_Part], bool]:
+        """Return the n results of one HTTP request, and whether they continue because a sync ended it."""
+        nothing = [_Part()] * n
+        await self._wait_for_gate(pending)
+        if pending.is_aborted:
+            return nothing, False
+        num_holds, initial_version = self._num_holds, self.initial_version
+        confirmed, num_given = self._confirmed_version, len(self._given_versions)
+        request = WireRequest(self._create_wire_id(), tokens, params, n)
+        results: Sequence[Generated] | None = None
+        with trio.CancelScope() as scope:
+            pending.calls[request.wire_id] = scope
+            try:
+                with self._naming(pending):
+                    results = await send(request)
+                    for result in results or ():
+                        check_generated(result, params, pending.vocab_size)
+            finally:
+                del pending.calls[request.wire_id]
+        self._check_open()
+        if results is None:  # aborted, and the answer did not come
+            return nothing, False
+        assert len(results) == n, f"{len(results)} results for {n} samples"
+        oldest = min([confirmed, *self._given_versions[num_given:]])
+        parts = [self._create_part(result, initial_version, oldest, may_fall=oldest < confirmed) for result in results]
+        return parts, self._resends and self._num_holds > num_holds and not pending.is_aborted
+
+    @contextmanager
+    def _naming(self, pending: _Pending) -> Generator[None]:
+        """Add the names of server and request to an answer's error."""
+        try:
+            yield
+        except EngineProtocolError as error:
+            raise EngineProtocolError(f"{self.name} answered {pending.name} with what is no answer to it: {error}") from error
+
+    async def _wait_for_gate(self, pending: _Pending) -> None:
+        while not self._gate.is_set() and not pending.is_aborted and not self._is_closed:
+            with trio.CancelScope() as scope:
+                pending.waits.add(scope)
+                try:
+                    await self._gate.wait()
+                finally:
+                    pending.waits.remove(scope)
+            if self._unusable is not None:
+                break
+        self._check_open()
+
+    def _create_part(self, result: Generated, initial_version: int | None, oldest_version: int, *, may_fall: bool) -> _Part:
+        by_label = {label: version_of(self.name, label, initial_version) for label in set(result.labels)}
+        versions = tuple(by_label[label] for label in result.labels)
+        check_order(f"{self.name} sampled tokens", versions, oldest_version, may_fall=may_fall)
+        return _Part(result.tokens, result.log_probs, versions, result.finish_reason)
+
+    def _create_wire_id(self) -> str:
+        # equal lengths, so that no id is the beginning of another: SGLang aborts by prefix
+        self._num_wire_ids += 1
+        return f"{self._id}-{self._num_wire_ids:012d}"

@@ -1,0 +1,87 @@
+"""Sampling of tokens from logits: temperature, top-k, top-p, min-p, one uniform number for each row. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingRows:
+    """Sampling parameters of R rows."""
+
+    temperatures: Tensor  # [R] float32; 0 = greedy
+    top_p: Tensor  # [R] float32 in (0, 1]; 1 = off
+    top_k: Tensor  # [R] int64; 0 = off
+    min_p: Tensor  # [R] float32 in [0, 1]; 0 = off
+    truncates: bool  # whether any row is truncated
+
+    def select(self, index: Tensor) -> SamplingRows:
+        """Return the rows at the given positions."""
+        return SamplingRows(self.temperatures[index], self.top_p[index], self.top_k[index], self.min_p[index], self.truncates)
+
+
+def truncate_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Return logits with -inf at tokens outside the kept set. The most probable token is always kept.
+
+    top-k keeps the k largest; top-p then keeps the shortest run of tokens, from the largest down, whose probability among those left by
+    top-k reaches top_p; min-p keeps tokens with at least min_p times the largest probability.
+
+    Args:
+        logits: # [R, V], already divided by the temperature.
+        top_k: # [R] int64, 0 = off.
+        top_p: # [R], 1 = off.
+        min_p: # [R], 0 = off.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    k = torch.where(top_k > 0, top_k, logits.shape[-1])
+    ordered = ordered.masked_fill(rank >= k[:, None], -torch.inf)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    drop = (before >= top_p[:, None]) & (top_p[:, None] < 1) & (rank > 0)
+    drop |= ordered < ordered[:, :1] + min_p[:, None].log()  # a ratio of probabilities, independent of their normalisation
+    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(drop, -torch.inf))
+
+
+def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample one token for each row by inversion of the cumulative distribution: it depends on that row's logits and uniform number only.
+
+    Args:
+        logits: # [R, V] float32.
+        uniforms: # [R] float64 in [0, 1).
+
+    Returns: tokens # [R] int64 and log_probs # [R] under the sampling distribution (temperature and truncation applied). Greedy rows
+        take the largest logit; their log-prob is at temperature 1 without truncation.
+    """
+    greedy = rows.temperatures == 0
+    scaled = logits / torch.where(greedy, torch.ones_like(rows.temperatures), rows.temperatures)[:, None]
+    if rows.truncates:
+        top_k, top_p, min_p = (torch.where(greedy, off, value) for off, value in ((0, rows.top_k), (1.0, rows.top_p), (0.0, rows.min_p)))
+        scaled = truncate_logits(scaled, top_k, top_p, min_p)
+    log_probs = scaled.log_softmax(-1)
+    cumulative = log_probs.to(torch.float64).exp_().cumsum(-1)
+    threshold = uniforms.to(cumulative.device)[:, None] * cumulative[:, -1:]
+    # right=True: the first token whose cumulative probability exceeds the threshold, never one of probability 0
+    drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    best = logits.argmax(-1)
+    tokens = torch.where(greedy | (drawn >= logits.shape[-1]), best, drawn)
+    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+class UniformStream:
+    """Uniform numbers of one request: number t belongs to its token t, independent of the rest of the batch."""
+
+    def __init__(self, seed: int, block: int = 64) -> None:
+        """seed: 0 to 2^63 - 1."""
+        self._generator = np.random.Generator(np.random.Philox(key=seed))
+        self._block = block
+        self._values: list[float] = []
+
+    def __getitem__(self, token: int) -> float:
+        while token >= len(self._values):
+            self._values.extend(self._generator.random(self._block).tolist())
+        return self._values[token]

@@ -1,0 +1,243 @@
+"""Keys and values of running sequences in slots, and the two forward passes over them: prefill of prompts, one token for every slot.
+
+The model is a Hugging Face decoder whose attention is replaced by attend_slots; no cache object of transformers is involved. Running
+sequences occupy slots 0 .. A - 1, so a decode step computes nothing for free slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollouts.errors import ConfigError
+from rollouts.models.packing import (
+    PackedRows,
+    attend_packed,
+    check_layer_kinds,
+    check_same,
+    draw_check_tokens,
+    find_check_length,
+    get_decoder,
+    get_output_layer,
+    native_attention,
+    pack_padded,
+    probe_attention,
+    run_packed,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_ROUND = 16  # live lengths are rounded up to this many tokens, so that shapes repeat
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeStep:
+    """Input of attention in one decode step over A sequences."""
+
+    keys: Tensor  # [layers, S, Hk, T, D]
+    values: Tensor  # [layers, S, Hk, T, D]
+    rows: Tensor  # [A] int64, 0 .. A - 1
+    positions: Tensor  # [A] int64, position of the new token
+    mask: Tensor  # [A, 1, 1, L] bool, True = attend; L = longest live length, rounded up
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """A prefilled prompt."""
+
+    keys: Tensor  # [layers, Hk, n, D]
+    values: Tensor  # [layers, Hk, n, D]
+    logits: Tensor  # [V] float32, for the token after it
+
+    @property
+    def length(self) -> int:
+        """Number of tokens n."""
+        return self.keys.shape[2]
+
+
+def attend_and_capture(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    *,
+    packed: PackedRows,
+    captured: dict[int, tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Run attend_packed, and store each layer's keys and values, # [Hk, N, D], in `captured`."""
+    captured[cast("int", module.layer_idx)] = (key[0], value[0])
+    return attend_packed(module, query, key, value, scaling, dropout, window, packed=packed)
+
+
+def attend_slots(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None, *, step: DecodeStep
+) -> Tensor:
+    """Attend from one new token for each slot: write its key and value, then attend to all keys and values of the slot.
+
+    query: # [A, Hq, 1, D]; key, value: # [A, Hk, 1, D]. Returns # [A, 1, Hq, D].
+    """
+    layer = cast("int", module.layer_idx)
+    keys, values = step.keys[layer], step.values[layer]
+    keys[step.rows, :, step.positions] = key[:, :, 0]
+    values[step.rows, :, step.positions] = value[:, :, 0]
+    num_rows, num_heads, _, width = query.shape
+    num_kv_heads, live = keys.shape[1], step.mask.shape[-1]
+    mask = step.mask
+    if window is not None and live > window:
+        mask = mask & (torch.arange(live, device=mask.device) > step.positions[:, None] - window)[:, None, None]
+    # heads that share a key are queries of one attention call: no key is copied
+    grouped = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, width)
+    out = scaled_dot_product_attention(grouped, keys[:num_rows, :, :live], values[:num_rows, :, :live], attn_mask=mask, scale=scaling)
+    return out.reshape(num_rows, 1, num_heads, width)
+
+
+class SlotModel:
+    """A model with slots. Holds weights, keys and values; independent of requests."""
+
+    def __init__(self, model: PreTrainedModel, *, max_slots: int, name: str) -> None:
+        """
+        Args:
+            model: used by this object alone from now on; its attention is replaced.
+            max_slots: maximum number of sequences at the same time; memory grows with the actual number.
+
+        Raises: ConfigError if decoding over slots gives other logits than the model's own forward pass.
+        """
+        check_layer_kinds(model)
+        self.model = model.eval()
+        self.max_slots = max_slots
+        self.device = next(model.parameters()).device
+        self._name = name
+        self._decoder: Any = get_decoder(model)
+        self._head, self._bias = get_output_layer(model)
+        self._keys = self._values = torch.empty(0)
+        self._check()
+
+    @property
+    def num_allocated(self) -> tuple[int, int]:
+        """Allocated slots, and tokens in each slot."""
+        return (self._keys.shape[1], self._keys.shape[3]) if self._keys.numel() else (0, 0)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Prefix]:
+        """Run several prompts, packed one after another."""
+        packed = self._pack(prompts)
+        captured: dict[int, tuple[Tensor, Tensor]] = {}
+        with torch.inference_mode():
+            hidden = run_packed(self.model, packed, partial(attend_and_capture, packed=packed, captured=captured))  # [N, H]
+            logits = self.compute_logits(hidden[packed.cu_seqlens[1:] - 1])
+            keys = torch.stack([captured[layer][0] for layer in sorted(captured)])  # [layers, Hk, N, D]
+            values = torch.stack([captured[layer][1] for layer in sorted(captured)])
+        bounds = cast("list[int]", packed.cu_seqlens.tolist())
+        return [
+            Prefix(keys=keys[:, :, start:end], values=values[:, :, start:end], logits=logits[i])
+            for i, (start, end) in enumerate(pairwise(bounds))
+        ]
+
+    def hidden_states(self, tokens: Sequence[int]) -> Tensor:
+        """Return the last hidden states of one row. # [N, H]"""
+        with torch.inference_mode():
+            return run_packed(self.model, self._pack([tokens]))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [..., V] in float32 from hidden states [..., H]."""
+        with torch.inference_mode():
+            return torch.nn.functional.linear(hidden, self._head, self._bias).float()
+
+    def fill(self, slots: Sequence[int], prefix: Prefix) -> None:
+        """Copy a prefix into several slots."""
+        self._reserve(max(slots) + 1, prefix.length + 1)
+        index = torch.tensor(slots, device=self.device)
+        with torch.inference_mode():
+            self._keys[:, index, :, : prefix.length] = prefix.keys[:, None]
+            self._values[:, index, :, : prefix.length] = prefix.values[:, None]
+
+    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Append one token to each of the first A slots and return the logits after it.
+
+        Args:
+            tokens: # [A] int64.
+            positions: # [A] int64, position of each token in its sequence.
+
+        Returns: # [A, V] float32.
+        """
+        num_rows, longest = tokens.numel(), int(positions.max()) + 1
+        self._reserve(num_rows, longest)
+        live = min(self._keys.shape[3], -(-longest // _ROUND) * _ROUND)
+        with torch.inference_mode():
+            mask = torch.arange(live, device=self.device) <= positions[:, None]
+            rows = torch.arange(num_rows, device=self.device)
+            step = DecodeStep(self._keys, self._values, rows, positions, mask[:, None, None])
+            output = self._decoder(
+                input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, attend_fn=partial(attend_slots, step=step)
+            )
+            return self.compute_logits(output.last_hidden_state[:, 0])
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
+        """Copy slots to other slots (distinct from all sources); longest: tokens in the fullest of them."""
+        if sources:
+            source, target = torch.tensor(sources, device=self.device), torch.tensor(targets, device=self.device)
+            with torch.inference_mode():
+                self._keys[:, target, :, :longest] = self._keys[:, source, :, :longest]
+                self._values[:, target, :, :longest] = self._values[:, source, :, :longest]
+
+    def _pack(self, rows: Sequence[Sequence[int]]) -> PackedRows:
+        width = max(map(len, rows))
+        padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
+        return pack_padded(padded, torch.tensor([len(row) for row in rows], device=self.device))
+
+    def _reserve(self, num_slots: int, num_tokens: int) -> None:
+        """Grow the memory to at least num_slots slots of at least num_tokens tokens, keeping its contents."""
+        have_slots, have_tokens = self.num_allocated
+        if num_slots <= have_slots and num_tokens <= have_tokens:
+            return
+        slots = have_slots if num_slots <= have_slots else min(self.max_slots, max(num_slots, 2 * have_slots))
+        tokens = have_tokens if num_tokens <= have_tokens else max(2 * _ROUND, -(-num_tokens // _ROUND) * _ROUND, have_tokens * 3 // 2)
+        tokens = -(-tokens // _ROUND) * _ROUND
+        shape = self._kv_shape
+        with torch.inference_mode():
+            # zeros, not uninitialised memory: a NaN behind the mask would still spoil a sum
+            keys = torch.zeros(shape[0], slots, shape[1], tokens, shape[2], dtype=self._kv_dtype, device=self.device)
+            values = torch.zeros_like(keys)
+            if have_slots:
+                keys[:, :have_slots, :, :have_tokens] = self._keys
+                values[:, :have_slots, :, :have_tokens] = self._values
+        self._keys, self._values = keys, values
+
+    def _check(self) -> None:
+        """Compare decoding over slots with the model's own forward pass on random tokens, in rows longer than its windows."""
+        try:
+            with torch.inference_mode():
+                length = find_check_length(self.model, probe_attention(self.model), at_least=7)
+                rows = draw_check_tokens(self.model, (2, length))
+                tokens = cast("list[list[int]]", rows.tolist())
+                with native_attention(self.model):
+                    expected = self.model(input_ids=rows, use_cache=False).logits.float()
+                prefixes = self.prefill([tokens[0][: length - 3], tokens[1][: length - 2]])
+                self._kv_shape = (prefixes[0].keys.shape[0], prefixes[0].keys.shape[1], prefixes[0].keys.shape[3])
+                self._kv_dtype = prefixes[0].keys.dtype
+                for slot, prefix in enumerate(prefixes):
+                    self.fill([slot], prefix)
+                first = torch.tensor([tokens[0][length - 3], tokens[1][length - 2]], device=self.device)
+                second = torch.tensor([tokens[0][length - 2], tokens[1][length - 1]], device=self.device)
+                positions = torch.tensor([length - 3, length - 2], device=self.device)
+                self.decode(first, positions)
+                found = self.decode(second, positions + 1)
+        except ConfigError as error:
+            raise ConfigError(f"{self._name}: {error}") from error
+        except (TypeError, RuntimeError, AssertionError, AttributeError, LookupError, ValueError) as error:
+            raise ConfigError(f"{self._name}: {type(self.model).__name__} cannot decode over slots: {error}") from error
+        wanted = torch.stack([expected[0, length - 2], expected[1, length - 1]])
+        what = f"{self._name}: {type(self.model).__name__} gives other logits when it decodes over slots"
+        check_same(found, wanted, what, self._head.dtype)
+        self._keys = self._values = torch.empty(0)

@@ -1,0 +1,424 @@
+"""SGLangEngine: rollouts from an SGLang server, tokens in and tokens out. Pure parts in engines/sglang/protocol.py."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import httpx
+import trio
+from torch import Tensor
+
+from rollouts.engines.http.checks import INITIAL_LABEL, ServerInfo, check_request, check_tokens
+from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
+from rollouts.engines.http.requests import Generated, RequestsInFlight, Send, WireRequest, version_of
+from rollouts.engines.protocol import EngineFeature
+from rollouts.engines.sglang.control import SGLangWeights
+from rollouts.engines.sglang.facts import MeasuredKind, ask_facts, read_facts
+from rollouts.engines.sglang.protocol import (
+    LOWEST_TEMPERATURE,
+    PauseMode,
+    SGLangServer,
+    create_sample_ids,
+    parse_prompt_log_probs,
+    parse_server_info,
+    parse_sglang_event,
+    parse_sglang_response,
+    prompt_log_probs_payload,
+    sglang_payload,
+    sglang_sampling_params,
+)
+from rollouts.engines.weights.checkpoint_check import (
+    CheckpointLayout,
+    check_checkpoint,
+    check_tensors,
+    expect_dtype,
+    read_fingerprint,
+    read_reference,
+    read_weight_version,
+)
+from rollouts.engines.weights.path_map import PathMap
+from rollouts.engines.weights.transaction import ServedDirectory, ServerControls, WeightTransaction
+from rollouts.errors import CheckpointError, EngineError, EngineProtocolError, EngineRequestError, raise_single_errors
+from rollouts.seeds import derive_seed
+from rollouts.types import Completion, SamplingParams
+from rollouts.weight_specs import WeightSpec, describe_weights, plan_weights
+
+_ABORTS_AT_ONCE = 16
+
+
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Called with new tokens and their log-probs."""
+
+
+class SGLangEngine:
+    """An InferenceEngine over a running SGLang server.
+
+        async with SGLangEngine("http://127.0.0.1:30000") as engine:
+            completion = await engine.generate(prompt_tokens, SamplingParams(max_tokens=64))
+
+    - Each token carries the version of the weights that sampled it, from the server's own spans.
+    - Log-probs are after the temperature and before top_p, top_k and min_p.
+    - Seeds have no effect unless the server runs --enable-deterministic-inference; the engine warns once.
+    - A request may reach two tokens less than the context length: the server reserves them.
+    - /health is never called: the server answers it by generating, which while paused takes 20 s and ends with the server marked unhealthy.
+    """
+
+    features = frozenset({EngineFeature.MEMORY_UPDATES, EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.DISTRUST})
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        expected_model: str | Path | None = None,
+        vocab_size: int | None = None,
+        initial_version: int = 0,
+        in_flight: Literal["continue", "abort"] = "continue",
+        log_prob_kind: MeasuredKind | None = None,
+        reference: CheckpointLayout | None = None,
+        allow_cast: bool = False,
+        bucket_bytes: int = 32 * 2**20,
+        max_connections: int = 4096,
+        deadlines: Deadlines | None = None,
+        retry: RetryPolicy | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        path_map: PathMap | None = None,
+        name: str | None = None,
+    ) -> None:
+        """
+        Args:
+            expected_model: directory, hub id or served name that the server must have.
+            vocab_size: vocabulary size of the trained model; needed if the server's model directory cannot be read from here, because an id
+                outside the vocabulary kills the server.
+            initial_version: version of the weights that the server was started with.
+            in_flight: effect of a weight sync on running requests: "continue" = they continue under the new weights, their keys and values
+                computed again; "abort" = they return, and the engine sends prompt and partial answer again.
+            log_prob_kind: "untempered" for a server with SGLANG_RETURN_ORIGINAL_LOGPROB; None = as measured on entering.
+            reference: layout of the served model; default: that of the server's model directory if it can be read from here, else of the
+                first weights that are loaded.
+            allow_cast: whether new weights may have another floating-point precision than the reference.
+            bucket_bytes: bytes of tensors in one request of update_weights.
+            max_connections: maximum number of generations in flight; more wait.
+            transport: transport for tests.
+            path_map: map from directories of weights here to other paths at the server.
+            name: name in messages.
+        """
+        assert in_flight in ("continue", "abort"), f"in_flight is {in_flight!r}, expected 'continue' or 'abort'"
+        self._server = HTTPEndpoint(
+            base_url, api_key=api_key, deadlines=deadlines, retry=retry, max_connections=max_connections, transport=transport
+        )
+        self.name = name or f"the SGLang server at {self._server.base_url}"
+        self._paths = path_map or PathMap()
+        self._expected_model = expected_model
+        self._vocab_size = vocab_size
+        self._in_flight: Literal["continue", "abort"] = in_flight
+        self._log_prob_kind: MeasuredKind | None = log_prob_kind
+        self._bucket_bytes = bucket_bytes
+        self._reference = reference
+        self._allow_cast = allow_cast
+        self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
+        self._num_samples: dict[str, int] = {}  # samples of each wire id in flight
+        pause_mode: PauseMode = "retract" if in_flight == "continue" else "abort"
+        self._routes = SGLangWeights(self.name, self._server, pause_mode, lambda: len(self._num_samples), self._paths)
+        self._facts: SGLangServer | None = None
+        self._weights: WeightTransaction | None = None
+        self._has_warned_of_seeds = False
+        self._exit_stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._server)
+            self._facts = await read_facts(
+                self.name,
+                self._server,
+                expected_model=self._expected_model,
+                vocab_size=self._vocab_size,
+                log_prob_kind=self._log_prob_kind,
+                paths=self._paths,
+            )
+            info = self._facts.info
+            self._weights = await self._create_transaction(info)
+            self._exit_stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._requests.close()
+        if self._weights is not None:
+            await self._weights.close()
+        await self._exit_stack.aclose()
+
+    # -- generation
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
+        """Sample one completion; max_tokens is cut to the rest of the context.
+
+        Raises: EngineError before sending, for a request that the server would refuse or die of; or if the server fails.
+        """
+        (completion,) = await self.generate_group(prompt_tokens, params, 1, request_id=request_id)
+        return completion
+
+    async def generate_group(
+        self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, *, request_id: str | None = None
+    ) -> tuple[Completion, ...]:
+        """Sample n completions of one prompt in one request, aborted as one. Raises as generate."""
+        return await self._run(prompt_tokens, params, n, request_id, self._send)
+
+    async def generate_streaming(
+        self, prompt_tokens: Sequence[int], params: SamplingParams, on_tokens: OnTokens, *, request_id: str | None = None
+    ) -> Completion:
+        """Sample as generate; on_tokens is called with the tokens as they arrive, for a display. The server repeats all tokens each time,
+        at a cost of the length squared. If an aborting sync interrupts a request with stop strings, its last few tokens arrive again.
+        """
+        if self._get_facts().streams_deltas:
+            raise EngineError(f"{self.name} runs with --incremental-streaming-output, whose streams this client does not read")
+        (completion,) = await self._run(prompt_tokens, params, 1, request_id, partial(self._send_streaming, on_tokens))
+        return completion
+
+    async def _run(
+        self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, request_id: str | None, send: Send
+    ) -> tuple[Completion, ...]:
+        server = self._get_facts()
+        prompt, request_id = tuple(prompt_tokens), self._requests.name_request(request_id)
+        params = check_request(
+            self.name, request_id, prompt, params, n, server.info, max_prompt=server.max_prompt, max_total=server.max_total
+        )
+        if 0 < params.temperature < LOWEST_TEMPERATURE:
+            raise EngineRequestError(
+                f"{self.name}: {request_id} has temperature = {params.temperature:g}, which SGLang takes for greedy: use 0"
+            )
+        if params.seed is not None and not server.info.honors_seeds and not self._has_warned_of_seeds:
+            self._has_warned_of_seeds = True
+            warnings.warn(
+                f"{self.name} ignores seeds: start it with --enable-deterministic-inference, or do not rely on equal samples", stacklevel=4
+            )
+        found = await self._requests.run(request_id, prompt, params, n, send, server.info.log_prob_kind, server.info.vocab_size)
+        return tuple(_end_if_full(completion, server.max_prompt) for completion in found)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Make pending calls return with the tokens they have; None = all calls of this engine, and of no other client."""
+        await self._requests.abort(request_ids)
+
+    async def compute_prompt_log_probs(self, tokens: Sequence[int], start_index: int = 1) -> list[float]:
+        """Return log-probs of tokens[start_index:] given all before them, at temperature 1 under the current weights.
+
+        Args:
+            start_index: at least 1; the first token of a sequence has no prediction.
+
+        Raises: EngineError.
+        """
+        server = self._get_facts()
+        check_tokens(self.name, "compute_prompt_log_probs", tokens, server.info.vocab_size)
+        if not 1 <= start_index <= len(tokens) <= server.max_prompt:
+            raise EngineError(
+                f"{self.name}: start_index is {start_index} for {len(tokens)} tokens, expected 1 to their number, and no more tokens than "
+                f"{server.max_prompt}"
+            )
+        if start_index == len(tokens):
+            return []
+        found = None
+        while found is None:  # repeated if a weight sync aborted it
+            response = await self._requests.call(partial(self._score, tokens, start_index))
+            found = parse_prompt_log_probs(response, tokens, start_index, server.info.vocab_size)
+        return list(found)
+
+    async def recompute_output_log_probs(
+        self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
+    ) -> tuple[float, ...]:
+        """Return log-probs of input_tokens[start_index:] under the current weights; the server computes them at temperature 1 only.
+
+        Raises: EngineError, also for another temperature.
+        """
+        if temperature != 1.0:
+            raise EngineError(
+                f"{self.name} computes log-probs of given tokens at temperature 1 only, not {temperature:g}: use the training backend"
+            )
+        return tuple(await self.compute_prompt_log_probs(input_tokens, start_index))
+
+    async def _send(self, request: WireRequest) -> Sequence[Generated]:
+        if self._is_used_up(request):
+            return [Generated((), (), (), "length")] * request.n
+        with self._in_flight_as(request) as ids:
+            return parse_sglang_response(await self._server.post_json("/generate", self._create_payload(request, ids)), ids)
+
+    async def _send_streaming(self, on_tokens: OnTokens, request: WireRequest) -> Sequence[Generated]:
+        if self._is_used_up(request):
+            return [Generated((), (), (), "length")]
+        num_heard, whole = 0, None
+        with self._in_flight_as(request) as ids:
+            async with self._server.stream_events("/generate", {**self._create_payload(request, ids), "stream": True}) as events:
+                async for event in events:
+                    tokens, log_probs, whole = parse_sglang_event(event, ids[0])
+                    if len(tokens) > num_heard:
+                        on_tokens(tokens[num_heard:], log_probs[num_heard:])
+                        num_heard = len(tokens)
+        if whole is None:
+            raise EngineProtocolError(f"{self.name} ended the stream of {ids[0]} without a finish reason")
+        return [whole]
+
+    def _is_used_up(self, request: WireRequest) -> bool:
+        """Whether an abort left no room in the context or the budget to continue."""
+        return len(request.tokens) > self._get_facts().max_prompt or request.params.max_tokens < 1
+
+    @contextmanager
+    def _in_flight_as(self, request: WireRequest) -> Generator[list[str]]:
+        """Register the request's samples for aborts during the block. Yields their ids."""
+        self._num_samples[request.wire_id] = request.n
+        try:
+            yield create_sample_ids(request.wire_id, request.n)
+        finally:
+            del self._num_samples[request.wire_id]
+
+    def _create_payload(self, request: WireRequest, ids: Sequence[str]) -> dict[str, Any]:
+        params, seeded = request.params, self._get_facts().info.honors_seeds
+        seeds = [params.seed if params.seed is None or request.n == 1 else derive_seed(params.seed, i) for i in range(request.n)]
+        return sglang_payload([request.tokens] * request.n, [sglang_sampling_params(params.new(seed=s), seeded=seeded) for s in seeds], ids)
+
+    async def _score(self, tokens: Sequence[int], start_index: int, wire_id: str) -> Any:
+        return await self._server.post_json("/generate", prompt_log_probs_payload(tokens, start_index, wire_id))
+
+    async def _abort_on_server(self, wire_ids: Sequence[str]) -> None:
+        # not abort_all, which would end the requests of other clients; and not one abort for all samples by their common prefix: the server
+        # drops an id that is not itself alive
+        ids = [one for wire_id in wire_ids for one in create_sample_ids(wire_id, self._num_samples.get(wire_id, 0))]
+        places = trio.CapacityLimiter(_ABORTS_AT_ONCE)
+
+        async def abort(one: str) -> None:
+            async with places:
+                await self._server.post_text("/abort_request", {"rid": one}, idempotent=True)
+
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                for one in ids:
+                    nursery.start_soon(abort, one)
+
+    # -- weights
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+        """Load a Hugging Face directory, which must have this path on the server too.
+
+        Returns: {"success": True, "weight_version", "pause_s", "load_s", "confirm_s", "resume_s"}.
+        Raises: EngineError; before the server is contacted if the files are incomplete or do not fit the model.
+        """
+        self._get_facts()
+        path = Path(checkpoint_path).absolute()
+        try:
+            layout = await trio.to_thread.run_sync(partial(check_checkpoint, path, self._reference, allow_cast=self._allow_cast))
+            version = await trio.to_thread.run_sync(read_weight_version, path)
+        except CheckpointError as error:
+            raise EngineError(f"{self.name} was not given new weights: {error}") from error
+        answer = await self._get_weights().load_directory(path, version, layout.fingerprint)
+        self._reference = self._reference or layout
+        return answer
+
+    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
+        """Send the weights over HTTP, in buckets; the server needs no access to a local disk. Returns and raises as above."""
+        specs = describe_weights(weights)
+        send = partial(
+            SGLangWeights.send_tensors, num_ranks=self.tensor_parallel_size, plan=plan_weights(specs, self._bucket_bytes), weights=weights
+        )
+        return await self.update_weights_with(send, specs, weight_version)
+
+    async def update_weights_with(
+        self, load: Callable[[SGLangWeights, str], Awaitable[None]], specs: Sequence[WeightSpec], weight_version: int
+    ) -> Mapping[str, Any]:
+        """Update the paused server with `load`, for instance over a process group. Returns and raises as above.
+
+        Args:
+            load: called with the server's routes and the label of the weights, which it must set (write_label, or a field of the last
+                request).
+            specs: specs of all weights, checked first: tensors that do not fit kill the server.
+        """
+        self.check_weights(specs)
+        return await self._get_weights().load_with(partial(load, self._routes), weight_version)
+
+    def check_weights(self, specs: Sequence[WeightSpec]) -> None:
+        """Raise EngineError for weights that the server cannot take from memory."""
+        server = self._get_facts()
+        if server.data_parallel_size > 1:
+            raise EngineError(
+                f"{self.name} runs {server.data_parallel_size} data parallel replicas, which take no tensors: use a checkpoint directory"
+            )
+        try:
+            check_tensors(specs, self._reference, allow_cast=self._allow_cast)
+        except CheckpointError as error:
+            raise EngineError(f"{self.name} was not given new weights: {error}") from error
+
+    def describe_weights(self) -> str:
+        """Describe the server's weights, as the end of a sentence."""
+        return self._get_weights().describe()
+
+    def distrust_weights(self, reason: str) -> None:
+        """Mark the server's weights as other than it reports: fail requests until an update succeeds."""
+        self._get_weights().distrust(reason)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of processes of the server's model."""
+        return self._get_facts().tensor_parallel_size
+
+    async def join_weight_group(self, payload: Mapping[str, Any]) -> None:
+        """Join the server's processes to a process group; returns when all members have joined. See channels.py."""
+        await self._routes.update("/init_weights_update_group", payload)
+
+    async def leave_weight_group(self, group_name: str) -> None:
+        """Remove the server's processes from a process group."""
+        await self._routes.update("/destroy_weights_update_group", {"group_name": group_name})
+
+    async def get_weight_version(self) -> int:
+        """Return the version of the weights that will sample the next token, as the server reports it."""
+        self._get_facts()
+        return version_of(self.name, await self._routes.read_label(), self._requests.initial_version)
+
+    async def compute_checksum(self) -> str:
+        """Return a checksum over all weights of the server: equal on two servers if and only if their weights are."""
+        self._get_facts()
+        return await self._routes.compute_checksum()
+
+    async def pause(self) -> None:
+        """Stop generating until resume(); requests wait, or continue afterwards."""
+        await self._get_weights().pause()
+
+    async def resume(self) -> None:
+        """Undo pause(), or a pause that another client left."""
+        await self._get_weights().resume()
+
+    async def describe_server(self) -> ServerInfo:
+        """Return the facts that the server reports now."""
+        server = self._get_facts()
+        now = parse_server_info(*await ask_facts(self._server))
+        return replace(now.info, log_prob_kind=server.info.log_prob_kind, vocab_size=server.info.vocab_size)
+
+    async def _create_transaction(self, info: ServerInfo) -> WeightTransaction:
+        routes, model_path = self._routes, self._paths.to_local(info.model_path)
+        served = None
+        if info.weight_version == INITIAL_LABEL:  # else weights may have been loaded in another way since this directory
+            served = ServedDirectory(model_path, INITIAL_LABEL, await trio.to_thread.run_sync(read_fingerprint, model_path))
+        if self._reference is None:
+            found = await trio.to_thread.run_sync(read_reference, model_path)
+            self._reference = found if found is None or info.dtype is None else expect_dtype(found, info.dtype)
+        controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
+        version = version_of(self.name, info.weight_version, self._requests.initial_version)
+        return WeightTransaction(self._requests, controls, version=version, served=served)
+
+    def _get_facts(self) -> SGLangServer:
+        assert self._facts is not None, "use the engine inside its `async with` block"
+        self._requests.check_not_closed()
+        return self._facts
+
+    def _get_weights(self) -> WeightTransaction:
+        assert self._weights is not None, "use the engine inside its `async with` block"
+        self._requests.check_not_closed()
+        return self._weights
+
+
+def _end_if_full(completion: Completion, max_prompt: int) -> Completion:
+    """End an aborted answer that is too long to be sent as a prompt with reason "length": no server can continue it."""
+    is_full = completion.finish_reason == "abort" and completion.input_len + completion.output_len > max_prompt
+    return replace(completion, finish_reason="length") if is_full else completion

@@ -1,0 +1,252 @@
+"""Critics and reward models: Hugging Face models with a head of one score per token."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from rollouts.errors import ConfigError
+from rollouts.models.loading import check_model_directory, explain_loading, load_hf_model, parse_dtype
+from rollouts.models.outputs import get_value_head
+from rollouts.models.packing import get_decoder
+from rollouts.models.weights import has_adapters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_critic_model(
+    path: str | Path, *, seed: int = 0, head_std: float | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a saved critic, a reward model as critic, or a causal language model's backbone with a fresh head. Nothing is downloaded.
+
+    Args:
+        path: a directory of one of these kinds. The values of a reward model are its scores of the text so far (the initialization of
+            Ouyang et al. 2022).
+        seed, head_std: for a fresh head, see init_value_head.
+        trust_remote_code: run the Python files in the directory; only for a directory you trust.
+
+    Returns: a token-classification model with one label, float32, on the CPU, without dropout in its head.
+    Raises: ConfigError if the directory is not a complete model, or transformers has no token-classification model for it.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    directory = check_model_directory(path)
+    with explain_loading(directory, "critic (a token-classification model with one label)"):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+        kinds = cast("list[str]", getattr(config, "architectures", None) or [])
+        if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+            scorer = AutoModelForSequenceClassification.from_pretrained(
+                directory, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+            critic = create_critic_model(cast("PreTrainedModel", scorer), seed=seed)
+            with torch.no_grad():
+                get_value_head(critic).weight.copy_(get_value_head(cast("PreTrainedModel", scorer)).weight)
+            return critic
+        if not any(kind.endswith("ForTokenClassification") for kind in kinds):
+            model = load_hf_model(directory, trust_remote_code=trust_remote_code)
+            return create_critic_model(model, seed=seed, head_std=head_std)
+        loaded, info = AutoModelForTokenClassification.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    missing = sorted(cast("dict[str, Any]", info)["missing_keys"])
+    if missing:
+        raise ConfigError(f"{directory} lacks the weights {missing[:5]}: it is not a complete critic")
+    model = cast("PreTrainedModel", loaded)
+    get_value_head(model)
+    return model
+
+
+def create_critic_model(
+    model: PreTrainedModel, *, seed: int = 0, head_std: float | None = None, merged: Mapping[str, Tensor] | None = None
+) -> PreTrainedModel:
+    """Create a critic from a copy of a causal language model's backbone and a fresh value head; shares no weight with `model`.
+
+    Args:
+        seed, head_std: for the head, see init_value_head.
+        merged: of a model with adapters its weights with the adapters merged: dict(backends.weights.read.stream_weights(model)).
+
+    Raises: ConfigError if transformers has no token-classification model for this architecture.
+    """
+    from transformers import AutoModelForTokenClassification
+
+    return create_model_with_head(
+        AutoModelForTokenClassification, model, {"classifier_dropout": 0.0}, seed=seed, head_std=head_std, merged=merged
+    )
+
+
+def create_model_with_head(
+    kind: Any,
+    model: PreTrainedModel,
+    settings: Mapping[str, Any],
+    *,
+    seed: int,
+    head_std: float | None,
+    merged: Mapping[str, Tensor] | None = None,
+) -> PreTrainedModel:
+    """Create a model with one label from a copy of a causal language model's backbone and a fresh head.
+
+    Args:
+        kind: transformers class, AutoModelForTokenClassification or AutoModelForSequenceClassification.
+        settings: configuration values, besides those of `model`.
+        seed, head_std: for the head, see init_value_head.
+        merged: see create_critic_model.
+
+    Raises: ConfigError if transformers has no model of this kind for this architecture, or for adapters without merged weights.
+    """
+    if has_adapters(model) and merged is None:
+        raise ConfigError(
+            f"this {type(model).__name__} has adapters, which a copy of its backbone would lack: pass merged=dict(stream_weights(model)) "
+            "of rollouts.backends.weights.read"
+        )
+    config = copy.deepcopy(model.config)
+    for name, value in {"num_labels": 1, **settings}.items():
+        setattr(config, name, value)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            made = cast("PreTrainedModel", kind.from_config(config))
+    except ValueError as error:
+        raise ConfigError(f"transformers has no {kind.__name__} for {type(model).__name__}: {error}") from error
+    names = get_decoder(made).state_dict().keys()
+    prefix = f"{model.base_model_prefix}."
+    weights = get_decoder(model).state_dict() if merged is None else {name: merged[prefix + name] for name in names}
+    get_decoder(made).load_state_dict(weights)
+    init_value_head(made, seed=seed, std=head_std)
+    return made
+
+
+def init_value_head(model: PreTrainedModel, *, seed: int, std: float | None = None) -> None:
+    """Draw the weights of the value head from N(0, std^2), by the seed alone; the bias is 0.
+
+    Args:
+        std: None = 1 / (H + 1) for H hidden units, so that first values are near 0 (Stiennon et al. 2020 use 1 / sqrt(H + 1) for a
+            reward model, OpenRLHF 1 / (H + 1) for a critic).
+    """
+    head = get_value_head(model)
+    std = 1 / (head.in_features + 1) if std is None else std
+    with torch.no_grad():
+        drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
+        head.weight.copy_(drawn * std)
+        if getattr(head, "bias", None) is not None:
+            head.bias.zero_()
+
+
+READS_TURN_END = "rollouts_reads_turn_end"
+"""Configuration key: true if the score is read at an answer's end-of-turn token, not behind the template's text after it."""
+
+
+def create_reward_model(
+    model: PreTrainedModel, *, seed: int = 0, head_std: float | None = None, merged: Mapping[str, Tensor] | None = None
+) -> PreTrainedModel:
+    """Create a reward model from a copy of a causal language model's backbone and a fresh head; shares no weight with `model`.
+
+    Args:
+        seed, head_std: for the head, see init_value_head.
+        merged: see create_critic_model.
+
+    Raises: ConfigError if transformers has no sequence-classification model for this architecture.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    return create_model_with_head(
+        AutoModelForSequenceClassification, model, {READS_TURN_END: True}, seed=seed, head_std=head_std, merged=merged
+    )
+
+
+def load_reward_model(
+    path: str | Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a sequence-classification model with one label from a directory. Nothing is downloaded.
+
+    Args:
+        dtype: dtype of the parameters; float32 if it is to be trained.
+        trust_remote_code: run the Python files in the directory; only for a directory you trust.
+
+    Returns: the model, in eval mode.
+    Raises: ConfigError if the directory is not a complete model of this kind: a language model, several labels, a head that is more than
+        one linear layer.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    directory = check_reward_model(path, trust_remote_code=trust_remote_code)
+    with explain_loading(directory, "reward model (a sequence-classification model with one label)"):
+        loaded, info = AutoModelForSequenceClassification.from_pretrained(
+            directory, dtype=parse_dtype(dtype), local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    missing = sorted(cast("dict[str, Any]", info)["missing_keys"])
+    if missing:
+        raise ConfigError(f"{directory} lacks the weights {missing[:5]}: it is not a complete reward model")
+    model = cast("PreTrainedModel", loaded)
+    _check_score_head(model, directory)
+    return cast("PreTrainedModel", cast("torch.nn.Module", model).to(device).eval())
+
+
+def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> Path:
+    """Return the path if its configuration is a reward model's, without loading weights. Raises ConfigError as load_reward_model."""
+    from transformers import AutoConfig
+
+    directory = check_model_directory(path)
+    with explain_loading(directory, "reward model (a sequence-classification model with one label)"):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    if not is_reward_model(config):
+        kinds = cast("list[str]", getattr(config, "architectures", None) or [])
+        raise ConfigError(
+            f"{directory} is a {' or '.join(kinds) or 'model of no stated kind'}, expected one ending with ForSequenceClassification: "
+            "it has no head that scores. Train one from it (train_reward_model), or serve a model of another kind and ask it over HTTP "
+            "(open_remote_reward)"
+        )
+    num_labels = int(cast("Any", config).num_labels)
+    if num_labels != 1:
+        raise ConfigError(
+            f"{directory} has {num_labels} labels, expected 1: a reward model gives one score, a classifier of several classes none. "
+            "Give a reward model, or a reward function of your own that makes one number of the classes"
+        )
+    return directory
+
+
+def is_reward_model(config: Any) -> bool:
+    """Whether a model configuration is that of a sequence-classification model."""
+    return any(kind.endswith("ForSequenceClassification") for kind in getattr(config, "architectures", None) or [])
+
+
+def reads_turn_end(model: PreTrainedModel) -> bool:
+    """Whether the score is read at an answer's own last token, as in all models that create_reward_model made.
+
+    Other models are as a rule trained on conversations as the chat template renders them, with its text behind the last message.
+    """
+    return bool(getattr(model.config, READS_TURN_END, False))
+
+
+def load_reward_start(
+    path: str | Path, *, seed: int = 0, head_std: float | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load the starting point of reward-model training: a saved reward model, or a language model's backbone with a fresh head.
+
+    Args:
+        seed, head_std: for a fresh head, see init_value_head.
+
+    Raises: ConfigError as load_reward_model and load_hf_model.
+    """
+    from transformers import AutoConfig
+
+    directory = check_model_directory(path)
+    with explain_loading(directory, "reward model"):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    if is_reward_model(config):
+        return load_reward_model(directory, trust_remote_code=trust_remote_code)
+    return create_reward_model(load_hf_model(directory, trust_remote_code=trust_remote_code), seed=seed, head_std=head_std)
+
+
+def _check_score_head(model: PreTrainedModel, directory: Path) -> None:
+    try:
+        get_value_head(model)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{directory} is a {type(model).__name__}, whose head is not one linear layer over the last token's hidden state: "
+            "serve it, and ask it over HTTP (open_remote_reward)"
+        ) from error

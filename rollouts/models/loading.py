@@ -1,0 +1,125 @@
+"""Loading of Hugging Face models, tokenizers and dtypes from a directory, with errors that say what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from safetensors import SafetensorError
+
+from rollouts.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """Return the dtype of a name: float32 (fp32), bfloat16 (bf16), float16 (fp16), with or without "torch.". Raises ConfigError."""
+    if isinstance(name, torch.dtype):
+        return name
+    known = {
+        "float32": torch.float32,
+        "fp32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "bf16": torch.bfloat16,
+        "float16": torch.float16,
+        "fp16": torch.float16,
+    }
+    dtype = known.get(name.lower().removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f"unknown dtype {name!r}: known are {', '.join(known)}")
+    return dtype
+
+
+def parse_device(name: str) -> torch.device:
+    """Return the device of a name: cpu, cuda, cuda:N, mps, or auto (the first available of cuda, mps, cpu). Raises ConfigError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {name!r}: use cpu, cuda, cuda:N, mps or auto") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but torch sees no CUDA GPU: use cpu, or install a CUDA build of torch")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError(f"device is {name!r}, but torch sees no Apple GPU: use cpu")
+    return device
+
+
+def check_model_directory(path: str | Path) -> Path:
+    """Return the path if it is a Hugging Face model directory. Raises ConfigError saying what is missing."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{directory} is not a directory: pass the path of a Hugging Face model (a directory with config.json and weights)"
+        )
+    if not (directory / "config.json").is_file():
+        inside = sorted(p.name for p in directory.iterdir())[:8]
+        raise ConfigError(f"{directory} is not a model directory: it has no config.json (it holds {inside})")
+    if not list(directory.glob("*.safetensors")) and not list(directory.glob("*.bin")):
+        raise ConfigError(f"{directory} has no weights: expected model.safetensors, or shards with an index")
+    return directory
+
+
+def load_hf_model(
+    path: str | Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a causal language model from a directory. Nothing is downloaded.
+
+    Args:
+        dtype: dtype of the parameters; training keeps float32 masters, so leave it for a trained model.
+        trust_remote_code: run the Python files in the directory; only for a directory you trust.
+
+    Raises: ConfigError if the directory is not a complete model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    directory = check_model_directory(path)
+    with explain_loading(directory, "causal language model"):
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=parse_dtype(dtype), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    return cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))
+
+
+@contextmanager
+def explain_loading(directory: Path, kind: str) -> Generator[None]:
+    """Raise the errors of loading a model directory as ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"{directory} cannot be loaded as a {kind}: {error}") from error
+    except SafetensorError as error:  # derives from Exception only
+        raise ConfigError(f"the weights in {directory} are damaged: {error}") from error
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model directory. Nothing is downloaded. Raises DataError if there is none."""
+    from transformers import AutoTokenizer
+
+    directory = check_model_directory(path)
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((directory / name).is_file() for name in files):  # some versions of transformers then return an empty one
+        raise DataError(f"{directory} has no tokenizer (none of {', '.join(files)}): copy the files of the model's tokenizer there")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{directory} has no tokenizer that can be loaded: {error}") from error
+    return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def open_model(
+    model: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    load: Callable[[str | Path], PreTrainedModel] = load_hf_model,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load model and tokenizer from a directory, keeping a given tokenizer; return a given model as it is."""
+    if not isinstance(model, str | Path):
+        return model, tokenizer
+    tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+    return load(model), tokenizer

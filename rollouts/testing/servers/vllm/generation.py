@@ -1,0 +1,158 @@
+"""The generation routes of the fake vLLM."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import trio
+
+from rollouts.errors import raise_single_errors
+from rollouts.testing.servers.http import Answer, EventStream, Request, json_response
+from rollouts.testing.servers.models import Sampling
+from rollouts.testing.servers.payloads import Refused, Tokenizer
+from rollouts.testing.servers.scheduler import Sequence_, follow
+from rollouts.testing.servers.vllm import payloads
+from rollouts.testing.servers.vllm.engine import EngineDead, VLLMEngineCore
+from rollouts.testing.servers.vllm.payloads import Limits, error_response, read_json
+
+Send = Callable[[str], Awaitable[None]]
+
+
+class VLLMGeneration:
+    """Route /inference/v1/generate, and the parts shared with other generation routes."""
+
+    def __init__(
+        self,
+        core: VLLMEngineCore,
+        limits: Limits,
+        tokenizer: Tokenizer | None,
+        *,
+        max_queued: int | None,
+        with_details: bool,
+    ) -> None:
+        """
+        Args:
+            max_queued: maximum number of samples that wait or run; None = no limit.
+            with_details: whether usage includes the number of cached prompt tokens.
+        """
+        self.num_in_flight = 0
+        self._core, self._limits, self._tokenizer = core, limits, tokenizer
+        self._max_queued, self._with_details = max_queued, with_details
+
+    async def generate(self, request: Request) -> Answer:
+        """POST /inference/v1/generate."""
+        body = read_json(request)
+        prompt, sampling, n = payloads.parse_generate(body, self._limits)
+        options = body["sampling_params"]
+        style = _Style(options.get("logprobs"), body.get("output_mode") or "tokens", self._tokenizer, self._core.model.eos_token_ids)
+        prompt_count = options.get("prompt_logprobs")
+        rid = f"generate-tokens-{body.get('request_id') or random_id()}"
+        sequences = self.create_sequences([rid], [prompt], sampling, n, body, reads_cache=prompt_count is None)
+        if body.get("stream"):
+            return EventStream(lambda send: self._stream(sequences, body, style, send))
+        await self.run(sequences)
+        usage = self.describe_usage(sequences)
+        choices = [style.describe(i, sequence) for i, sequence in enumerate(sequences)]
+        answer = payloads.describe_generation(rid, self._limits.model_name, choices, usage, style.mode)
+        if prompt_count is not None:
+            answer["prompt_logprobs"] = self.score(prompt, prompt_count)
+        if body.get("return_token_ids"):
+            answer["prompt_token_ids"] = list(prompt)
+        return json_response(answer)
+
+    def score(self, prompt: tuple[int, ...], count: int) -> list[dict[str, Any] | None]:
+        """Return log-probs of a prompt at temperature 1."""
+        self._core.check_weights()
+        return payloads.describe_prompt(self._core.model.score(prompt, count), count, self._tokenizer)
+
+    def create_sequences(
+        self,
+        rids: Sequence[str],
+        prompts: Sequence[tuple[int, ...]],
+        sampling: Sampling,
+        n: int,
+        body: Mapping[str, Any],
+        *,
+        reads_cache: bool,
+    ) -> list[Sequence_]:
+        """Create n samples of each prompt. Raises Refused if the queue is full."""
+        if self._max_queued is not None and self.num_in_flight + n * len(prompts) > self._max_queued:
+            text = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
+            raise Refused(error_response(503, text, "Service Unavailable"))
+        salt = str(body.get("cache_salt") or "")
+        # each sample of a seeded request has its own seed, the same in every repetition
+        seeds = [None if sampling.seed is None else sampling.seed + 1_000_003 * j for j in range(n)]
+        return [
+            Sequence_(rid, prompt, replace(sampling, seed=seed), salt, None if reads_cache else 0)
+            for rid, prompt in zip(rids, prompts, strict=True)
+            for seed in seeds
+        ]
+
+    async def run(self, sequences: Sequence[Sequence_]) -> None:
+        """Generate all sequences."""
+        self.num_in_flight += len(sequences)
+        try:
+            await self._core.scheduler.run_all(sequences)
+        finally:
+            self.num_in_flight -= len(sequences)
+
+    async def _stream(self, sequences: Sequence[Sequence_], body: Mapping[str, Any], style: _Style, send: Send) -> None:
+        rid = sequences[0].rid
+
+        async def stream_one(index: int, sequence: Sequence_) -> None:
+            async for part, is_last in follow(sequence):
+                choice = style.describe(index, part)
+                if not is_last:
+                    choice.update(finish_reason=None, stop_reason=None, weight_versions=None)
+                await send(_dump({"request_id": rid, "usage": None, "output_mode": style.mode, "choices": [choice]}))
+
+        try:
+            with raise_single_errors():
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.run, sequences)
+                    for index, sequence in enumerate(sequences):
+                        nursery.start_soon(stream_one, index, sequence)
+        except EngineDead as error:
+            await send(_dump({"error": {"message": str(error), "type": "InternalServerError", "param": None, "code": 500}}))
+        else:
+            if (body.get("stream_options") or {}).get("include_usage"):
+                await send(
+                    _dump({"request_id": rid, "usage": self.describe_stream_usage(sequences), "output_mode": style.mode, "choices": []})
+                )
+        await send("[DONE]")
+
+    def describe_usage(self, sequences: Sequence[Sequence_]) -> dict[str, Any]:
+        """Return the usage of the samples of one prompt."""
+        return payloads.describe_usage(sequences, self._with_details)
+
+    def describe_stream_usage(self, sequences: Sequence[Sequence_]) -> dict[str, Any]:
+        """Return the usage for the end of a stream."""
+        usage = self.describe_usage(sequences)
+        del usage["completion_tokens_details"]
+        return {**usage, "prompt_tokens_details": {"cached_tokens": sequences[0].num_cached} if self._with_details else None}
+
+
+class _Style:
+    """Options of a request for the description of its choices."""
+
+    def __init__(self, count: int | None, mode: str, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
+        self.mode = mode
+        self._count, self._tokenizer, self._eos_token_ids = count, tokenizer, eos_token_ids
+
+    def describe(self, index: int, sequence: Sequence_) -> dict[str, Any]:
+        return payloads.describe_choice(
+            index, sequence, self._count, self._tokenizer, is_text=self.mode == "text", eos_token_ids=self._eos_token_ids
+        )
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def random_id() -> str:
+    """Return an id for a request without one."""
+    return uuid.uuid4().hex[:16]

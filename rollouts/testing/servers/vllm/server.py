@@ -1,0 +1,384 @@
+"""A server that behaves like vLLM 0.32.0 towards a trainer: generation by token ids, pauses, weight updates, aborts, errors."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import trio
+
+from rollouts.testing.servers import payloads as openai
+from rollouts.testing.servers.http import Answer, EventStream, Fault, LoopbackServer, Request, Response, json_response
+from rollouts.testing.servers.models import FakeModel, Sampling, Script, create_model
+from rollouts.testing.servers.payloads import Refused, Tokenizer
+from rollouts.testing.servers.scheduler import Scheduler, Sequence_, follow
+from rollouts.testing.servers.vllm import payloads
+from rollouts.testing.servers.vllm.engine import DEAD, EngineDead, Route, VLLMControl, VLLMEngineCore
+from rollouts.testing.servers.vllm.generation import VLLMGeneration, random_id
+from rollouts.testing.servers.vllm.payloads import FINGERPRINT, Limits, error_response, read_json, refuse, refuse_field
+from rollouts.testing.servers.vllm.transfer import Transport, VLLMWeightTransfer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+class VLLMCompletions:
+    """Routes /v1/completions and /v1/chat/completions. Both take missing parameters from the model's generation_config.json."""
+
+    def __init__(
+        self, generation: VLLMGeneration, limits: Limits, tokenizer: Tokenizer | None, generation_config: Mapping[str, Any]
+    ) -> None:
+        self._generation = generation
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._defaults = dict(generation_config)
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise refuse("Unable to get tokenizer because `skip_tokenizer_init=True`")
+        return self._tokenizer
+
+    async def complete(self, request: Request) -> Answer:
+        """POST /v1/completions."""
+        body = {**self._defaults, **read_json(request)}
+        payloads.check_model_name(body.get("model"), self._limits)
+        tokenizer = self._require_tokenizer()
+        prompts = self._parse_prompts(body, tokenizer)
+        sampling, n = self._parse_sampling(body, prompts)
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        rid = f"cmpl-{body.get('request_id') or random_id()}"
+        rids = [f"{rid}-{i}" for i in range(len(prompts))]
+        sequences = self._generation.create_sequences(rids, prompts, sampling, n, body, reads_cache="prompt_logprobs" not in body)
+        if body.get("stream"):
+            return EventStream(lambda send: self._stream(rid, sequences, n, body, tokenizer, send))
+        await self._generation.run(sequences)
+        choices = [self._describe(i, sequence, body, tokenizer) for i, sequence in enumerate(sequences)]
+        usages = [self._generation.describe_usage(sequences[i : i + n]) for i in range(0, len(sequences), n)]
+        return json_response(payloads.describe_completion(rid, self._limits.model_name, choices, openai.add_usage(usages)))
+
+    async def chat(self, request: Request) -> Answer:
+        """POST /v1/chat/completions."""
+        body = {**self._defaults, **read_json(request)}
+        payloads.check_model_name(body.get("model"), self._limits)
+        tokenizer: Any = self._require_tokenizer()
+        if "messages" not in body:
+            raise refuse_field("missing", "body.messages", "Field required", body)
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise refuse("The model has no chat template.")
+        encoded = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, tokenize=True, return_dict=True)
+        prompt: tuple[int, ...] = tuple(encoded["input_ids"])
+        payloads.check_prompt(prompt, self._limits)
+        options = {**body, "logprobs": None, "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens")}
+        sampling, n = payloads.parse_sampling(options, prompt, self._limits, default_max_tokens=self._limits.context_length)
+        rid = f"chatcmpl-{body.get('request_id') or random_id()}"
+        sequences = self._generation.create_sequences([rid], [prompt], sampling, n, body, reads_cache=True)
+        await self._generation.run(sequences)
+        usage = self._generation.describe_usage(sequences)
+        if usage["prompt_tokens_details"]:
+            usage["prompt_tokens_details"]["created_cache_tokens"] = 0
+        return json_response(payloads.describe_chat(rid, self._limits.model_name, sequences, tokenizer, usage))
+
+    def _parse_prompts(self, body: Mapping[str, Any], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+        prompt = body.get("prompt")
+        if prompt is None:
+            raise refuse("Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)", "prompt")
+        if prompt in ([], ""):
+            raise refuse("You must pass at least one prompt")
+        for i, token in enumerate(prompt):
+            if isinstance(token, int) and token < 0:
+                raise refuse_field("greater_than_equal", f"body.prompt.{i}", "Input should be greater than or equal to 0", token)
+        return openai.parse_prompts(prompt, tokenizer)
+
+    def _parse_sampling(self, body: Mapping[str, Any], prompts: Sequence[tuple[int, ...]]) -> tuple[Sampling, int]:
+        longest = max(prompts, key=len)
+        sampling, n = payloads.parse_sampling(body, longest, self._limits, default_max_tokens=_DEFAULT_MAX_TOKENS)
+        return sampling, n
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        longest = self._limits.context_length
+        if len(prompt) >= longest:
+            text = (
+                f"This model's maximum context length is {longest} tokens. However, your prompt contains {len(prompt)} input tokens, which "
+                "exceeds this limit even without any output tokens. Please reduce the length of the input prompt. "
+                f"(parameter=input_tokens, value={len(prompt)})"
+            )
+            raise Refused(error_response(400, text, param="input_tokens"))
+        payloads.check_prompt(prompt, self._limits)
+
+    def _describe(self, index: int, sequence: Sequence_, body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+        with_ids, count = bool(body.get("return_token_ids")), body.get("prompt_logprobs")
+        as_ids = bool(body.get("return_tokens_as_token_ids"))
+        return {
+            "index": index,
+            "text": openai.decode_output(sequence, tokenizer),
+            "logprobs": openai.describe_log_probs(sequence.draws, body.get("logprobs"), tokenizer, as_ids=as_ids),
+            "finish_reason": sequence.finish,
+            "stop_reason": sequence.matched,
+            "token_ids": list(sequence.tokens) if with_ids else None,
+            "prompt_logprobs": None if count is None else self._generation.score(sequence.prompt, count),
+            "prompt_token_ids": list(sequence.prompt) if with_ids else None,
+            "routed_experts": None,
+        }
+
+    async def _stream(
+        self,
+        rid: str,
+        sequences: Sequence[Sequence_],
+        n: int,
+        body: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        send: Callable[[str], Awaitable[None]],
+    ) -> None:
+        head = payloads.describe_completion(rid, self._limits.model_name, [], {})
+        head = {key: head[key] for key in ("id", "object", "created", "model")}
+
+        async def stream_one(index: int, sequence: Sequence_) -> None:
+            is_first = True
+            offset = 0
+            async for part, is_last in follow(sequence):
+                choice = self._describe(index, part, {**body, "prompt_logprobs": None}, tokenizer)
+                choice["logprobs"] = openai.describe_log_probs(part.draws, body.get("logprobs"), tokenizer, first_offset=offset)
+                offset += len(choice["text"])
+                del choice["prompt_logprobs"], choice["routed_experts"]
+                choice.update({} if is_first else {"prompt_token_ids": None})
+                choice.update({} if is_last else {"finish_reason": None, "stop_reason": None})
+                await send(json.dumps({**head, "choices": [choice]}, separators=(",", ":")))
+                is_first = False
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._generation.run, sequences)
+            for index, sequence in enumerate(sequences):
+                nursery.start_soon(stream_one, index, sequence)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = openai.add_usage([self._generation.describe_stream_usage(sequences[i : i + n]) for i in range(0, len(sequences), n)])
+            await send(json.dumps({**head, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT}, separators=(",", ":")))
+        await send("[DONE]")
+
+
+_SCALE_OUT = frozenset({"/inference/v1/generate", "/inference/v1/abort_requests"})
+
+
+class FakeVLLMServer(LoopbackServer):
+    """vLLM 0.32.0 on a loopback socket.
+
+    async with FakeVLLMServer(create_tiny_model()) as server:
+        engine = VLLMEngine(server.url)
+    """
+
+    def __init__(
+        self,
+        model: FakeModel | Script | PreTrainedModel | Path | str,
+        *,
+        model_name: str = "m",
+        version: str = "0.32.0",
+        tokenizer: Tokenizer | None = None,
+        device: Literal["cuda", "cpu"] = "cuda",
+        logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "processed_logprobs",
+        seconds_per_token: float = 0.0,
+        seconds_per_update: float = 0.0,
+        max_num_seqs: int = 256,
+        max_num_queued_reqs: int | None = None,
+        max_logprobs: int = 20,
+        block_size: int = 128,
+        prompt_tokens_details: bool = True,
+        dev_mode: bool = True,
+        scale_out: bool = True,
+        api_key: str | None = None,
+        weight_transfer: Transport | None = None,
+        allow_insecure_serialization: bool = False,
+        worker_methods: Mapping[str, Callable[..., Any]] | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+        keep_alive_on_engine_death: bool = False,
+        seed: int = 0,
+        faults: Sequence[Fault] = (),
+        keep_alive_s: float = 5.0,
+        port: int = 0,
+    ) -> None:
+        """
+        Args:
+            model: model to sample from: a script, a model of transformers (a copy is taken), or a model directory.
+            model_name: name of the served model; requests that name another are refused.
+            version: version that /version reports.
+            tokenizer: None = as with --tokens-only --skip-tokenizer-init: no text, no stop strings.
+            device: "cpu" = linear weights are packed: they have no checksums, and an output head that is tied to the embedding stays the
+                old one unless a checkpoint has it under its own name.
+            logprobs_mode: raw = log-probs of the logits as they are; processed = of the distribution sampled from.
+            seconds_per_token: seconds between two tokens of a request, also before the first.
+            seconds_per_update: seconds that loading weights takes.
+            max_num_seqs: maximum number of samples that run at the same time; more wait.
+            max_num_queued_reqs: number of running and waiting samples beyond which requests get 503; None = no limit.
+            max_logprobs: maximum `logprobs` of a request; -1 = no limit.
+            block_size: tokens in a block of the prefix cache.
+            prompt_tokens_details: whether usage includes the number of cached prompt tokens.
+            dev_mode: whether the routes for training exist.
+            scale_out: whether /inference/* may be used.
+            api_key: key required on /v1/* and /inference/*, and nowhere else.
+            weight_transfer: transport of the weight-transfer routes, see Transport in transfer.py.
+            allow_insecure_serialization: as with VLLM_ALLOW_INSECURE_SERIALIZATION=1, required by "ipc".
+            worker_methods: methods for /collective_rpc besides the server's own, as a worker extension adds them.
+            generation_config: defaults of /v1/completions; None = those of the model's directory, if any.
+            keep_alive_on_engine_death: answer 500, and /health 503, when the engine is dead, instead of ending.
+            seed: seed of requests without one.
+            faults: see LoopbackServer.add_fault.
+            keep_alive_s: seconds after which an idle connection is closed.
+            port: 0 = any free one.
+        """
+        super().__init__(self._handle, detached=_is_control, faults=faults, keep_alive_s=keep_alive_s, port=port)
+        self.model = create_model(model, keeps_tied_head=device == "cpu")
+        self.scheduler = Scheduler(
+            self.model,
+            max_running=max_num_seqs,
+            seconds_per_token=seconds_per_token,
+            log_prob_kind="untempered" if logprobs_mode == "raw_logprobs" else "sampled",
+            block_size=block_size,
+            step_after_abort=False,
+            shares_prompts=False,
+            seed=seed,
+            check_step=self._check_step,
+            find_stop=self._find_stop,
+        )
+        self.core = VLLMEngineCore(self.model, self.scheduler, seconds_per_update=seconds_per_update)
+        self._limits = Limits(
+            model_name, self.model.vocab_size, self.model.context_length, max_num_seqs, max_logprobs, tokenizer is not None
+        )
+        if generation_config is None:
+            generation_config = _read_generation_config(Path(self.model.path))
+        self._generation = VLLMGeneration(
+            self.core,
+            self._limits,
+            tokenizer,
+            max_queued=max_num_queued_reqs,
+            with_details=prompt_tokens_details,
+        )
+        self._completions = VLLMCompletions(self._generation, self._limits, tokenizer, generation_config)
+        self._version, self._api_key, self._tokenizer, self._device = version, api_key, tokenizer, device
+        self._logprobs_mode, self._scale_out = logprobs_mode, scale_out
+        self._stays_when_dead = keep_alive_on_engine_death
+        self._root, self._created = self.model.path, int(time.time())
+        transfer = VLLMWeightTransfer(self.core, weight_transfer, allows_pickles=allow_insecure_serialization)
+        self._routes = self._create_routes(dev_mode, transfer, worker_methods or {})
+
+    def _create_routes(
+        self, dev_mode: bool, transfer: VLLMWeightTransfer, worker_methods: Mapping[str, Callable[..., Any]]
+    ) -> dict[str, dict[str, Route]]:
+        routes: dict[str, dict[str, Route]] = {
+            "/health": {"GET": self._get_health},
+            "/ping": {"GET": self._get_health, "POST": self._get_health},
+            "/version": {"GET": self._get_version},
+            "/load": {"GET": self._get_load},
+            "/v1/models": {"GET": self._get_models},
+            "/v1/completions": {"POST": self._completions.complete},
+            "/v1/chat/completions": {"POST": self._completions.chat},
+            "/inference/v1/generate": {"POST": self._generation.generate},
+            "/inference/v1/abort_requests": {"POST": self._abort_requests},
+        }
+        if dev_mode:
+            control = VLLMControl(self.core, self._describe_server, worker_methods, on_cpu=self._device == "cpu")
+            routes |= control.routes() | transfer.routes()
+        return routes
+
+    async def _handle(self, request: Request) -> Answer:
+        needs_key = self._api_key is not None and request.path.startswith(("/v1/", "/inference/"))
+        if needs_key and request.headers.get("authorization") != f"Bearer {self._api_key}":
+            return json_response({"error": "Unauthorized"}, 401)
+        methods = self._routes.get(request.path)
+        if methods is None:
+            return json_response({"detail": "Not Found"}, 404)
+        if request.method not in methods:
+            return json_response({"detail": "Method Not Allowed"}, 405)
+        if request.path in _SCALE_OUT and not self._scale_out:
+            text = "The scale-out APIs are disabled. Start the server with --enable-scale-out."
+            return error_response(403, text, "PermissionDeniedError")
+        try:
+            return await methods[request.method](request)
+        except Refused as refused:
+            return refused.response
+        except EngineDead:
+            if not self._stays_when_dead:
+                await self.die_after(0.05)
+            return error_response(500, DEAD, "InternalServerError", hang_up=True)
+
+    async def _get_health(self, request: Request) -> Answer:
+        return Response(503 if self.core.is_dead else 200, content_type=None)
+
+    async def _get_version(self, request: Request) -> Answer:
+        return json_response({"version": self._version})
+
+    async def _get_load(self, request: Request) -> Answer:
+        return json_response({"server_load": self._generation.num_in_flight})
+
+    async def _get_models(self, request: Request) -> Answer:
+        permission = {
+            "id": "modelperm-9f90718fe1a69ff4",
+            "object": "model_permission",
+            "created": self._created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        model = {
+            "id": self._limits.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "vllm",
+            "root": self._root,
+            "parent": None,
+            "max_model_len": self._limits.context_length,
+            "permission": [permission],
+        }
+        return json_response({"object": "list", "data": [model]})
+
+    async def _abort_requests(self, request: Request) -> Answer:
+        self.core.abort(read_json(request).get("request_ids") or [])
+        return Response(200, content_type=None)
+
+    def _describe_server(self, config_format: str) -> dict[str, Any]:
+        """Return the part of /server_info that a trainer's client reads; any config_format but "json" gives text."""
+        model_config = {
+            "model": self._root,
+            "served_model_name": [self._limits.model_name],
+            "max_model_len": self._limits.context_length,
+            "max_logprobs": self._limits.max_log_probs,
+            "logprobs_mode": self._logprobs_mode,
+            "skip_tokenizer_init": self._tokenizer is None,
+            "dtype": "torch.float32",
+        }
+        config = {
+            "model_config": model_config,
+            "scheduler_config": {"max_num_seqs": self._limits.max_num_seqs, "enable_chunked_prefill": True},
+            "device_config": {"device": self._device},
+            "instance_id": "fake",
+        }
+        return {"vllm_config": config if config_format == "json" else str(config), "vllm_env": {}, "system_env": {}}
+
+    def _check_step(self, sequence: Sequence_) -> None:
+        self.core.check_weights()
+
+    def _find_stop(self, sequence: Sequence_) -> str | None:
+        assert self._tokenizer is not None, "a stop string was accepted without a tokenizer"
+        text = self._tokenizer.decode(list(sequence.tokens), skip_special_tokens=True)
+        return next((stop for stop in sequence.sampling.stop if stop in text), None)
+
+
+def _is_control(request: Request) -> bool:
+    """Whether the request outlives its client: a generation ends when its client leaves, other requests are carried out."""
+    return not request.path.startswith(("/v1/", "/inference/v1/generate"))
+
+
+def _read_generation_config(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return {name: found[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty") if name in found}

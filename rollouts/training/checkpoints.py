@@ -1,0 +1,331 @@
+"""Checkpoint directories: atomic, numbered, verified by checksum; and the lock of a run directory.
+
+    checkpoints/step_0060/     files of the backend (weights in Hugging Face layout, optimizer, schedule, random state)
+                  run_state.json   step, data position, partial samples, length of the metrics file
+                  manifest.json    size and CRC-32 of every file; written last
+
+A checkpoint is written into a temporary sibling directory, every file is flushed to the disk, and one rename makes it visible.
+
+Other names beside them: `.tmp_*`, left by a killed process and removed by the next save; `replaced_step_NNNN`, for the moment in which a
+checkpoint of the same number replaces it; `superseded_step_NNNN`, later steps of a run that was resumed from an earlier one: they are
+ignored and may be deleted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+import time
+import warnings
+import zlib
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import trio
+
+from rollouts.errors import CheckpointError, ConfigError
+from rollouts.output_files import explain_writes, is_disk_full
+
+RUN_STATE_FILE = "run_state.json"
+MANIFEST_FILE = "manifest.json"
+LOCK_FILE = "run.lock"
+_STEP = re.compile(r"step_(\d+)")
+_TEMPORARY_PREFIX = ".tmp_"
+_REPLACED_PREFIX = "replaced_"
+_SUPERSEDED_PREFIX = "superseded_"
+_KEPT = "Older checkpoints are as they were."
+_FULL_DISK_BYTES = 1 << 20  # bytes of free space below which a write error is attributed to a full disk
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the directory name of a step: step_0060 for 60. Names are sorted by number, so numbers may be longer."""
+    assert step >= 0, f"step is {step}, expected at least 0"
+    return f"step_{step:04d}"
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """List the step_* directories in the order of their numbers, verified or not."""
+    if not directory.is_dir():
+        return []
+    found = [(int(match.group(1)), path) for path in directory.iterdir() if path.is_dir() and (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def has_checkpoints(directory: Path) -> bool:
+    """Whether a directory has a checkpoint, intact or not."""
+    _restore_replaced(directory)
+    return bool(list_checkpoints(directory))
+
+
+def latest_step(directory: Path) -> int | None:
+    """Return the number of the newest checkpoint that verifies; None if there are no checkpoints. Raises as latest_checkpoint."""
+    path = latest_checkpoint(directory)
+    return None if path is None else int(path.name.removeprefix("step_"))
+
+
+def latest_checkpoint(directory: Path) -> Path | None:
+    """Return the newest checkpoint that verifies; None if there are no step_* directories. find_damaged lists the skipped ones.
+
+    Raises: CheckpointError if there are some, but none is intact: a run must not silently start over.
+    """
+    path, problems = _search_newest(directory)
+    if path is None and problems:
+        raise CheckpointError(
+            f"no checkpoint in {directory} is intact: restore one, or start a new run directory.\n  " + "\n  ".join(problems)
+        )
+    return path
+
+
+def find_damaged(directory: Path) -> list[str]:
+    """Describe the damage of each checkpoint newer than the newest intact one, for a message to the user."""
+    return _search_newest(directory)[1]
+
+
+def _search_newest(directory: Path) -> tuple[Path | None, list[str]]:
+    _restore_replaced(directory)
+    problems: list[str] = []
+    for path in reversed(list_checkpoints(directory)):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as problem:
+            problems.append(str(problem))
+            continue
+        return path, problems
+    return None, problems
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Compare every file with the manifest. Raises CheckpointError naming the first file that is missing, short or changed."""
+    try:
+        manifest = cast("dict[str, Any]", json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8")))
+        files = {str(name): (int(entry["size"]), int(entry["crc32"])) for name, entry in manifest["files"].items()}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} has no {MANIFEST_FILE}: it is not a complete checkpoint") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / MANIFEST_FILE} is damaged: {type(error).__name__}: {error}") from error
+    if RUN_STATE_FILE not in files:
+        raise CheckpointError(f"{path / MANIFEST_FILE} does not list {RUN_STATE_FILE}: it is not a checkpoint of a run")
+    for name, (size, crc32) in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path} lacks the file {name}, which its manifest lists")
+        found = file.stat().st_size
+        if found != size:
+            raise CheckpointError(f"{file} has {found} bytes, expected {size}: it is truncated or was changed")
+        if checksum(file) != crc32:
+            raise CheckpointError(f"{file} does not match its checksum: it is damaged")
+
+
+def load_run_state(path: Path) -> dict[str, Any]:
+    """Verify a checkpoint and load its run_state."""
+    verify_checkpoint(path)
+    return cast("dict[str, Any]", json.loads((path / RUN_STATE_FILE).read_text(encoding="utf-8")))
+
+
+async def save_checkpoint(
+    directory: Path,
+    step: int,
+    *,
+    write: Callable[[Path], Awaitable[None]],
+    run_state: Mapping[str, Any],
+    keep_last_n: int = 2,
+    protected: Collection[Path] = (),
+) -> Path:
+    """Write directory/step_NNNN atomically, then delete the oldest beyond keep_last_n.
+
+    Checkpoints with a higher number are from before the run was resumed: they are moved aside as superseded_step_NNNN.
+
+    Args:
+        write: writes into the (temporary) directory it is given.
+        run_state: JSON values.
+        keep_last_n: checkpoints to keep, this one included; at least 1.
+        protected: checkpoints to keep regardless of age, for example one that a server has loaded.
+
+    Returns: the path of the new checkpoint.
+    Raises: CheckpointError if the disk is full or cannot be written; other errors of `write` unchanged. In both cases nothing of the new
+        checkpoint is left, and older ones are intact.
+    """
+    assert keep_last_n >= 1, f"keep_last_n is {keep_last_n}, expected at least 1"
+    target = directory / checkpoint_name(step)
+    temporary = directory / f"{_TEMPORARY_PREFIX}{target.name}_{os.getpid()}"
+    try:
+        await trio.to_thread.run_sync(partial(_prepare, directory, temporary))
+        await write(temporary)
+        # once begun, this must not be interrupted
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(partial(_finish, temporary, target, dict(run_state)))
+    except BaseException as error:
+        problem: CheckpointError | None = None
+        with trio.CancelScope(shield=True):
+            problem = await trio.to_thread.run_sync(partial(_clean_up, error, directory, temporary))
+        if problem is not None:
+            raise problem from error
+        raise
+    with trio.CancelScope(shield=True):
+        await trio.to_thread.run_sync(partial(_prune, target, keep_last_n, frozenset(path.resolve() for path in protected)))
+    return target
+
+
+def _prepare(directory: Path, temporary: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for stale in directory.glob(f"{_TEMPORARY_PREFIX}*"):  # left by a killed run; the run lock excludes a live one
+        shutil.rmtree(stale)
+    _restore_replaced(directory)
+    for replaced in directory.glob(f"{_REPLACED_PREFIX}step_*"):
+        shutil.rmtree(replaced)
+    temporary.mkdir()
+
+
+def _restore_replaced(directory: Path) -> None:
+    """Undo a replacement that a kill interrupted between its two renames."""
+    for replaced in directory.glob(f"{_REPLACED_PREFIX}step_*"):
+        original = directory / replaced.name.removeprefix(_REPLACED_PREFIX)
+        if not original.exists():
+            replaced.rename(original)
+
+
+def _finish(temporary: Path, target: Path, run_state: dict[str, Any]) -> None:
+    (temporary / RUN_STATE_FILE).write_text(json.dumps(run_state) + "\n", encoding="utf-8")
+    files = sorted(path for path in temporary.rglob("*") if path.is_file())
+    entries = {path.relative_to(temporary).as_posix(): {"size": path.stat().st_size, "crc32": checksum(path)} for path in files}
+    manifest = temporary / MANIFEST_FILE
+    manifest.write_text(json.dumps({"format": 1, "files": entries}, indent=1) + "\n", encoding="utf-8")
+    for path in [*files, manifest, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
+        _flush(path)
+    if target.exists():  # a rename cannot replace a non-empty directory
+        target.rename(target.with_name(_REPLACED_PREFIX + target.name))
+        temporary.rename(target)
+    else:
+        temporary.rename(target)
+    _flush(target.parent)
+
+
+def _prune(target: Path, keep_last_n: int, protected: frozenset[Path]) -> None:
+    """Delete checkpoints older than the keep_last_n newest up to `target`, and move aside those newer than `target`."""
+    try:
+        replaced = target.with_name(_REPLACED_PREFIX + target.name)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        checkpoints = list_checkpoints(target.parent)
+        position = checkpoints.index(target)
+        for path in checkpoints[position + 1 :]:
+            if path.resolve() not in protected:
+                path.rename(_free_name(path.with_name(_SUPERSEDED_PREFIX + path.name)))
+        for path in checkpoints[: max(0, position + 1 - keep_last_n)]:
+            if path.resolve() not in protected:
+                # rename first: a kill during deletion must not leave an incomplete directory that looks like a checkpoint
+                doomed = path.with_name(f"{_TEMPORARY_PREFIX}deleted_{path.name}")
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+    except OSError as error:
+        raise CheckpointError(f"{target} is complete, but another checkpoint cannot be moved or deleted: {error}") from error
+
+
+def _free_name(path: Path) -> Path:
+    """Return the path, or the first of path_2, path_3, ... that does not exist."""
+    candidates = itertools.chain([path], (path.with_name(f"{path.name}_{k}") for k in itertools.count(2)))
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
+def _clean_up(error: BaseException, directory: Path, temporary: Path) -> CheckpointError | None:
+    """Remove the files of a failed save; return a clearer error to raise instead, if there is one."""
+    problem = _explain_failure(error, directory, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+    _restore_replaced(directory)
+    return problem
+
+
+def _explain_failure(error: BaseException, directory: Path, temporary: Path) -> CheckpointError | None:
+    """Return the error for a save that failed because of the disk, None for any other. Call it before the written files are removed."""
+    if not isinstance(error, Exception):
+        return None
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    if not is_disk_full(error) and free >= _FULL_DISK_BYTES:
+        return CheckpointError(f"cannot write a checkpoint in {directory}: {error}. {_KEPT}") if isinstance(error, OSError) else None
+    written = directory_size(temporary)
+    older = list_checkpoints(directory)
+    needed = f"about {directory_size(older[-1])} bytes, like {older[-1].name}" if older else f"more than {written} bytes"
+    return CheckpointError(
+        f"the disk is full: a checkpoint in {directory} needs {needed}; {written} bytes of it were written and removed again, which leaves "
+        f"{free + written} bytes free. {_KEPT} Free some space, lower keep_last_n or choose another --output-dir, then resume."
+    )
+
+
+def directory_size(directory: Path) -> int:
+    """Count the bytes in all files below a directory."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def checksum(path: Path) -> int:
+    """Compute the CRC-32 of a file. It detects damage, not malice, several times faster than a cryptographic hash."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _flush(path: Path) -> None:
+    """Call fsync on a file or directory; not on a directory under Windows, which cannot open one and does not need it."""
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def lock_run_directory(directory: Path, clock: Callable[[], float] = time.time) -> Generator[None]:
+    """Lock a run directory for one process. The operating system releases the lock when the process ends in any way.
+
+    If the file system has no locks, warn and continue without one.
+
+    Raises: ConfigError naming process, host and start time of the run that holds the lock, or the reason why no run is possible there.
+    """
+    path = directory / LOCK_FILE
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        opened = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot hold a run ({error}): choose another --output-dir, or make this one writable") from error
+    with opened as file:
+        try:
+            _lock(file.fileno())
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            raise ConfigError(
+                f"{directory} is in use by a live run ({file.read().strip() or 'which has not said which'}): "
+                "wait for it, stop it, or choose another --output-dir"
+            ) from error
+        except OSError as error:
+            warnings.warn(f"{path} cannot be locked ({error}): make sure yourself that no other run writes there", stacklevel=3)
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(clock()))
+        with explain_writes(path):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
+            file.flush()
+        yield
+
+
+def _lock(descriptor: int) -> None:
+    """Lock an open file exclusively, without waiting: BlockingIOError or PermissionError if another process holds it."""
+    if os.name == "nt":
+        import msvcrt
+
+        locking = cast("Any", msvcrt)
+        os.lseek(descriptor, 1 << 20, os.SEEK_SET)  # a byte past the text, so that others can read it
+        locking.locking(descriptor, locking.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,115 @@
+"""Checks before the first rollout that backends and rollout source provide the columns that an algorithm requires."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from rollouts.backends.protocol import TrainingBackend, find_outputs, find_token_spec
+from rollouts.config import RolloutConfig
+from rollouts.errors import ConfigError
+from rollouts.generation.contract import gives_turns
+from rollouts.models.tokens import explain_token_differences
+from rollouts.types import Algorithm
+
+POLICY_COLUMNS = ("old_log_probs", "prox_log_probs")
+"""Log-probs of the policy before its first update on the batch."""
+
+SAMPLE_COLUMNS = ("rollout_log_probs", "segment_log_probs", "weight_versions", "turns", "reward_components")
+"""Columns that come with the samples."""
+
+FILLABLE = frozenset({*POLICY_COLUMNS, *SAMPLE_COLUMNS, "ref_log_probs", "values", "entropy", "greedy_rows", "policy_versions"})
+"""All names that Algorithm.requires may have. greedy_rows is no column: rows with trainable = False, which come with the samples."""
+
+
+@runtime_checkable
+class ConfiguredSource(Protocol):
+    """Rollout source that declares its batches beforehand."""
+
+    @property
+    def config(self) -> RolloutConfig:
+        """Sizes of batches and groups, and the columns that the samples carry."""
+        ...
+
+
+def check_requirements(
+    algorithm: Algorithm,
+    reference: TrainingBackend | None,
+    critic: TrainingBackend | None = None,
+    *,
+    backend: TrainingBackend | None = None,
+    source: object | None = None,
+    controls_kl: bool = False,
+) -> None:
+    """Raise ConfigError if the loop cannot provide the columns that the algorithm requires. Called before the first rollout.
+
+    A critic that the algorithm does not need is refused, because it would cost as much as the policy and change nothing. An unneeded
+    reference is ignored. A backend that does not describe itself (BackendFeature.OUTPUTS, TOKENS) is assumed to fit.
+
+    Args:
+        backend: the policy; critic and reference must know its tokens.
+        source: source of the rollouts; None = not checked. It must declare (ConfiguredSource) a greedy row in each group and segment
+            log-probs, if required.
+        controls_kl: whether a KL controller sets the coefficient of the algorithm's KL term.
+    """
+    unknown = sorted(algorithm.requires - FILLABLE)
+    if unknown:
+        raise ConfigError(f"the algorithm requires {unknown}, which this loop cannot fill; it can fill {sorted(FILLABLE)}")
+    if "ref_log_probs" in algorithm.requires and reference is None:
+        raise ConfigError(
+            "the algorithm requires ref_log_probs (it has a KL term): pass reference=backend of the frozen model, or set kl_coef=0"
+        )
+    if controls_kl and "ref_log_probs" not in algorithm.requires:
+        raise ConfigError(
+            "kl_control is set, but the algorithm has no KL term (it does not require ref_log_probs): "
+            "choose one with kl_coef > 0, or set kl_control=None"
+        )
+    if "values" in algorithm.requires and critic is None:
+        raise ConfigError("the algorithm requires values: pass critic=a backend with a value head, for example create_critic_backend(...)")
+    if critic is not None and "values" not in algorithm.requires:
+        raise ConfigError("critic= was given, but the algorithm does not require values: leave it out, or choose one that does (ppo)")
+    if backend is not None:
+        _check_outputs("the policy's backend", backend, "log_probs", "make it with create_pytorch_backend(...)")
+    if critic is not None:
+        _check_outputs("critic=", critic, "values", "it needs a value head, make it with create_critic_backend(...)")
+        _check_tokens("critic", backend, critic)
+    if reference is not None and "ref_log_probs" in algorithm.requires:
+        _check_outputs("reference=", reference, "log_probs", "it is a language model, make it with create_reference_backend(...)")
+        _check_tokens("reference", backend, reference)
+    if source is not None:
+        _check_source(algorithm, source)
+
+
+def _check_outputs(name: str, backend: TrainingBackend, wanted: str, advice: str) -> None:
+    computed = find_outputs(backend)
+    if computed is not None and wanted not in computed:
+        raise ConfigError(f"{name} computes {', '.join(sorted(computed))} and no {wanted}: {advice}")
+
+
+def _check_tokens(name: str, backend: TrainingBackend | None, other: TrainingBackend) -> None:
+    policy, known = find_token_spec(backend), find_token_spec(other)
+    differences = [] if policy is None or known is None else explain_token_differences(policy, known)
+    if differences:
+        raise ConfigError(
+            f"the {name}'s tokenizer differs from the policy's: {'; '.join(differences)}. "
+            f"Make the {name} from the policy's model directory, or from one of the same family"
+        )
+
+
+def _check_source(algorithm: Algorithm, source: object) -> None:
+    config = source.config if isinstance(source, ConfiguredSource) else None
+    if "turns" in algorithm.requires and config is not None and gives_turns(config.generate_fn) is False:
+        raise ConfigError(
+            "the algorithm requires turns: it compares the actions of episodes, but generate_fn samples single answers, which have none. "
+            "Make it with create_episode_generate_fn(...), or choose an algorithm for single answers, as grpo()"
+        )
+    declared = "" if config is not None else f"; {type(source).__name__} has no property `config` that says so"
+    if "greedy_rows" in algorithm.requires and (config is None or config.n_baseline_samples == 0):
+        raise ConfigError(
+            "the algorithm requires greedy_rows, an answer in each group that is not trained on: pass a rollout_manager with "
+            f"RolloutConfig(n_baseline_samples=1, generate_fn=create_generate_fn(..., num_greedy=1)){declared}"
+        )
+    if "segment_log_probs" in algorithm.requires and (config is None or not config.segment_log_probs):
+        raise ConfigError(
+            "the algorithm requires segment_log_probs: set segment_wise=False, or pass a rollout_manager whose samples carry them "
+            f"(rollouts.asynchronous.recompute) and whose RolloutConfig(segment_log_probs=True) says so{declared}"
+        )

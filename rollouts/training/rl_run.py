@@ -1,0 +1,478 @@
+"""RLParts, the parts of a run, and RLRun, its work on one batch: train, write a checkpoint, sync weights, evaluate, log."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+import warnings
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from rollouts.agents.metrics import summarize_episodes
+from rollouts.algorithms.advantages import compute_advantages
+from rollouts.algorithms.estimators import estimate_group_relative
+from rollouts.algorithms.kl_control import update_kl_control
+from rollouts.algorithms.presets import grpo
+from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
+from rollouts.config import RLTrainingConfig, check_rl_batch_sizes
+from rollouts.data.collate import collate_samples
+from rollouts.data.prompts import DataBuffer
+from rollouts.data.samples import select_trainable, with_reward
+from rollouts.data.staleness import check_versions, count_token_ages
+from rollouts.engines.protocol import (
+    EngineFeature,
+    InferenceEngine,
+    WeightChannel,
+    get_engine_features,
+    require_engine_feature,
+)
+from rollouts.errors import CheckpointError, ConfigError, DataError
+from rollouts.rewards.evaluate import summarize_rewards
+from rollouts.seeds import derive_seed
+from rollouts.training.checkpoints import load_run_state
+from rollouts.training.learning_signs import Signs, look
+from rollouts.training.metrics import MetricsLogger, log_offset, summarize_samples
+from rollouts.training.parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
+from rollouts.training.requirements import ConfiguredSource, check_requirements
+from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
+from rollouts.training.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
+from rollouts.training.steps import (
+    EvaluateFn,
+    Metrics,
+    find_trained_rows,
+    is_checkpoint_due,
+    is_due,
+    note_checkpoint,
+    require_checkpointing,
+    save_training_checkpoint,
+)
+from rollouts.types import Algorithm, KLControl, RolloutBatch, Sample, Status, TrainBatch
+
+CRITIC_DIRECTORY = "critic"
+"""Directory of the critic in a checkpoint."""
+
+OnRollouts: TypeAlias = Callable[[int, RolloutBatch], "Awaitable[None] | None"]
+"""(step, its rollouts), before training; sync or async."""
+
+OnEstimates: TypeAlias = Callable[[int, RolloutBatch, TrainBatch], "Awaitable[None] | None"]
+"""(step, its rollouts, their batch of tensors with advantages), before any update; sync or async."""
+
+
+class RolloutSource(Protocol):
+    """Source of rollout batches. One that is also a requirements.ConfiguredSource can serve every algorithm."""
+
+    async def generate_batch(self) -> RolloutBatch:
+        """Return the next batch: rewarded, filtered, whole groups in the order of their prompts."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that determines the next batches, data position included, as JSON values."""
+        ...
+
+
+class RestorableRolloutSource(RolloutSource, Protocol):
+    """Rollout source that can be restored to an earlier state_dict()."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of state_dict()."""
+        ...
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RLParts:
+    """Parts of a reinforcement-learning run, besides its source of rollouts and its RLTrainingConfig."""
+
+    backend: TrainingBackend  # policy; a backend or its `open_pipeline` pipeline
+    data_buffer: DataBuffer  # prompts of the rollout source; its epoch is logged
+    engines: Sequence[InferenceEngine]  # inference engines; get the new weights every config.sync_every steps
+    metrics_logger: MetricsLogger | None = None  # logger of a line every config.log_every steps and after the last one; None = no logging
+    reference: TrainingBackend | None = None  # frozen model of a KL term; ignored by an algorithm without one
+    critic: TrainingBackend | None = None  # model with a value head, for an algorithm that requires values; trained beside the policy,
+    # alone in the first config.critic_warmup_steps steps, and saved in the directory "critic" of each checkpoint
+    pad_id: int = 0  # token that pads rows; never computed
+    evaluate: EvaluateFn | None = None  # called every config.eval_every steps, after the sync; its metrics are added to that step's line
+    checkpoint_dir: Path | None = None  # gets step_NNNN folders, every config.checkpoint_every steps and after the last; None = none
+    keep_last_n: int = 2  # number of newest checkpoints to keep
+    should_stop: Callable[[], bool] = _never  # called after each step; True ends the run with a checkpoint of that step
+    on_rollouts: OnRollouts | None = None  # called with each step's rollouts before training, for example to write some of them to a file
+    on_estimates: OnEstimates | None = None  # called with the same rollouts and the batch that algorithm.estimate returned
+    clock: Callable[[], float] = time.monotonic  # time in seconds, for keys that end in `_s`
+    weight_channel: WeightChannel | None = None  # open channel into the memory of the engines, if config.weight_sync is "channel"
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Point from which an interrupted run continues."""
+
+    step: int  # finished steps
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # metrics of that step; its line is written again
+    served: ServedWeights | None = None  # weights of the engines, if older than the backend's
+    kl_control: KLControl | None = None  # KL controller after that step, if the run has one
+
+
+async def restore_rl_run(
+    checkpoint: Path,
+    backend: TrainingBackend,
+    rollout_manager: RestorableRolloutSource,
+    inference_engines: Sequence[InferenceEngine],
+    config: RLTrainingConfig,
+    *,
+    critic: TrainingBackend | None = None,
+    weight_channel: WeightChannel | None = None,
+) -> ResumePoint:
+    """Restore backend, critic, manager (with its data position) and engines from a checkpoint of run_rl_training.
+
+    Raises: CheckpointError if the checkpoint is damaged, of another stage or of another architecture, or if it has a critic and none is
+        given, or the reverse.
+    """
+    run_state = load_run_state(checkpoint)
+    if run_state.get("stage") != "rl":
+        raise CheckpointError(
+            f"{checkpoint} is a checkpoint of stage {run_state.get('stage')!r}, expected 'rl': resume it with its own stage"
+        )
+    critic_directory = checkpoint / CRITIC_DIRECTORY
+    if critic_directory.is_dir() != (critic is not None):
+        found, needed = (
+            ("no critic", "leave out critic=") if critic is not None else ("a critic", "pass critic= as in the run that wrote it")
+        )
+        raise CheckpointError(f"{checkpoint} holds {found}: {needed}, or start a new run")
+    await require_checkpointing(backend).load_checkpoint(checkpoint).result()
+    if critic is not None:
+        await require_checkpointing(critic).load_checkpoint(critic_directory).result()
+    rollout_manager.load_state_dict(run_state["rollouts"])
+    served = await restore_served_weights(
+        backend,
+        inference_engines,
+        checkpoint,
+        in_memory=config.weight_sync == "memory",
+        channel=check_weight_channel(config, weight_channel),
+    )
+    kl_coef = run_state.get("kl_coef")
+    kl_control = config.kl_control if config.kl_control is None or kl_coef is None else replace(config.kl_control, kl_coef=kl_coef)
+    return ResumePoint(step=int(run_state["step"]), metrics=run_state["metrics"], served=served, kl_control=kl_control)
+
+
+def check_weight_channel(config: RLTrainingConfig, channel: WeightChannel | None) -> WeightChannel | None:
+    """Return the channel of a run. Raises ConfigError for a channel without the setting, or the reverse."""
+    if (config.weight_sync == "channel") != (channel is not None):
+        given = "no weight_channel was given: pass an open one" if channel is None else "a weight_channel was given: leave it out"
+        raise ConfigError(f'weight_sync is {config.weight_sync!r}, but {given}, or set weight_sync="memory" or "channel" to match')
+    return channel
+
+
+def estimate_with_baseline(batch: TrainBatch, baseline: float) -> TrainBatch:
+    """Fill advantages = rewards - baseline, for a fixed baseline, at every trained token."""
+    advantages = compute_advantages(batch.rewards, baseline=baseline)
+    return replace(batch, advantages=advantages[:, None] * (batch.loss_mask > 0))
+
+
+def resolve_algorithm(config: RLTrainingConfig) -> Algorithm:
+    """Return the configured algorithm (default: GRPO). A scalar config.baseline replaces its estimator: A = rewards - baseline.
+
+    Raises: ConfigError for a scalar baseline beside an estimator that does more than compare rewards within a group (a critic, returns
+        along tokens, a KL penalty, ...), since the baseline would replace it.
+    """
+    algorithm = grpo() if config.algorithm is None else config.algorithm
+    if config.baseline is None:
+        return algorithm
+    estimate = algorithm.estimate.func if isinstance(algorithm.estimate, partial) else algorithm.estimate
+    if estimate is not estimate_group_relative:
+        name = getattr(estimate, "__name__", type(estimate).__name__)
+        raise ConfigError(
+            f"baseline is {config.baseline}, but the algorithm's estimator, {name}, does more than compare rewards with those of their "
+            "group, and all of it would be lost: leave the baseline (--rl.baseline) out, or choose an algorithm as grpo(), dr_grpo(), "
+            "dapo() or rloo()"
+        )
+    return replace(algorithm, estimate=partial(estimate_with_baseline, baseline=config.baseline))
+
+
+class RLRun:
+    """State of one run: its parts, the weights that the engines hold, and the KL coefficient."""
+
+    def __init__(self, parts: RLParts, source: RolloutSource, config: RLTrainingConfig) -> None:
+        """Check the parts. Raises ConfigError if they do not fit together."""
+        self.parts, self.config = parts, config
+        self.algorithm = resolve_algorithm(config)
+        check_requirements(
+            self.algorithm,
+            parts.reference,
+            parts.critic,
+            backend=parts.backend,
+            source=source,
+            controls_kl=config.kl_control is not None,
+        )
+        if isinstance(source, ConfiguredSource):
+            check_rl_batch_sizes(source.config, config)
+        if config.critic_warmup_steps and parts.critic is None:
+            raise ConfigError(f"critic_warmup_steps is {config.critic_warmup_steps}, but there is no critic: pass critic=, or set it to 0")
+        self._channel = check_weight_channel(config, parts.weight_channel)
+        keeps = parts.checkpoint_dir is not None
+        self._saver = require_checkpointing(parts.backend) if keeps or config.weight_sync == "checkpoint" else None
+        self._critic_saver = require_checkpointing(parts.critic) if keeps and parts.critic is not None else None
+        if config.weight_sync == "checkpoint" and not keeps:
+            raise ConfigError('weight_sync="checkpoint" writes weights to the disk: pass checkpoint_dir, or set weight_sync="memory"')
+        self._source = source
+        self._sync_dir = None if config.weight_sync == "memory" else parts.checkpoint_dir
+        self._kl_control = config.kl_control
+        self._warned_of_parity = False
+        self._signs = Signs()
+        self.served = ServedWeights(version=0)
+
+    async def begin(self, resume: ResumePoint | None) -> int:
+        """Determine, or keep, the weights that the engines hold. Returns the number of finished steps."""
+        first = 0 if resume is None else resume.step
+        if resume is not None and resume.served is not None:
+            self.served = resume.served
+        elif self._saver is not None and self.config.sync_every > 1:
+            self.served = await hold_weights(self.parts.backend, version=first // self.config.sync_every, directory=self._sync_dir)
+        else:
+            self.served = ServedWeights(version=first // self.config.sync_every)
+        self._kl_control = self.config.kl_control if resume is None or resume.kl_control is None else resume.kl_control
+        return first
+
+    async def train(self, step: int, rollouts: RolloutBatch) -> Metrics:
+        """Train on one batch, after `step` finished steps. Returns the metrics of training and of the rollouts."""
+        with note_checkpoint(step + 1, self.parts.checkpoint_dir):
+            return await self._train(step, rollouts)
+
+    async def _train(self, step: int, rollouts: RolloutBatch) -> Metrics:
+        config, parts, kl_control = self.config, self.parts, self._kl_control
+        if parts.on_rollouts is not None:
+            written = parts.on_rollouts(step + 1, rollouts)
+            if inspect.isawaitable(written):
+                await written
+        check_versions(rollouts.samples, self.served.version)  # a sync has ended, so no answer has a later version
+        samples = shape_rewards(rollouts.samples, config.shape_reward)
+        check_sampled_whole(samples, self.algorithm)
+        batch = collate_samples(samples, pad_id=parts.pad_id, require_rewards=True)
+        if config.mask_truncated:
+            batch = mask_truncated_rows(batch, samples)
+        parity, algorithm = await self._compare(step, batch, rollouts)
+        check_sampled_whole(samples, algorithm)  # a corrected algorithm may read log-probs that the configured one does not
+        plan = self._plan_updates(step)
+        metrics = parity | await train_on_rollouts(
+            parts.backend,
+            batch,
+            algorithm,
+            plan,
+            reference=parts.reference,
+            critic=parts.critic,
+            on_estimate=None if parts.on_estimates is None else partial(parts.on_estimates, step + 1, rollouts),
+            samples=samples,
+        )
+        if kl_control is not None and "reference_kl" in metrics and not plan.only_critic:
+            self._kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
+        metrics |= summarize_rollouts(rollouts, weight_version=self.served.version)
+        for engine in parts.engines:
+            if EngineFeature.METRICS in get_engine_features(engine):
+                metrics |= require_engine_feature(engine, EngineFeature.METRICS, "the line of metrics").metrics()
+        metrics["epoch"] = float(max(sample.group_index for sample in rollouts.samples) // len(parts.data_buffer))
+        if config.shape_reward is not None:
+            metrics["shaped_reward_mean"] = summarize_samples(select_trainable(samples) or samples)["reward_mean"]
+        self._signs, found = look(self._signs, metrics, in_rl=True)
+        for text in found:
+            logging.getLogger(__name__).warning("%s", text)
+        return metrics
+
+    def _plan_updates(self, step: int) -> UpdatePlan:
+        """Return the plan of the updates after `step` finished steps."""
+        config = self.config
+        return UpdatePlan(
+            num_epochs=config.num_epochs,
+            num_minibatches=config.num_minibatches,
+            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+            seed=derive_seed(config.seed, step),
+            value_clip=config.value_clip,
+            only_critic=step < config.critic_warmup_steps,
+            kl_coef=None if self._kl_control is None else self._kl_control.kl_coef,
+            current_version=self.served.version + step % config.sync_every / config.sync_every,
+            dropout=config.dropout,
+        )
+
+    async def _compare(self, step: int, batch: TrainBatch, rollouts: RolloutBatch) -> tuple[Metrics, Algorithm]:
+        """Compare the log-probs of engines and trainer, if due. Returns metrics, and the algorithm for this batch."""
+        config = self.config
+        if config.parity is None or step % config.sync_every:  # between two syncs the backend is ahead of the engines on purpose
+            return {}, self.algorithm
+        rows = select_rows_of_version(batch, rollouts.samples, self.served.version, config.parity.num_rows)
+        if rows is None:
+            self._warn_of_parity(step)
+            return {"num_parity_rows": 0.0}, self.algorithm
+        difference = await measure_difference(self.parts.backend, rows, max_tokens_per_microbatch=config.max_tokens_per_microbatch)
+        metrics = {"num_parity_rows": float(len(rows.tokens)), **difference.as_metrics()}
+        return metrics, act_on_difference(difference, config.parity, self.algorithm)
+
+    def _warn_of_parity(self, step: int) -> None:
+        """Warn once of a batch with nothing to compare: oldest groups come first, so it may happen in every step."""
+        if not self._warned_of_parity:
+            text = (
+                f"the rollouts of step {step + 1} have no row that weight version {self.served.version} sampled alone, so that the engine "
+                "cannot be compared with the trainer, and nothing is corrected; num_parity_rows says of each step how many there are. "
+                "Compare by hand with check_parity(engine, backend, prompts), or lower max_staleness"
+            )
+            warnings.warn(ParityWarning(text), stacklevel=2)
+        self._warned_of_parity = True
+
+    def version_after(self, finished: int) -> int:
+        """Return the weight version of the engines after `finished` steps and their syncs."""
+        return finished // self.config.sync_every
+
+    def is_sync_due(self, finished: int) -> bool:
+        """Whether engines get new weights after this step."""
+        return finished % self.config.sync_every == 0
+
+    def is_checkpoint_due(self, finished: int, metrics: Mapping[str, float], stopping: bool) -> bool:
+        """Whether a checkpoint is written after this step, given its metrics."""
+        config = self.config
+        return self.saves and is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run has a directory for checkpoints."""
+        return self._saver is not None and self.parts.checkpoint_dir is not None
+
+    @property
+    def log_offset(self) -> int | None:
+        """Length of the metrics file, in bytes."""
+        return log_offset(self.parts.metrics_logger)
+
+    async def save(self, finished: int, metrics: Mapping[str, float], metrics_bytes: int | None) -> Path:
+        """Write the checkpoint of a finished step; a resumed run begins with that step's sync and line of metrics.
+
+        Args:
+            metrics_bytes: length of the metrics file before the line of this step, in bytes.
+        """
+        assert self._saver is not None, "save() without a backend that saves"
+        directory = self.parts.checkpoint_dir
+        assert directory is not None, "save() without a place for checkpoints"
+        kl_control, version = self._kl_control, self.version_after(finished)
+        run_state = {
+            "stage": "rl",
+            "rollouts": self._source.state_dict(),
+            "metrics": metrics,
+            "metrics_bytes": metrics_bytes,
+            "weight_version": version,
+            "kl_coef": None if kl_control is None else kl_control.kl_coef,
+        }
+        return await save_training_checkpoint(
+            self._saver,
+            directory,
+            finished,
+            run_state,
+            metrics,
+            keep_last_n=self.parts.keep_last_n,
+            protected=() if self.served.directory is None else (self.served.directory,),
+            write_more=partial(
+                _write_beside_policy,
+                served=None if self.is_sync_due(finished) else self.served,
+                version=version,
+                critic=self._critic_saver,
+            ),
+        )
+
+    async def sync(self, finished: int, rollouts: RolloutBatch, checkpoint: Path | None) -> None:
+        """Bring the weights after a step to the engines.
+
+        Args:
+            rollouts: tokens to probe the engines with.
+            checkpoint: checkpoint of that step, if there is one.
+        """
+        probe = None
+        if self.config.probe_tolerance is not None:
+            probed = rollouts.samples[0].tokens[: self.config.probe_tokens]
+            probe = await create_weight_probe(self.parts.backend, probed, tolerance=self.config.probe_tolerance, pad_id=self.parts.pad_id)
+        self.served = await publish_weights(
+            self.parts.backend,
+            self.parts.engines,
+            version=self.version_after(finished),
+            directory=self._sync_dir,
+            checkpoint=checkpoint,
+            keep_snapshot=self.config.sync_every > 1,
+            probe=probe,
+            channel=self._channel,
+        )
+
+    async def finish_step(self, finished: int, metrics: Metrics, stopping: bool) -> None:
+        """Evaluate into the same dict, and log, each if due."""
+        await self.evaluate(finished, metrics)
+        self.log(finished, metrics, stopping)
+
+    def is_evaluation_due(self, finished: int) -> bool:
+        """Whether the model is evaluated after this step."""
+        return self.parts.evaluate is not None and is_due(finished, self.config.eval_every, self.config.num_steps)
+
+    async def evaluate(self, finished: int, metrics: Metrics) -> None:
+        """Add the metrics of the evaluation after this step, if it is due."""
+        parts = self.parts
+        if parts.evaluate is not None and self.is_evaluation_due(finished):
+            started = parts.clock()
+            metrics.update(await parts.evaluate())
+            metrics["evaluate_s"] = parts.clock() - started
+
+    def log(self, finished: int, metrics: Metrics, stopping: bool) -> None:
+        """Log the line of a step, if it is due."""
+        logger = self.parts.metrics_logger
+        if logger is not None and (stopping or is_due(finished, self.config.log_every, self.config.num_steps)):
+            logger.log(metrics, finished)
+
+
+def shape_rewards(samples: tuple[Sample, ...], shape_reward: Callable[[Sample], float] | None) -> tuple[Sample, ...]:
+    """Return the samples with shaped rewards to train on. The rollouts keep the task's rewards, for filters, metrics and files."""
+    return samples if shape_reward is None else tuple(with_reward(sample, shape_reward(sample)) for sample in samples)
+
+
+def check_sampled_whole(samples: tuple[Sample, ...], algorithm: Algorithm) -> None:
+    """Raise DataError if trained samples were drawn from a cut distribution and the algorithm reads their log-probs.
+
+    The trainer computes log-probs of the whole distribution, so their ratio would be meaningless.
+    """
+    if "rollout_log_probs" not in algorithm.requires:
+        return
+    cut = [sample for sample in select_trainable(samples) if sample.truncated_sampling]
+    if cut:
+        raise DataError(
+            f"{len(cut)} of {len(samples)} samples (the first is sample {cut[0].index}) were drawn with top_p, top_k or min_p, and the "
+            "trainer cannot compute the log-probs that the algorithm compares with: sample with top_p=1, top_k=0 and min_p=0, or use an "
+            "algorithm that does not read rollout_log_probs, for example recomputed(...)"
+        )
+
+
+def mask_truncated_rows(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:
+    """Mask the rows of truncated samples. They stay trainable: an algorithm takes other rows for baseline samples."""
+    ended = torch.tensor([sample.status is not Status.TRUNCATED for sample in samples])
+    return replace(batch, loss_mask=batch.loss_mask * ended[:, None])
+
+
+async def _write_beside_policy(directory: Path, *, served: ServedWeights | None, version: int, critic: CheckpointingBackend | None) -> None:
+    """Write the files of an RL checkpoint besides the policy's."""
+    await write_served_weights(directory, served=served, version=version)
+    if critic is not None:
+        (directory / CRITIC_DIRECTORY).mkdir()
+        await critic.save_checkpoint(directory / CRITIC_DIRECTORY).result()
+
+
+def summarize_rollouts(rollouts: RolloutBatch, weight_version: int) -> Metrics:
+    """Compute reward and length statistics, the manager's counts, and staleness_max: the age of the oldest token in weight versions.
+
+    The statistics cover the trained samples; baseline_reward_mean covers the other samples, if there are any.
+    """
+    trained = select_trainable(rollouts.samples)
+    others = [sample.reward or 0.0 for sample in rollouts.samples if not sample.trainable]
+    baseline = {"baseline_reward_mean": sum(others) / len(others)} if others else {}
+    ages = count_token_ages((sample for sample in trained if sample.weight_versions is not None), weight_version)
+    counts = {key: float(value) for key, value in rollouts.metadata.items() if isinstance(value, int | float)}
+    staleness = {"staleness_max": float(max(ages))} if ages else {}
+    counts.update(summarize_samples(trained or rollouts.samples))  # num_samples, which both have, excludes baseline samples
+    counts.update(summarize_rewards(trained or rollouts.samples))
+    counts.update(summarize_episodes(trained or rollouts.samples))
+    return counts | baseline | staleness | {"weight_version": float(weight_version)}

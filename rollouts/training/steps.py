@@ -1,0 +1,225 @@
+"""Steps of a training loop: one optimizer step, a forward pass over a batch of any size, a checkpoint of the run.
+
+All jobs are submitted before any is awaited, so a pipelined backend goes from job to job without waiting for the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from rollouts.algorithms.losses import merge_metrics
+from rollouts.backends.protocol import (
+    BackendFeature,
+    CheckpointingBackend,
+    Future,
+    OutputFn,
+    TrainingBackend,
+    count_shards,
+    require_backend_feature,
+)
+from rollouts.batches import plan_sharded_microbatches, select_rows
+from rollouts.errors import BackendError, CheckpointError
+from rollouts.training.checkpoints import list_checkpoints, save_checkpoint
+from rollouts.types import LossFn, TrainBatch
+
+Metrics: TypeAlias = dict[str, float]
+EvaluateFn: TypeAlias = Callable[[], Awaitable[Mapping[str, float]]]
+"""Measures the current model, for example evaluate_prompts on held-out prompts; its keys are logged unchanged."""
+
+
+@dataclass(frozen=True)
+class PendingOptimizerStep:
+    """Submitted jobs of one optimizer step."""
+
+    parts: tuple[Future[dict[str, float]], ...]
+    update: Future[dict[str, float]]
+
+    async def result(self) -> Metrics:
+        """Return the metrics of the whole step: loss (a sum over micro-batches), num_tokens, the loss's means, grad_norm and lr."""
+        return merge_step_metrics([await part.result() for part in self.parts]) | await self.update.result()
+
+
+def submit_optimizer_step(
+    backend: TrainingBackend,
+    batch: TrainBatch,
+    loss: LossFn,
+    *,
+    weigh: Callable[[TrainBatch], Tensor],
+    max_tokens_per_microbatch: int,
+    with_entropy: bool = False,
+) -> PendingOptimizerStep:
+    """Submit the forward_backward calls of a batch, split into micro-batches, and the update that follows them.
+
+    The loss weights are computed on the whole batch before it is split, so the gradient does not depend on the split. Rows without a
+    trained token have no gradient and are then left out.
+
+    Args:
+        batch: the rows of one optimizer step, with advantages if the loss reads them.
+        loss: (TokenOutputs, TrainBatch) -> LossOutput.
+        weigh: TrainBatch -> loss_weights [B, T].
+        max_tokens_per_microbatch: most real tokens of one process in a forward_backward; a longer row has a micro-batch of its own.
+    """
+    batch = select_trained_rows(replace(batch, loss_weights=weigh(batch)))
+    plan = plan_backend_microbatches(backend, batch.lengths.tolist(), max_tokens_per_microbatch)
+    parts = tuple(backend.forward_backward(select_rows(batch, rows), loss, with_entropy=with_entropy) for rows in plan)
+    return PendingOptimizerStep(parts=parts, update=backend.optim_step())
+
+
+def plan_backend_microbatches(backend: TrainingBackend, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Plan the rows of each call, so that no process of the backend has more than max_tokens at once."""
+    return plan_sharded_microbatches(lengths, max_tokens=max_tokens, num_shards=count_shards(backend))
+
+
+def find_trained_rows(batch: TrainBatch) -> list[int]:
+    """Find the positions of the rows with a gradient: trainable, with a token of loss_mask > 0."""
+    on = (batch.loss_mask > 0).any(1) & batch.trainable
+    return [row for row, is_trained in enumerate(on.tolist()) if is_trained]
+
+
+def select_trained_rows(batch: TrainBatch) -> TrainBatch:
+    """Select the rows with a gradient; return the batch unchanged if none or all rows have one."""
+    rows = find_trained_rows(batch)
+    return batch if len(rows) in (0, batch.num_rows) else select_rows(batch, rows)
+
+
+def merge_step_metrics(parts: Sequence[Mapping[str, float]]) -> Metrics:
+    """Merge the metrics of one step's forward_backward calls: losses and token counts add, means are weighted by tokens."""
+    assert parts, "an optimizer step needs at least one forward_backward result"
+    means = [({k: v for k, v in part.items() if k not in ("loss", "num_tokens")}, int(part["num_tokens"])) for part in parts]
+    totals = {key: sum(part[key] for part in parts) for key in ("loss", "num_tokens")}
+    return totals | merge_metrics(means)
+
+
+def mean_step_metrics(steps: Sequence[Mapping[str, float]]) -> Metrics:
+    """Average the metrics of several optimizer steps: token-weighted means; num_tokens adds; lr is the last one's."""
+    assert steps, "expected the metrics of at least one optimizer step"
+    skip = ("num_tokens", "lr")
+    # a skipped update counts as one step; without tokens it would have no weight in any mean
+    means = [({k: v for k, v in step.items() if k not in skip}, max(1, int(step["num_tokens"]))) for step in steps]
+    return merge_metrics(means) | {"num_tokens": sum(s["num_tokens"] for s in steps)} | {k: v for k, v in steps[-1].items() if k == "lr"}
+
+
+@dataclass(frozen=True, eq=False)
+class PendingForward:
+    """Submitted forward pass over a batch."""
+
+    batch: TrainBatch
+    parts: tuple[tuple[int, ...], ...]  # rows of each micro-batch
+    futures: tuple[Future[Tensor], ...]  # one a micro-batch
+
+    async def result(self) -> Tensor:
+        """Return [B, T] in the row order of the batch; 0 on pads and in untrained rows."""
+        out = torch.zeros(self.batch.tokens.shape, dtype=torch.float32)
+        for rows, future in zip(self.parts, self.futures, strict=True):
+            part = await future.result()  # [rows, T of the micro-batch <= T]
+            out[torch.tensor(rows), : part.shape[1]] = part
+        return out
+
+
+def submit_forward(
+    backend: TrainingBackend, batch: TrainBatch, output_fn: OutputFn, *, max_tokens_per_microbatch: int, with_entropy: bool = False
+) -> PendingForward:
+    """Submit backend.forward over a batch of any size, by micro-batches. Rows without a trained token are not computed."""
+    trained = find_trained_rows(batch)
+    plan = plan_backend_microbatches(backend, [int(batch.lengths[row]) for row in trained], max_tokens_per_microbatch) if trained else []
+    parts = tuple(tuple(trained[i] for i in part) for part in plan)
+    futures = tuple(backend.forward(select_rows(batch, rows), output_fn, with_entropy=with_entropy) for rows in parts)
+    return PendingForward(batch, parts, futures)
+
+
+def require_checkpointing(backend: TrainingBackend) -> CheckpointingBackend:
+    """Return the backend as a CheckpointingBackend. Raises ConfigError if it is none, before anything is trained."""
+    advice = "Add its methods to the backend, or pass checkpoint_dir=None."
+    return require_backend_feature(backend, BackendFeature.CHECKPOINTS, "checkpoint_dir", instead=advice)
+
+
+async def save_training_checkpoint(
+    backend: CheckpointingBackend,
+    checkpoint_dir: Path,
+    step: int,
+    run_state: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    *,
+    keep_last_n: int,
+    protected: Collection[Path] = (),
+    write_more: Callable[[Path], Awaitable[None]] | None = None,
+) -> Path:
+    """Write checkpoint_dir/step_NNNN with the state for an exact continuation: backend state and run_state.
+
+    Args:
+        step: number of finished steps.
+        run_state: JSON values: data position, partial samples, byte offset of the metrics file, ...
+        metrics: metrics of the last of these steps. If one of its updates was skipped, which may be the first of many, no checkpoint is
+            deleted.
+        protected: further checkpoints to keep.
+        write_more: writes further files into the (still temporary) directory.
+
+    Raises: CheckpointError; older checkpoints are untouched then.
+    """
+
+    async def write(directory: Path) -> None:
+        await backend.save_checkpoint(directory).result()
+        if write_more is not None:
+            await write_more(directory)
+
+    with note_checkpoint(step, checkpoint_dir):
+        return await save_checkpoint(
+            checkpoint_dir,
+            step,
+            write=write,
+            run_state={"step": step, **run_state},
+            keep_last_n=keep_last_n,
+            protected=(*protected, *_protect_while_skipping(checkpoint_dir, metrics)),
+        )
+
+
+def _protect_while_skipping(checkpoint_dir: Path, metrics: Mapping[str, float]) -> tuple[Path, ...]:
+    skipped = any(value > 0 for name, value in metrics.items() if name.rpartition("/")[2] == "update_skipped")
+    return tuple(list_checkpoints(checkpoint_dir)) if skipped else ()
+
+
+@contextmanager
+def note_checkpoint(step: int, checkpoint_dir: Path | None) -> Generator[None]:
+    """Note on a training failure in the block its step, counted from 1, and the checkpoint from which the run can continue."""
+    try:
+        yield
+    except (BackendError, CheckpointError) as error:
+        found = [] if checkpoint_dir is None else list_checkpoints(checkpoint_dir)
+        error.add_note(f"in step {step}; {_advise_where_to_go_on(found)}")
+        raise
+
+
+def _advise_where_to_go_on(checkpoints: Sequence[Path]) -> str:
+    if not checkpoints:
+        return "there is no checkpoint before it"
+    before = f"; if it fails there, too, move that directory away, and {checkpoints[-2].name} is next" if checkpoints[1:] else ""
+    return (
+        f"the last checkpoint, of finite weights, is {checkpoints[-1]}: --resume goes on from there{before}. With other settings, such as "
+        "a lower learning rate, begin from its weights: --model.path"
+    )
+
+
+def is_due(step: int, every: int, num_steps: int) -> bool:
+    """Whether an action due every `every` finished steps is due after `step` of them; 0 = only after the last."""
+    return step == num_steps or (every > 0 and step % every == 0)
+
+
+def is_checkpoint_due(step: int, every: int, num_steps: int, metrics: Mapping[str, float], *, stopping: bool) -> bool:
+    """Whether a checkpoint is written after `step` finished steps: after the last, and if it is due and the weights have changed.
+
+    If all updates of a step were skipped, the previous checkpoint has the same weights. None is written then, so that a run that ends
+    after many skipped updates continues from before the first.
+
+    Args:
+        metrics: metrics of the last of these steps.
+        stopping: whether the run ends here.
+    """
+    has_changed = metrics.get("update_skipped", 0.0) < 1.0
+    return stopping or step == num_steps or (has_changed and is_due(step, every, num_steps))

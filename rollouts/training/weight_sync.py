@@ -1,0 +1,335 @@
+"""Sync new weights to every inference engine at once, and verify that they arrived.
+
+All engines are updated in one nursery, so a sync takes as long as the slowest engine. An engine is updated if it confirms the update AND
+then reports the intended version. A failure of one does not stop the others; it becomes one EngineError that names the engines with and
+without the new weights, because a batch from two policies must never go unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import trio
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rollouts.backends.protocol import BackendFeature, TrainingBackend, get_backend_features, require_backend_feature
+from rollouts.checks import find_non_finite
+from rollouts.engines.protocol import (
+    WEIGHT_VERSION_FILE,
+    EngineFeature,
+    InferenceEngine,
+    ReadBucket,
+    WeightChannel,
+    get_engine_features,
+    require_engine_feature,
+)
+from rollouts.errors import CheckpointError, ConfigError, EngineError, EngineProtocolError
+from rollouts.weight_specs import Bucket, WeightSpec, describe_weights
+
+
+@dataclass(frozen=True)
+class WeightProbe:
+    """Log-probs to verify that an engine computes with the new weights; from training.parity.create_weight_probe."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]  # nats, of tokens[1:] given the tokens before, at temperature 1, by the new weights
+    tolerance: float  # largest difference, in nats
+
+    def __post_init__(self) -> None:
+        assert len(self.log_probs) == len(self.tokens) - 1 >= 1, f"{len(self.log_probs)} log-probs for {len(self.tokens)} tokens"
+        assert self.tolerance > 0, f"tolerance is {self.tolerance}, expected more than 0"
+
+
+async def sync_weights_to_engines(
+    engines: Sequence[InferenceEngine], checkpoint_path: Path | str, *, probe: WeightProbe | None = None
+) -> list[Mapping[str, Any]]:
+    """Let every engine load the weights of a directory.
+
+    Args:
+        engines: may be empty.
+        checkpoint_path: a Hugging Face directory that each engine can open under this path. If it has a WEIGHT_VERSION_FILE, every engine
+            must report that version afterwards; else the version that it answered with.
+        probe: expected outputs afterwards; detects engines that confirm the weights but do not use them.
+
+    Returns: answers of the engines, in the order of `engines`.
+    Raises: CheckpointError if the path is not a directory or its version file cannot be read, and ConfigError if an engine cannot answer
+        the probe, before any request; EngineError if an engine failed, naming its position and type, the cause, and the engines
+        that have the new weights. An engine that fails the probe refuses, if it can, to generate until it gets weights that pass.
+    """
+    path = Path(checkpoint_path)
+    version = await trio.to_thread.run_sync(_read_expected_version, path)
+    updates = [partial(engine.update_weights_from_checkpoint, path) for engine in engines]
+    return await _update_all(engines, updates, version, f"the weights in {path}", probe)
+
+
+async def sync_weights_in_memory(
+    engines: Sequence[InferenceEngine],
+    weights: Mapping[str, Tensor],
+    weight_version: int,
+    *,
+    probe: WeightProbe | None = None,
+) -> list[Mapping[str, Any]]:
+    """Pass the same weights to every engine in memory, without the disk.
+
+    Args:
+        engines: engines with EngineFeature.MEMORY_UPDATES; may be empty.
+        weights: weights by parameter name; must not be written to while engines hold them.
+        weight_version: version that every engine must report afterwards.
+        probe: see sync_weights_to_engines.
+
+    Returns: answers of the engines, in the order of `engines`.
+    Raises: ConfigError if an engine cannot take weights in memory, before any request; EngineError as sync_weights_to_engines.
+    """
+    advice = 'Set weight_sync="checkpoint", or export the weights to a directory and use sync_weights_to_engines.'
+    takers = [
+        require_engine_feature(
+            engine, EngineFeature.MEMORY_UPDATES, "a sync of weights in memory", instead=advice, name=_describe(position, engine)
+        )
+        for position, engine in enumerate(engines)
+    ]
+    updates = [partial(taker.update_weights, weights, weight_version) for taker in takers]
+    return await _update_all(engines, updates, weight_version, f"weight version {weight_version}", probe)
+
+
+async def sync_weights_over_channel(
+    engines: Sequence[InferenceEngine],
+    channel: WeightChannel,
+    specs: Sequence[WeightSpec],
+    read: ReadBucket,
+    weight_version: int,
+    *,
+    probe: WeightProbe | None = None,
+) -> list[Mapping[str, Any]]:
+    """Send weights to the engines of a channel, bucket by bucket, and verify their arrival on each engine.
+
+    Args:
+        engines: engines of the channel, in its order.
+        specs, read: the weights, see WeightChannel.send_weights.
+        weight_version: version that every engine must report afterwards.
+        probe: see sync_weights_to_engines.
+
+    Returns: answers of the engines, in the order of `engines`.
+    Raises: EngineError as WeightChannel.send_weights and sync_weights_to_engines; ConfigError if an engine cannot answer the probe, before
+        any engine is updated.
+    """
+    _check_can_probe(engines, probe)
+    answers = await channel.send_weights(specs, read, weight_version)
+    if len(answers) != len(engines):
+        raise ConfigError(f"the weight channel has {len(answers)} engines, but the run has {len(engines)}: open it with the run's engines")
+
+    async def repeat(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        await trio.lowlevel.checkpoint()
+        return answer
+
+    updates = [partial(repeat, answer) for answer in answers]
+    return await _update_all(engines, updates, weight_version, f"weight version {weight_version}", probe)
+
+
+def _check_can_probe(engines: Sequence[InferenceEngine], probe: WeightProbe | None) -> None:
+    for position, engine in enumerate(engines if probe is not None else ()):
+        name = _describe(position, engine)
+        require_engine_feature(engine, EngineFeature.SCORES, "a probe of its weights", instead="Sync without a probe.", name=name)
+
+
+async def _update_all(
+    engines: Sequence[InferenceEngine],
+    updates: Sequence[Callable[[], Awaitable[Mapping[str, Any]]]],
+    version: int | None,
+    what: str,
+    probe: WeightProbe | None,
+) -> list[Mapping[str, Any]]:
+    """Run all updates at once; return the answers in order, or raise one error about all failed engines."""
+    _check_can_probe(engines, probe)
+    answers: dict[int, Mapping[str, Any]] = {}
+    failures: dict[int, Exception] = {}
+
+    async def update_one(position: int) -> None:
+        with _RecordFailure(failures, position):
+            answer = await updates[position]()
+            await _check_version(engines[position], answer, version)
+            if probe is not None:
+                await _check_outputs(engines[position], probe)
+            answers[position] = answer
+
+    async with trio.open_nursery() as nursery:
+        for position in range(len(engines)):
+            nursery.start_soon(update_one, position)
+    if failures:
+        causes = [failures[position] for position in sorted(failures)]
+        error = EngineError(_describe_failures(engines, failures, what))
+        raise error from (causes[0] if len(causes) == 1 else ExceptionGroup("updates that failed", causes))
+    return [answers[position] for position in range(len(engines))]
+
+
+class _RecordFailure:
+    """Record an error of the block in `failures`, so that it does not cancel the updates of the other engines.
+
+    Cancellation and Ctrl-C pass through.
+    """
+
+    def __init__(self, failures: dict[int, Exception], position: int) -> None:
+        self._failures, self._position = failures, position
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if isinstance(error, Exception):
+            self._failures[self._position] = error
+            return True
+        return False
+
+
+async def _check_version(engine: InferenceEngine, answer: Mapping[str, Any], expected: int | None) -> None:
+    """Compare the version in the engine's answer, the version it reports, and the intended version."""
+    if answer.get("success") is not True or "weight_version" not in answer:
+        raise EngineProtocolError(f'its answer is {dict(answer)!r}, expected {{"success": True, "weight_version": int}}')
+    reported = answer["weight_version"]
+    if expected is not None and reported != expected:
+        raise EngineError(f"it reports weight version {reported} after the update, expected {expected}")
+    actual = await engine.get_weight_version()
+    if actual != reported:
+        raise EngineError(f"it answered with weight version {reported}, but get_weight_version() gives {actual}")
+
+
+async def _check_outputs(engine: InferenceEngine, probe: WeightProbe) -> None:
+    """Compare the log-probs of the probe's tokens by the engine, or each of many behind it, with the new weights' log-probs."""
+    features = get_engine_features(engine)
+    if EngineFeature.MEMBER_CHECKS in features:
+        fleet = require_engine_feature(engine, EngineFeature.MEMBER_CHECKS, "a probe of its weights")
+        return await fleet.check_each(partial(_check_outputs, probe=probe))
+    found = await require_engine_feature(engine, EngineFeature.SCORES, "a probe of its weights").recompute_output_log_probs(probe.tokens, 1)
+    if len(found) != len(probe.log_probs):
+        raise EngineProtocolError(f"it gave {len(found)} log-probs for the {len(probe.log_probs)} tokens of a probe")
+    differences = [abs(a - b) for a, b in zip(found, probe.log_probs, strict=True)]
+    worst = max(differences)
+    if not worst <= probe.tolerance:  # NaN included
+        reason = (
+            f"it reports the new version, but its log-probs of a probe are off by up to {worst:.3g} nats, more than {probe.tolerance:g}: "
+            "it serves other weights, a stale prefix cache, or a lower precision than the tolerance allows for"
+        )
+        if EngineFeature.DISTRUST in features:
+            require_engine_feature(engine, EngineFeature.DISTRUST, "a probe of its weights").distrust_weights(reason)
+        raise EngineError(reason)
+    return None
+
+
+def _describe(position: int, engine: object) -> str:
+    return f"engine {position} ({type(engine).__name__})"
+
+
+def _describe_failures(engines: Sequence[object], failures: Mapping[int, Exception], what: str) -> str:
+    causes = [(position, failures[position]) for position in sorted(failures)]
+    failed = "; ".join(f"{_describe(position, engines[position])}: {type(error).__name__}: {error}" for position, error in causes)
+    updated = [_describe(position, engine) for position, engine in enumerate(engines) if position not in failures]
+    state = "No engine is sure to have the new weights."
+    if updated:
+        state = f"These engines already have the new weights: {', '.join(updated)}."
+    return (
+        f"{len(failures)} of {len(engines)} engines did not take {what}. {failed}. {state} "
+        "Do not generate until a sync of all engines succeeds: their samples would come from different policies."
+    )
+
+
+def _read_expected_version(path: Path) -> int | None:
+    """Read the weight version of a directory; None if it has no version file."""
+    if not path.is_dir():
+        raise CheckpointError(f"cannot sync weights from {path}: it is not a directory. Export the weights there first.")
+    version_file = path / WEIGHT_VERSION_FILE
+    if not version_file.exists():
+        return None
+    try:
+        version = json.loads(version_file.read_text())["weight_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f'{version_file} cannot be read as {{"weight_version": int}}: {error}. Export the weights again.') from error
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise CheckpointError(f"{version_file} has weight_version {version!r}, expected an integer. Export the weights again.")
+    return version
+
+
+_DTYPES = (
+    ("F64", "float64"), ("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("F8_E4M3", "float8_e4m3fn"),
+    ("F8_E5M2", "float8_e5m2"), ("I64", "int64"), ("I32", "int32"), ("I16", "int16"), ("I8", "int8"), ("U8", "uint8"), ("BOOL", "bool"),
+)  # fmt: skip
+
+
+async def stream_backend(backend: TrainingBackend, *, keep_device: bool) -> tuple[tuple[WeightSpec, ...], ReadBucket]:
+    """Return a backend's current weights: their specs, and a function that reads a bucket. Update nothing before the last is read.
+
+    If a backend has no weight stream, all of its weights are copied first.
+
+    Args:
+        keep_device: leave tensors on the model's device.
+
+    Raises: CheckpointError, also when a bucket is read, for non-finite weights: no engine gets them.
+    """
+    if BackendFeature.WEIGHT_STREAM in get_backend_features(backend):
+        stream = require_backend_feature(backend, BackendFeature.WEIGHT_STREAM, "a stream of weights")
+
+        async def gather(bucket: Bucket) -> Mapping[str, Tensor]:
+            found = await stream.gather_weights(bucket.names, keep_device=keep_device).result()
+            _check_finite(found)
+            return found
+
+        return await stream.describe_weights().result(), gather
+    weights = await backend.get_weights().result()
+    _check_finite(weights)
+
+    async def select(bucket: Bucket) -> Mapping[str, Tensor]:
+        await trio.lowlevel.checkpoint()
+        return {name: weights[name] for name in bucket.names}
+
+    return describe_weights(weights), select
+
+
+def _check_finite(weights: Mapping[str, Tensor]) -> None:
+    bad = find_non_finite(weights.items())
+    if bad is not None:
+        raise CheckpointError(f"the weight {bad} of the backend is NaN or infinite: no engine gets it. Go on from the last checkpoint")
+
+
+async def stream_directory(directory: Path) -> tuple[tuple[WeightSpec, ...], ReadBucket]:
+    """Return the weights of a model directory, one file of safetensors or many, read on demand. Raises CheckpointError."""
+    specs, files = await trio.to_thread.run_sync(_list_directory, directory)
+
+    async def read(bucket: Bucket) -> Mapping[str, Tensor]:
+        return await trio.to_thread.run_sync(partial(_read_tensors, {name: files[name] for name in bucket.names}))
+
+    return specs, read
+
+
+def _list_directory(directory: Path) -> tuple[tuple[WeightSpec, ...], dict[str, Path]]:
+    names = dict(_DTYPES)
+    specs: list[WeightSpec] = []
+    files: dict[str, Path] = {}
+    for path in sorted(directory.glob("model*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
+                    specs.append(WeightSpec(name, names[part.get_dtype()], tuple(part.get_shape())))
+                    files[name] = path
+        except (SafetensorError, OSError, KeyError) as error:
+            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+    if not specs:
+        raise CheckpointError(f"{directory} has no model.safetensors: it is not a model directory, or its weights are in another format")
+    return tuple(specs), files
+
+
+def _read_tensors(files: Mapping[str, Path]) -> dict[str, Tensor]:
+    """Read the tensors with these names, each from its file."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(set(files.values())):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found.update({name: file.get_tensor(name) for name in files if files[name] == path})
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return found

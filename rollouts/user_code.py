@@ -1,0 +1,141 @@
+"""Calls of users' code: whatever it raises is its own failure, and it ends by its deadline, even if it blocks the event loop.
+
+A trio deadline ends async code where it awaits. Code that never awaits, such as an `async def` with time.sleep in it, would stop the whole
+program. Each step of it, from one await to the next, therefore has an alarm: a signal that raises CodeBlocked inside of it. The alarm ends
+whatever the interpreter runs or waits in (loops, sleep, sockets, locks, subprocesses), at that place.
+
+Limits: the alarm is the process's SIGALRM, which is delivered to the main thread alone. There is none if trio runs in another thread, on
+Windows, while an earlier alarm of other code is due, or in further tasks that the user's code starts in a nursery. A C function that does
+not return to the interpreter is not ended by it. Put such code into a plain `def`: it runs in a thread of its own and is abandoned at its
+deadline.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import trio
+
+from rollouts.errors import find_own_frame
+
+T = TypeVar("T")
+_AGAIN_S = 0.05  # seconds between two alarms, for code that takes the first for an error of its own
+
+
+class CodeBlocked(BaseException):
+    """Raised inside code that has blocked the event loop for too long. Not an Exception, so that the code does not swallow it."""
+
+    def __init__(self, timeout_s: float, place: str) -> None:
+        super().__init__(f"{place} has blocked the event loop for {timeout_s:g} s")
+        self.place = place  # file:line in the user's code, if that is in the stack
+
+
+class interrupt_blocking:  # a context manager reads as a verb
+    """Raise CodeBlocked in the block, which awaits nothing, once it takes longer than a timeout. The module docstring lists limits."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._restore: Callable[[], None] | None = None
+
+    def __enter__(self) -> interrupt_blocking:
+        if not math.isfinite(self.timeout_s) or not hasattr(signal, "setitimer"):
+            return self
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGALRM) is None:
+            return self
+        due, interval = signal.getitimer(signal.ITIMER_REAL)
+        if 0 < due <= self.timeout_s:
+            return self
+        self._restore = partial(_put_back, signal.signal(signal.SIGALRM, self._ring), due, interval, time.monotonic())
+        signal.setitimer(signal.ITIMER_REAL, max(self.timeout_s, 1e-6), _AGAIN_S)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_code.co_filename != __file__:  # else the block is being left
+            own = find_own_frame(frame)
+            raise CodeBlocked(self.timeout_s, f"{own.f_code.co_filename}:{own.f_lineno}")
+
+
+def _put_back(handler: Any, due: float, interval: float, since: float) -> None:
+    """Restore the earlier alarm of other code, with its remaining time."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, handler)
+    if due > 0:
+        signal.setitimer(signal.ITIMER_REAL, max(due - (time.monotonic() - since), 1e-3), interval)
+
+
+async def finish(awaitable: Awaitable[T], timeout_s: float) -> T:
+    """Await the result of a user's function. Raises CodeBlocked once it blocks the event loop for longer than timeout_s.
+
+    The caller sets the deadline of the whole, by a cancel scope.
+    """
+    try:
+        result: Any = await _Steps(awaitable, timeout_s)
+    except BaseExceptionGroup as group:  # from a nursery in whose block the alarm rang
+        blocks, others = group.split(CodeBlocked)
+        if blocks is None or (others is not None and others.subgroup(KeyboardInterrupt) is not None):
+            raise
+        raise _first_leaf(blocks) from group
+    return result
+
+
+def _first_leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return error  # pyright: ignore[reportUnknownVariableType]
+
+
+class _Steps:
+    """An awaitable that runs another one step by step, each with an alarm."""
+
+    def __init__(self, awaitable: Awaitable[Any], timeout_s: float) -> None:
+        self.awaitable = awaitable  # for tools that show stacks
+        self._steps: Any = awaitable.__await__()
+        self._timeout_s = timeout_s
+
+    def __await__(self) -> _Steps:
+        return self
+
+    def __iter__(self) -> _Steps:
+        return self
+
+    def __next__(self) -> Any:
+        with interrupt_blocking(self._timeout_s):
+            return next(self._steps)
+
+    def send(self, value: Any) -> Any:
+        """Generator protocol: send the event loop's answer."""
+        with interrupt_blocking(self._timeout_s):
+            return self._steps.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Generator protocol: raise an exception of the event loop, such as a cancellation."""
+        with interrupt_blocking(self._timeout_s):
+            return self._steps.throw(*error)
+
+    def close(self) -> None:
+        """Generator protocol: close."""
+        self._steps.close()
+
+
+def is_passed_on(error: BaseException) -> bool:
+    """Whether an exception that came out of user code is not its own failure: a cancellation, Ctrl-C, or an alarm of a caller.
+
+    Everything else is its own, SystemExit too, which must not end a program that only asked for a reward.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return any(is_passed_on(inner) for inner in error.exceptions)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(error, KeyboardInterrupt | GeneratorExit):  # both reach the main thread alone, unless code raises them
+        return threading.current_thread() is threading.main_thread()
+    return isinstance(error, trio.Cancelled | CodeBlocked)
