@@ -1,11 +1,11 @@
-"""Every preset on the default task: mean reward and held-out accuracy over the RL stage, for several seeds.
+"""Benchmark every preset on the default task: mean reward and held-out accuracy over the RL stage, for several seeds.
 
     python -m benchmarks.algorithms [--seeds 0 1 2] [--algorithms grpo 'decoupled(dapo())' ...] [--jobs 2] [--output FILE.json]
                                     [--picture FILE.png] [--set rl.num_steps=12 ...]
 
-SFT runs once per seed; each algorithm then trains from its last checkpoint for as many RL steps as the default job has, with the default
-settings. Times are multiples of that of the default job's algorithm, grpo(), on the same seeds; it is run even if it is not asked for.
-`--jobs` runs go on at the same time, one thread each. The exit status is 1 if a run failed.
+SFT runs once per seed; each algorithm then trains from its last checkpoint with the settings and RL steps of the default job. Times are
+relative to the default job's algorithm, grpo(), on the same seeds, which always runs. `--jobs` runs go on at the same time, one thread
+each. The exit status is 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEFAULT = "grpo()"  # the algorithm of the default job
 
 
 def run_training(arguments: Sequence[str], directory: Path) -> float:
-    """One run of the main job in a process of its own, one thread. Returns its seconds."""
+    """Run the main job in a process of its own with one thread. Returns its seconds."""
     command = [sys.executable, "-m", "integration.train", "--output-dir", str(directory), "--quiet", "--num-threads", "1", *arguments]
     start = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -46,7 +46,7 @@ def run_training(arguments: Sequence[str], directory: Path) -> float:
 
 
 def read_rl_lines(directory: Path) -> list[dict[str, Any]]:
-    """The RL lines of a run's metrics, step by step."""
+    """Read the RL lines of a run's metrics."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["stage"] == "rl"]
 
@@ -54,8 +54,8 @@ def read_rl_lines(directory: Path) -> list[dict[str, Any]]:
 def train_contenders(
     contenders: Mapping[str, Callable[[], Mapping[str, Any]]], seed: int, num_jobs: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The runs of contenders by name, so many at a time, in their order. One that fails is told of and left out: it must not cost the
-    results of the others."""
+    """Train contenders by name, several at a time, and return their runs in order. A failed run is reported and left out, so that the
+    results of the others are kept."""
     with ThreadPoolExecutor(num_jobs) as pool:
         jobs = {name: pool.submit(train) for name, train in contenders.items()}
         for name, job in jobs.items():
@@ -70,7 +70,7 @@ def train_contenders(
 
 
 def train_algorithm(algorithm: str, seed: int, model: Path, directory: Path, more: Sequence[str]) -> dict[str, Any]:
-    """RL from an SFT checkpoint. Returns the curves and the seconds."""
+    """Run RL from an SFT checkpoint. Returns the curves and the seconds."""
     arguments = ["--mode", "rl", "--model.path", str(model), "--seed", str(seed), "--rl.algorithm", algorithm]
     seconds = run_training([*arguments, *more], directory)
     lines = read_rl_lines(directory)
@@ -83,10 +83,10 @@ def train_algorithm(algorithm: str, seed: int, model: Path, directory: Path, mor
 
 
 def summarize(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Means over seeds of where each algorithm began and ended; the worst seed's end; time relative to DEFAULT on the same seeds.
+    """Return means over seeds of each algorithm's first and last values, the worst seed's last, and time relative to DEFAULT.
 
     Args:
-        runs: at least one for each algorithm. The time is NaN where DEFAULT has no run of the same seeds.
+        runs: at least one per algorithm. The time is NaN if DEFAULT has no run of the same seeds.
     """
     table: dict[str, dict[str, float]] = {}
     reference = {run["seed"]: run["seconds"] for run in runs.get(DEFAULT, ())}
@@ -107,7 +107,7 @@ def summarize(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
 
 
 def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """One small panel an algorithm: held-out accuracy (solid) and mean reward (dotted) of each seed over RL steps."""
+    """Draw one small panel per algorithm: held-out accuracy (solid) and mean reward (dotted) of each seed over RL steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

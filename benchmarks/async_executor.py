@@ -1,9 +1,9 @@
-"""The executor of asynchronous rollouts: groups per second with an engine that answers at once, and the memory of queued samples.
+"""Benchmark the executor of asynchronous rollouts: groups per second with an instant engine, and memory of queued samples.
 
     python -m benchmarks.async_executor [--groups 20000] [--repeats 3] [--queued 100000] [--output FILE.json]
 
-One sample of 8 tokens per group, so nothing but the overhead of each rollout counts. Contenders, in the same run: AsyncRolloutManager,
-which waits for its batches one after another; the executor with and without a reward function; the executor with its order fixed.
+Groups have one sample of 8 tokens, so only the overhead per rollout counts. Contenders, in the same run: AsyncRolloutManager, which
+generates one batch after another; the executor with and without a reward function; the executor with a fixed order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import partial
 import trio
 
 from benchmarks.measure import compare, memory_mb, print_table, write_json
-from rollouts.async_config import AsyncConfig
-from rollouts.async_rollouts import create_workflow_executor
+from rollouts.asynchronous.config import AsyncConfig
+from rollouts.asynchronous.executor import create_workflow_executor
 from rollouts.config import RolloutConfig
-from rollouts.data_buffer import DataBuffer
-from rollouts.rollout_manager import AsyncRolloutManager
+from rollouts.data.prompts import DataBuffer
+from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.types import Group, Prompt, Sample, Status
 
 BATCH_SIZE = 256
@@ -29,13 +29,13 @@ ZEROS, ONES = (0.0,) * 4, (1.0,) * 4
 
 
 class InstantEngine:
-    """Answers a prompt with n samples of 8 tokens of its weight version, without a wait."""
+    """An engine that answers a prompt at once with n samples of 8 tokens of its weight version."""
 
     def __init__(self) -> None:
         self.versions = (-1,) * 4 + (0,) * 4
 
     def set_version(self, version: int) -> None:
-        """Of the tokens from now on."""
+        """Set the version of the next tokens."""
         self.versions = (-1,) * 4 + (version,) * 4
 
     async def __call__(self, prompt: Prompt, n: int) -> Group:
@@ -53,22 +53,22 @@ class InstantEngine:
 
 
 async def reward_one(sample: Sample) -> float:
-    """1."""
+    """Return reward 1."""
     return 1.0
 
 
 def create_buffer() -> DataBuffer:
-    """1,000 prompts."""
+    """Create a buffer of 1,000 prompts."""
     return DataBuffer([f"prompt {i}" for i in range(1000)])
 
 
 def create_config(engine: InstantEngine, batch_size: int = BATCH_SIZE, *, scored: bool = True) -> RolloutConfig:
-    """Groups of one sample."""
+    """Create the configuration of groups of one sample."""
     return RolloutConfig(batch_size=batch_size, generate_fn=engine, reward_fn=reward_one if scored else None)
 
 
 def run_manager(num_groups: int, *, scored: bool) -> int:
-    """Groups of AsyncRolloutManager."""
+    """Generate groups with AsyncRolloutManager."""
 
     async def main() -> int:
         manager = AsyncRolloutManager(create_buffer(), create_config(InstantEngine(), scored=scored))
@@ -78,7 +78,7 @@ def run_manager(num_groups: int, *, scored: bool) -> int:
 
 
 def run_executor(num_groups: int, *, scored: bool, asynchronous: AsyncConfig) -> int:
-    """Groups of the executor; the version rises with each batch."""
+    """Generate groups with the executor; the version rises with each batch."""
 
     async def main() -> int:
         count, engine = 0, InstantEngine()
@@ -93,7 +93,7 @@ def run_executor(num_groups: int, *, scored: bool, asynchronous: AsyncConfig) ->
 
 
 def measure_queue(num_samples: int) -> dict[str, float]:
-    """Memory of the process for finished groups that wait to be collected, and how fast they came."""
+    """Return the memory of finished groups that wait to be collected, and their rate."""
 
     async def main() -> dict[str, float]:
         config = create_config(InstantEngine(), num_samples // 2)
@@ -110,7 +110,7 @@ def measure_queue(num_samples: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run both and print tables."""
+    """Run all contenders and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=20_000)
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,16 +1,16 @@
-"""Learning from old rollouts: the default task asynchronously, for several bounds on staleness, uncorrected and with two corrections.
+"""Benchmark learning from stale rollouts: the asynchronous default task for several bounds on staleness, with and without corrections.
 
     python -m benchmarks.async_learning [--staleness 0 1 2 4 8] [--seeds 0 1 2] [--steps 24] [--corrections none decoupled segment-wise]
                                         [--jobs 1] [--set rl.num_minibatches=2 ...] [--output FILE.json] [--picture FILE.png]
 
 SFT runs once per seed; each contender then trains from its last checkpoint. Corrections, around --algorithm (default grpo()):
 
-    none           ratios against the log-probs of the engine that sampled
-    decoupled      ratios against the policy before the update, weighted by it / engine
-    segment-wise   the same with a weight for each token from the policy one version after its own (--enable-segment-wise-ppo)
+    none           ratios to the log-probs of the sampling engine
+    decoupled      ratios to the policy before the update, weighted by it / engine
+    segment-wise   as decoupled, with a weight per token from the policy one version after its own (--enable-segment-wise-ppo)
 
-max_staleness only bounds how old tokens are; how old they were is in the table. `--jobs` runs go on at the same time, one thread each; the
-exit status is 1 if a run failed.
+max_staleness only bounds the staleness of tokens; the table shows the actual one. `--jobs` runs go on at the same time, one thread each;
+the exit status is 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CURVES = {"accuracy": "eval_accuracy", "reward": "reward_mean", "staleness": "st
 
 
 def create_arguments(correction: str, algorithm: str, staleness: int) -> list[str]:
-    """The flags of a contender."""
+    """Return the flags of a contender."""
     flags = ["--rl.asynchronous.enabled", "--rl.asynchronous.max-staleness", str(staleness)]
     if correction == "none":
         return [*flags, "--rl.algorithm", algorithm]
@@ -42,13 +42,13 @@ def create_arguments(correction: str, algorithm: str, staleness: int) -> list[st
 
 
 def read_curves(directory: Path) -> dict[str, list[float]]:
-    """The curves of a run, a value for each RL step; accuracy has one for the evaluation before the first step, too."""
+    """Read the curves of a run, one value per RL step; accuracy also has one for the evaluation before the first step."""
     lines = read_rl_lines(directory)
     return {name: [line[key] for line in lines if key in line] for name, key in CURVES.items()}
 
 
 def train(arguments: argparse.Namespace, correction: str, staleness: int, seed: int, model: Path, directory: Path) -> dict[str, Any]:
-    """One run."""
+    """Train a contender."""
     more = [part for setting in arguments.set for part in (f"--{setting.split('=', 1)[0]}", setting.split("=", 1)[1])]
     flags = ["--mode", "rl", "--model.path", str(model), "--seed", str(seed), "--rl.num-steps", str(arguments.steps)]
     seconds = run_training([*flags, *create_arguments(correction, arguments.algorithm, staleness), *more], directory)
@@ -56,7 +56,7 @@ def train(arguments: argparse.Namespace, correction: str, staleness: int, seed: 
 
 
 def summarize(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Means over seeds: accuracy before and after, the worst seed's, mean reward of all steps (the area under its curve), staleness."""
+    """Return means over seeds: accuracy before and after, the worst seed's, mean reward of all steps (area under its curve), staleness."""
     return {
         name: {
             "seeds": len(of_seeds),
@@ -72,7 +72,7 @@ def summarize(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
 
 
 def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], staleness: Sequence[int], corrections: Sequence[str], path: Path) -> None:
-    """One panel for each bound: mean reward over steps, a thin line for each seed, a thick one for their mean."""
+    """Draw one panel per bound: mean reward over steps, a thin line per seed and a thick one for their mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -99,7 +99,7 @@ def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], staleness: Sequence[in
 
 
 def name_contender(correction: str, staleness: int) -> str:
-    """A contender's name in tables."""
+    """Return a contender's name in tables."""
     return f"{correction}, max_staleness {staleness}"
 
 

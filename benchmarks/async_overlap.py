@@ -1,10 +1,10 @@
-"""How well generation and training overlap: the default task, engine and trainer on simulated accelerators, against the larger stage alone.
+"""Benchmark the overlap of generation and training: the default task on simulated accelerators, relative to the slower stage alone.
 
     python -m benchmarks.async_overlap [--steps 24] [--prompts 64] [--ratios 0.5 1.05 2] [--staleness 1 2] [--output FILE.json]
 
-The embedded engine generates real tokens and the trainer makes real updates, but the time they take is set: so much for each token, so much
-for each training step, on trio's MockClock. Nothing else takes time, so what is lost against 1 / max(t_generate, t_train) is lost to the
-loop. Ratios are t_generate / t_train; the synchronous loop reaches 1 / (t_generate + t_train).
+The embedded engine generates real tokens and the trainer makes real updates, but each token and each training step takes a set time on
+trio's MockClock. Nothing else takes time, so any loss against 1 / max(t_generate, t_train) is the loop's. Ratios are t_generate / t_train;
+the synchronous loop reaches 1 / (t_generate + t_train).
 """
 
 from __future__ import annotations
@@ -20,48 +20,49 @@ import trio
 import trio.testing
 
 from benchmarks.measure import print_table, write_json
-from integration.config import Config
-from integration.models import create_model
-from integration.tasks import Task, create_sort_task
-from rollouts.algorithms import decoupled, grpo
-from rollouts.async_config import AsyncConfig
-from rollouts.async_rollouts import create_workflow_executor
+from integration.parts.models import create_model
+from integration.settings.config import Config
+from integration.tasks.task import Task, create_sort_task
+from rollouts.algorithms.presets import decoupled, grpo
+from rollouts.async_rl_loop import run_async_rl_training
+from rollouts.asynchronous.config import AsyncConfig
+from rollouts.asynchronous.executor import create_workflow_executor
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.config import RLTrainingConfig, RolloutConfig
-from rollouts.data_buffer import DataBuffer
-from rollouts.engines.inprocess import InProcessEngine
-from rollouts.generation import create_generate_fn
-from rollouts.rl_loop import run_async_rl_training, run_rl_training
-from rollouts.rollout_manager import AsyncRolloutManager
+from rollouts.data.prompts import DataBuffer
+from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.generation.manager import AsyncRolloutManager
+from rollouts.generation.single_turn import create_generate_fn
+from rollouts.rl_loop import run_rl_training
 from rollouts.types import RolloutBatch, Sample, SamplingParams
 
 SAMPLES_PER_PROMPT = 8
 TRAIN_S = 1.0  # virtual seconds of a training step
-WARM_UP = 2  # batches that are not counted
+WARM_UP = 2  # batches excluded from the measurement
 
 
 class WorkClock:
-    """Virtual time that jumps to the next deadline when nothing can run, except while a thread works."""
+    """A virtual clock that jumps to the next deadline when no task can run, except while a thread works."""
 
     def __init__(self) -> None:
         self.mock = trio.testing.MockClock(autojump_threshold=0)
         self._num_working = 0
 
     def hold(self) -> None:
-        """Time stands still, until as many calls of let_go."""
+        """Stop the clock until as many calls of let_go."""
         self._num_working += 1
         self.mock.autojump_threshold = math.inf
 
     def let_go(self) -> None:
-        """The work of a hold() is done."""
+        """End a hold()."""
         self._num_working -= 1
         if not self._num_working:
             self.mock.autojump_threshold = 0
 
 
 class WorkLock:
-    """A lock whose holder works in a thread: time stands still while it is held, and goes on for those that wait for it."""
+    """A lock whose holder works in a thread: the clock stops while it is held."""
 
     def __init__(self, clock: WorkClock) -> None:
         self._lock, self._clock = trio.Lock(), clock
@@ -76,7 +77,7 @@ class WorkLock:
 
 
 class TimedEngine(InProcessEngine):
-    """The embedded engine, each of whose tokens takes its time."""
+    """The embedded engine with a set time per token."""
 
     def __init__(self, *args: Any, clock: WorkClock, seconds_per_token: float, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -100,7 +101,7 @@ class TimedEngine(InProcessEngine):
 
 
 class TimedFuture:
-    """A result that is there from a moment on."""
+    """A result available from a moment of virtual time."""
 
     def __init__(self, value: Any, ready_at: float) -> None:
         self._value, self._ready_at = value, ready_at
@@ -114,7 +115,7 @@ class TimedFuture:
 
 
 class TimedBackend:
-    """A backend whose jobs are done at once, and whose updates take their time."""
+    """A backend with instant jobs, except updates, which take a set time."""
 
     def __init__(self, backend: TrainingBackend, seconds_per_update: float) -> None:
         self._free_at = 0.0
@@ -131,7 +132,7 @@ class TimedBackend:
 
 
 async def run_loop(clock: WorkClock, arguments: argparse.Namespace, ratio: float, staleness: int | None) -> dict[str, float]:
-    """One run. staleness: None = the synchronous loop. Returns batches per virtual second, and the bound."""
+    """Run a loop. staleness: None = the synchronous loop. Returns batches per virtual second, and the bound."""
     config = Config()
     model, tokenizer = create_model(config)
     task: Task = create_sort_task(tokenizer)
@@ -147,7 +148,7 @@ async def run_loop(clock: WorkClock, arguments: argparse.Namespace, ratio: float
         times.append(trio.current_time())
         tokens.append(sum(rollouts.response_lengths))
 
-    async def reward(sample: Sample) -> float:  # not in a thread, which would take time
+    async def reward(sample: Sample) -> float:  # async: a thread would take time
         return float(task.reward_fn(sample))
 
     buffer = DataBuffer(task.train_prompts)

@@ -1,15 +1,15 @@
-"""Samples per wall-clock second of the asynchronous loop against the synchronous one: the default task, one compute thread for each stage.
+"""Benchmark samples per wall-clock second of the asynchronous and the synchronous loop on the default task, one compute thread per stage.
 
     python -m benchmarks.async_threads [--steps 12] [--repeats 3] [--staleness 2] [--hidden 128 256 512] [--prompts 64] [--eval-prompts 256]
                                        [--child] [--min-cores 1.8] [--tries 5] [--model DIR] [--output FILE.json]
 
-Engine and trainer are in one process. Each computes in a worker thread with one compute thread of torch, so two cores are used where they
-overlap. A model directory, for example that of the default job's SFT stage, gives answers of the usual lengths; random weights use up the
-token budget. As in the default job each step is evaluated, greedily and sampled; 0 prompts leave that out.
+Engine and trainer share one process. Each computes in a worker thread with one compute thread of torch, so overlap uses two cores. A model
+directory, such as that of the default job's SFT stage, gives responses of the usual lengths; random weights use the whole token budget. As
+in the default job each step is evaluated, greedily and sampled; 0 prompts skip the evaluation.
 
-Two free cores are needed. Where other work takes part of them nothing can overlap: before and after each run two threads multiply matrices
-for half a second, and a run is done again, at most --tries times, where these got less than --min-cores. The table says what they got. What
-is generated ahead and never trained on at the end of a run counts against the asynchronous loop, the less the more steps there are.
+Needs two free cores: if other work uses them, nothing can overlap. Before and after each run two threads multiply matrices for half a
+second, and a run is repeated, at most --tries times, if they got less than --min-cores. The table shows the cores they got. Rollouts
+generated ahead and never trained on count against the asynchronous loop, the less the more steps there are.
 """
 
 from __future__ import annotations
@@ -32,40 +32,41 @@ import trio
 
 from benchmarks.child_engine import open_child_engine
 from benchmarks.measure import print_table, write_json
-from integration.algorithm_expression import create_algorithm, parse_algorithm
-from integration.config import Config
-from integration.job import favor_computation
-from integration.models import create_model
-from integration.sections import ModelSection
-from integration.tasks import Task, create_sort_task
-from rollouts.async_config import AsyncConfig
-from rollouts.async_rollouts import create_workflow_executor
+from integration.expressions.algorithm import create_algorithm, parse_algorithm
+from integration.parts.models import create_model
+from integration.run.job import favor_computation
+from integration.settings.config import Config
+from integration.settings.sections import ModelSection
+from integration.tasks.task import Task, create_sort_task
+from rollouts.async_rl_loop import run_async_rl_training
+from rollouts.asynchronous.config import AsyncConfig
+from rollouts.asynchronous.executor import create_workflow_executor
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.config import RLTrainingConfig, RolloutConfig
-from rollouts.data_buffer import DataBuffer
-from rollouts.engines.inprocess import InProcessEngine
-from rollouts.generation import create_generate_fn, evaluate_prompts
-from rollouts.rl_loop import run_async_rl_training, run_rl_training
-from rollouts.rollout_manager import AsyncRolloutManager
+from rollouts.data.prompts import DataBuffer
+from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.generation.manager import AsyncRolloutManager
+from rollouts.generation.single_turn import create_generate_fn, evaluate_prompts
+from rollouts.rl_loop import run_rl_training
 from rollouts.types import RolloutBatch, Sample, SamplingParams
 
 SAMPLES_PER_PROMPT = 8
-WARM_UP = 1  # steps that are not counted
+WARM_UP = 1  # steps excluded from the measurement
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What a run took, from the end of its warm-up to its end."""
+    """Measurements of a run, from the end of its warm-up to its end."""
 
     samples_per_s: float
     samples_per_cpu_s: float
-    cores: float  # that there were for two threads before and after the run, the smaller of the two
-    bound: float  # of a synchronous run: its time / that of its slower stage (training | generation and evaluation), full overlap
+    cores: float  # cores available to two threads before and after the run, the smaller of both
+    bound: float  # synchronous run: time / that of its slower stage (training | generation and evaluation), the speed-up of full overlap
 
 
 def measure_cores(seconds: float = 0.5) -> float:
-    """Cores that two threads get which compute and never need the interpreter: 2 on a machine that does nothing else."""
+    """Return the cores that two threads get for computation without the interpreter: 2 on an idle machine."""
     matrix = torch.ones(512, 512)
 
     def compute(until: float) -> None:
@@ -80,7 +81,7 @@ def measure_cores(seconds: float = 0.5) -> float:
 
 @asynccontextmanager
 async def open_engine(model: Any, tokenizer: Any, max_slots: int, in_child: bool) -> AsyncGenerator[Any]:
-    """The embedded engine with a copy of the model, in this process or in one of its own."""
+    """Open the embedded engine with a copy of the model, in this process or in one of its own."""
     if not in_child:
         async with InProcessEngine(copy.deepcopy(model), tokenizer, max_slots=max_slots) as engine:
             yield engine
@@ -92,7 +93,7 @@ async def open_engine(model: Any, tokenizer: Any, max_slots: int, in_child: bool
 
 
 async def run_loop(arguments: argparse.Namespace, hidden: int, staleness: int | None, in_child: bool = False) -> Timed:
-    """One run. staleness: None = the synchronous loop. CPU seconds are those of this process."""
+    """Run a loop. staleness: None = the synchronous loop. CPU seconds are those of this process."""
     config = Config(model=ModelSection(path=arguments.model, hidden_size=hidden, intermediate_size=3 * hidden))
     model, tokenizer = create_model(config)
     task = create_sort_task(tokenizer)
@@ -104,7 +105,7 @@ async def run_loop(arguments: argparse.Namespace, hidden: int, staleness: int | 
 async def run_with_engine(
     arguments: argparse.Namespace, model: Any, tokenizer: Any, task: Task, engine: Any, staleness: int | None
 ) -> Timed:
-    """The loop over parts that are there."""
+    """Run a loop with given parts."""
     params = SamplingParams(max_tokens=task.max_tokens)
     marks: list[tuple[float, float]] = []
     cores_before = measure_cores()
@@ -150,7 +151,7 @@ async def run_with_engine(
                 history = await run_async_rl_training(pipeline, buffer, executor, [engine], training, **observe)
                 mark()
     (start, cpu_start), (end, cpu_end) = marks
-    # from the moment when the batch after the warm-up was there to the end: steps - 1 whole steps and the training of the first
+    # from the batch after the warm-up to the end: steps - 1 whole steps and the training of the first
     samples = arguments.prompts * SAMPLES_PER_PROMPT * arguments.steps
     train_s, engine_s = (
         sum(metrics.get(key, 0.0) for metrics in history[WARM_UP:] for key in keys)
@@ -165,7 +166,7 @@ async def run_with_engine(
 
 
 def run_quietly(run: Callable[[], Timed], min_cores: float, tries: int) -> Timed:
-    """The first run that had min_cores, or the one that had most."""
+    """Return the first run with min_cores, or the one with the most cores."""
     runs: list[Timed] = []
     while len(runs) < tries and not (runs and runs[-1].cores >= min_cores):
         runs.append(run())
@@ -195,7 +196,7 @@ def main() -> None:
         contenders += [(staleness, True) for staleness in arguments.staleness if arguments.child]
         runs: dict[tuple[int | None, bool], list[Timed]] = {contender: [] for contender in contenders}
         for _ in range(arguments.repeats):
-            for contender in contenders:  # in turn, so that what else the machine does hits all of them
+            for contender in contenders:  # in turn, so that other load affects all contenders
                 work = partial(trio.run, run_loop, arguments, hidden or ModelSection().hidden_size, *contender)
                 runs[contender].append(run_quietly(work, arguments.min_cores, arguments.tries))
         for (staleness, in_child), timed in runs.items():

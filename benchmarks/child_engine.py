@@ -1,7 +1,7 @@
-"""The embedded engine in a process of its own, behind the same protocol: a prototype, to compare with the engine in a thread.
+"""The embedded engine in a process of its own, behind the same protocol: a prototype to compare with the engine in a thread.
 
-Requests and answers are lines of JSON over pipes; weights go through a file in memory (/dev/shm). The child has its own interpreter, so
-nothing that the trainer's process does can hold it up, and it costs a second copy of Python and torch.
+Requests and answers are lines of JSON over pipes; weights go through a file in memory (/dev/shm). The child has its own interpreter, which
+the trainer's process cannot delay, at the cost of a second copy of Python and torch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ import trio
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollouts.engines.inprocess import InProcessEngine
+from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.engines.protocol import EngineFeature
 from rollouts.errors import EngineError
 from rollouts.types import Completion, SamplingParams
 
 
 class Lines:
-    """Lines out of a stream."""
+    """A reader of lines from a stream."""
 
     def __init__(self, stream: trio.abc.ReceiveStream) -> None:
         self._stream, self._rest = stream, b""
 
     async def read(self) -> list[dict[str, Any]]:
-        """What has arrived, at least one line; nothing at the end of the stream."""
+        """Return the lines that have arrived, at least one; none at the end of the stream."""
         while b"\n" not in self._rest:
             received = await self._stream.receive_some(1 << 20)
             if not received:
@@ -44,18 +45,18 @@ class Lines:
 
 
 class Mailer:
-    """Lines into a stream, many at once."""
+    """A writer of lines to a stream, in batches."""
 
     def __init__(self, stream: trio.abc.SendStream) -> None:
         self._stream, self._waiting, self._wanted = stream, list[str](), trio.Event()
 
     def post(self, message: Mapping[str, Any]) -> None:
-        """Send it soon."""
+        """Queue a line to send."""
         self._waiting.append(json.dumps(message, separators=(",", ":")))
         self._wanted.set()
 
     async def run(self) -> None:
-        """Send for ever."""
+        """Send queued lines until cancelled."""
         while True:
             await self._wanted.wait()
             self._wanted = trio.Event()
@@ -64,7 +65,9 @@ class Mailer:
 
 
 class ChildEngine:
-    """An InferenceEngine (and InMemoryWeightUpdates) whose work is done in a child process. Made by open_child_engine."""
+    """An InferenceEngine whose work is done in a child process. Made by open_child_engine."""
+
+    features = frozenset({EngineFeature.MEMORY_UPDATES})
 
     def __init__(self, mailer: Mailer, directory: Path) -> None:
         self._mailer, self._directory = mailer, directory
@@ -73,28 +76,28 @@ class ChildEngine:
         self._number = 0
 
     async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
-        """As InProcessEngine.generate."""
+        """Generate as InProcessEngine.generate."""
         answer = await self._ask("generate", prompt=list(prompt_tokens), params=asdict(params), request_id=request_id)
         return Completion(**{name: tuple(value) if isinstance(value, list) else value for name, value in answer.items()})
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """As InProcessEngine.abort."""
+        """Abort as InProcessEngine.abort."""
         await self._ask("abort", request_ids=None if request_ids is None else list(request_ids))
 
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
-        """As InProcessEngine.update_weights."""
+        """Update as InProcessEngine.update_weights."""
         path = self._directory / "weights.safetensors"
-        unique = {tensor.data_ptr(): name for name, tensor in reversed(weights.items())}  # a file holds tied weights once
+        unique = {tensor.data_ptr(): name for name, tensor in reversed(weights.items())}  # a file contains tied weights once
         tied = {name: unique[tensor.data_ptr()] for name, tensor in weights.items()}
         await trio.to_thread.run_sync(save_file, {name: weights[name] for name in unique.values()}, path)
         return await self._ask("update_weights", path=str(path), tied=tied, weight_version=weight_version)
 
     async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
-        """Raises EngineError: not in this prototype."""
+        """Raise EngineError: not supported by this prototype."""
         raise EngineError("the child engine takes weights in memory")
 
     async def get_weight_version(self) -> int:
-        """As InProcessEngine.get_weight_version."""
+        """Return the version as InProcessEngine.get_weight_version."""
         return await self._ask("get_weight_version")
 
     async def _ask(self, method: str, **arguments: Any) -> Any:
@@ -112,7 +115,7 @@ class ChildEngine:
         return answer["value"]
 
     async def receive(self, lines: Lines) -> None:
-        """Give answers to those who wait for them, until the child ends."""
+        """Deliver answers to their requests until the child ends."""
         while answers := await lines.read():
             for answer in answers:
                 if answer["number"] in self._waiting:
@@ -122,7 +125,7 @@ class ChildEngine:
 
 @asynccontextmanager
 async def open_child_engine(model_directory: Path, max_slots: int) -> AsyncGenerator[ChildEngine]:
-    """A child process with the model of a directory, one compute thread, for as long as the block."""
+    """Run a child process with a directory's model and one compute thread for the block."""
     command = [sys.executable, "-m", "benchmarks.child_engine", str(model_directory), str(max_slots)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         async with trio.open_nursery() as nursery:
@@ -137,7 +140,7 @@ async def open_child_engine(model_directory: Path, max_slots: int) -> AsyncGener
 
 
 async def serve(model_directory: str, max_slots: int) -> None:
-    """The child: answer until stdin ends."""
+    """Answer requests in the child process until stdin ends."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""A server that does nothing but answer late, in a process of its own, as fast as Python goes: clients are measured against it.
+"""A server that only delays its answers, in a process of its own, to benchmark clients.
 
     python -m benchmarks.delayed_server SECONDS
 
-prints its port. It answers after SECONDS, to /spread after a random time between nothing and twice that.
+prints its port. It answers after SECONDS; on /spread after a random time between 0 and twice that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTENT_LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 @contextmanager
 def run_server(delay_s: float) -> Generator[str]:
-    """The address of a server that runs as long as the block."""
+    """Run a server for the block, and yield its address."""
     command = [sys.executable, "-m", "benchmarks.delayed_server", str(delay_s)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -36,13 +36,13 @@ def run_server(delay_s: float) -> Generator[str]:
 
 
 def raise_open_files() -> None:
-    """Allow as many open files as the system lets a user have: each connection is one."""
+    """Raise the limit of open files to the system's maximum: each connection is one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def serve_connection(delay_s: float, stream: trio.SocketStream) -> None:
-    """Answer one request after another until the client hangs up."""
+    """Answer one request after another until the client closes the connection."""
     received = b""
     try:
         async with stream:

@@ -1,11 +1,11 @@
-"""FSDP on two ranks of one machine against one process with the same rows: time of an optimizer step, what of it is communication, memory.
+"""Benchmark FSDP on two ranks of one machine against one process with the same rows: time of a step, share of communication, memory.
 
     OMP_NUM_THREADS=1 nice python -m benchmarks.fsdp [--ranks 2] [--size small] [--rows 32] [--repeats 7] [--output FILE.json]
 
-Starts torchrun by itself. Rank 0 makes a step in one process while the others wait, then all make the same step together, in turns.
-Collectives of FSDP block on a CPU, so their time is measured around each call; it has in it what a rank waits for one that is late, which
-the cores that ranks share with other work make more of. What is left is computation, copies in and out of shards included. A core for
-each rank and one thread a rank are assumed; on fewer cores than ranks the figures mean nothing.
+Starts torchrun itself. In turns, rank 0 makes a step alone while the others wait, then all ranks make the same step together. Collectives
+of FSDP block on a CPU, so their time is measured around each call; it includes waiting for late ranks, which grows with other load on the
+cores. The rest is computation, including copies to and from shards. Assumes one core and one thread per rank; with fewer cores the figures
+are meaningless.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ import torch.distributed as dist
 
 from benchmarks.measure import print_table, write_json
 from benchmarks.memory import ROW_TOKENS, SIZES, create_batch, create_config
-from integration.budget import sharded_training
-from integration.budget_sizes import read_sizes
-from integration.budget_traffic import Links, pass_traffic
-from rollouts.backends.factory import create_adamw_optimizer
-from rollouts.backends.fsdp import FSDPTrainingBackend
-from rollouts.backends.fsdp_config import FSDPConfig
-from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.losses import sft_loss
+from integration.dry_run.memory import sharded_training
+from integration.dry_run.sizes import read_sizes
+from integration.dry_run.traffic import Links, pass_traffic
+from rollouts.algorithms.losses import sft_loss
+from rollouts.backends.fsdp.backend import FSDPTrainingBackend
+from rollouts.backends.fsdp.config import FSDPConfig
+from rollouts.backends.optim.optimizers import create_adamw_optimizer
+from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.types import TrainBatch
 
-COLLECTIVES: dict[str, tuple[int, str, int]] = {  # place and name of the argument that is the whole tensor; how often it is sent
+COLLECTIVES: dict[str, tuple[int, str, int]] = {  # position and name of the argument with the whole tensor; times it is sent
     "all_gather_single": (0, "output_tensor", 1),
-    "all_gather_into_tensor": (0, "output_tensor", 1),  # the name before torch 2.13
+    "all_gather_into_tensor": (0, "output_tensor", 1),  # name before torch 2.13
     "reduce_scatter_single": (1, "input", 1),
     "reduce_scatter_tensor": (1, "input", 1),
     "all_reduce": (0, "tensor", 2),
@@ -47,17 +47,17 @@ COLLECTIVES: dict[str, tuple[int, str, int]] = {  # place and name of the argume
 
 
 class Meter:
-    """Seconds in collectives and bytes received by them, since the last reset."""
+    """Meter of seconds in collectives and bytes received by them since the last reset."""
 
     def __init__(self) -> None:
         self.seconds, self.received = 0.0, 0.0
-        self._inside = False  # a collective that calls another one is one
+        self._inside = False  # nested collectives count once
         for name, argument in COLLECTIVES.items():
             if hasattr(dist, name):
                 setattr(dist, name, self._timed(getattr(dist, name), *argument))
 
     def reset(self) -> None:
-        """Begin at 0."""
+        """Reset to 0."""
         self.seconds, self.received = 0.0, 0.0
 
     def _timed(self, collective: Callable[..., Any], position: int, keyword: str, times: int) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ class Meter:
 
 
 def create_model(size: str) -> Any:
-    """Random weights, the same on each rank."""
+    """Create a model with random weights, equal on each rank."""
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -86,13 +86,13 @@ def create_model(size: str) -> Any:
 
 
 def make_step(backend: Any, batch: TrainBatch) -> None:
-    """One pass with gradient and one update."""
+    """Make one forward and backward pass and one update."""
     backend.forward_backward(batch, sft_loss)
     backend.optim_step()
 
 
 def count_state_bytes(backend: Any) -> int:
-    """Parameters, gradients as they are before an update, and moments on this rank: bytes of tensors."""
+    """Return the bytes of parameters, gradients before an update, and moments on this rank."""
     parameters = [p.to_local() if hasattr(p, "to_local") else p for p in backend.model.parameters()]
     moments = [value for state in backend.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     local = [value.to_local() if hasattr(value, "to_local") else value for value in moments]
@@ -100,7 +100,7 @@ def count_state_bytes(backend: Any) -> int:
 
 
 def measure_here(size: str, rows: int, repeats: int) -> dict[str, Any] | None:
-    """On every rank; rank 0 returns what was found."""
+    """Measure on every rank; rank 0 returns the results."""
     together = FSDPTrainingBackend(create_model(size), partial(create_adamw_optimizer, lr=1e-4))
     rank, meter = dist.get_rank(), Meter()
     alone = None
@@ -134,7 +134,7 @@ def measure_here(size: str, rows: int, repeats: int) -> dict[str, Any] | None:
 
 
 def summarize(found: dict[str, Any], size: str, rows: int, num_ranks: int) -> dict[str, dict[str, float]]:
-    """Medians, lowest and highest of the repeats; ratios are of the same repeat."""
+    """Return medians, minima and maxima over repeats; ratios are within a repeat."""
     times = found["times"]
     steps = list(zip(*times.values(), strict=True))
     sizes = read_sizes(create_config(size))

@@ -1,8 +1,8 @@
-"""Generation: tokens a second of the embedded engine against model.generate on the same prompts with ragged ends.
+"""Benchmark generation: tokens per second of the embedded engine and of model.generate on the same prompts with ragged ends.
 
     python -m benchmarks.generate_throughput [--size S|M] [--prompts 64] [--samples 8] [--repeats 3] [--threads 1] [--output FILE.json]
 
-Each sample has a length of its own, as responses have; model.generate goes on until the longest of a batch is done.
+Each sample has its own length, as responses have; model.generate runs until the longest of a batch is done.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 import trio
 
 from benchmarks.measure import MODEL_SIZES, compare, create_model, print_table, write_json
-from rollouts.engines.inprocess import InProcessEngine
+from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.types import SamplingParams
 
 LONGEST = 128
 
 
 def create_requests(size: str, prompts: int, samples: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts of log-normal length (8 to 64 tokens), and a length (4 to 128) for each of their samples."""
+    """Create prompts of log-normal length (8 to 64 tokens), and a length (4 to 128) for each of their samples."""
     generator = np.random.default_rng(0)
     prompt_lengths = np.clip(generator.lognormal(3.3, 0.4, prompts).astype(int), 8, 64)
     lengths = np.clip(generator.lognormal(3.5, 0.6, prompts * samples).astype(int), 4, LONGEST)
@@ -31,7 +31,7 @@ def create_requests(size: str, prompts: int, samples: int) -> tuple[list[list[in
 
 
 def run_generate(model, prompts: list[list[int]], lengths: list[int], samples: int) -> int:
-    """model.generate on left-padded prompts, each row stopped at its length."""
+    """Run model.generate on left-padded prompts, each row stopped at its length."""
     from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
     width = max(map(len, prompts))
@@ -52,7 +52,7 @@ def run_generate(model, prompts: list[list[int]], lengths: list[int], samples: i
 
 
 async def run_engine(engine: InProcessEngine, prompts: list[list[int]], lengths: list[int], samples: int) -> int:
-    """All requests at once."""
+    """Run all requests concurrently on the engine."""
     counts: list[int] = []
 
     async def one(i: int) -> None:

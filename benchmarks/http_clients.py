@@ -21,8 +21,8 @@ import trio
 
 from benchmarks.delayed_server import raise_open_files, run_server
 from benchmarks.measure import memory_mb, print_table, write_json
-from rollouts.engines.http import HTTPEndpoint
-from rollouts.engines.transport import PooledTransport
+from rollouts.engines.http.endpoint import HTTPEndpoint
+from rollouts.engines.http.transport import PooledTransport
 
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 64}}
 Ask = Callable[[], Awaitable[Any]]

@@ -1,11 +1,11 @@
-"""Log-probs of tokens over a large vocabulary: peak memory and time, forward and backward, three ways of computing the same numbers.
+"""Benchmark log-probs over a large vocabulary: peak memory and time, forward and backward, of three ways to compute the same numbers.
 
     python -m benchmarks.logprobs [--tokens 4096] [--vocabularies 32000 150000] [--hidden 256] [--chunk-size 512] [--repeats 3]
         [--threads 1] [--output FILE.json]
 
-log_softmax + gather is the formula; gather - logsumexp holds the logits but not their log-softmax in the forward pass; chunked_log_probs
-takes hidden states and the output layer and never holds [tokens, vocabulary] numbers. Products with the output layer are included. Each is
-measured in a process of its own, so that the peak is its own. The last table varies the number of tokens for the chunked form.
+log_softmax + gather is the formula; gather - logsumexp keeps the logits but not their log-softmax in the forward pass; chunked_log_probs
+takes hidden states and the output layer and never keeps [tokens, vocabulary] numbers. Products with the output layer are included. Each is
+measured in a process of its own, for its own peak. The last table varies the number of tokens for the chunked form.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import memory_mb, print_table, write_json
-from rollouts.logprobs import chunked_log_probs, gather_log_probs
+from rollouts.algorithms.logprobs import chunked_log_probs, gather_log_probs
 
 LogProbs = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 def log_softmax_and_gather(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
-    """The formula: all logits, then all log-probs."""
+    """Compute all logits, then all log-probs: the formula."""
     return torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None])[:, 0]
 
 
 def gather_minus_logsumexp(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
-    """All logits, but no second tensor of their size in the forward pass."""
+    """Compute all logits, without a second tensor of their size in the forward pass."""
     return gather_log_probs(hidden @ weight.t(), targets)
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
-    """Logits of chunk_size tokens at a time, computed again in the backward pass."""
+    """Compute logits of chunk_size tokens at a time, and again in the backward pass."""
     return chunked_log_probs(hidden, weight, targets, chunk_size=chunk_size)[0]
 
 
@@ -50,13 +50,13 @@ CONTENDERS: dict[str, LogProbs] = {
 
 
 def measure(name: str, tokens: int, vocabulary: int, width: int, chunk_size: int, repeats: int) -> dict[str, float]:
-    """Medians of seconds, and extra megabytes at the peak, of a forward and a backward pass in this process."""
+    """Return median seconds and extra megabytes at the peak of a forward and a backward pass in this process."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator).requires_grad_()
     weight = (torch.randn(vocabulary, width, generator=generator) * 0.02).requires_grad_()
     targets = torch.randint(vocabulary, (tokens,), generator=generator)
-    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)  # a run holds these anyway
-    torch.randn(512, 512) @ torch.randn(512, 512)  # libraries allocate at their first product
+    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)  # training keeps these anyway
+    torch.randn(512, 512) @ torch.randn(512, 512)  # libraries allocate memory at their first product
     before = memory_mb("VmRSS")
     seconds: list[tuple[float, float]] = []
     for _ in range(repeats):
@@ -71,13 +71,13 @@ def measure(name: str, tokens: int, vocabulary: int, width: int, chunk_size: int
 
 
 def measure_in_process_of_its_own(*arguments: str) -> dict[str, float]:
-    """Run one measurement of this file alone and read the line it prints."""
+    """Run one measurement of this file in a process of its own, and parse its output."""
     command = [sys.executable, "-m", "benchmarks.logprobs", *arguments]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
 def compare(settings: argparse.Namespace, tokens: int, vocabulary: int, names: list[str]) -> dict[str, dict[str, float]]:
-    """A row for each contender, with ratios to the first one."""
+    """Return a row for each contender, with ratios to the first one."""
     table: dict[str, dict[str, float]] = {}
     for name in names:
         options = {"--tokens": tokens, "--vocabularies": vocabulary, "--hidden": settings.hidden, "--chunk-size": settings.chunk_size,

@@ -1,4 +1,4 @@
-"""Measuring side by side: contenders take turns in one process, medians of repeats, CPU seconds beside wall seconds."""
+"""Side-by-side measurement: contenders take turns in one process; medians over repeats of CPU and wall seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
 
 
 def create_model(size: str, seed: int = 0) -> Any:
-    """A Qwen3 model of a size, random weights, float32."""
+    """Create a Qwen3 model of a size with random weights in float32."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -32,7 +32,7 @@ def create_model(size: str, seed: int = 0) -> Any:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe the machine and versions of a measurement."""
     return {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -47,9 +47,9 @@ def compare(contenders: Mapping[str, Callable[[], int]], repeats: int) -> dict[s
     """Run contenders in turn, `repeats` times after one warm-up.
 
     Args:
-        contenders: each does its work and returns how many units it did.
+        contenders: functions that do their work and return the number of units done.
 
-    Returns: medians of units_per_s and units_per_cpu_s of each, and both relative to the first one.
+    Returns: medians of units_per_s and units_per_cpu_s of each, and both relative to the first contender.
     """
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for repeat in range(-1, repeats):
@@ -70,16 +70,16 @@ def compare(contenders: Mapping[str, Callable[[], int]], repeats: int) -> dict[s
 
 
 def memory_mb(name: str) -> float:
-    """Resident memory of this process: "VmRSS" now, "VmHWM" its largest so far. Linux only.
+    """Return the resident memory of this process in MB: "VmRSS" = current, "VmHWM" = peak. Linux only.
 
-    getrusage will not do: its maximum includes what the parent had before exec.
+    The maximum of getrusage includes the parent's memory before exec.
     """
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) / 1024
 
 
 def print_table(title: str, table: Mapping[str, Mapping[str, float]]) -> None:
-    """A table with a row for each contender."""
+    """Print a table with a row for each contender."""
     columns = list(next(iter(table.values())))
     print(title)
     print(f"  {'':<28}" + "".join(f"{column:>18}" for column in columns))
@@ -88,6 +88,6 @@ def print_table(title: str, table: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def write_json(path: str | None, result: Mapping[str, Any]) -> None:
-    """Write a result with the machine it was measured on, if a path is given."""
+    """Write a result and its machine as JSON, if a path is given."""
     if path is not None:
         Path(path).write_text(json.dumps({"machine": describe_machine(), **result}, indent=2) + "\n")

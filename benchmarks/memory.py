@@ -1,13 +1,12 @@
-"""Memory: what a training step takes at its peak, beside what `--dry-run` says.
+"""Benchmark the peak memory of a training step, next to the estimate of `--dry-run`.
 
     nice python -m benchmarks.memory [--sizes small medium large] [--tokens 512] [--repeats 3] [--device cpu|cuda] [--output FILE.json]
                                      [--beside MALLOC_MMAP_THRESHOLD_=131072]
 
-Each measurement is a process of its own (two for FSDP on two ranks), in which a backend makes six optimizer steps of two micro-batches:
-the heap of a CPU process grows for some steps. --beside measures with this in the environment as well, in turns.
-On a CPU the peak is that of resident memory (VmHWM, set back when the model is made), the parts of the process that are there without a
-model included; on a GPU it is what torch's allocator held at most. Nothing else is measured on a GPU, so context and libraries (about 0.5
-GiB) come on top.
+Each measurement is a process of its own (two for FSDP on two ranks), in which a backend makes six optimizer steps of two micro-batches, as
+the heap of a CPU process grows for some steps. --beside also measures with these environment variables, in turns. On a CPU the peak is that
+of resident memory (VmHWM, reset when the model is created), including the process without a model; on a GPU it is the peak of torch's
+allocator, without context and libraries (about 0.5 GiB).
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from typing import Any
 import torch
 
 from benchmarks.measure import memory_mb, print_table, write_json
-from integration.budget import PROCESS_BYTES, Training, heap_bytes, sharded_training, training_parts
-from integration.budget_sizes import read_sizes
+from integration.dry_run.memory import PROCESS_BYTES, Training, heap_bytes, sharded_training, training_parts
+from integration.dry_run.sizes import read_sizes
+from rollouts.algorithms.loss_weights import token_mean
+from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
-from rollouts.backends.fsdp_config import FSDPConfig
-from rollouts.batching import collate_samples
-from rollouts.char_tokenizer import create_char_tokenizer
-from rollouts.loss_weights import token_mean
-from rollouts.losses import sft_loss
+from rollouts.backends.fsdp.config import FSDPConfig
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.data.collate import collate_samples
 from rollouts.types import Sample, TrainBatch
 
 SIZES: dict[str, dict[str, Any]] = {  # 10, 60 and 250 million parameters
@@ -53,14 +52,14 @@ STEPS, MICRO_BATCHES = 6, 2
 
 
 def create_config(size: str) -> Any:
-    """A Qwen3 configuration."""
+    """Create a Qwen3 configuration."""
     from transformers import Qwen3Config
 
     return Qwen3Config(**SIZES[size], max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0)
 
 
 def create_batch(size: str, tokens: int, seed: int) -> TrainBatch:
-    """Rows of 128 random tokens, so many tokens in all."""
+    """Create rows of 128 random tokens, with `tokens` tokens in total."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(3, SIZES[size]["vocab_size"], (max(tokens // ROW_TOKENS, 1), ROW_TOKENS), generator=generator).tolist()
     batch = collate_samples([Sample(tokens=tuple(row), loss_mask=(0.0, *(1.0,) * (len(row) - 1)), index=i) for i, row in enumerate(rows)])
@@ -68,7 +67,7 @@ def create_batch(size: str, tokens: int, seed: int) -> TrainBatch:
 
 
 def write_model(size: str, directory: str) -> None:
-    """A model directory with random weights."""
+    """Write a model directory with random weights."""
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -76,10 +75,10 @@ def write_model(size: str, directory: str) -> None:
 
 
 def create_backend(directory: str, device: str) -> Any:
-    """The backend of this process: FSDP where there are several, each of which reads its own slices, else the PyTorch backend."""
-    tokenizer = create_char_tokenizer(64)  # of no use here
+    """Create the backend of this process: FSDP, whose ranks read their own slices, or the PyTorch backend."""
+    tokenizer = create_char_tokenizer(64)  # required, but unused here
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from rollouts.backends.fsdp_factory import create_fsdp_backend
+        from rollouts.backends.fsdp.factory import create_fsdp_backend
 
         return create_fsdp_backend(directory, lr=1e-4, device=device, tokenizer=tokenizer)
     return create_pytorch_backend(directory, lr=1e-4, device=device, tokenizer=tokenizer)
@@ -88,7 +87,7 @@ def create_backend(directory: str, device: str) -> Any:
 def measure_here(size: str, tokens: int, device: str, directory: str) -> dict[str, float]:
     """Make the steps in this process.
 
-    Returns: bytes at the peak, and resident before there was a model; seconds of the processor for a step, the first one left out.
+    Returns: peak bytes, resident bytes before the model was created, and CPU seconds per step without the first.
     """
     before = memory_mb("VmRSS") * MIB
     backend = create_backend(directory, device)
@@ -97,7 +96,7 @@ def measure_here(size: str, tokens: int, device: str, directory: str) -> dict[st
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to what is resident now
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current resident memory
     seconds: list[float] = []
     for _ in range(STEPS):
         start = time.process_time()
@@ -110,7 +109,7 @@ def measure_here(size: str, tokens: int, device: str, directory: str) -> dict[st
 
 
 def estimate(size: str, tokens: int, num_ranks: int, device: str, *, heap_has_gaps: bool = True) -> int:
-    """What the formulae of --dry-run say of the same step, bytes in each process."""
+    """Return the estimate of --dry-run for the same step, in bytes per process."""
     training = sharded_training(tokens, num_ranks, FSDPConfig()) if num_ranks > 1 else Training(tokens=tokens)
     parts = training_parts(read_sizes(create_config(size)), training)
     tensors = sum(part.size for part in parts)
@@ -122,7 +121,7 @@ def estimate(size: str, tokens: int, num_ranks: int, device: str, *, heap_has_ga
 def measure_in_processes_of_their_own(
     size: str, tokens: int, num_ranks: int, device: str, directory: str, variables: Mapping[str, str]
 ) -> dict[str, float]:
-    """Start the measurement alone, with these in the environment. Returns that of the rank with the higher peak."""
+    """Measure in processes of their own with extra environment variables. Returns the result of the rank with the higher peak."""
     arguments = ["benchmarks.memory", "--child", size, "--model", directory, "--tokens", str(tokens), "--device", device]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
     command = [sys.executable, *launcher, "-m", *arguments]
@@ -134,16 +133,16 @@ def measure_in_processes_of_their_own(
 
 
 def read_results(text: str) -> list[dict[str, float]]:
-    """What the processes printed; two may share a line."""
+    """Parse the output of the processes; two may share a line."""
     return [json.loads(found) for found in re.findall(r"\{.*?\}", text)]
 
 
 def summarize(results: list[dict[str, float]], plain: list[dict[str, float]], expected: int) -> dict[str, float]:
-    """A row of the table.
+    """Return a row of the table.
 
     Args:
-        plain: measured in the same turns, with nothing in the environment.
-        expected: bytes.
+        plain: the measurement of the same turn without extra environment variables.
+        expected: estimated bytes.
     """
     peaks = [result["peak"] for result in results]
     peak = statistics.median(peaks)

@@ -1,10 +1,10 @@
-"""What confinement costs: one run of a program at each level, and one call through a pool, as ratios to a plain subprocess.
+"""Benchmark the cost of confinement: one run of a program at each level, and one call through a pool, relative to a plain subprocess.
 
     python -m benchmarks.sandbox [--runs 20] [--calls 1000] [--workers 1] [--output FILE.json]
 
-The contenders take turns. A plain subprocess is the same interpreter that runs the same empty program, without any confinement. Times are
-medians of single runs, and for pools the mean over all calls, one after the other from one task. "Starts" counts workers: 1 means that no
-call cost a new one. Only levels that work on this machine are in the table.
+Contenders take turns. A plain subprocess is the same interpreter running the same empty program without confinement. Times are medians
+of single runs, and for pools the mean over all calls, one after the other from one task. "Starts" counts workers: 1 means that no call
+needed a new one. The table has only levels that work on this machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MESSAGES = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content"
 
 
 def levels() -> list[Confinement]:
-    """Those that work here."""
+    """Return the levels that work on this machine."""
     found: list[Confinement] = []
     for level in (plain(), namespaces(), bubblewrap()):
         try:
@@ -48,7 +48,7 @@ def levels() -> list[Confinement]:
 
 
 async def time_runs(runs: int) -> dict[str, list[float]]:
-    """Seconds of each run of an empty program."""
+    """Return the seconds of each run of an empty program."""
     times: dict[str, list[float]] = {}
     for repeat in range(-1, runs):
         start = time.perf_counter()
@@ -65,7 +65,7 @@ async def time_runs(runs: int) -> dict[str, list[float]]:
 
 
 async def time_calls(pool: SandboxPool, calls: int, workers: int, source: bool) -> float:
-    """Seconds for so many calls, from as many tasks as there are workers."""
+    """Return the seconds of `calls` calls, from as many tasks as there are workers."""
 
     async def call(count: int) -> None:
         for _ in range(count):
@@ -84,7 +84,7 @@ async def time_calls(pool: SandboxPool, calls: int, workers: int, source: bool) 
 
 
 async def measure(runs: int, calls: int, workers: int) -> dict[str, dict[str, float]]:
-    """The table: milliseconds of each, and how often that is a plain subprocess."""
+    """Return the table: milliseconds of each contender, and the ratio to a plain subprocess."""
     times = await time_runs(runs)
     base = statistics.median(times[BASE])
     table = {f"run: {name}": {"ms": 1e3 * statistics.median(t), "ratio": statistics.median(t) / base} for name, t in times.items()}

@@ -1,11 +1,11 @@
-"""Rollouts through a real inference server: the engines beside a bare client at the same concurrency, and where a weight sync's time goes.
+"""Benchmark rollouts through a real inference server: engines and a bare client at the same concurrency, and the parts of a weight sync.
 
     python -m benchmarks.server_rollouts --kind vllm|sglang [--python PATH] [--concurrency 64] [--requests 512] [--max-tokens 16]
         [--repeats 15] [--syncs 10] [--own-core] [--output FILE.json]
 
-Starts a server with a tiny Qwen3 model on a CPU, or one with --model DIR --device cuda, or uses the one at --url, whose weights are then
-loaded again several times. The bare client sends requests that were encoded before, and reads answers without parsing them: no client
-can be faster. Connections are made, and the server is warm, before the clock starts.
+Starts a server with a tiny Qwen3 model on a CPU, or one with --model DIR --device cuda, or uses the one at --url, whose weights it reloads
+several times. The bare client sends pre-encoded requests and reads answers without parsing them: no client can be faster. Connections are
+open and the server is warm before the clock starts.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ import trio
 
 from benchmarks.delayed_server import raise_open_files
 from benchmarks.measure import print_table, write_json
-from rollouts.char_tokenizer import create_char_tokenizer
-from rollouts.engines.checkpoint_check import read_eos_token_ids
-from rollouts.engines.http_engine import WireRequest
-from rollouts.engines.server_commands import ServerConfig
-from rollouts.engines.server_info import ServerInfo
-from rollouts.engines.servers import launch_server
-from rollouts.engines.sglang import SGLangEngine, create_sample_ids
-from rollouts.engines.sglang_protocol import sglang_payload, sglang_sampling_params
-from rollouts.engines.vllm import VLLMEngine
-from rollouts.engines.vllm_protocol import GENERATE, vllm_payload
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.engines.http.checks import ServerInfo
+from rollouts.engines.http.requests import WireRequest
+from rollouts.engines.launch.commands import ServerConfig
+from rollouts.engines.launch.servers import launch_server
+from rollouts.engines.sglang.engine import SGLangEngine, create_sample_ids
+from rollouts.engines.sglang.protocol import sglang_payload, sglang_sampling_params
+from rollouts.engines.vllm.engine import VLLMEngine
+from rollouts.engines.vllm.protocol import GENERATE, vllm_payload
+from rollouts.engines.weights.checkpoint_check import read_eos_token_ids
 from rollouts.testing import create_tiny_model
 from rollouts.types import SamplingParams
 
@@ -59,19 +59,19 @@ SYNC_PARTS = ("write", "check", "pause", "load", "confirm", "resume")
 
 
 def create_prompts(number: int, length: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """Random prompts, the same in every run."""
+    """Create random prompts, equal in every run."""
     rng = random.Random(0)
     return [tuple(rng.randrange(2, vocab_size) for _ in range(length)) for _ in range(number)]
 
 
 def create_budgets(number: int, max_tokens: int) -> list[SamplingParams]:
-    """From half of max_tokens to one and a half, the same in every run: no rollouts all end in one step."""
+    """Create token budgets from 0.5 to 1.5 times max_tokens, equal in every run, so that rollouts do not end in the same step."""
     rng = random.Random(1)
     return [SamplingParams(max_tokens=rng.randint(max(1, max_tokens // 2), max_tokens * 3 // 2)) for _ in range(number)]
 
 
 def encode_request(kind: Kind, host: str, prompt: tuple[int, ...], params: SamplingParams, n: int, i: int, eos: frozenset[int]) -> bytes:
-    """The bytes of an HTTP request for n samples, its body the one that the engine sends."""
+    """Encode an HTTP request for n samples with the same body as the engine's."""
     wire_id = f"bare-{n:03d}-{i:012d}"
     if kind == "vllm":
         path, payload = GENERATE, vllm_payload(WireRequest(wire_id, prompt, params, n), eos)
@@ -84,7 +84,7 @@ def encode_request(kind: Kind, host: str, prompt: tuple[int, ...], params: Sampl
 
 
 def count_tokens(answer: Any) -> int:
-    """Sampled tokens in an answer: the bytes of a body, or completions."""
+    """Count the sampled tokens in an answer: the bytes of a body, or completions."""
     if not isinstance(answer, bytes):
         return sum(len(completion.output_tokens) for completion in answer)
     parsed = json.loads(answer)
@@ -98,7 +98,7 @@ def count_tokens(answer: Any) -> int:
 
 @asynccontextmanager
 async def open_bare(url: str, requests: Sequence[bytes]) -> AsyncGenerator[Ask]:
-    """Keep-alive streams on a stack."""
+    """Open keep-alive streams on a stack."""
     address = httpx.URL(url)
     streams: list[trio.SocketStream] = []
 
@@ -125,7 +125,7 @@ async def open_bare(url: str, requests: Sequence[bytes]) -> AsyncGenerator[Ask]:
 
 
 async def receive(stream: trio.SocketStream) -> bytes:
-    """Some bytes, of which there must be."""
+    """Receive at least one byte."""
     data = await stream.receive_some(65536)
     assert data, "the server closed a connection in the middle of an answer"
     return bytes(data)
@@ -133,7 +133,7 @@ async def receive(stream: trio.SocketStream) -> bytes:
 
 @asynccontextmanager
 async def open_engine(engine: Engine, prompts: Sequence[tuple[int, ...]], budgets: Sequence[SamplingParams], n: int) -> AsyncGenerator[Ask]:
-    """engine.generate, or engine.generate_group for more than one sample."""
+    """Return a request function: engine.generate, or engine.generate_group for more than one sample."""
 
     async def generate(i: int) -> Any:
         return (await engine.generate(prompts[i % len(prompts)], budgets[i % len(prompts)]),)
@@ -148,7 +148,7 @@ async def open_engine(engine: Engine, prompts: Sequence[tuple[int, ...]], budget
 
 
 async def run_requests(ask: Ask, num_requests: int, concurrency: int) -> list[Any]:
-    """The answers to num_requests requests, `concurrency` of them at a time."""
+    """Return the answers to num_requests requests, `concurrency` at a time."""
     answers: list[Any] = []
     numbers = iter(range(num_requests))
 
@@ -163,7 +163,7 @@ async def run_requests(ask: Ask, num_requests: int, concurrency: int) -> list[An
 
 
 async def measure_turn(contender: AbstractAsyncContextManager[Ask], num_requests: int, concurrency: int) -> dict[str, float]:
-    """One turn of a contender: what it got per second, and the client's CPU seconds for 1,000 requests."""
+    """Measure a turn of a contender: throughput per second, and the client's CPU seconds per 1,000 requests."""
     async with contender as ask:
         await run_requests(ask, concurrency, concurrency)
         wall, cpu = time.perf_counter(), time.process_time()
@@ -175,12 +175,12 @@ async def measure_turn(contender: AbstractAsyncContextManager[Ask], num_requests
 
 
 def summarize(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Medians of each contender's turns, its tokens per second in the best one, and both relative to the bare client's.
+    """Return medians of each contender's turns, its best tokens per second, and both relative to the bare client's.
 
-    The ratio is the median over repeats, each of two turns close together. Where other work disturbs the turns, their best ones tell more.
+    The ratio is the median over repeats of two turns close together. If other work disturbs the turns, the best ones are more reliable.
 
     Args:
-        turns: of each contender in order of repeats; each bare one comes just before what is compared with it.
+        turns: turns of each contender in order of repeats; a bare turn comes just before the one compared with it.
     """
     table: dict[str, dict[str, float]] = {}
     base: Sequence[Mapping[str, float]] = ()
@@ -196,7 +196,7 @@ def summarize(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, d
 async def compare_clients(
     kind: Kind, url: str, engine: Engine, info: ServerInfo, arguments: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """Contenders take turns, in the other order in every second repeat."""
+    """Compare contenders in turns, in reverse order in every second repeat."""
     assert info.vocab_size is not None, "the server's vocabulary is unknown"
     budgets = create_budgets(arguments.requests, arguments.max_tokens)
     prompts = create_prompts(arguments.requests, arguments.prompt_tokens, info.vocab_size)
@@ -221,7 +221,7 @@ async def compare_clients(
 
 
 async def sync_once(engine: Engine, model: Any, directory: Path) -> dict[str, float]:
-    """Seconds of the parts of one sync; "check" is the look at the files before the server is told anything."""
+    """Return the seconds of the parts of one sync; "check" = checking the files before any request to the server."""
     start = time.perf_counter()
     await trio.to_thread.run_sync(partial(model.save_pretrained, directory))
     written = time.perf_counter()
@@ -232,7 +232,7 @@ async def sync_once(engine: Engine, model: Any, directory: Path) -> dict[str, fl
 
 
 async def measure_syncs(engine: Engine, info: ServerInfo, model: Any, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Medians and maxima over syncs, of an idle server and of one with requests in flight all the time."""
+    """Return medians and maxima over syncs, of an idle server and of one with requests always in flight."""
     assert info.vocab_size is not None, "the server's vocabulary is unknown"
     prompts = create_prompts(arguments.requests, arguments.prompt_tokens, info.vocab_size)
     budgets = create_budgets(arguments.requests, arguments.max_tokens)
@@ -259,13 +259,13 @@ async def measure_syncs(engine: Engine, info: ServerInfo, model: Any, arguments:
 
 
 def pin_process(cores: set[int]) -> None:
-    """Let this process, and those that it starts from now on, run on these cores only. Linux only."""
+    """Restrict this process, and those it starts from now on, to some cores. Linux only."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
 
 
 def save_tiny_model(path: Path) -> Path:
-    """Write a model that hardly ever ends an answer before its budget, so that all turns sample the same number of tokens."""
+    """Write a model that hardly ever ends a response before its budget, so that all turns sample equally many tokens."""
     model: Any = create_tiny_model(hidden_size=64, head_dim=32)
     with torch.no_grad():
         embedding = model.get_input_embeddings().weight
@@ -278,7 +278,7 @@ def save_tiny_model(path: Path) -> Path:
 
 @asynccontextmanager
 async def open_server(arguments: argparse.Namespace, folder: Path) -> AsyncGenerator[str]:
-    """Address of the server, started if need be."""
+    """Yield the address of the server, started if necessary."""
     if arguments.url is not None:
         yield arguments.url.rstrip("/")
         return

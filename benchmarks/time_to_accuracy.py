@@ -1,4 +1,4 @@
-"""Seconds from start to 90 % held-out accuracy of the default job, for several seeds.
+"""Benchmark the seconds from start to 90 % held-out accuracy of the default job, for several seeds.
 
     python -m benchmarks.time_to_accuracy [--seeds 0 1 2] [--threshold 0.9] [--output FILE.json]
 

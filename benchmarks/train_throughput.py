@@ -1,8 +1,8 @@
-"""Training: tokens a second and peak memory against a plain padded Hugging Face loop on the same model and ragged rows.
+"""Benchmark training: tokens per second and peak memory against a plain padded Hugging Face loop on the same model and ragged rows.
 
     python -m benchmarks.train_throughput [--size S|M] [--repeats 5] [--threads 1] [--output FILE.json]
 
-Tokens are real ones; pads do not count. Memory is measured in a process of its own for each contender.
+Padding does not count as tokens. Memory is measured in a process of its own for each contender.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from benchmarks.measure import MODEL_SIZES, compare, create_model, memory_mb, print_table, write_json
+from rollouts.algorithms.loss_weights import token_mean
+from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
-from rollouts.batching import collate_samples
-from rollouts.loss_weights import token_mean
-from rollouts.losses import sft_loss
+from rollouts.data.collate import collate_samples
 from rollouts.types import Sample, TrainBatch
 
 
 def create_rows(size: str, rows: int = 64) -> TrainBatch:
-    """Log-normal lengths, as responses have: mean about 90 tokens, at most 400."""
+    """Create rows of log-normal lengths, as responses have: mean about 90 tokens, at most 400."""
     generator = np.random.default_rng(0)
     lengths = np.clip(generator.lognormal(4.2, 0.8, rows).astype(int), 4, 400)
     vocabulary = MODEL_SIZES[size]["vocab_size"]
@@ -39,7 +39,7 @@ def create_rows(size: str, rows: int = 64) -> TrainBatch:
 
 
 def padded_loop(size: str, batch: TrainBatch) -> Callable[[], int]:
-    """A step as in a plain loop: padded batch, attention mask, full logits, cross entropy."""
+    """Make a step as in a plain loop: padded batch, attention mask, full logits, cross entropy."""
     model = create_model(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     real = (torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]).long()
@@ -57,7 +57,7 @@ def padded_loop(size: str, batch: TrainBatch) -> Callable[[], int]:
 
 
 def packed_backend(size: str, batch: TrainBatch) -> Callable[[], int]:
-    """The same step with the PyTorch backend."""
+    """Make the same step with the PyTorch backend."""
     backend = create_pytorch_backend(create_model(size), lr=1e-4)
 
     def step() -> int:
@@ -72,7 +72,7 @@ CONTENDERS = {"padded Hugging Face loop": padded_loop, "rollouts": packed_backen
 
 
 def measure_in_process_of_its_own(*arguments: str) -> float:
-    """Run one measurement of this file alone and read the number it prints."""
+    """Run one measurement of this file in a process of its own, and parse its output."""
     command = [sys.executable, "-m", "benchmarks.train_throughput", *arguments]
     return float(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]))
 

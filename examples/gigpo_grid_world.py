@@ -1,19 +1,20 @@
-"""GiGPO from the episode to the gradient, one line a stage, on a tiny model and a CPU.
+"""GiGPO from the episode to the gradient, one line per stage, with a tiny model on a CPU.
 
-    python examples/gigpo_grid_world.py                      # one run: what comes out of each stage, then a line an iteration
+    python examples/gigpo_grid_world.py                      # one run: the result of each stage, then a line per iteration
     python examples/gigpo_grid_world.py --omega 0            # the same without step-level advantages: GRPO
     python examples/gigpo_grid_world.py --compare 5 --figure docs/gigpo-grid-world.png --table gigpo.json
 
-A model of random weights walks on a 5 x 5 grid. It is shown "12>33" and answers with one letter of udlr; only arriving pays. Episodes of a
-group start in the same cell, and where their ways meet again, GiGPO compares what each did there. Stages of an iteration:
+A model with random weights walks on a 5 x 5 grid. It reads "12>33" and answers with one letter of udlr; only arriving at the goal is
+rewarded. Episodes of a group start in the same cell; in every cell that several of them visit, GiGPO compares their actions. Stages of an
+iteration:
 
-    rollouts      groups of episodes from equal first states                    episodes.run_episode_group
-    reward        a function in a sandbox judges each conversation             rewards.sandboxed.SandboxedReward
-    align         what it says about steps becomes their base_reward           rewards.alignment.align_rewards_with_step_data
+    rollouts      groups of episodes from equal first states                    agents.run.run_episode_group
+    reward        a function in a sandbox judges each conversation             rewards.code.sandboxed.SandboxedReward
+    align         its rewards of steps become their base_reward                rewards.results.align_rewards_with_step_data
     advantages    A_E + omega * A_S for each step                               gigpo_steps.system_apply_gigpo_to_batch_steps
     update        PPO's clipped loss on the tokens of the steps                gigpo_steps.with_step_advantages, train_on_rollouts
 
-Before the first iteration the model imitates demonstrations in which most moves are drawn at random: it knows letters, and little else.
+Before the first iteration the model imitates demonstrations with mostly random moves: it learns the letters, and little else.
 """
 
 from __future__ import annotations
@@ -47,17 +48,18 @@ from rollouts import (
     token_mean,
     with_reward,
 )
-from rollouts.agent_policies import ActionRequest, AgentAction, EngineAgentPolicy
-from rollouts.environments.grid_world import GridWorld, GridWorldConfig, choose_noisy_move, list_cells
-from rollouts.episode_config import EpisodeConfig
-from rollouts.episodes import Episode, run_episode_group
-from rollouts.gigpo import hash_observation
-from rollouts.gigpo_steps import system_apply_gigpo_to_batch_steps, with_step_advantages
-from rollouts.rewards.alignment import align_rewards_with_step_data
+from rollouts.agents.config import EpisodeConfig
+from rollouts.agents.episode import Episode
+from rollouts.agents.policies import ActionRequest, AgentAction, EngineAgentPolicy
+from rollouts.agents.run import run_episode_group
+from rollouts.algorithms.anchors import hash_observation
+from rollouts.algorithms.gigpo_steps import system_apply_gigpo_to_batch_steps, with_step_advantages
+from rollouts.environments.games.grid_world import GridWorld, GridWorldConfig, choose_noisy_move, list_cells
 from rollouts.rewards.calls import RewardFn
-from rollouts.rewards.sandboxed import SandboxedReward
-from rollouts.rollout_training import train_on_rollouts
+from rollouts.rewards.code.sandboxed import SandboxedReward
+from rollouts.rewards.results import align_rewards_with_step_data
 from rollouts.testing import create_tiny_model
+from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
 from rollouts.types import Prompt
 
 REWARD = f"{Path(__file__).with_name('grid_world_reward.py')}:reward"
@@ -70,23 +72,23 @@ ANCHORS: dict[str, Callable[[str], str]] = {"observation": hash_observation, "te
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that can be set, each as an option of this name."""
+    """The settings, each an option of the same name."""
 
     omega: float = 1.0  # weight of the step level; 0 = GRPO
     gamma: float = 0.95  # discount of step rewards
-    default_step_reward: float = 0.0  # of steps that nobody pays
-    anchors: str = "observation"  # what tells states apart: observation (its hash), text (as it is), column (where only that counts)
+    default_step_reward: float = 0.0  # reward of steps without a reward of their own
+    anchors: str = "observation"  # key of a state: observation (its hash), text (unhashed), column (only the column)
     episodes_per_batch_group: int = 8
     groups_per_iteration: int = 12
     max_episode_steps: int = 12
     num_training_iterations: int = 45
     num_epochs: int = 1
     lr: float = 7e-4
-    entropy_coef: float = 0.0  # keeps a policy from being sure too early
+    entropy_coef: float = 0.0  # keeps the policy from becoming deterministic too early
     grid_size: int = 5
-    num_demonstrations: int = 1024  # that are imitated before the first iteration
+    num_demonstrations: int = 1024  # demonstrations imitated before the first iteration
     num_imitation_steps: int = 150
-    random_share: float = 0.8  # of the moves in them; the others are an expert's
+    random_share: float = 0.8  # fraction of random moves in demonstrations; the others are an expert's
     seed: int = 0
 
     @property
@@ -96,12 +98,12 @@ class Settings:
 
     @property
     def goal(self) -> tuple[int, int]:
-        """In the middle, so that which way is right depends on where one is."""
+        """The goal, in the middle, so that the right direction depends on the position."""
         return self.grid_size // 2, self.grid_size // 2
 
 
 def create_prompts(settings: Settings, iteration: int) -> list[Prompt]:
-    """Where the groups of an iteration start: every cell once, in a new order, before one comes again."""
+    """Create the start cells of an iteration's groups: every cell once, in a new order, before any repeats."""
     cells = [cell for cell in list_cells(settings.grid_size) if cell != settings.goal]
     prompts: list[Prompt] = []
     for index in range(iteration * settings.groups_per_iteration, (iteration + 1) * settings.groups_per_iteration):
@@ -112,13 +114,13 @@ def create_prompts(settings: Settings, iteration: int) -> list[Prompt]:
 
 
 def count_shortest(sample: Sample) -> int:
-    """Steps of a shortest way from the start of an episode to the goal."""
+    """Count the steps of a shortest path from the start of an episode to the goal."""
     start, goal = sample.metadata["start"], sample.metadata["goal"]
     return sum(abs(a - b) for a, b in zip(start, goal, strict=True))
 
 
 class Demonstrator:
-    """A policy that has seen the map, and mostly does not look at it."""
+    """A policy that knows the map, but mostly moves at random."""
 
     tokenizer = TOKENIZER
 
@@ -126,14 +128,14 @@ class Demonstrator:
         self.settings, self.generator = settings, random.Random(settings.seed)
 
     async def get_action(self, request: ActionRequest) -> AgentAction:
-        """The expert's letter, or one drawn at random."""
+        """Return the expert's letter, or a random one."""
         seen = request.messages[-1].content or ""
         letter = choose_noisy_move(seen, self.generator, wrong_share=self.settings.random_share, config=self.settings.grid)
         return AgentAction(text=letter, tokens=tuple(TOKENIZER(letter)["input_ids"]))
 
 
 class Trainer:
-    """A model that is trained, an engine that acts with it, and the stages between them."""
+    """A trained model, an engine that acts with it, and the stages between them."""
 
     def __init__(self, settings: Settings, reward_fn: RewardFn, say: Callable[[str], None]) -> None:
         sizes = {"vocab_size": 64, "hidden_size": 64, "num_layers": 2, "seed": settings.seed}
@@ -145,7 +147,7 @@ class Trainer:
         self.version = 0
 
     async def collect(self, iteration: int) -> list[tuple[Episode, ...]]:
-        """Groups of episodes, all at the same time; each group's own start, and in the order of their prompts."""
+        """Collect groups of episodes concurrently, each group with its own start, in the order of prompts."""
         settings, prompts = self.settings, create_prompts(self.settings, iteration)
         config = EpisodeConfig(max_turns=settings.max_episode_steps, chat=False)
         groups: dict[int, tuple[Episode, ...]] = {}
@@ -160,7 +162,7 @@ class Trainer:
         return [groups[prompt.index] for prompt in prompts]
 
     async def judge(self, episodes: Sequence[Episode]) -> list:
-        """An EvaluateResult for each episode, out of the sandbox."""
+        """Return an EvaluateResult for each episode, from the sandbox."""
         results = [None] * len(episodes)
 
         async def ask(k: int) -> None:
@@ -172,7 +174,7 @@ class Trainer:
         return results
 
     async def iterate(self, iteration: int) -> dict[str, float]:
-        """One iteration. Returns what there is to know of it."""
+        """Run one iteration. Returns its facts."""
         settings, say = self.settings, self.say
         groups = await self.collect(iteration)
         episodes = [episode for group in groups for episode in group]
@@ -195,7 +197,7 @@ class Trainer:
         batch = collate_samples(samples, pad_id=TOKENIZER.pad_token_id)
         algorithm = replace(grpo(entropy_coef=settings.entropy_coef), estimate=partial(with_step_advantages, steps=steps))
         metrics = await train_on_rollouts(
-            self.backend, batch, algorithm, num_epochs=settings.num_epochs, seed=derive_seed(settings.seed, iteration)
+            self.backend, batch, algorithm, plan=UpdatePlan(num_epochs=settings.num_epochs, seed=derive_seed(settings.seed, iteration))
         )
         say(f"update      tokens {tuple(batch.tokens.shape)}, {int(batch.loss_mask.sum())} trained, loss {metrics['loss']:.4f}")
         await self.hand_over()
@@ -208,7 +210,7 @@ class Trainer:
         }
 
     async def imitate(self) -> None:
-        """Supervised steps on demonstrations of little worth: most of their moves are drawn at random."""
+        """Train on demonstrations, most of whose moves are random."""
         settings = self.settings
         config = EpisodeConfig(max_turns=settings.max_episode_steps, chat=False)
         demonstrator = Demonstrator(settings)
@@ -225,7 +227,7 @@ class Trainer:
         await self.hand_over()
 
     async def hand_over(self) -> None:
-        """The trained weights go to the engine, under the next version."""
+        """Send the trained weights to the engine as the next version."""
         self.version += 1
         await self.engine.update_weights(await self.backend.get_weights().result(), self.version)
 
@@ -237,7 +239,7 @@ def _describe_first(steps: Sequence[StepData]) -> str:
 
 
 async def train(settings: Settings, say: Callable[[str], None] = print) -> list[dict[str, float]]:
-    """A whole run. Returns one line of facts for each iteration."""
+    """Run all iterations. Returns one line of facts per iteration."""
     lines: list[dict[str, float]] = []
     async with SandboxedReward(REWARD).open_reward() as reward_fn:
         trainer = Trainer(settings, reward_fn, say)
@@ -258,12 +260,12 @@ Line = dict[str, float]
 Curves = dict[str, list[list[Line]]]
 """Of each method, for each seed: the facts of each iteration."""
 
-SMOOTHING = 2  # iterations that are averaged: as many as it takes to start in every cell once
-NO_WORSE = {"success": 0.9, "extra_steps": 1.0}  # what counts as learned
+SMOOTHING = 2  # iterations to average: as many as start in every cell once
+NO_WORSE = {"success": 0.9, "extra_steps": 1.0}  # bounds that count as learned
 
 
 def run_quietly(settings: Settings) -> list[Line]:
-    """A run in a process of its own."""
+    """Train in a process of its own."""
     import torch
 
     torch.set_num_threads(1)
@@ -271,7 +273,7 @@ def run_quietly(settings: Settings) -> list[Line]:
 
 
 def compare(settings: Settings, num_seeds: int, num_processes: int) -> Curves:
-    """Runs of GiGPO and of GRPO (omega = 0). Equal seeds begin with equal weights, demonstrations and first states."""
+    """Run GiGPO and GRPO (omega = 0). Equal seeds have equal initial weights, demonstrations and first states."""
     names = {"GiGPO": settings, "GRPO": replace(settings, omega=0.0)}
     curves: Curves = {name: [] for name in names}
     with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -284,17 +286,17 @@ def compare(settings: Settings, num_seeds: int, num_processes: int) -> Curves:
 
 
 def smooth(lines: Sequence[Line], fact: str) -> list[float]:
-    """Means of a fact over the last SMOOTHING iterations, from the first iteration that has so many on."""
+    """Return means of a fact over the last SMOOTHING iterations, from the first complete window on."""
     return [statistics.fmean(line[fact] for line in lines[i - SMOOTHING : i]) for i in range(SMOOTHING, len(lines) + 1)]
 
 
 def count_episodes(settings: Settings, iterations: int) -> int:
-    """Episodes in so many iterations."""
+    """Return the number of episodes in a number of iterations."""
     return iterations * settings.groups_per_iteration * settings.episodes_per_batch_group
 
 
 def find_learned(lines: Sequence[Line], settings: Settings) -> int | None:
-    """Episodes until both facts are as good as NO_WORSE asks; None = they never are."""
+    """Return the number of episodes until both facts satisfy NO_WORSE; None = never."""
     pairs = zip(smooth(lines, "success"), smooth(lines, "extra_steps"), strict=True)
     found = (i for i, (success, extra) in enumerate(pairs) if success >= NO_WORSE["success"] and extra <= NO_WORSE["extra_steps"])
     first = next(found, None)
@@ -302,7 +304,7 @@ def find_learned(lines: Sequence[Line], settings: Settings) -> int | None:
 
 
 def tell(curves: Curves, settings: Settings) -> str:
-    """Episodes until it is learned, for every seed, and both facts at the end."""
+    """Describe, for every seed, the episodes until the task is learned, and both final facts."""
     rows: list[str] = []
     for name, runs in curves.items():
         counts = ["never" if (count := find_learned(lines, settings)) is None else str(count) for lines in runs]
@@ -312,7 +314,7 @@ def tell(curves: Curves, settings: Settings) -> str:
 
 
 def draw(curves: Curves, settings: Settings, path: Path) -> None:
-    """Each seed as a thin line, their mean as a thick one, over the number of episodes."""
+    """Draw each seed as a thin line and their mean as a thick one, over the number of episodes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -335,7 +337,7 @@ def draw(curves: Curves, settings: Settings, path: Path) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """One option for each of Settings, and those of a comparison."""
+    """Parse one option per field of Settings, and those of a comparison."""
     parser = argparse.ArgumentParser(description="GiGPO on a grid world, from the episode to the gradient.")
     for field in fields(Settings):
         choices = tuple(ANCHORS) if field.name == "anchors" else None
@@ -348,7 +350,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run the example."""
     arguments = parse_arguments(argv)
     settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
     if not arguments.compare:

@@ -1,11 +1,11 @@
-"""A reward function that is somebody else's: gigpo_grid_world.py runs it in a sandbox, so it imports the standard library only.
+"""A third party's reward function: gigpo_grid_world.py runs it in a sandbox, so it imports only the standard library.
 
-It sees the conversation and nothing else: what the model was shown ("12>33": at column 1, row 2, the goal at 3, 3) and what it answered.
+It sees only the conversation: the observations ("12>33": at column 1, row 2, the goal at 3, 3) and the model's answers.
 """
 
 
 def reward(messages, **_):
-    """1 for an episode that comes to the goal; each step says what it earned by itself: 1 for the one that arrives."""
+    """Return reward 1 for an episode that reaches the goal, and as rewards of steps 1 for the step that arrives."""
     seen = [message["content"] for message in messages if message["role"] != "assistant"]
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     arrived = [cells.split(">")[0] == cells.split(">")[1] for cells in seen[1:]]

@@ -1,8 +1,8 @@
 """Reinforcement learning in a text game, from random weights, in about a minute on a CPU: python examples/text_game.py
 
-The game: guess a number from 0 to 6 in three guesses; after each wrong one the model is told whether the number is greater (>) or smaller
-(<). Guessing at random finds it in 37 of 100 games, halving what is left in all of them. Nobody shows the model how: its weights are
-random, and it is rewarded for finding the number.
+The game: guess a number from 0 to 6 in three guesses; after a wrong guess the model reads whether the number is greater (>) or smaller
+(<). Random guesses find it in 37 of 100 games, bisection in all of them. The model has no demonstrations: its weights are random, and it is
+rewarded for finding the number.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from rollouts import (
     run_episode_group,
     run_rl_training,
 )
-from rollouts.environments.text_game import TextGameEnv, guess_by_halves
+from rollouts.environments.games.text_game import TextGameEnv, guess_by_halves
 from rollouts.testing import create_tiny_model
 
 NUM_NUMBERS, MAX_GUESSES = 7, 3
 create_game = partial(TextGameEnv, num_numbers=NUM_NUMBERS, max_guesses=MAX_GUESSES)
 
-# One prompt for each secret. It says nothing: what the model sees comes from the game, as plain text, one character for each guess.
+# One empty prompt per secret: the model sees only the game, as plain text with one character per guess.
 PROMPTS = tuple(Prompt(content="", index=i, metadata={"secret": i}) for i in range(NUM_NUMBERS))
 EPISODES = EpisodeConfig(max_turns=MAX_GUESSES, chat=False, separator="")
 
 
 async def play(policy, num_games=1, seed=0):
-    """The games of a policy, num_games for each secret."""
+    """Play num_games games of a policy for each secret."""
     groups = [await run_episode_group(policy, create_game, prompt, num_games, EPISODES, seed=seed) for prompt in PROMPTS]
     return [game for group in groups for game in group]
 
@@ -54,11 +54,11 @@ def mean_reward(games):
 
 
 def transcribe(game):
-    """A game on one line: "? 3 > 5 =" is the guess 3, the hint that the number is greater, and the right guess 5."""
+    """Write a game on one line: "? 3 > 5 =" is the guess 3, the hint that the number is greater, and the right guess 5."""
     return " ".join(message.content for message in game.messages)
 
 
-# -- two players that need no model: what is to be beaten, and the best there is
+# -- two players without a model: a baseline and the optimum
 
 
 def guess_at_random(request):
@@ -75,12 +75,12 @@ def guess_well(request):
 
 
 async def train(num_steps=150, seed=0, logger=None):
-    """A policy that was trained from random weights, and the mean reward of each step."""
+    """Train a policy from random weights. Returns it and the mean reward of each step."""
     tokenizer = create_char_tokenizer()
     model = create_tiny_model(hidden_size=32, num_layers=2, seed=seed)
     engine = InProcessEngine(copy.deepcopy(model), tokenizer, max_slots=128)
     backend = create_pytorch_backend(model, lr=5e-3, tokenizer=tokenizer)
-    one_token = SamplingParams(max_tokens=1)  # of each guess
+    one_token = SamplingParams(max_tokens=1)  # a guess
     buffer = DataBuffer(PROMPTS, seed=seed)
     generate = create_episode_generate_fn([engine], tokenizer, one_token, create_game, EPISODES, seed=seed)
     rollouts = RolloutConfig(batch_size=NUM_NUMBERS, n_samples_per_prompt=16, generate_fn=generate)
@@ -91,7 +91,7 @@ async def train(num_steps=150, seed=0, logger=None):
 
 
 class Progress:
-    """A line for every tenth step."""
+    """Logger of a line for every tenth step."""
 
     def log(self, metrics, step):
         if step % 10 == 0:

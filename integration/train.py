@@ -1,7 +1,6 @@
-"""The main job: `python -m integration.train --mode sft+rl`. Reads arguments; what is done with them is in job.
+"""The main job: `python -m integration.train --mode sft+rl`. Parses arguments and calls integration.run.job.
 
-Torch, and what job needs besides, take seconds to import. So job is imported when the arguments were read, and Ctrl-C shows no traceback of
-imports.
+Torch and the other imports of job take seconds, so job is imported after the arguments are parsed; Ctrl-C in imports shows no traceback.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType
 
-    from integration.command_line import CommandLine
+    from integration.settings.command_line import CommandLine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
+    """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     argv = sys.argv[1:] if argv is None else argv
     with interrupts_end_the_process():
-        from integration.command_line import parse_command_line
-        from integration.launch import is_follower, parse_quietly, silence_stdout
-        from integration.run_directory import run_command
+        from integration.run.directory import run_command
+        from integration.run.launch import is_follower, parse_quietly, silence_stdout
+        from integration.settings.command_line import parse_command_line
 
     if is_follower(os.environ):
         with silence_stdout():
@@ -37,22 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str], command: CommandLine) -> int:
     with interrupts_end_the_process():
-        from integration import job
+        from integration.run import job
     return job.run(command, argv)
 
 
 def _follow(command: CommandLine) -> int:
     with interrupts_end_the_process():
-        from integration import job
+        from integration.run import job
     return job.follow(command)
 
 
 @contextmanager
 def interrupts_end_the_process() -> Generator[None]:
-    """Let Ctrl-C end the process in the block, with a word and the exit status that it has later.
+    """Make Ctrl-C end the process within the block, with one word and the exit status of an interrupted run.
 
-    For imports: a KeyboardInterrupt would leave them with a long traceback, or be taken by one of them for something else. Where Ctrl-C is
-    ignored, or something other than Python answers it, that stays.
+    For imports: a KeyboardInterrupt would end in a long traceback, or be swallowed by an imported module. A SIGINT that is ignored or has
+    another handler is left alone.
     """
     own = signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not own:
@@ -68,7 +67,7 @@ def interrupts_end_the_process() -> Generator[None]:
 def _end(number: int, frame: FrameType | None) -> None:
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"interrupted\n")
-    os._exit(130)  # EXIT_STOPPED of run_directory, which may not be imported yet
+    os._exit(130)  # EXIT_STOPPED of integration.run.directory, which may not be imported yet
 
 
 if __name__ == "__main__":

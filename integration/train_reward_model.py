@@ -14,38 +14,42 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 import torch
 import trio
 import tyro
 
-from integration.command_line import MODEL_DIRECTORY, RUN_FILE, parse_flags, read_base
-from integration.config import Config, create_output_dir
-from integration.display import Progress
-from integration.models import create_model
-from integration.preference_pairs import create_task_pairs
-from integration.reward_model_config import RewardModelConfig
-from integration.run_directory import (
+from integration.parts.models import create_model
+from integration.run.directory import (
     EXIT_STOPPED,
     METRICS_FILE,
     StopRequest,
     measure_seconds,
     prepare_directory,
+    read_facts,
     run_command,
     watch_signals,
 )
-from integration.stages import CHECKPOINTS, RunControl, create_task, find_checkpoint, finished_checkpoint, read_step
-from rollouts.backends.factory import load_tokenizer, parse_device
+from integration.run.display import Progress
+from integration.run.signal_watch import watch_beside
+from integration.run.stages import CHECKPOINTS, RunControl, create_task, find_checkpoint, finished_checkpoint, read_step
+from integration.settings.command_line import MODEL_DIRECTORY, parse_flags, read_base
+from integration.settings.config import Config, create_output_dir
+from integration.settings.reward_model import RewardModelConfig
+from integration.tasks.preference_pairs import create_task_pairs
 from rollouts.backends.futures import open_pipeline
-from rollouts.backends.reward_models import create_reward_model, create_reward_model_backend, load_reward_start, reads_turn_end
-from rollouts.chat import ensure_pad_token
-from rollouts.checkpoints import lock_run_directory
+from rollouts.backends.reward_models import create_reward_model_backend
+from rollouts.chat.tokenize import ensure_pad_token
+from rollouts.data.model_limits import read_limits
+from rollouts.data.preference_pairs import PreferencePair, load_preference_pairs
 from rollouts.errors import DataError, raise_single_errors
-from rollouts.metrics import CompositeLogger, JSONLLogger, MetricsLogger, StageLogger, read_metrics
-from rollouts.preference_data import load_preference_pairs
-from rollouts.preferences import PreferencePair
+from rollouts.models.heads import create_reward_model, load_reward_start, reads_turn_end
+from rollouts.models.loading import load_tokenizer, parse_device
+from rollouts.output_files import explain_writes, replace_file
 from rollouts.reward_model_loop import STAGE, evaluate_reward_model, train_reward_model
+from rollouts.training.checkpoints import lock_run_directory
+from rollouts.training.metrics import CompositeLogger, JSONLLogger, MetricsLogger, StageLogger, read_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,24 +58,27 @@ PROGRAM = "python -m integration.train_reward_model"
 MAY_CHANGE_ON_RESUME = ("output_dir", "num_threads", "training.num_steps", "training.checkpoint_every", "training.keep_last_n")
 
 Pairs = tuple[tuple[PreferencePair, ...], tuple[PreferencePair, ...]]
-"""To train on, and held out."""
+"""(training, held-out) pairs."""
+
+Start: TypeAlias = "tuple[PreTrainedModel, PreTrainedTokenizerBase, Pairs]"
+"""The initial model, tokenizer and data of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    """Train a reward model on pairs of answers, of which one is preferred."""
+    """Train a reward model on preference pairs."""
 
     config: Annotated[RewardModelConfig, tyro.conf.arg(name="")]
     resume: bool = False
-    """go on with the interrupted run in --output-dir"""
+    """resume the interrupted run in --output-dir"""
     quiet: bool = False
-    """print the summary only"""
+    """print only the summary"""
     config_file: Annotated[str | None, tyro.conf.arg(name="config")] = None
-    """settings from FILE.py (which defines `config`), FILE.toml or FILE.json"""
+    """file of settings: FILE.py (which defines `config`), FILE.toml or FILE.json"""
 
 
 def create_start(config: RewardModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The reward model before its first step, and its tokenizer."""
+    """Create the initial reward model and its tokenizer."""
     section = config.model
     if section.path is not None:
         model = load_reward_start(section.path, seed=config.seed, trust_remote_code=section.trust_remote_code)
@@ -83,7 +90,7 @@ def create_start(config: RewardModelConfig) -> tuple[PreTrainedModel, PreTrained
 def create_pairs(
     config: RewardModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
 ) -> Pairs:
-    """Pairs to train on, and held-out ones."""
+    """Create the training and held-out pairs."""
     data = config.data
     if data.path is None:
         task = create_task(Config(task=config.task), tokenizer, "rl")
@@ -93,6 +100,7 @@ def create_pairs(
         "to_turn_end": reads_turn_end(model),
         "max_length": data.max_length,
         "skip_bad_rows": data.skip_bad_rows,
+        "limits": read_limits(model, tokenizer),
     }
     loaded = load_preference_pairs(tokenizer, data.path, **options)
     num_bad = len(loaded.bad_rows)
@@ -110,14 +118,24 @@ def create_pairs(
     return pairs
 
 
-async def run_reward_model(config: RewardModelConfig, output_dir: Path, control: RunControl | None = None) -> Path | None:
-    """Train, and leave the model in output_dir/model.
+def create_parts(config: RewardModelConfig, say: Callable[[str], None]) -> Start:
+    """Create the parts of a run: the initial model, its tokenizer, the pairs."""
+    model, tokenizer = create_start(config)
+    return model, tokenizer, create_pairs(config, model, tokenizer, say)
+
+
+async def run_reward_model(
+    config: RewardModelConfig, output_dir: Path, control: RunControl | None = None, *, start: Start | None = None
+) -> Path | None:
+    """Train, and save the model in output_dir/model.
+
+    Args:
+        start: what create_parts made of the configuration; None = it is made here.
 
     Returns: that directory; None if control.should_stop ended the run before its last step.
     """
     control = control or RunControl()
-    model, tokenizer = create_start(config)
-    train, heldout = create_pairs(config, model, tokenizer, control.say)
+    model, tokenizer, (train, heldout) = create_parts(config, control.say) if start is None else start
     backend = create_reward_model_backend(
         model,
         tokenizer=tokenizer,
@@ -154,31 +172,38 @@ async def run_reward_model(config: RewardModelConfig, output_dir: Path, control:
         if finished_checkpoint(checkpoint_dir, config.training.num_steps) is None:
             return None
         unfinished, target = output_dir / f".{MODEL_DIRECTORY}", output_dir / MODEL_DIRECTORY
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        await pipeline.export_weights(unfinished).result()
-        shutil.rmtree(target, ignore_errors=True)  # of an earlier part of this run; not before the new one is there
-        unfinished.rename(target)
+        with explain_writes(target):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            await pipeline.export_weights(unfinished).result()
+            shutil.rmtree(
+                target, ignore_errors=True
+            )  # the result of an earlier part of this run, removed only after the new one is complete
+            unfinished.rename(target)
     return target
 
 
-async def _run_until_stopped(config: RewardModelConfig, output_dir: Path, logger: MetricsLogger, say: Callable[[str], None]) -> bool:
-    """run_reward_model with signals around it. Returns whether it came to its end."""
+async def _run_until_stopped(
+    config: RewardModelConfig, output_dir: Path, start: Start, logger: MetricsLogger, say: Callable[[str], None]
+) -> bool:
+    """Call run_reward_model with signal handling. Returns whether it reached its end."""
     stop = StopRequest()
     control = RunControl(logger=logger, should_stop=stop.is_requested, say=say)
     model: Path | None = None
-    with raise_single_errors():
+    with raise_single_errors(), watch_beside():
         async with trio.open_nursery() as nursery:
             await nursery.start(partial(watch_signals, stop, say, nursery.cancel_scope.cancel))
             with measure_seconds(output_dir, STAGE, control.clock):
-                model = await run_reward_model(config, output_dir, control)
+                model = await run_reward_model(config, output_dir, control, start=start)
             nursery.cancel_scope.cancel()
     return model is not None
 
 
 def summarize(lines: Sequence[dict[str, Any]], facts: dict[str, Any], config: RewardModelConfig) -> dict[str, Any]:
-    """summary.json from the lines of metrics.jsonl and the facts of run.json."""
+    """Return the contents of summary.json from the lines of metrics.jsonl and the facts of run.json."""
     evaluated = [line for line in lines if "eval_accuracy" in line]
+    if not evaluated:
+        raise DataError("metrics.jsonl has no evaluation, so there is no summary; the checkpoints contain the model")
     last = evaluated[-1]
     return {
         "accuracy_before": evaluated[0]["eval_accuracy"] if evaluated[0]["step"] == 0 else None,
@@ -193,13 +218,14 @@ def summarize(lines: Sequence[dict[str, Any]], facts: dict[str, Any], config: Re
 
 
 def run(command: _Arguments) -> int:
-    """Carry out a command line. Returns the exit status."""
+    """Execute a command line. Returns the exit status."""
     config = command.config
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     named = Config(output_dir=config.output_dir)
-    output_dir = create_output_dir(named, datetime.now().strftime("%Y%m%d-%H%M%S") + "-reward-model")
     say = cast("Callable[[str], None]", (lambda text: None) if command.quiet else partial(print, flush=True))  # pyright: ignore
+    start = create_parts(config, say)  # finds errors of the data before anything is written
+    output_dir = create_output_dir(named, datetime.now().strftime("%Y%m%d-%H%M%S") + "-reward-model")
     with lock_run_directory(output_dir):
         prepare_directory(
             output_dir,
@@ -208,20 +234,21 @@ def run(command: _Arguments) -> int:
             resume=command.resume,
             may_change=MAY_CHANGE_ON_RESUME,
             checkpoint_dirs=[output_dir / CHECKPOINTS],
+            tell=partial(print, file=sys.stderr, flush=True),
         )
         say(f"run directory: {output_dir}")
         progress = Progress({STAGE: config.training.num_steps}, stream=sys.stdout, quiet=command.quiet, clock=time.monotonic)
         logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress])
         try:
-            finished = trio.run(_run_until_stopped, config, output_dir, logger, progress.say)
+            finished = trio.run(_run_until_stopped, config, output_dir, start, logger, progress.say)
         finally:
             logger.finish()
         if not finished:
             again = f"{PROGRAM} --output-dir {output_dir} --resume"
             print(f"stopped; everything up to the last finished step is saved. To go on:\n  {again}", flush=True)
             return EXIT_STOPPED
-        summary = summarize(read_metrics(output_dir / METRICS_FILE), json.loads((output_dir / RUN_FILE).read_text()), config)
-        (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        summary = summarize(read_metrics(output_dir / METRICS_FILE), read_facts(output_dir), config)
+        replace_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         print(
             f"held-out pairs ranked right: {summary['accuracy']:.1%}, by {summary['margin']:.1f} on average "
             f"({summary['steps']} steps, {summary['seconds']:.0f} s)\nthe model: {output_dir / MODEL_DIRECTORY}\n"
@@ -232,7 +259,7 @@ def run(command: _Arguments) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
+    """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     arguments = sys.argv[1:] if argv is None else argv
     return run_command(lambda: parse_flags(arguments, _Arguments(config=read_base(arguments, RewardModelConfig())), PROGRAM), run)
 

@@ -5,8 +5,8 @@ python -m integration.train --config integration/configs/sort_dapo.py
 Source: Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale": clip-higher, token-level loss, dynamic sampling.
 """
 
-from integration.config import Config
-from integration.sections import RLSection
+from integration.settings.config import Config
+from integration.settings.sections import RLSection
 
 config = Config(
     rl=RLSection(

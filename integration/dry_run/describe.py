@@ -1,0 +1,128 @@
+"""Description of a run without running it: the resolved configuration and the numbers that follow from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+from integration.dry_run.sizes import ModelSizes, read_adapter_sizes, read_sizes
+from integration.dry_run.text import SORT_ROW_TOKENS, describe_budget
+from integration.expressions.algorithm import describe_call
+from integration.expressions.filters import NO_FILTER, describe_filter
+from integration.expressions.loggers import describe_loggers
+from integration.expressions.mixture import describe_mixture
+from integration.parts.models import read_model_config
+from integration.settings.command_line import Mode
+from integration.settings.config import (
+    Config,
+    count_critic_updates,
+    count_greedy_samples,
+    count_rl_updates,
+    episode_config,
+    response_tokens,
+    turn_tokens,
+)
+from integration.settings.episodes import EPISODE_TASKS, EnvironmentSection, parse_parameters
+from integration.settings.option_effects import IdleOption, describe_idle_options, reads_conversations
+from rollouts.backends.lora.adapters import explain_wasted_rank
+from rollouts.config_files import to_dict
+
+
+def describe_run(config: Config, mode: Mode, idle: Collection[IdleOption] = ()) -> str:
+    """Return the resolved configuration and the derived numbers, as text. idle: the user's settings without effect."""
+    facts = derive_numbers(config, mode) | ({"warning of options": describe_idle_options(idle)} if idle else {})
+    width = max(map(len, facts))
+    lines = [f"  {name:<{width}}  {value}" for name, value in facts.items()]
+    return json.dumps(to_dict(config), indent=2) + f"\n\nmode {mode}: nothing was run; it would be\n" + "\n".join(lines)
+
+
+def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
+    """Return counts, and the budgets of memory and traffic, by name."""
+    model = read_model_config(config)
+    sizes = read_sizes(model, trust_remote_code=config.model.trust_remote_code)
+    facts: dict[str, str] = {"parameters": f"{sizes.num_parameters:,}"} | describe_adapters(config, sizes)
+    if "sft" in mode:
+        rows = config.sft.num_steps * config.sft.batch_size
+        facts["SFT optimizer steps"] = f"{config.sft.num_steps:,}"
+        facts["SFT rows"] = f"{rows:,}"
+        if config.data.mixture and reads_conversations(config, mode):
+            facts |= describe_mixture(config.data.mixture, skip_bad_rows=config.data.skip_bad_rows)
+        if config.task in SORT_ROW_TOKENS:
+            facts["SFT tokens"] = f"about {rows * SORT_ROW_TOKENS[config.task]:,}"
+    if config.task in EPISODE_TASKS:
+        limits = episode_config(config)
+        facts["episodes"] = f"up to {limits.max_turns} turns of up to {turn_tokens(config)} tokens, {response_tokens(config):,} in all"
+        facts |= describe_environment(config.environment)
+    if "rl" in mode:
+        per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
+        facts["RL algorithm"] = describe_call(config.algorithm_call, response_tokens(config))
+        if config.rl.baseline is not None:
+            facts["RL advantages"] = f"rewards - {config.rl.baseline:g}"
+        if config.rl.filter != NO_FILTER:
+            facts["RL filter"] = describe_filter(config.rl.filter)
+        facts |= describe_companions(config)
+        facts["RL samples per step"] = f"{per_step:,} ({config.rl.prompts_per_step} prompts x {config.rl.samples_per_prompt})"
+        greedy = count_greedy_samples(config.algorithm) * config.rl.prompts_per_step
+        if greedy:
+            facts["RL greedy samples per step"] = f"{greedy:,}, not trained on"
+        facts["RL optimizer steps per step"] = (
+            f"{config.rl.num_epochs * config.rl.num_minibatches} of {per_step // config.rl.num_minibatches} rows"
+        )
+        facts["RL optimizer steps"] = f"{count_rl_updates(config):,}"
+        facts["RL samples"] = f"{config.rl.num_steps * per_step:,}"
+        facts["RL weight syncs"] = f"{config.rl.num_steps // config.rl.sync_every:,}"
+        facts["RL rollouts"] = describe_rollouts(config)
+    if config.loggers:
+        facts["metrics"] = describe_loggers(config.loggers)
+    return facts | describe_budget(config, mode, sizes)
+
+
+def describe_environment(section: EnvironmentSection) -> dict[str, str]:
+    """Describe the user's environment: its parameters at reset, and its anchor states for algorithms that compare steps."""
+    facts: dict[str, str] = {}
+    if section.factory is not None:
+        facts["environment"] = section.factory
+    if section.parameters:
+        facts["environment's parameters"] = json.dumps(parse_parameters(section.parameters))
+    if section.state_key is not None or section.similarity is not None:
+        key = section.state_key or "the observation"
+        close = "equal" if section.similarity is None else f"similar by at least {section.similarity:g}"
+        facts["anchor states"] = f"{key}, {close}"
+    return facts
+
+
+def describe_adapters(config: Config, sizes: ModelSizes) -> dict[str, str]:
+    """Describe the number of trained parameters in adapters, and warn of a rank larger than a layer."""
+    lora = config.lora.create(config.seed)
+    if lora is None:
+        return {}
+    adapters = read_adapter_sizes(sizes, lora)
+    facts = {"trained in adapters": f"{adapters.num_parameters:,}"}
+    told = explain_wasted_rank(adapters.layers, lora.rank)
+    return facts if told is None else facts | {"warning": told}
+
+
+def describe_rollouts(config: Config) -> str:
+    """Describe the schedule of rollouts and the number of groups in flight."""
+    asynchronous, per_version = config.asynchronous, config.rl.prompts_per_step * config.rl.sync_every
+    if not asynchronous.enabled:
+        return "before each step's training, which waits for them"
+    stopped = "stopped around each weight sync, and go on from their tokens" if asynchronous.interrupts else "go on through weight syncs"
+    running, waiting = asynchronous.concurrent_groups(per_version), asynchronous.queue_groups(per_version)
+    return (
+        f"while training goes on, at most {asynchronous.max_staleness} weight versions behind; up to {running:,} groups are generated at "
+        f"once and {waiting:,} wait; they {stopped}"
+    ) + (f"; segment log-probs by the {config.rl.segment_scores}" if asynchronous.segment_wise else "")
+
+
+def describe_companions(config: Config) -> dict[str, str]:
+    """Describe the origin of the models that the algorithm needs besides the policy."""
+    facts: dict[str, str] = {}
+    algorithm = config.algorithm
+    if "ref_log_probs" in algorithm.requires:
+        facts["RL reference model"] = config.reference.path or "the policy as RL begins"
+    if "values" in algorithm.requires:
+        start = config.critic.path or "the policy as RL begins, with a new value head"
+        alone = f", {config.critic.warmup_steps} RL steps of them alone" if config.critic.warmup_steps else ""
+        facts["RL critic"] = f"{start}; {count_critic_updates(config):,} optimizer steps{alone}"
+    return facts

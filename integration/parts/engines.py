@@ -1,0 +1,435 @@
+"""The inference engines of a run: the embedded engine, or launched or running servers.
+
+    async with create_inference_engine("vllm", "path/to/model", python="/venvs/vllm/bin/python", device="cpu") as engine: ...
+
+Only this module turns the name of an engine into an object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+import trio
+
+from integration.parts.server_fleet import GPU_VARIABLE, ServerUpkeep, assign_gpus, create_news, open_server_fleet, spread_config
+from integration.settings.config import Config
+from integration.settings.episodes import EPISODE_TASKS
+from integration.settings.sections import ENGINE_KINDS, EngineSection
+from rollouts.backends.lora.adapters import copy_without_adapters
+from rollouts.backends.pytorch.files import export_model
+from rollouts.config_files import suggest
+from rollouts.engines.fleet.channel import FleetChannel
+from rollouts.engines.fleet.fleet import EngineFleet
+from rollouts.engines.fleet.members import FleetConfig
+from rollouts.engines.fleet.routing import group_by_prompt, group_by_request_id
+from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.engines.launch.commands import ServerConfig, build_environment
+from rollouts.engines.launch.servers import launch_server
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine, WeightChannel
+from rollouts.engines.sglang.channels import open_http_channel, open_shared_memory, open_weight_group
+from rollouts.engines.sglang.engine import SGLangEngine
+from rollouts.engines.vllm.channels import open_vllm_group, open_vllm_ipc
+from rollouts.engines.vllm.engine import VLLMEngine
+from rollouts.engines.weights.nccl import load_nccl
+from rollouts.engines.weights.path_map import PathMap
+from rollouts.errors import ConfigError, EngineError
+from rollouts.models.loading import load_hf_model, load_tokenizer, parse_device
+from rollouts.output_files import explain_writes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+MIB = 2**20
+
+
+@asynccontextmanager
+async def open_weight_channel(
+    config: Config, engines: Sequence[InferenceEngine], environment: Mapping[str, str]
+) -> AsyncGenerator[WeightChannel | None]:
+    """Open the channel of weights to a run's engines; None if they need none. Raises ConfigError, EngineError."""
+    section = config.engine
+    if section.weight_sync_mode != "channel":
+        yield None
+        return
+    fleet = engines[0] if isinstance(engines[0], EngineFleet) else None
+    members: Sequence[InferenceEngine] = engines if fleet is None else fleet.engines
+    sglang = [engine for engine in members if isinstance(engine, SGLangEngine)]
+    vllm = [engine for engine in members if isinstance(engine, VLLMEngine)]
+    assert len(sglang) == len(members) or len(vllm) == len(members), "the engines of a run are of one kind"
+    where, how = parse_device(config.model.device), section.weight_sync
+    common: dict[str, Any] = {"bucket_bytes": section.weight_sync_mib * MIB, "dtype": section.precision(config.model.device)}
+    async with AsyncExitStack() as stack:
+        if how == "memory":
+            opened = open_http_channel(sglang, **common)
+        elif how == "ipc":
+            devices = find_server_devices(section, where, environment)
+            opened = open_vllm_ipc(vllm, devices, **common) if vllm else open_shared_memory(sglang, devices, **common)
+        elif vllm:
+            opened = open_vllm_group(vllm, device=where, **common)
+        else:
+            backend = "gloo" if where.type == "cpu" else "nccl"
+            opened = open_weight_group(sglang, backend=backend, master_address=section.weight_sync_address, device=where, **common)
+        channel = await stack.enter_async_context(opened)
+        yield channel if fleet is None else FleetChannel(fleet, members, channel)
+
+
+def check_weight_sync(section: EngineSection, *, device: str) -> None:
+    """Check before any training that the engines support the weight sync. device: model.device. Raises ConfigError."""
+    where, how = parse_device(device).type, section.weight_sync
+    if section.kind == "vllm" and how in ("group", "ipc"):
+        if where == "cpu":
+            what = "over NCCL" if how == "group" else "through memory of its GPU"
+            raise ConfigError(
+                f"engine.weight_sync is {how!r}, but vLLM accepts weights {what} only, and the model is on the CPU: use disk, or "
+                "--model.device cuda"
+            )
+        if how == "group":
+            try:
+                load_nccl()
+            except EngineError as error:
+                raise ConfigError(f"engine.weight_sync is {how!r}, but {error}") from error
+
+
+def find_server_devices(section: EngineSection, device: torch.device, environment: Mapping[str, str]) -> list[torch.device]:
+    """Return the devices of a run's servers on this machine, as numbered in this process. Raises ConfigError for an invisible device."""
+    if device.type == "cpu":
+        return [device]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    names = list(map(str, range(torch.cuda.device_count()))) if visible is None else [name for name in visible.split(",") if name]
+    wanted = section.gpus or tuple(names[: section.tensor_parallel_size * section.num_servers])
+    hidden = [name for name in wanted if name not in names]
+    if hidden:
+        raise ConfigError(
+            f"engine.gpus has {hidden[0]!r}, which this process does not see ({', '.join(names) or 'none'}): with engine.weight_sync ipc "
+            "the trainer writes into memory of every GPU of the servers"
+        )
+    return [torch.device("cuda", names.index(name)) for name in wanted]
+
+
+ServerEngine: TypeAlias = SGLangEngine | VLLMEngine
+
+PYTHON_VARIABLES = {"vllm": "VLLM_PYTHON", "sglang": "SGLANG_PYTHON"}
+"""Environment variables that name the Python of an environment with the server."""
+
+INITIAL_MODEL = "initial_model"
+
+
+def create_embedded_engine(
+    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, is_trained: bool = True
+) -> InProcessEngine:
+    """Create the embedded engine over a copy of the model's weights, or over the model itself if it is not trained."""
+    own = copy_without_adapters(model) if is_trained else model
+    return InProcessEngine(own, tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
+
+
+@asynccontextmanager
+async def open_engines(
+    config: Config,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    *,
+    source: Path | None,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+    is_trained: bool = True,
+) -> AsyncGenerator[list[InferenceEngine]]:
+    """Open the engines of the RL stage, with the model's weights as version 0.
+
+    Args:
+        model, tokenizer: the policy at the start of the stage.
+        output_dir: directory for the server's log, and for the model if no directory of it exists.
+        source: the directory that the model was loaded from; None = created here.
+        environment: environment variables for launched servers.
+        say: prints the progress of a server's start.
+        is_trained: whether the model itself is trained, so that the embedded engine needs a copy.
+
+    Raises: ConfigError, EngineError.
+    """
+    section = config.engine
+    if section.kind == "inprocess":
+        async with create_embedded_engine(config, model, tokenizer, is_trained=is_trained) as engine:
+            yield [engine]
+        return
+    initial = await trio.to_thread.run_sync(
+        partial(prepare_initial_model, model, tokenizer, source, output_dir / INITIAL_MODEL, copies=bool(section.path_map))
+    )
+    async with AsyncExitStack() as stack:
+        create_client = partial(
+            create_server_engine, section, environment=environment, vocab_size=model.config.get_text_config().vocab_size
+        )
+        if section.launch and section.num_servers > 1:
+            yield [await stack.enter_async_context(_launch_fleet(config, initial, output_dir, create_client, environment, say))]
+            return
+        if section.launch:
+            server = create_server_config(section, str(initial), environment, device=config.model.device)
+            log_path = output_dir / f"{section.kind}.log"
+            say(f"starting {section.kind} (log: {log_path})")
+            started = time.monotonic()
+            opened = launch_server(
+                server, log_path, environment=environment, startup_s=section.startup_timeout_s, on_progress=create_news(section.kind, say)
+            )
+            urls: Sequence[str] = [(await stack.enter_async_context(opened)).url]
+            say(f"{section.kind} is ready at {urls[0]} after {time.monotonic() - started:.0f} s")
+        else:
+            urls = section.urls
+        engines = [await stack.enter_async_context(create_client(url)) for url in urls]
+        if not section.launch:  # replace the model they serve
+            for engine in engines:
+                await engine.update_weights_from_checkpoint(initial)
+        if len(engines) == 1:
+            yield list(engines)
+            return
+        fleet = EngineFleet(engines, config=create_fleet_config(config), initial_weights=initial, say=say)
+        yield [await stack.enter_async_context(fleet)]
+
+
+def create_fleet_config(config: Config) -> FleetConfig:
+    """Return the configuration of a fleet: the distribution of requests and weights over servers."""
+    section = config.engine
+    restarts = section.launch and section.on_server_death == "restart"
+    return FleetConfig(
+        group_of=group_by_prompt if config.task not in EPISODE_TASKS else group_by_request_id,
+        patience_s=section.startup_timeout_s if restarts else FleetConfig().patience_s,
+        updates_at_once=section.updates_at_once,
+        exclude_failed=section.on_server_death != "stop",
+    )
+
+
+@asynccontextmanager
+async def _launch_fleet(
+    config: Config,
+    initial: Path,
+    output_dir: Path,
+    create_client: Callable[[str], ServerEngine],
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+) -> AsyncGenerator[EngineFleet]:
+    """Open engine.num_servers servers, each with its own log and, on GPUs, its own GPUs."""
+    section = config.engine
+    server = create_server_config(section, str(initial), environment, device=config.model.device)
+    async with open_server_fleet(
+        spread_config(server, choose_gpus(section, server, environment), section.num_servers),
+        create_client,
+        log_paths=[output_dir / f"{section.kind}_{i}.log" for i in range(section.num_servers)],
+        upkeep=ServerUpkeep(
+            environment=environment,
+            max_restarts={"restart": section.max_restarts, "go_on": 0}.get(section.on_server_death),
+            startup_s=section.startup_timeout_s,
+        ),
+        fleet_config=create_fleet_config(config),
+        initial_weights=initial,
+        say=say,
+    ) as fleet:
+        yield fleet
+
+
+def choose_gpus(section: EngineSection, server: ServerConfig, environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """CUDA_VISIBLE_DEVICES of each server; None on a CPU. Raises ConfigError if there are too few."""
+    if server.device == "cpu":
+        return None
+    gpus = section.gpus
+    if not gpus:
+        visible = environment.get(GPU_VARIABLE)
+        gpus = tuple(filter(None, visible.split(","))) if visible is not None else tuple(map(str, range(torch.cuda.device_count())))
+    return assign_gpus(section.num_servers, section.tensor_parallel_size, gpus)
+
+
+@asynccontextmanager
+async def create_inference_engine(
+    kind: str,
+    model_path: str | Path,
+    *,
+    url: str | None = None,
+    python: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    max_model_len: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    log_path: Path | None = None,
+    **engine_options: Any,
+) -> AsyncGenerator[InferenceEngine]:
+    """Open an engine for a model directory, by name.
+
+    Args:
+        kind: "local" (the embedded engine), "vllm" or "sglang".
+        model_path: Hugging Face directory.
+        url: address of a running server; None = launch one and stop it at the end of the block.
+        python: Python interpreter with the server package; None = VLLM_PYTHON or SGLANG_PYTHON, else this one.
+        device: cpu, cuda or auto.
+        dtype: dtype of a launched server: float32, bfloat16, float16; auto = float32 on a CPU, bfloat16 on a GPU.
+        tensor_parallel_size: GPUs of a launched server.
+        max_model_len: maximum tokens of prompt and response together, not for a running server; None = the model's context.
+        environment: environment variables; None = os.environ.
+        log_path: log file of a launched server; None = <kind>.log in the current directory.
+        engine_options: further arguments of InProcessEngine, VLLMEngine or SGLangEngine.
+
+    Raises: ConfigError for an unknown name, or tensor parallelism or a url with the embedded engine; errors of the engine.
+    """
+    environment = os.environ if environment is None else environment
+    if kind in ("local", "inprocess"):
+        if tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {tensor_parallel_size}, but the embedded engine runs on one device: use 'vllm' or 'sglang'"
+            )
+        if url is not None:
+            raise ConfigError(f"url is {url!r}, but the embedded engine is not a server: use 'vllm' or 'sglang'")
+        model = load_hf_model(Path(model_path), device=parse_device(device))
+        async with InProcessEngine(model, load_tokenizer(Path(model_path)), **{"max_length": max_model_len, **engine_options}) as engine:
+            yield engine
+        return
+    if kind not in PYTHON_VARIABLES:
+        raise ConfigError(f"unknown engine {kind!r}: {suggest(kind, ('local', *PYTHON_VARIABLES))}")
+    section = EngineSection(
+        kind=kind,
+        urls=() if url is None else (url,),
+        launch=url is None,
+        python=python,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        context_length=max_model_len,
+    )
+    async with AsyncExitStack() as stack:
+        if url is None:
+            server = create_server_config(section, str(model_path), environment, device=device)
+            opened = launch_server(server, log_path or Path(f"{kind}.log"), environment=environment, startup_s=section.startup_timeout_s)
+            url = (await stack.enter_async_context(opened)).url
+        yield await stack.enter_async_context(create_server_engine(section, url, environment, **engine_options))
+
+
+def check_engine(section: EngineSection, environment: Mapping[str, str], *, device: str) -> None:
+    """Check before any training that the engines can start.
+
+    Args:
+        device: model.device.
+
+    Raises: ConfigError.
+    """
+    if not section.is_server:
+        return
+    create_server_engine(section, "http://127.0.0.1", environment)
+    check_weight_sync(section, device=device)
+    if not section.launch:
+        return
+    server = create_server_config(section, "model", environment, device=device)
+    if section.num_servers > 1:
+        spread_config(server, choose_gpus(section, server, environment), section.num_servers)
+    advice = f"name the Python interpreter of an environment with it: --engine.python or {PYTHON_VARIABLES[section.kind]}"
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({section.kind!r}) is None)"
+    try:
+        found = subprocess.run([server.python, "-c", look], env=build_environment(server, environment), stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise ConfigError(f"{section.kind} cannot be started with {server.python}: {error}; {advice}") from error
+    if found.returncode != 0:
+        raise ConfigError(f"{server.python} has no {section.kind}: {advice}")
+
+
+def create_server_engine(section: EngineSection, url: str, environment: Mapping[str, str], **options: Any) -> ServerEngine:
+    """Create the client of a server. Raises ConfigError if the variable for its API key is not set."""
+    kinds: dict[str, Callable[..., ServerEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
+    key_variable = section.api_key_variable
+    if key_variable is not None and key_variable not in environment:
+        raise ConfigError(
+            f"engine.api_key_variable is {key_variable!r}, but there is no such environment variable: export the key under this name"
+        )
+    settings: dict[str, Any] = {
+        "in_flight": section.in_flight,
+        "allow_cast": True,  # the trainer's weights are float32, a server's often bfloat16
+        "api_key": None if key_variable is None else environment[key_variable],
+        "path_map": PathMap.parse(section.path_map),
+    }
+    raise_open_file_limit()
+    return kinds[section.kind](url, **{**settings, **options})
+
+
+def raise_open_file_limit(most: int = 65536) -> None:
+    """Raise the limit of open files to `most`, if the system allows: each request in flight is one, and shells allow 1,024."""
+    if os.name == "nt":  # Windows has neither this limit nor the module
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # some systems have an undocumented limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def create_server_config(section: EngineSection, model_path: str, environment: Mapping[str, str], *, device: str) -> ServerConfig:
+    """Return the configuration of a launched server.
+
+    Args:
+        device: model.device: cpu, cuda, cuda:N, auto.
+
+    Raises: ConfigError for tensor parallelism on a CPU, and for a missing GPU.
+    """
+    kind: Literal["cuda", "cpu"] = "cpu" if parse_device(device).type == "cpu" else "cuda"
+    if kind == "cpu" and section.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"engine.tensor_parallel_size is {section.tensor_parallel_size}, but the model is on the CPU: use 1, or --model.device cuda"
+        )
+    python = section.python or environment.get(PYTHON_VARIABLES[section.kind]) or sys.executable
+    assert section.kind in ENGINE_KINDS, f"{section.kind!r} is not a kind of engine"
+    env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if section.kind == "vllm" and section.weight_sync == "ipc" else {}
+    if kind == "cuda" and section.gpus and section.num_servers == 1:  # several servers get theirs from spread_config
+        env[GPU_VARIABLE] = assign_gpus(1, section.tensor_parallel_size, section.gpus)[0]
+    return ServerConfig(
+        kind="vllm" if section.kind == "vllm" else "sglang",
+        model_path=model_path,
+        python=python,
+        port=section.port,
+        device=kind,
+        dtype=section.precision(device),
+        tensor_parallel_size=section.tensor_parallel_size,
+        context_length=section.context_length,
+        max_num_seqs=section.max_num_seqs,
+        memory_fraction=section.memory_fraction,
+        extra_args=(*transfer_args(section), *section.extra_args),
+        env=env,
+    )
+
+
+def transfer_args(section: EngineSection) -> tuple[str, ...]:
+    """Return the arguments of a server that receives weights otherwise than from a directory."""
+    transports = {"group": "nccl", "ipc": "ipc"}
+    if section.kind != "vllm" or section.weight_sync not in transports:
+        return ()
+    return ("--weight-transfer-config", json.dumps({"backend": transports[section.weight_sync]}))
+
+
+def prepare_initial_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None, target: Path, *, copies: bool = False
+) -> Path:
+    """Create a model directory with weight version 0: links to the files of `source` or, without one, the saved model.
+
+    Args:
+        copies: copy instead of link, for servers that see the files under another path.
+    """
+    with explain_writes(target):
+        target.mkdir(parents=True, exist_ok=True)
+        if source is None:
+            export_model(model, tokenizer, target)
+        else:
+            for file in source.iterdir():
+                link = target / file.name
+                if file.is_file() and file.name != WEIGHT_VERSION_FILE:
+                    link.unlink(missing_ok=True)
+                    if copies:
+                        shutil.copyfile(file, link)
+                    else:
+                        link.symlink_to(file.absolute())
+        (target / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": 0}) + "\n")
+    return target

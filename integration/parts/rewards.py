@@ -1,0 +1,102 @@
+"""The reward function of the RL stage: the task's rule, the user's function, or a reward model that is open during the stage."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from integration.settings.command_line import MODEL_DIRECTORY, RUN_FILE
+from integration.settings.config import Config
+from integration.settings.sections import RewardSection
+from integration.tasks.task import Task
+from rollouts.errors import ConfigError
+from rollouts.models.heads import check_reward_model
+from rollouts.rewards.calls import RewardSource
+from rollouts.rewards.code.sandboxed import SandboxedReward
+from rollouts.rewards.code.unit_tests import CodeReward
+from rollouts.rewards.models.local import open_reward_model
+from rollouts.rewards.reward_functions import load_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@asynccontextmanager
+async def open_training_reward(config: Config, task: Task, tokenizer: PreTrainedTokenizerBase) -> AsyncGenerator[Callable[..., Any] | None]:
+    """Open the reward of rollouts: config.reward.model, or the task's reward. Evaluations always use the task's reward.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+    """
+    section = config.reward
+    if section.model is None:
+        yield task.reward_fn
+        return
+    async with open_reward_model(
+        find_reward_model(section.model),
+        policy_tokenizer=tokenizer,
+        dtype=section.model_dtype,
+        device=config.model.device if section.model_device is None else section.model_device,
+        max_tokens_per_batch=section.model_tokens_per_batch,
+        trust_remote_code=config.model.trust_remote_code,
+    ) as reward:
+        yield reward
+
+
+def check_reward(config: Config) -> None:
+    """Raise ConfigError if config.reward.model is not a reward model. Loads no weights."""
+    if config.reward.model is not None:
+        check_reward_model(find_reward_model(config.reward.model), trust_remote_code=config.model.trust_remote_code)
+
+
+def find_reward_model(path: str | Path) -> Path:
+    """Return the model directory of a path: the path itself, or `model` in a run directory of integration.train_reward_model.
+
+    Raises: ConfigError for an unfinished run.
+    """
+    directory = Path(path)
+    if not (directory / RUN_FILE).is_file():
+        return directory
+    if not (directory / MODEL_DIRECTORY).is_dir():
+        again = f"python -m integration.train_reward_model --output-dir {directory} --resume"
+        raise ConfigError(f"{directory} is a run without {MODEL_DIRECTORY} yet: `{again}` resumes it")
+    return directory / MODEL_DIRECTORY
+
+
+def use_own_reward(section: RewardSection, task: Task) -> Task:
+    """Return the task with the user's reward function, if any.
+
+    Raises: as load_task_reward; RewardError, by a CodeReward, for rows with unusable tests.
+    """
+    reward_fn = load_task_reward(section)
+    if isinstance(reward_fn, CodeReward):
+        sources = task.train_sources or tuple(f"prompt {prompt.index}" for prompt in task.train_prompts)
+        reward_fn.check_prompts(task.train_prompts, sources)
+        reward_fn.check_prompts(task.heldout_prompts, [f"held-out prompt {prompt.index}" for prompt in task.heldout_prompts])
+    return task if reward_fn is None else replace(task, reward_fn=reward_fn)
+
+
+def load_task_reward(section: RewardSection) -> Any:
+    """Load the user's reward function; None if none is configured.
+
+    Raises: ConfigError if it does not exist, or if reward.sandboxed is set without a function.
+    """
+    if section.function is None:
+        if section.sandboxed:
+            raise ConfigError("reward.sandboxed is True, but reward.function is None: name the function, --reward.function file.py:name")
+        return None
+    return SandboxedReward(section.function) if section.sandboxed else load_reward(section.function)
+
+
+@asynccontextmanager
+async def open_task(task: Task) -> AsyncGenerator[Task]:
+    """Open the task's reward for the block if it is a RewardSource, and close it afterwards."""
+    source = task.reward_fn
+    if not isinstance(source, RewardSource):
+        yield task
+        return
+    async with source.open_reward() as reward_fn:
+        yield replace(task, reward_fn=reward_fn)

@@ -1,0 +1,169 @@
+"""The models of a run on several processes: each rank creates its shard from the settings and directories that all ranks see.
+
+No rank sends a model to another: each reads its slices of a directory, or creates the built-in model from the seed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from integration.parts.models import Companions, create_backend, create_companions, create_model, create_tokenizer, find_directory
+from integration.settings.config import Config
+from rollouts.backends.fsdp.backend import FSDPTrainingBackend
+from rollouts.backends.fsdp.config import FSDPConfig
+from rollouts.backends.fsdp.factory import create_fsdp_backend, create_fsdp_critic_backend, create_fsdp_reference_backend
+from rollouts.backends.fsdp.load import load_hf_model_on_meta
+from rollouts.backends.protocol import TrainingBackend
+from rollouts.backends.ranks.group import RankGroup, check_sendable
+from rollouts.backends.ranks.leading import lead_backend
+from rollouts.chat.tokenize import ensure_pad_token
+from rollouts.config import OptimizerConfig
+from rollouts.errors import ConfigError
+from rollouts.models.heads import load_critic_model
+from rollouts.models.loading import load_hf_model, parse_device
+from rollouts.types import Algorithm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
+
+
+def fsdp_config(config: Config) -> FSDPConfig:
+    """Return backend.fsdp with the mixed precision that follows from backend.compute_dtype."""
+    section = config.backend
+    return replace(section.fsdp, mixed_precision="bfloat16") if section.compute_dtype == "bfloat16" else section.fsdp
+
+
+def build_policy(config: Config, source: Path | None, optimizer: OptimizerConfig, total_steps: int) -> FSDPTrainingBackend:
+    """Create this rank's shard of the policy. source: the directory to start from; None = config.model."""
+    seed_dropout(config, dist.get_rank())
+    return create_fsdp_backend(
+        _find_model(config, source),
+        total_steps=total_steps,
+        device=parse_device(config.model.device),
+        tokenizer=_create_padded_tokenizer(config, source),
+        config=fsdp_config(config),
+        lora=config.lora.create(config.seed),
+        **vars(optimizer),
+    )
+
+
+def seed_dropout(config: Config, rank: int) -> None:
+    """Seed the global generator, which dropout uses; each rank draws different numbers, as it has different rows."""
+    torch.manual_seed(config.seed + 1_000_003 * rank)
+
+
+def build_reference(config: Config, source: Path | None) -> FSDPTrainingBackend:
+    """Create this rank's shard of the reference. source: as for the policy."""
+    origin = source if config.reference.path is None else Path(config.reference.path)
+    return create_fsdp_reference_backend(
+        _find_model(config, origin),
+        device=parse_device(config.model.device),
+        tokenizer=_create_padded_tokenizer(config, source),
+        config=fsdp_config(config),
+    )
+
+
+def build_critic(config: Config, source: Path | None, total_steps: int) -> FSDPTrainingBackend:
+    """Create this rank's shard of the critic. source: as for the policy."""
+    origin = source if config.critic.path is None else Path(config.critic.path)
+    return create_fsdp_critic_backend(
+        _find_model(config, origin, partial(load_critic_model, seed=config.seed)),
+        seed=config.seed,
+        total_steps=total_steps,
+        device=parse_device(config.model.device),
+        tokenizer=_create_padded_tokenizer(config, source),
+        config=fsdp_config(config),
+        **vars(config.critic.optimizer),
+    )
+
+
+def _find_model(config: Config, path: Path | None, load: Callable[..., PreTrainedModel] = load_hf_model) -> Path | PreTrainedModel:
+    """Return a directory to read slices of, or the whole model (by `load`) if it is built in or created by a directory's code."""
+    directory = find_directory(config, path)
+    if directory is None:
+        return create_model(config)[0]
+    trusted = config.model.trust_remote_code
+    return load(directory, trust_remote_code=trusted) if trusted else directory
+
+
+def _create_padded_tokenizer(config: Config, source: Path | None) -> PreTrainedTokenizerBase:
+    """Create the policy's tokenizer, with the pad token that the stages add."""
+    tokenizer = create_tokenizer(config, source)
+    with warnings.catch_warnings(action="ignore"):  # the stages warn
+        ensure_pad_token(tokenizer)
+    return tokenizer
+
+
+def create_sampling_model(config: Config, source: Path | None, group: RankGroup | None, *, whole: bool) -> PreTrainedModel:
+    """Create the model that rank 0 gives to the engines at the start of a stage.
+
+    Args:
+        whole: whether the embedded engine samples with it; otherwise, on several processes, its shapes suffice.
+    """
+    directory = find_directory(config, source)
+    if group is None or whole or directory is None or config.model.trust_remote_code:
+        return create_model(config, source)[0]
+    return load_hf_model_on_meta(directory)
+
+
+def create_policy(
+    config: Config,
+    group: RankGroup | None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path | None,
+    optimizer: OptimizerConfig,
+    total_steps: int,
+) -> TrainingBackend:
+    """Create the policy's backend: over this model in one process, or over the shards of several."""
+    if group is None:
+        seed_dropout(config, 0)
+        return create_backend(config, model, tokenizer, optimizer, total_steps)
+    return lead_backend(group, POLICY, partial(build_policy, replace(config), source, optimizer, total_steps))
+
+
+def create_beside(
+    config: Config,
+    group: RankGroup | None,
+    algorithm: Algorithm,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path | None,
+    critic_steps: int,
+) -> Companions:
+    """Create the backends of models.create_companions, on one process or several."""
+    if group is None:
+        return create_companions(config, algorithm, model, tokenizer, critic_steps)
+    reference: TrainingBackend | None = None
+    critic: TrainingBackend | None = None
+    is_base = "ref_log_probs" in algorithm.requires and config.lora.rank > 0 and config.reference.path is None
+    if "ref_log_probs" in algorithm.requires and not is_base:
+        reference = lead_backend(group, REFERENCE, partial(build_reference, replace(config), source))
+    if "values" in algorithm.requires:
+        critic = lead_backend(group, CRITIC, partial(build_critic, replace(config), source, critic_steps))
+    return Companions(reference, critic, reference_is_base=is_base)
+
+
+def check_loss_travels(config: Config) -> None:
+    """Raise ConfigError if the loss of rl.algorithm cannot be sent to the other processes."""
+    check_sendable(f"the loss of rl.algorithm {config.rl.algorithm!r}", config.algorithm.loss)
+
+
+def check_rank_settings(config: Config) -> None:
+    """Raise ConfigError for settings that several processes do not support."""
+    device = parse_device(config.model.device)
+    if device.type == "mps" or (device.type == "cuda" and device.index is not None):
+        raise ConfigError(
+            f"model.device is {config.model.device!r} with backend.kind 'fsdp': use cpu, or cuda, of which each process takes its own GPU"
+        )

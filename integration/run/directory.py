@@ -1,0 +1,273 @@
+"""Run directories, signals, and messages for errors that a user can cause; shared by all commands that train."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO, TypeVar, cast
+
+import trio
+
+from integration.run.signal_watch import stacks_on_request
+from integration.settings.command_line import CONFIG_FILE, RUN_FILE
+from rollouts.config_files import load_config, save_config, to_dict
+from rollouts.errors import ConfigError, DataError, OutputError, RolloutsError, locate_error, make_safe, redact
+from rollouts.output_files import explain_writes, replace_file
+from rollouts.training.checkpoints import has_checkpoints, latest_checkpoint, load_run_state
+from rollouts.training.metrics import truncate_log
+
+T = TypeVar("T")
+METRICS_FILE = "metrics.jsonl"
+_OWN_FILES = (
+    "sft",
+    "rl",
+    "checkpoints",
+    METRICS_FILE,
+    RUN_FILE,
+    CONFIG_FILE,
+)  # config.json, the mark of a run, last
+EXIT_USAGE, EXIT_FAILURE, EXIT_STOPPED = 2, 1, 130
+
+
+class StopRequest:
+    """Whether the user has asked the run to stop."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def is_requested(self) -> bool:
+        """Return whether to stop; loops ask after each step."""
+        return self.requested
+
+
+async def watch_signals(stop: StopRequest, say: Callable[[str], None], cancel: Callable[[], None], *, task_status: Any) -> None:
+    """Finish the step, write a checkpoint and end at the first Ctrl-C (or SIGTERM); cancel at the second. watch_beside enforces the end."""
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for _ in signals:
+            if stop.requested:
+                cancel()
+                return
+            stop.requested = True
+            say("stopping after this step, with a checkpoint; once more to stop at once")
+
+
+class measure_seconds:  # a context manager reads as a verb
+    """Add the seconds of a block to run.json."""
+
+    def __init__(self, output_dir: Path, stage: str, clock: Callable[[], float]) -> None:
+        self._output_dir, self._key, self._clock, self._start = output_dir, f"seconds_{stage}", clock, clock()
+
+    def __enter__(self) -> None:
+        self._start = self._clock()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        facts = read_facts(self._output_dir)
+        facts[self._key] = facts.get(self._key, 0.0) + self._clock() - self._start
+        try:
+            write_facts(self._output_dir, facts)
+        except OutputError as problem:  # do not replace the error of the block
+            if error is None:
+                raise
+            error.add_note(f"in addition, {problem}")
+
+
+def read_facts(output_dir: Path) -> dict[str, Any]:
+    """Read run.json. Raises ConfigError if it is damaged."""
+    path = output_dir / RUN_FILE
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): restore it, for example as {{}}, and go on with --resume") from error
+
+
+def write_facts(output_dir: Path, facts: Mapping[str, Any]) -> None:
+    """Write run.json. Raises OutputError."""
+    replace_file(output_dir / RUN_FILE, json.dumps(dict(facts)) + "\n")
+
+
+def prepare_directory(
+    output_dir: Path,
+    config: Any,
+    facts: Mapping[str, Any],
+    *,
+    resume: bool,
+    may_change: tuple[str, ...],
+    checkpoint_dirs: Sequence[Path],
+    tell: Callable[[str], None],
+) -> None:
+    """Create a run directory, or restore that of an interrupted run to its newest checkpoint.
+
+    A directory without a checkpoint counts as new, with and without resume: a failed start has nothing to resume, and its corrected
+    settings apply. Its files are moved to earlier_start_1 and so on.
+
+    Args:
+        config: a dataclass of settings with an output_dir; written to the directory.
+        facts: contents of run.json of a new run.
+        may_change: prefixes of the dotted names of settings that a resumed run may change.
+        checkpoint_dirs: directories of checkpoints, that of the last stage first.
+        tell: receives messages for the user, such as a loss of metrics.
+
+    Raises: ConfigError if the directory holds a run and resume is False, or if settings differ from those of the interrupted run;
+        CheckpointError if it has checkpoints but none is intact; OutputError if it cannot be written.
+    """
+    if not any(has_checkpoints(directory) for directory in checkpoint_dirs):
+        aside = _move_aside(output_dir)
+        if aside is not None:
+            tell(f"{output_dir} holds a run without a checkpoint: this run starts from the beginning; the earlier files are now in {aside}")
+        save_config(replace(config, output_dir=str(output_dir)), output_dir / CONFIG_FILE)
+        write_facts(output_dir, facts)
+        return
+    if not resume:
+        raise ConfigError(f"{output_dir} already holds a run: add --resume to go on with it, or choose another --output-dir")
+    saved = to_dict(load_config(type(config), output_dir / CONFIG_FILE))  # defaults fill in settings that it lacks
+    changed = [
+        f"{name}: {before!r} -> {after!r}"
+        for name, (before, after) in sorted(compare_settings(saved, to_dict(config)).items())
+        if not name.startswith(may_change)
+    ]
+    if changed:
+        raise ConfigError(f"--resume with other settings than the run was started with: {'; '.join(changed)}. Leave them out")
+    save_config(replace(config, output_dir=str(output_dir)), output_dir / CONFIG_FILE)
+    checkpoint = next((c for directory in checkpoint_dirs if (c := latest_checkpoint(directory)) is not None), None)
+    gap = truncate_log(output_dir / METRICS_FILE, 0 if checkpoint is None else load_run_state(checkpoint)["metrics_bytes"])
+    if gap is not None:  # metrics are lost, no training
+        tell(f"warning: {gap}")
+        known = read_facts(output_dir)
+        write_facts(output_dir, known | {"metrics_gaps": [*known.get("metrics_gaps", ()), gap]})
+
+
+def _move_aside(output_dir: Path) -> Path | None:
+    """Move the files of a run without a checkpoint to a directory and return it; None if there was no run."""
+    if not (output_dir / CONFIG_FILE).exists():
+        return None
+    aside = next(path for k in itertools.count(1) if not (path := output_dir / f"earlier_start_{k}").exists())
+    with explain_writes(aside):
+        aside.mkdir()
+        for name in _OWN_FILES:  # nothing else: the directory may hold the user's files
+            if (output_dir / name).exists():
+                (output_dir / name).rename(aside / name)
+    return aside
+
+
+def compare_settings(before: dict[str, Any], after: dict[str, Any], where: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the dotted names of settings that differ, with both values."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in before.keys() | after.keys():
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found.update(compare_settings(old, new, f"{where}{name}."))
+        elif old != new:
+            found[where + name] = (old, new)
+    return found
+
+
+class SafeText:
+    """A text stream without terminal control characters and credentials, for text that contains others' input."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the text made safe."""
+        self._stream.write(make_safe(redact(text)))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def make_stderr_safe() -> None:
+    """Make stderr a SafeText: errors, warnings, logs, and a final traceback."""
+    if not isinstance(sys.stderr, SafeText):
+        sys.stderr = cast("TextIO", SafeText(sys.stderr))
+    sys.excepthook = lambda kind, error, trace: print("".join(traceback.format_exception(kind, error, trace)), end="", file=sys.stderr)
+
+
+def run_command(parse: Callable[[], T], run: Callable[[T], int]) -> int:
+    """Run a command and return its exit status: that of `run`, or that of a user's error, which is printed on stderr.
+
+    Args:
+        parse: parses the command line; called before heavy imports.
+        run: receives the result of `parse`.
+    """
+    make_stderr_safe()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning about forks, which do not happen here
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models come from directories; never download silently
+    with stacks_on_request():
+        return _run_told(parse, run)
+
+
+def _run_told(parse: Callable[[], T], run: Callable[[T], int]) -> int:
+    try:
+        command = parse()
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        return _run_contained(run, command)
+    except (ConfigError, DataError) as error:
+        return report_error(error, EXIT_USAGE)
+    except RolloutsError as error:
+        return report_error(error, EXIT_FAILURE)
+    except BaseExceptionGroup as group:  # several tasks failed at the same time, for example the rewards of several samples
+        errors, others = group.split(RolloutsError)
+        if errors is None or others is not None:
+            raise
+        first, count = first_error(errors)
+        return report_error(first, EXIT_FAILURE, f"\n  ({count - 1} more failed at the same time)")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_STOPPED
+
+
+def _run_contained(run: Callable[[T], int], command: T) -> int:
+    """Call `run`. A BaseException such as SystemExit from a user's function becomes an error with a message."""
+    try:
+        return run(command)
+    except KeyboardInterrupt:
+        raise
+    except BaseExceptionGroup as group:
+        if group.subgroup(KeyboardInterrupt) is not None:
+            raise KeyboardInterrupt from group
+        _, others = group.split(Exception)
+        if others is None:
+            raise
+        error, _ = first_error(others)
+        raise _create_exit_error(error) from group
+    except Exception:
+        raise
+    except BaseException as error:
+        raise _create_exit_error(error) from error
+
+
+def _create_exit_error(error: BaseException) -> RolloutsError:
+    what = f"{type(error).__name__}{f' ({error})' if str(error) else ''} was raised at {locate_error(error)}"
+    return RolloutsError(f"{what}. It would end the program: raise an Exception there, or return")
+
+
+def first_error(group: BaseExceptionGroup[Any]) -> tuple[BaseException, int]:
+    """Return the first error of a tree of groups, and the number of errors."""
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            first, count = first_error(error)
+            leaves += [first] * count
+        else:
+            leaves.append(error)
+    return leaves[0], len(leaves)
+
+
+def report_error(error: BaseException, status: int, more: str = "") -> int:
+    """Print an error with its notes on stderr, and return `status`."""
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    print(f"error: {error}{notes}{more}", file=sys.stderr, flush=True)
+    return status

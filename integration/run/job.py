@@ -1,0 +1,249 @@
+"""The main job behind integration.train: runs the stages and reports the results. Takes seconds to import."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import trio
+
+from integration.dry_run.describe import describe_run
+from integration.expressions.loggers import check_loggers, create_loggers
+from integration.parts.engines import check_engine
+from integration.parts.models import check_backend, check_companions, check_dropout, check_limits, create_tokenizer
+from integration.parts.rewards import check_reward, load_task_reward
+from integration.parts.sharded_models import check_loss_travels, check_rank_settings
+from integration.run.directory import (
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    METRICS_FILE,
+    StopRequest,
+    measure_seconds,
+    prepare_directory,
+    read_facts,
+    watch_signals,
+)
+from integration.run.display import Progress
+from integration.run.launch import count_processes, launch, needs_launch, open_group
+from integration.run.signal_watch import watch_beside
+from integration.run.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
+from integration.run.summary import draw_curves, summarize_run, tell_story
+from integration.run.trajectories import load_condition
+from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.settings.command_line import CONFIG_FILE, CommandLine, Mode
+from integration.settings.config import Config, create_output_dir
+from integration.settings.episodes import EPISODE_TASKS
+from integration.settings.log_levels import log_to_stderr
+from integration.settings.option_effects import describe_idle_options
+from integration.tasks.episodes import check_demonstrations, check_task
+from integration.tasks.task import Task
+from rollouts.backends.ranks.group import RankGroup
+from rollouts.config_files import load_config, to_dict
+from rollouts.errors import make_safe, raise_single_errors, redact
+from rollouts.output_files import explain_writes, replace_file
+from rollouts.training.checkpoints import has_checkpoints, lock_run_directory
+from rollouts.training.metrics import CompositeLogger, JSONLLogger, read_metrics
+
+_logger = logging.getLogger(__name__)
+_SWITCH_INTERVAL_S = 2e-5
+LIMITS_OF_ROLLOUTS = (  # settings that messages about failing, hanging or queued rollouts advise to change
+    "max_concurrent_rollouts", "queue_size", "when_queue_full", "on_stale", "on_failure", "max_attempts", "max_stale_attempts",
+    "retry_delay_s", "rollout_timeout_s", "patience_s", "checkpoint_in_flight",
+)  # fmt: skip
+MAY_CHANGE_ON_RESUME = (
+    *("output_dir", "num_threads", "loggers", "sft.num_steps", "rl.num_steps", "checkpoint.", "hardware."),
+    *("backend.kind", "backend.num_processes", "backend.timeout_s", "backend.fsdp."),
+    *(f"rl.asynchronous.{name}" for name in LIMITS_OF_ROLLOUTS),
+)
+
+
+async def train(mode: Mode, config: Config, output_dir: Path, control: RunControl, task: Task) -> bool:
+    """Run the stages of a mode, each from its last checkpoint. Returns whether all of them reached their end."""
+    with favor_computation():
+        return await _run_stages(mode, config, output_dir, control, task)
+
+
+async def _run_stages(mode: Mode, config: Config, output_dir: Path, control: RunControl, task: Task) -> bool:
+    if task.num_skipped_rows:
+        control.say(f"{task.num_skipped_rows} bad rows were skipped")
+    source: Path | None = None
+    if "sft" in mode:
+        with measure_seconds(output_dir, "sft", control.clock):
+            source = await run_sft(config, output_dir / "sft", control, task=task)
+        if source is None:
+            return False
+    if "rl" in mode:
+        with measure_seconds(output_dir, "rl", control.clock):
+            return await run_rl(config, output_dir / "rl", source, control, task=task) is not None
+    return True
+
+
+@contextmanager
+def favor_computation() -> Generator[None]:
+    """Let computing threads wait less for the interpreter in the block: generation and training share it in asynchronous runs.
+
+    A thread that returns from a kernel gets the interpreter after one switch interval, by default 5 ms, in which a small model runs a
+    hundred kernels. And torch and transformers hold some 400,000 permanent objects: a full pass of the garbage collector over them takes a
+    fifth of a second, in which no thread runs. They are frozen without a collection, which would be such a pass. Objects that the caller
+    has frozen stay frozen after the block.
+    """
+    interval_s, was_frozen = sys.getswitchinterval(), gc.get_freeze_count() > 0
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+        sys.setswitchinterval(interval_s)
+
+
+def prepare_run(command: CommandLine, output_dir: Path) -> None:
+    """Create a run directory, or restore that of an interrupted run to its newest checkpoint. Raises as prepare_directory."""
+    saved, checkpoint_dirs = output_dir / CONFIG_FILE, [output_dir / stage / CHECKPOINTS for stage in ("rl", "sft")]
+    if command.resume and "sft" in command.mode and command.config.task in EPISODE_TASKS and any(map(has_checkpoints, checkpoint_dirs)):
+        check_demonstrations(load_config(Config, saved), command.config)
+    prepare_directory(
+        output_dir,
+        command.config,
+        {"mode": command.mode},
+        resume=command.resume,
+        may_change=MAY_CHANGE_ON_RESUME,
+        checkpoint_dirs=checkpoint_dirs,
+        tell=partial(print, file=sys.stderr, flush=True),
+    )
+
+
+def describe_settings(config: Config) -> dict[str, Any]:
+    """Return the settings for loggers, without the addresses of servers, which may contain keys."""
+    settings = to_dict(config)
+    del settings["engine"]["urls"]
+    return settings
+
+
+async def run_until_stopped(
+    command: CommandLine, output_dir: Path, task: Task, say: Callable[[str], None], progress: Progress, group: RankGroup | None = None
+) -> bool:
+    """Call train() with metrics, progress display and signal handling. Returns whether it reached its end."""
+    stop = StopRequest()
+    further = create_loggers(command.config.loggers, describe_settings(command.config))
+    logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further])
+    control = RunControl(logger=logger, should_stop=stop.is_requested, say=say, group=group)
+    finished = False
+    with raise_single_errors(), watch_beside():
+        async with trio.open_nursery() as nursery:
+            watch = partial(watch_signals, stop, say, nursery.cancel_scope.cancel)
+            await nursery.start(watch)
+            if group is not None:
+                nursery.start_soon(group.wait_for_loss)
+            try:
+                finished = await train(command.mode, command.config, output_dir, control, task)
+            finally:
+                logger.finish()
+            nursery.cancel_scope.cancel()
+    return finished
+
+
+def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
+    """Execute a command line. Returns the exit status.
+
+    Args:
+        argv: the arguments of the command line, for processes started by it.
+    """
+    config = command.config
+    num_processes = count_processes(config, os.environ)
+    check_loggers(config.loggers)
+    check_data_given(config, command.mode)
+    check_backend(config)
+    check_dropout(config, command.mode)
+    check_limits(config, command.mode)
+    check_task(config)
+    load_task_reward(config.reward)
+    if "rl" in command.mode:
+        _ = config.algorithm  # report its errors now, not after the SFT stage
+        if num_processes > 1:
+            check_loss_travels(config)
+        check_companions(config)
+        check_reward(config)
+        load_condition(config.trajectories)
+    if command.dry_run:
+        described = make_safe(redact(describe_run(config, command.mode, command.find_idle_options())))
+        with ignore_closed_stdout():
+            print(described)
+        return 0
+    if "rl" in command.mode:
+        check_engine(config.engine, os.environ, device=config.model.device)
+    if config.backend.kind != "fsdp":
+        return _run_in_directory(command, None)
+    check_rank_settings(config)
+    if needs_launch(config, os.environ):
+        return launch("integration.train", argv, num_processes, stop_s=math.ceil(config.backend.timeout_s))
+    with open_group(config, os.environ) as group:
+        try:
+            return _run_in_directory(command, group)
+        finally:
+            if num_processes > 1:  # torchrun sends SIGTERM when another rank ends first; the report is still to be printed
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def follow(command: CommandLine) -> int:
+    """Serve the process with rank 0. Returns the exit status."""
+    if command.dry_run:
+        return 0
+    if command.config.backend.kind != "fsdp":
+        return EXIT_USAGE  # rank 0 reports the reason
+    if "rl" in command.mode:
+        _ = command.config.algorithm  # loads the user's functions
+    _set_threads(command.config)
+    with open_group(command.config, os.environ) as group:
+        group.serve()
+    return 0
+
+
+def _set_threads(config: Config) -> None:
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+
+
+def _run_in_directory(command: CommandLine, group: RankGroup | None) -> int:
+    """Run in the run directory. Returns the exit status."""
+    config = command.config
+    _set_threads(config)
+    task = create_task(config, create_tokenizer(config), command.mode)  # finds errors of the data before anything is written
+    output_dir = create_output_dir(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
+    say = (lambda text: None) if command.quiet else partial(print, flush=True)
+    with lock_run_directory(output_dir), log_to_stderr(command.log_levels):
+        prepare_run(command, output_dir)
+        say(f"run directory: {output_dir}")
+        if idle := command.find_idle_options():
+            _logger.warning("%s", describe_idle_options(idle))
+        progress = Progress(
+            {"sft": config.sft.num_steps, "rl": config.rl.num_steps}, stream=sys.stdout, quiet=command.quiet, clock=time.monotonic
+        )
+        finished = trio.run(partial(run_until_stopped, command, output_dir, task, progress.say, progress, group))
+        if not finished:
+            again = f"python -m integration.train --mode {command.mode} --output-dir {output_dir} --resume"
+            print(f"stopped; everything up to the last finished step is saved. To go on:\n  {again}", flush=True)
+            return EXIT_STOPPED
+        lines = read_metrics(output_dir / METRICS_FILE)
+        facts = read_facts(output_dir)
+        summary = summarize_run(lines, facts, config)
+        replace_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        with explain_writes(output_dir / "curves.png"):
+            drawn = draw_curves(lines, output_dir / "curves.png")
+        print(make_safe(redact(tell_story(summary, output_dir, config))), flush=True)
+        print(f"curves: {output_dir / 'curves.png'}" if drawn else "no picture: pip install 'rollouts-rl[plots]' draws it", flush=True)
+    return 0

@@ -1,0 +1,159 @@
+"""The processes of a run with backend.kind fsdp, started by torchrun, by hand or by this command: rank 0 runs, the others serve it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+
+import torch
+
+from integration.run.directory import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
+from integration.settings.command_line import CommandLine, parse_command_line
+from integration.settings.config import Config
+from rollouts.backends.ranks.group import RankGroup, join_ranks
+from rollouts.backends.ranks.watch import EXPLAIN_LOSS
+from rollouts.errors import ConfigError, DataError
+from rollouts.models.loading import parse_device
+
+RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
+
+
+def is_follower(environment: Mapping[str, str]) -> bool:
+    """Whether this process serves rank 0."""
+    return environment.get(RANK, "0") != "0"
+
+
+@contextmanager
+def silence_stdout() -> Generator[None]:
+    """Discard stdout in the block, for processes that serve rank 0."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def parse_quietly(argv: Sequence[str], environment: Mapping[str, str]) -> CommandLine:
+    """Parse the command line of a process that serves rank 0, which reports errors. Raises SystemExit for an error.
+
+    The first process of each machine reports errors, too: a file may be missing on one machine only.
+    """
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            return parse_command_line(argv)
+    except (ConfigError, DataError) as error:
+        status, problem = EXIT_USAGE, str(error)
+    except SystemExit as end:
+        status, problem = end.code, told.getvalue().strip()
+    if status and environment.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write(f"rank {environment[RANK]}: {problem}\n")
+    raise SystemExit(status)
+
+
+def count_processes(config: Config, environment: Mapping[str, str]) -> int:
+    """Return the number of training processes, on this machine unless they are started: as configured, or one per GPU, or 1.
+
+    Raises: ConfigError if the configuration contradicts torchrun.
+    """
+    section = config.backend
+    if RANK in environment:
+        found = int(environment.get(WORLD_SIZE, "1"))
+        if section.kind != "fsdp" and found > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {found}, but backend.kind is {section.kind!r}, which trains in one process: add --backend.kind fsdp, or "
+                "start one process, without torchrun"
+            )
+        if section.kind == "fsdp" and section.num_processes not in (None, found):
+            raise ConfigError(
+                f"backend.num_processes is {section.num_processes}, but torchrun started {found}: leave --backend.num-processes out"
+            )
+        return found
+    if section.kind != "fsdp":
+        return 1
+    on_gpus = config.model.device in ("cuda", "auto") and torch.cuda.is_available()
+    return section.num_processes or (torch.cuda.device_count() if on_gpus else 1)
+
+
+def needs_launch(config: Config, environment: Mapping[str, str]) -> bool:
+    """Whether this process must start all training processes under torchrun."""
+    return RANK not in environment and count_processes(config, environment) > 1
+
+
+def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int) -> int:
+    """Start `num_processes` processes of `python -m module argv` on this machine under torchrun, and wait for their end.
+
+    The rendezvous of torchrun's agent is a file that only this user can read; it opens no port.
+
+    Args:
+        stop_s: seconds between a signal and the kill of the processes: enough for a step and a checkpoint.
+
+    Returns: 0 if all processes succeeded; the exit status of rank 0 if it ended by itself with another; else 1.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    # the ranks have their own store (rollouts.backends.ranks): torchrun's would listen at every address of this machine
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    meeting_place = tempfile.mkdtemp(prefix="rollouts-")  # mode 700
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=os.path.join(meeting_place, "rendezvous"),
+        rdzv_configs={"store_type": "file"},
+        local_addr="localhost",
+        max_restarts=0,
+        shutdown_timeout=stop_s,
+    )
+    logging.disable(logging.ERROR)  # rank 0 reports errors
+    try:
+        elastic_launch(settings, sys.executable)("-m", module, *argv)
+    except ChildFailedError as error:
+        own = error.failures.get(0)
+        if told := describe_kill({rank: failure.exitcode for rank, failure in error.failures.items()}):
+            sys.stderr.write(told + "\n")
+        return own.exitcode if own is not None and own.exitcode > 0 else EXIT_FAILURE
+    except SignalException as error:
+        return EXIT_STOPPED if error.sigval in (signal.SIGINT, signal.SIGTERM) else 128 + int(error.sigval)
+    finally:
+        logging.disable(logging.NOTSET)
+        shutil.rmtree(meeting_place, ignore_errors=True)
+    return 0
+
+
+def describe_kill(statuses: Mapping[int, int]) -> str | None:
+    """Describe the death of a rank that rank 0 may not have reported, because the processes had not met yet.
+
+    A rank ended by SIGTERM is no cause if another has failed: torchrun ends the remaining ranks with SIGTERM.
+
+    Args:
+        statuses: exit statuses of the ranks that failed or were told to end; -n = ended by signal n.
+
+    Returns: None if rank 0 ended by itself, or no rank was killed.
+    """
+    killed = {rank: signal.Signals(-status) for rank, status in sorted(statuses.items()) if status < 0}
+    causes = [rank for rank, number in killed.items() if number != signal.SIGTERM]
+    if not causes and len(killed) == len(statuses):
+        causes = list(killed)
+    if not causes or statuses.get(0, -1) > 0:
+        return None
+    return f"error: rank {causes[0]} was ended by {killed[causes[0]].name}: {EXPLAIN_LOSS}"
+
+
+def open_group(config: Config, environment: MutableMapping[str, str]) -> RankGroup:
+    """Join the other processes. From then on followers end on rank 0's request and ignore the signals that torchrun sends to all."""
+    group = join_ranks(environment, device=parse_device(config.model.device), timeout_s=config.backend.timeout_s)
+    if group.rank > 0:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    return group

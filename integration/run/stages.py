@@ -1,0 +1,459 @@
+"""The two stages of a run: run_sft(config, output_dir) and run_rl(config, output_dir, source_checkpoint).
+
+Each stage builds its parts from the configuration, resumes from its newest intact checkpoint, if any, and writes
+output_dir/checkpoints/step_NNNN. Metrics of both stages go to one file, so both may use the same logger.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from integration.expressions.filters import resolve_filter
+from integration.expressions.mixture import check_mixture, parse_mixture
+from integration.parts.engines import create_embedded_engine, open_engines, open_weight_channel
+from integration.parts.models import check_companions, create_tokenizer, find_directory, open_companions, read_model_config
+from integration.parts.rewards import open_task, open_training_reward, use_own_reward
+from integration.parts.sharded_models import create_beside, create_policy, create_sampling_model
+from integration.run.display import GRADED, name_measure
+from integration.run.evaluation import evaluate_episodes
+from integration.run.ledger import Ledger
+from integration.run.trajectories import TrajectoryWriter
+from integration.settings.config import (
+    SELF_MADE_TASKS,
+    Config,
+    count_critic_updates,
+    count_greedy_samples,
+    count_rl_updates,
+    create_rl_algorithm,
+    generation_config,
+    response_tokens,
+    reward_config,
+    rl_training_config,
+    sft_training_config,
+    turn_tokens,
+)
+from integration.tasks.episodes import create_calculator_task, create_environment_task, create_grid_world_task
+from integration.tasks.task import OwnData, Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
+from rollouts.agents.policies import EngineAgentPolicy
+from rollouts.agents.run import create_policy_generate_fn
+from rollouts.async_rl_loop import train_async_rl
+from rollouts.asynchronous.executor import WorkflowExecutor, create_workflow_executor
+from rollouts.asynchronous.recompute import score_with_engines
+from rollouts.backends.futures import open_pipeline
+from rollouts.backends.protocol import TrainingBackend
+from rollouts.backends.ranks.group import RankGroup
+from rollouts.chat.tokenize import ensure_pad_token
+from rollouts.config import RLTrainingConfig, RolloutConfig
+from rollouts.data.model_limits import read_config_limits
+from rollouts.data.prompts import DataBuffer
+from rollouts.data.trajectories import write_samples
+from rollouts.engines.protocol import EngineFeature, InferenceEngine, require_engine_feature
+from rollouts.errors import CheckpointError, ConfigError
+from rollouts.generation.manager import AsyncRolloutManager
+from rollouts.generation.single_turn import GroupSettings, create_generate_fn, evaluate_prompts
+from rollouts.rl_loop import train_rl
+from rollouts.sft_loop import run_sft_training
+from rollouts.training.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state
+from rollouts.training.metrics import MetricsLogger, StageLogger
+from rollouts.training.rl_run import RLParts, restore_rl_run
+from rollouts.types import Algorithm, RolloutBatch, Sample, SamplingParams, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+CHECKPOINTS = "checkpoints"
+NUM_EXAMPLES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunControl:
+    """The connections of a stage to its program. With the defaults a stage runs alone."""
+
+    logger: MetricsLogger | None = None
+    should_stop: Callable[[], bool] = lambda: False
+    say: Callable[[str], None] = lambda text: None  # prints a message for the user
+    clock: Callable[[], float] = time.monotonic
+    group: RankGroup | None = None  # the training processes, led by this one; None = this process trains alone
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # environment variables of launched servers
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy on held-out problems, measured by an engine with the backend's weights."""
+
+    engine: InferenceEngine
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    config: Config
+    examples_path: Path  # file for the greedy answers to the first problems
+
+    async def measure(self, backend: TrainingBackend | None = None) -> dict[str, float]:
+        """Measure greedy and, if configured, sampled accuracy as the mean reward. The metric GRADED marks rewards other than 0 and 1.
+
+        Args:
+            backend: source of the weights to evaluate; None = the engine's current weights.
+        """
+        if backend is not None:
+            engine = require_engine_feature(self.engine, EngineFeature.MEMORY_UPDATES, "an evaluation of the backend's weights")
+            await engine.update_weights(await backend.get_weights().result(), await self.engine.get_weight_version())
+        params = sampling_params(self.config, self.task)
+        greedy, samples = await self._run(params.new(greedy=True))
+        write_samples(self.examples_path, samples[:NUM_EXAMPLES])
+        metrics = {"eval_accuracy": greedy["accuracy"], "eval_response_length_mean": greedy["response_length_mean"]}
+        graded = greedy.get("graded_fraction", 0.0)
+        if self.config.evaluation.sampled:
+            sampled, _ = await self._run(params)
+            metrics["eval_accuracy_sampled"] = sampled["accuracy"]
+            graded = max(graded, sampled.get("graded_fraction", 0.0))
+        return metrics | ({GRADED: graded} if graded else {})
+
+    async def _run(self, params: SamplingParams) -> tuple[dict[str, float], tuple[Sample, ...]]:
+        if self.task.episodes is not None:
+            return await evaluate_episodes(
+                EngineAgentPolicy(self.engine, self.tokenizer, params),
+                self.task.episodes,
+                self.task.heldout_prompts,
+                self.task.reward_fn,
+                reward=reward_config(self.config),
+            )
+        assert self.task.reward_fn is not None, f"the task {self.task.name!r} has no reward"
+        return await evaluate_prompts(
+            self.engine,
+            self.tokenizer,
+            self.task.heldout_prompts,
+            self.task.reward_fn,
+            params,
+            settings=GroupSettings(seed=self.config.seed, template_kwargs=template_kwargs(self.config)),
+            reward=reward_config(self.config),
+        )
+
+
+async def run_sft(config: Config, output_dir: Path, control: RunControl | None = None, *, task: Task | None = None) -> Path | None:
+    """Run supervised fine-tuning.
+
+    Returns: the last checkpoint; None if control.should_stop ended the stage before its last step.
+    """
+    control = control or RunControl()
+    tokenizer = create_tokenizer(config)
+    model = create_sampling_model(config, None, control.group, whole=True)
+    task = create_task(config, tokenizer, "sft") if task is None else task
+    logger = None if control.logger is None else StageLogger(control.logger, "sft")
+    backend = create_policy(config, control.group, model, tokenizer, None, config.sft.optimizer, config.sft.num_steps)
+    checkpoint_dir = output_dir / CHECKPOINTS
+    source = find_checkpoint(checkpoint_dir, control)
+    start_step = 0
+    async with open_task(task) as task, open_pipeline(backend) as pipeline:
+        engine = create_embedded_engine(config, model, tokenizer, is_trained=control.group is None)
+        evaluation = Evaluation(engine, tokenizer, task, config, output_dir / "examples.jsonl")
+        if source is not None:
+            start_step = read_step(source, "sft")
+            await pipeline.load_checkpoint(source).result()
+            control.say(f"SFT goes on after step {start_step} of {config.sft.num_steps}")
+        elif task.heldout_prompts:
+            before = await evaluation.measure(pipeline)
+            if logger is not None:
+                logger.log(before, 0)
+            control.say(f"{name_measure(before)} before SFT: {before['eval_accuracy']:.3f}")
+        if start_step < config.sft.num_steps:
+            samples = task.sft_samples if task.demonstrate is None else (*task.sft_samples, *await task.demonstrate(control.say))
+            if source is not None:
+                check_num_rows(source, len(samples))
+            await run_sft_training(
+                pipeline,
+                samples,
+                sft_training_config(config),
+                logger,
+                pad_id=ensure_pad_token(tokenizer),
+                start_step=start_step,
+                evaluate=partial(evaluation.measure, pipeline) if task.heldout_prompts else None,
+                checkpoint_dir=checkpoint_dir,
+                keep_last_n=config.checkpoint.keep_last_n,
+                should_stop=control.should_stop,
+                clock=control.clock,
+            )
+    return finished_checkpoint(checkpoint_dir, config.sft.num_steps)
+
+
+async def run_rl(
+    config: Config,
+    output_dir: Path,
+    source_checkpoint: Path | None = None,
+    control: RunControl | None = None,
+    *,
+    task: Task | None = None,
+) -> Path | None:
+    """Run reinforcement learning.
+
+    Args:
+        source_checkpoint: the model directory to start from, for example the last checkpoint of run_sft; its architecture and
+            tokenizer are used. None = config.model.
+
+    Returns: the last checkpoint; None if control.should_stop ended the stage before its last step.
+    """
+    control = control or RunControl()
+    checkpoint_dir, num_steps = output_dir / CHECKPOINTS, config.rl.num_steps
+    source = find_checkpoint(checkpoint_dir, control)
+    async with _open_rl(config, output_dir, source_checkpoint, control, task) as stage:
+        parts, resume = stage.parts, None
+        if source is not None:
+            resume = await restore_rl_run(
+                source,
+                parts.backend,
+                stage.rollouts,
+                parts.engines,
+                stage.training,
+                critic=parts.critic,
+                weight_channel=parts.weight_channel,
+            )
+            control.say(f"RL goes on after step {resume.step} of {num_steps}")
+        trajectories = TrajectoryWriter(output_dir / "trajectories", config.trajectories)
+        ledger = Ledger(output_dir / "ledger.jsonl", finished_steps=0 if resume is None else resume.step)
+        logger, measure = parts.metrics_logger, stage.evaluation.measure
+        if resume is not None and resume.step >= num_steps:  # killed between the last checkpoint and its line
+            if logger is not None:
+                logger.log(dict(resume.metrics) | await measure(), resume.step)
+            return finished_checkpoint(checkpoint_dir, num_steps)
+        if resume is None and source_checkpoint is None and stage.evaluation.task.heldout_prompts and logger is not None:
+            logger.log(await measure(), 0)
+        parts = with_files(parts, trajectories, ledger)
+        async with stage.rollouts:
+            with trajectories:
+                if isinstance(stage.rollouts, WorkflowExecutor):
+                    by_engines = config.rl.segment_scores == "engines" and config.enable_segment_wise_ppo
+                    score = score_with_engines(parts.engines) if by_engines else None
+                    await train_async_rl(parts, stage.rollouts, stage.training, resume, score)
+                else:
+                    await train_rl(parts, stage.rollouts, stage.training, resume)
+    return finished_checkpoint(checkpoint_dir, num_steps)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _RLStage:
+    """The RL stage, opened."""
+
+    parts: RLParts
+    rollouts: AsyncRolloutManager | WorkflowExecutor
+    training: RLTrainingConfig
+    evaluation: Evaluation
+
+
+@asynccontextmanager
+async def _open_rl(
+    config: Config, output_dir: Path, source_checkpoint: Path | None, control: RunControl, task: Task | None
+) -> AsyncGenerator[_RLStage]:
+    """Make the parts of the RL stage, and open those that are to be closed at the end of the block."""
+    check_companions(config, source_checkpoint)
+    tokenizer = create_tokenizer(config, source_checkpoint)
+    model = create_sampling_model(config, source_checkpoint, control.group, whole=not config.engine.is_server)
+    task = create_task(config, tokenizer, "rl") if task is None else task
+    budget = task.max_tokens if task.episodes is not None else generation_config(config, task.max_tokens).max_tokens
+    algorithm = config.algorithm if budget == response_tokens(config) else create_rl_algorithm(config, budget)
+    training = rl_training_config(config, algorithm, budget)
+    start = source_checkpoint
+    backend = create_policy(config, control.group, model, tokenizer, start, config.rl.optimizer, count_rl_updates(config))
+    companions = create_beside(config, control.group, algorithm, model, tokenizer, start, count_critic_updates(config))
+    buffer = DataBuffer(task.train_prompts if task.train_prompts or task.episodes is None else None, seed=config.seed)
+    async with (
+        open_pipeline(backend) as pipeline,
+        open_companions(companions, pipeline) as beside,
+        open_engines(
+            config,
+            model,
+            tokenizer,
+            output_dir,
+            source=find_directory(config, source_checkpoint),
+            environment=control.environment,
+            say=control.say,
+            is_trained=control.group is None,
+        ) as engines,
+        open_weight_channel(config, engines, control.environment) as channel,
+        open_task(task) as task,
+        open_training_reward(config, task, tokenizer) as reward_fn,
+    ):
+        evaluation = Evaluation(engines[0], tokenizer, task, config, output_dir / "examples.jsonl")
+        rollout = create_rollout_config(config, replace(task, reward_fn=reward_fn), algorithm, engines, tokenizer)
+        parts = RLParts(
+            backend=pipeline,
+            data_buffer=buffer,
+            engines=engines,
+            metrics_logger=None if control.logger is None else StageLogger(control.logger, "rl"),
+            reference=beside.reference,
+            critic=beside.critic,
+            pad_id=ensure_pad_token(tokenizer),
+            evaluate=evaluation.measure,
+            checkpoint_dir=output_dir / CHECKPOINTS,
+            keep_last_n=config.checkpoint.keep_last_n,
+            should_stop=control.should_stop,
+            clock=control.clock,
+            weight_channel=channel,
+        )
+        rollouts = create_rollout_source(config, buffer, rollout, engines)
+        yield _RLStage(parts=parts, rollouts=rollouts, training=training, evaluation=evaluation)
+
+
+def with_files(parts: RLParts, trajectories: TrajectoryWriter, ledger: Ledger) -> RLParts:
+    """Return the parts with hooks that write each step's rollouts to the files of the run."""
+
+    async def keep(step: int, batch: RolloutBatch) -> None:
+        trajectories.hold(step, batch)
+        await trio.to_thread.run_sync(ledger.add, step, batch)
+
+    async def keep_estimates(step: int, rollouts: RolloutBatch, batch: TrainBatch) -> None:
+        await trio.to_thread.run_sync(trajectories.write, step, rollouts, batch)
+
+    return replace(parts, on_rollouts=keep, on_estimates=keep_estimates)
+
+
+def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = "sft+rl") -> Task:
+    """Create the task that config.task names.
+
+    Args:
+        mode: sft, rl or sft+rl: the user's rows must have the fields of these stages only.
+    """
+    num_heldout, data = config.evaluation.num_prompts, config.data
+    if config.task == "sort":
+        task = create_sort_task(tokenizer, num_heldout=num_heldout)
+    elif config.task == "sort-long":
+        task = create_sort_long_task(tokenizer, num_heldout=num_heldout)
+    elif config.task == "grid_world":
+        task = create_grid_world_task(config, tokenizer)
+    elif config.task == "calculator":
+        task = create_calculator_task(config, tokenizer)
+    elif config.task == "environment":
+        task = create_environment_task(config, tokenizer, mode)
+    else:
+        assert data.path is not None or data.mixture, "Config checks that a task on the user's data has some"
+        rows = OwnData(
+            path=None if data.path is None else Path(data.path),
+            eval_path=None if data.eval_path is None else Path(data.eval_path),
+            mixture=parse_mixture(data.mixture),
+            num_heldout=num_heldout,
+            max_length=data.max_length,
+            truncate=data.truncate,
+            skip_bad_rows=data.skip_bad_rows,
+            limits=read_config_limits(read_model_config(config)),
+        )
+        if config.task == "gsm8k":  # its rows serve both stages
+            task = create_gsm8k_task(tokenizer, rows, max_tokens=response_tokens(config))
+        else:
+            rows = replace(rows, with_sft="sft" in mode, with_rl="rl" in mode)
+            task = create_jsonl_task(tokenizer, rows, max_tokens=response_tokens(config))
+    return use_own_reward(config.reward, task)
+
+
+def create_rollout_config(
+    config: Config, task: Task, algorithm: Algorithm, engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase
+) -> RolloutConfig:
+    """Return the configuration of rollouts of the task for the algorithm."""
+    num_greedy = count_greedy_samples(algorithm)
+    return RolloutConfig(
+        batch_size=config.rl.prompts_per_step,
+        n_samples_per_prompt=config.rl.samples_per_prompt,
+        n_baseline_samples=num_greedy,
+        over_sampling_factor=config.rl.over_sampling_factor,
+        generate_fn=create_task_generate_fn(config, task, engines, tokenizer, num_greedy),
+        reward_fn=task.reward_fn,
+        filter_fn=resolve_filter(config.rl.filter),
+        segment_log_probs=config.asynchronous.segment_wise,
+        max_filter_attempts=config.rl.max_filter_attempts,
+        reward=reward_config(config),
+    )
+
+
+def create_task_generate_fn(
+    config: Config, task: Task, engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, num_greedy: int
+) -> Callable[..., Any]:
+    """Return the function that generates a group: responses to a prompt, or episodes."""
+    params = sampling_params(config, task)
+    if task.episodes is None:
+        return create_generate_fn(
+            engines,
+            tokenizer,
+            params,
+            seed=config.seed,
+            template_kwargs=template_kwargs(config),
+            num_greedy=num_greedy,
+            one_request_per_group=config.engine.one_request_per_group,
+        )
+    policies = [EngineAgentPolicy(engine, tokenizer, params) for engine in engines]
+    return create_policy_generate_fn(policies, task.episodes, num_greedy=num_greedy)
+
+
+def sampling_params(config: Config, task: Task) -> SamplingParams:
+    """Return the sampling parameters of a response, or of each action of an episode."""
+    return generation_config(config, task.max_tokens if task.episodes is None else turn_tokens(config)).sampling_params()
+
+
+def create_rollout_source(
+    config: Config, buffer: DataBuffer, rollout: RolloutConfig, engines: Sequence[InferenceEngine]
+) -> AsyncRolloutManager | WorkflowExecutor:
+    """Create the source of rollout batches: synchronous, or asynchronous to training."""
+    if not config.asynchronous.enabled:
+        return AsyncRolloutManager(buffer, rollout, engines=engines)
+    return create_workflow_executor(buffer, rollout, config.asynchronous, engines=engines, batches_per_version=config.rl.sync_every)
+
+
+def template_kwargs(config: Config) -> Mapping[str, Any]:
+    """Return the arguments of the chat template besides the messages."""
+    thinking = config.generation.enable_thinking
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
+def find_checkpoint(checkpoint_dir: Path, control: RunControl) -> Path | None:
+    """Return the newest intact checkpoint and report damaged newer ones. Raises CheckpointError if all are damaged."""
+    for problem in find_damaged(checkpoint_dir):
+        control.say(f"skipping a damaged checkpoint: {problem}")
+    return latest_checkpoint(checkpoint_dir)
+
+
+def finished_checkpoint(checkpoint_dir: Path, num_steps: int) -> Path | None:
+    """Return the checkpoint of the last step; None if the stage has not reached it."""
+    checkpoints = list_checkpoints(checkpoint_dir)
+    return checkpoints[-1] if checkpoints and int(checkpoints[-1].name.removeprefix("step_")) >= num_steps else None
+
+
+def check_num_rows(checkpoint: Path, num_rows: int) -> None:
+    """Raise CheckpointError if the number of SFT rows has changed since the checkpoint: the order of rows depends on it."""
+    before = load_run_state(checkpoint).get("num_rows", num_rows)
+    if before != num_rows:
+        raise CheckpointError(
+            f"{checkpoint} is of SFT on {before:,} rows, but the data now has {num_rows:,}: a resumed run must read the rows in the same "
+            "order, which depends on their number. Restore the data (data.path, data.mixture), or start a new run"
+        )
+
+
+def read_step(checkpoint: Path, stage: str) -> int:
+    """Return the number of finished steps of a checkpoint. Raises CheckpointError for a checkpoint of another stage."""
+    state = load_run_state(checkpoint)
+    if state.get("stage") != stage:
+        raise CheckpointError(f"{checkpoint} is a checkpoint of stage {state.get('stage')!r}, expected {stage!r}")
+    return int(state["step"])
+
+
+def check_data_given(config: Config, mode: str = "sft+rl") -> None:
+    """Raise ConfigError for data that the task does not use, and for missing data or a missing environment."""
+    for name, given in (("--data.path", config.data.path), ("--data.mixture", " ".join(config.data.mixture))):
+        if given and config.task in SELF_MADE_TASKS:
+            raise ConfigError(f"the task {config.task!r} generates its own data, but {name} is {given}: add --task jsonl (or gsm8k)")
+    if config.task == "environment" and config.environment.factory is None:
+        raise ConfigError(
+            "the task 'environment' needs an environment: give --environment FILE.py:NAME of a function or class that creates one"
+        )
+    if config.task not in SELF_MADE_TASKS and config.data.mixture:
+        if "sft" in mode:
+            check_mixture(config.data.mixture)
+        if config.data.path is None and config.task != "environment" and (config.task == "gsm8k" or "rl" in mode):
+            raise ConfigError(
+                f"the task {config.task!r} has --data.mixture, which is for SFT only, and no prompts for RL: give --data.path FILE.jsonl, "
+                "or --task jsonl --mode sft"
+            )

@@ -1,0 +1,229 @@
+"""The results of a run: summary.json, curves.png and the printed report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from integration.run.display import name_measure
+from integration.settings.config import Config
+from integration.settings.episodes import EPISODE_TASKS
+from rollouts.data.trajectories import read_samples
+from rollouts.training.learning_signs import find_warnings
+from rollouts.types import Sample
+
+NUM_SHOWN = 6
+
+
+def summarize_run(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return the contents of summary.json from the lines of metrics.jsonl and the facts of run.json; None for stages that did not run.
+
+    The held-out measure is an accuracy if all rewards are 0 or 1, in the fields that begin with accuracy; otherwise it is a mean reward, in
+    fields that begin with reward, and the accuracy fields are None. "measure" names it.
+    """
+    first = next((line for line in lines if line["step"] == 0), {})
+    sft = [line for line in lines if line["stage"] == "sft" and line["step"] > 0]
+    rl = [line for line in lines if line["stage"] == "rl" and line["step"] > 0]
+    per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
+    measure = name_measure(*lines)
+    found = {
+        "before": first.get("eval_accuracy"),
+        "after_sft": _last(sft, "eval_accuracy"),
+        "after_rl": _last(rl, "eval_accuracy"),
+        "sampled_after_sft": _last(sft, "eval_accuracy_sampled"),
+        "sampled_after_rl": _last(rl, "eval_accuracy_sampled"),
+    }
+    return {
+        **{f"accuracy_{name}": value if measure == "accuracy" else None for name, value in found.items()},
+        **({} if measure == "accuracy" else {f"{measure}_{name}": value for name, value in found.items()}),
+        "measure": measure,
+        "seconds_sft": facts.get("seconds_sft"),
+        "seconds_rl": facts.get("seconds_rl"),
+        "samples": rl[-1]["step"] * per_step if rl else 0,
+        "seed": config.seed,
+        "task": config.task,
+        "mode": facts.get("mode"),
+        "algorithm": config.algorithm_call.text if rl else None,
+        "warnings": [*find_warnings(sft, in_rl=False), *find_warnings(rl, in_rl=True)],
+    }
+
+
+def _last(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return next((line[key] for line in reversed(lines) if key in line), None)
+
+
+def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> str:
+    """Return the printed report: accuracies or rewards, example answers, and the effects of SFT and RL."""
+    measure = summary.get("measure", "accuracy")
+    before, after_sft, after_rl = (summary[f"{measure}_{name}"] for name in ("before", "after_sft", "after_rl"))
+    what = "greedy accuracy" if measure == "accuracy" else "mean reward of greedy answers"
+    lines = ["", f"task {summary['task']}, seed {summary['seed']}: {what} on held-out problems"]
+    for name, value, seconds in (
+        ("before training", before, None),
+        ("after SFT", after_sft, summary["seconds_sft"]),
+        ("after RL", after_rl, summary["seconds_rl"]),
+    ):
+        if value is not None:
+            took = "" if seconds is None else f"   ({seconds:.0f} s)"
+            bar = f"{'#' * round(40 * value):<40}" if measure == "accuracy" else ""  # rewards have no known maximum
+            lines.append(f"  {name:<16} {value:6.3f}  {bar}{took}".rstrip())
+    if before is None and after_sft is None and after_rl is None:
+        lines.append("  not measured: there were no held-out problems (--data.eval-path FILE.jsonl gives some)")
+    lines += ["", *_show_examples(output_dir, measure)]
+    if after_sft is not None:
+        lines.append(f"SFT: {_describe_sft(before, after_sft, measure, config)}")
+    if after_rl is not None:
+        sampled = (summary.get(f"{measure}_sampled_after_sft"), summary.get(f"{measure}_sampled_after_rl"))
+        start = before if after_sft is None else after_sft
+        lines.append(f"RL:  {_describe_rl(start, after_rl, sampled, summary['samples'], measure, config)}")
+    lines += [f"warning: {text}" for text in summary.get("warnings", ())]
+    return "\n".join(lines)
+
+
+def _describe_sft(before: float | None, after: float, measure: str, config: Config) -> str:
+    name = measure if measure == "accuracy" else "the mean reward"
+    if before is None:  # resumed: measured before the interruption
+        return f"{config.sft.num_steps} steps; {name} is {after:.2f} now, what it was before is not known here."
+    gain = f"from {before:.2f} to {after:.2f}"
+    if after <= before:
+        return f"{config.sft.num_steps} steps did not raise {name} ({gain}); look at loss in metrics.jsonl, and at sft.optimizer.lr."
+    if config.task == "sort" and measure == "accuracy" and after < 0.75:
+        return (
+            f"the model learned to imitate its teachers, and accuracy went {gain}. Half of the demonstrations sort the wrong way round, "
+            "on purpose, so it has learned both directions and does not know which one is wanted."
+        )
+    return f"the model learned to imitate the demonstrations; {name} went {gain}."
+
+
+def _describe_rl(
+    before: float | None, after: float, sampled: tuple[float | None, float | None], samples: int, measure: str, config: Config
+) -> str:
+    algorithm = config.algorithm_call.text
+    answers, them = ("episodes", "ways") if config.task in EPISODE_TASKS else ("answers", "answers")
+    told = f"{samples:,} rewarded {answers} told it which of its {them} are wanted; with {algorithm}"
+    name = measure if measure == "accuracy" else "mean reward"
+    first, last = sampled
+    if before == after and first is not None and last is not None and last > first:
+        return f"{told}, sampled {name} went from {first:.2f} to {last:.2f}, and greedy {name} stayed at {after:.2f}."
+    name = measure if measure == "accuracy" else "the mean reward"
+    if before is None:  # resumed: measured before the interruption
+        return f"{samples:,} rewarded {answers} with {algorithm}; {name} is {after:.2f} now, what it was before is not known here."
+    if after <= before:
+        hint = "look at reward_mean and approx_kl in metrics.jsonl"
+        return f"{samples:,} rewarded {answers} did not raise {name} with {algorithm} (from {before:.2f} to {after:.2f}); {hint}."
+    return f"{told}, {name} went from {before:.2f} to {after:.2f}."
+
+
+def _show_examples(output_dir: Path, measure: str) -> list[str]:
+    """Return a small table: problem, answer after each stage, right answer."""
+    stages = {name: _read_examples(output_dir / stage / "examples.jsonl") for name, stage in (("after SFT", "sft"), ("after RL", "rl"))}
+    stages = {name: samples for name, samples in stages.items() if samples}
+    if not stages:
+        return []
+    first = next(iter(stages.values()))
+    rows = [["problem", *stages, "right"]]
+    for i, sample in enumerate(first[:NUM_SHOWN]):
+        answers = [_mark(samples[i], measure) if i < len(samples) else "" for samples in stages.values()]
+        rows.append([_shorten(_last_text(sample)), *answers, _shorten(str(sample.metadata.get("ground_truth", "")))])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows] + [""]
+
+
+def _read_examples(path: Path) -> list[Sample]:
+    return read_samples(path) if path.exists() else []
+
+
+def _last_text(sample: Sample) -> str:
+    """Return the text of the problem: the prompt, or the first observation of an environment."""
+    if not sample.prompt:
+        return str(next((message.content for message in sample.messages or ()), ""))
+    return sample.prompt if isinstance(sample.prompt, str) else (sample.prompt[-1].content or "")
+
+
+def _mark(sample: Sample, measure: str) -> str:
+    """Return an answer with + or - for right or wrong, or with its reward."""
+    mark = ("+" if sample.reward else "-") if measure == "accuracy" else "?" if sample.reward is None else f"{sample.reward:.3g}"
+    return f"{_shorten(sample.response)} {mark}"
+
+
+def _shorten(text: str, width: int = 28) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> bool:
+    """Draw SFT loss, held-out accuracy (or reward) over both stages, and the mean reward of rollouts.
+
+    Returns: False if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return False
+    sft = [line for line in lines if line["stage"] == "sft"]
+    rl = [line for line in lines if line["stage"] == "rl"]
+    end_of_sft = max((line["step"] for line in sft), default=0)
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, accuracy, reward = figure.subplots(1, 3)
+    _plot(loss, sft, "loss", color="tab:blue")
+    _dress(loss, "SFT loss", "SFT step", "nats per token")
+    # SFT takes many small steps and RL few large ones: each stage gets half of the width
+    scale = end_of_sft / max((line["step"] for line in rl), default=1) if sft and rl else 1.0
+    for key, label, style in (("eval_accuracy", "greedy", "-"), ("eval_accuracy_sampled", "sampled", "--")):
+        points = [(line["step"], line[key]) for line in sft if key in line]
+        tail = [(end_of_sft + line["step"] * scale, line[key]) for line in rl if key in line]
+        if points and tail:
+            tail = [points[-1], *tail]
+        if points:
+            accuracy.plot(*zip(*points, strict=True), style, color="tab:blue", marker="o", markersize=3, label=f"SFT, {label}")
+        if tail:
+            accuracy.plot(*zip(*tail, strict=True), style, color="tab:orange", marker="o", markersize=3, label=f"RL, {label}")
+    if name_measure(*lines) == "accuracy":
+        _dress(accuracy, "accuracy on held-out problems", "", "fraction right")
+        accuracy.set_ylim(-0.02, 1.02)
+    else:
+        _dress(accuracy, "mean reward on held-out problems", "", "reward")
+    _label_stages(accuracy, end_of_sft, max((line["step"] for line in rl), default=0), scale)
+    if accuracy.get_legend_handles_labels()[0]:
+        accuracy.legend(loc="lower right" if name_measure(*lines) == "accuracy" else "best", fontsize=8, frameon=False)
+    _plot(reward, rl, "reward_mean", color="tab:orange", marker="o")
+    _dress(reward, "mean reward of rollouts", "RL step", "reward")
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def _label_stages(axis: Any, sft_steps: int, rl_steps: int, scale: float) -> None:
+    """Set ticks that count the steps of each stage."""
+    ticks: list[tuple[float, str]] = []
+    if sft_steps:
+        ticks += [(0, "0"), (sft_steps / 2, str(sft_steps // 2)), (sft_steps, f"SFT {sft_steps}")]
+    if rl_steps:
+        if sft_steps:
+            axis.axvline(sft_steps, color="0.6", linewidth=1)
+        middle = rl_steps // 2
+        ticks += [(sft_steps + middle * scale, str(middle))] if middle else []
+        ticks.append((sft_steps + rl_steps * scale, f"RL {rl_steps}"))
+    axis.set_xticks([position for position, _ in ticks], [label for _, label in ticks])
+    axis.set_xlabel("step")
+
+
+def _plot(axis: Any, lines: Sequence[Mapping[str, Any]], key: str, **style: Any) -> None:
+    points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
+    if points:
+        axis.plot(*zip(*points, strict=True), linewidth=1.5, markersize=3, **style)
+        axis.xaxis.get_major_locator().set_params(integer=True)  # steps are whole numbers
+    else:
+        axis.text(0.5, 0.5, "this stage was not run", ha="center", va="center", transform=axis.transAxes, color="0.5")
+        axis.set_xticks([])
+        axis.set_yticks([])
+
+
+def _dress(axis: Any, title: str, x: str, y: str) -> None:
+    axis.set_title(title, fontsize=11)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.grid(True, color="0.9")
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,207 @@
+"""Parse the arguments of a command into a mode, a configuration and switches.
+
+    python -m integration.train [--mode sft|rl|sft+rl] [--config FILE.py|.toml|.json] [--output-dir DIR] [--resume] [--dry-run] [--quiet]
+                                [--log-level LEVEL] [--task NAME] [--algorithm NAME] [--environment FILE.py:NAME] [--seed N]
+                                [--skip-bad-rows] [--section.field VALUE ...]
+
+Later sources override earlier ones: the defaults of the task, --config (or, with --resume, the config.json of the run), flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.settings.config import SELF_MADE_TASKS, Config
+from integration.settings.log_levels import DEFAULT_LEVEL, parse_log_level
+from integration.settings.option_effects import IdleOption, find_changes, find_idle_options
+from integration.settings.task_defaults import create_default_config
+from rollouts.config_files import from_dict, load_config, suggest
+from rollouts.errors import ConfigError
+from rollouts.rewards.answers import load_module
+
+_SHORT = re.compile(r"^--(algorithm|environment)(?==|$)")
+_LONG: Mapping[str, str] = MappingProxyType({"algorithm": "--rl.algorithm", "environment": "--environment.factory"})
+
+T = TypeVar("T")
+C = TypeVar("C")
+Mode = Literal["sft", "rl", "sft+rl"]
+MODES: tuple[Mode, ...] = ("sft", "rl", "sft+rl")
+CONFIG_FILE = "config.json"
+RUN_FILE = "run.json"
+MODEL_DIRECTORY = "model"  # subdirectory with the result of a reward model run
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """The parsed command line."""
+
+    mode: Mode
+    config: Config
+    resume: bool
+    dry_run: bool
+    quiet: bool
+    log_levels: Mapping[str, int]  # log level of each logger, by name
+    typed: frozenset[str] = frozenset()  # settings (section.field) changed by flags
+
+    def find_idle_options(self) -> list[IdleOption]:
+        """Return the user's settings without effect. Creates the algorithm of an RL run, which may call the user's functions."""
+        defaults = (Config(), create_default_config(self.config.task))
+        return find_idle_options(self.config, self.mode, defaults=defaults, typed=self.typed, dry_run=self.dry_run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """Train a language model: supervised fine-tuning, reinforcement learning, or one after the other."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    mode: str | None = None
+    """stages to run: sft, rl, or sft+rl; None = sft+rl, or the mode of a resumed run"""
+    resume: bool = False
+    """resume the interrupted run in --output-dir"""
+    dry_run: bool = False
+    """print the resolved configuration with its memory and time estimates, and exit"""
+    quiet: bool = False
+    """print only the summary"""
+    log_level: str = DEFAULT_LEVEL
+    """level of messages on stderr: debug, info, warning or error, for modules NAME=LEVEL: warning,rollouts.training.rollout_batch=debug"""
+    algorithm: str | None = None
+    """short for --rl.algorithm: grpo, gigpo(gamma=0.9, omega=0.5), ..."""
+    skip_bad_rows: bool = False
+    """short for --data.skip-bad-rows; likewise --environment FILE.py:NAME is short for --environment.factory"""
+    config_file: Annotated[str | None, tyro.conf.arg(name="config")] = None
+    """file of settings: FILE.py (which defines `config`), FILE.toml or FILE.json"""
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Parse the arguments of `python -m integration.train`.
+
+    Raises: ConfigError for settings that cannot be used; SystemExit(2), by tyro, for unknown flags (with a suggestion) and values of the
+        wrong type; SystemExit(0) for --help.
+    """
+    argv = [_SHORT.sub(_write_out, argument) for argument in argv]
+    base = read_base(argv, create_default_config(_find_task(argv)))
+    arguments = parse_flags(argv, _Arguments(config=base), "python -m integration.train")
+    mode = arguments.mode or (read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl")
+    if mode not in MODES:
+        raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)}")
+    config = arguments.config
+    if (config.data.path is not None or config.data.mixture) and config.task in SELF_MADE_TASKS and value_of(argv, "--task") is None:
+        config = replace(config, task="jsonl")  # data was given, so it is to be used
+    if arguments.skip_bad_rows:
+        config = replace(config, data=replace(config.data, skip_bad_rows=True))
+    return CommandLine(
+        mode=mode,
+        config=config,
+        resume=arguments.resume,
+        dry_run=arguments.dry_run,
+        quiet=arguments.quiet,
+        log_levels=parse_log_level(arguments.log_level),
+        typed=find_changes(config, base),
+    )
+
+
+def _write_out(short: re.Match[str]) -> str:
+    """Return the full flag of a short one."""
+    return _LONG[short.group(1)]
+
+
+def _find_task(argv: Sequence[str]) -> str | None:
+    """Return the task selected by flags: by its name, or by an environment."""
+    task = value_of(argv, "--task")
+    return "environment" if task is None and value_of(argv, "--environment.factory") is not None else task
+
+
+def parse_flags(argv: Sequence[str], default: T, program: str) -> T:
+    """Return the dataclass `default` changed by flags.
+
+    Like tyro.cli, except that a ConfigError of our own checks is raised as it is: tyro would print it wrapped, in a frame.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed), ignore_closed_stdout():
+            return tyro.cli(type(default), prog=program, args=list(argv), default=default)
+        raise SystemExit(0)  # the reader of the help closed stdout
+    except SystemExit as stop:
+        cause: BaseException | None = stop
+        while cause is not None and not isinstance(cause, ConfigError):
+            cause = cause.__context__
+        if cause is not None:
+            printed.truncate(0)
+            raise cause from None
+        raise
+    finally:
+        sys.stderr.write(printed.getvalue())
+
+
+def read_config_file(path: Path, kind: type[C]) -> C:
+    """Read a configuration of class `kind` from a .py, .toml or .json file. Raises ConfigError with the file's name."""
+    if not path.is_file():
+        raise ConfigError(f"configuration file {path} does not exist")
+    if path.suffix == ".py":
+        config = getattr(load_module(path), "config", None)
+        if not isinstance(config, kind):
+            place = f"{kind.__module__}.{kind.__name__}"
+            raise ConfigError(f"{path} must define `config = {kind.__name__}(...)` ({place}), found {type(config).__name__}")
+        return config
+    if path.suffix == ".json":
+        return load_config(kind, path)
+    if path.suffix == ".toml":
+        try:
+            data: dict[str, Any] = tomllib.loads(path.read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        return from_dict(kind, data)
+    raise ConfigError(f"{path} is not a configuration file: use .py, .toml or .json")
+
+
+def read_saved_mode(output_dir: Path) -> str:
+    """Return the mode that a run was started with. Raises ConfigError with the file's name."""
+    path = output_dir / RUN_FILE
+    try:
+        return str(json.loads(path.read_text())["mode"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} does not state the mode of the run ({error!r}): add --mode, one of {', '.join(MODES)}") from error
+
+
+def read_base(argv: Sequence[str], default: C) -> C:
+    """Return the configuration that flags change: that of the run with --resume, that of the file with --config, else `default`."""
+    path, kind = value_of(argv, "--config"), type(default)
+    if "--resume" in argv:
+        directory = value_of(argv, "--output-dir")
+        if directory is None:
+            raise ConfigError("--resume needs --output-dir DIR, the directory of the interrupted run")
+        saved = Path(directory) / CONFIG_FILE
+        if not saved.is_file():
+            raise ConfigError(
+                f"{directory} has no {CONFIG_FILE}: it is not the directory of a run, so there is nothing to resume; leave --resume out to "
+                "start a run there"
+            )
+        return load_config(kind, saved) if path is None else read_config_file(Path(path), kind)
+    return default if path is None else read_config_file(Path(path), kind)
+
+
+def value_of(argv: Sequence[str], flag: str) -> str | None:
+    """Return the value of the last occurrence of a flag, --name VALUE or --name=VALUE; like tyro, accepts underscores for hyphens."""
+    found: str | None = None
+    for i, argument in enumerate(argv):
+        name, separator, value = argument.partition("=")
+        if name.replace("_", "-") != flag:
+            continue
+        if separator:
+            found = value
+        elif i + 1 < len(argv):
+            found = argv[i + 1]
+    return found

@@ -1,0 +1,397 @@
+"""Settings of a run as one frozen tree, and the library's configurations made from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from integration.expressions.algorithm import PresetCall, create_algorithm, find_kl_coefs, learns_from_single_samples
+from integration.expressions.loggers import parse_loggers
+from integration.settings.episodes import (
+    EPISODE_TASKS,
+    EnvironmentSection,
+    EpisodeSection,
+    check_episode_sections,
+    default_turns,
+    observation_tokens,
+    resolve_episode_config,
+)
+from integration.settings.option_effects import check_mistakes
+from integration.settings.sections import (
+    SELF_MADE_TASKS,
+    BackendSection,
+    CriticSection,
+    DataSection,
+    EngineSection,
+    EvaluationSection,
+    GenerationSection,
+    HardwareSection,
+    KLControlSection,
+    LoRASection,
+    ModelSection,
+    ReferenceSection,
+    RewardSection,
+    RLSection,
+    SFTSection,
+    TrajectorySection,
+)
+from integration.settings.segment_wise import SWITCH, derive_algorithm_call, resolve_async_config
+from rollouts.agents.config import EpisodeConfig
+from rollouts.asynchronous.config import AsyncConfig, check_async_config
+from rollouts.config import (
+    CheckpointConfig,
+    GenerationConfig,
+    RewardConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTTrainingConfig,
+    check_not_negative,
+    check_setting,
+)
+from rollouts.config_files import suggest
+from rollouts.errors import ConfigError
+from rollouts.rewards.evaluate import create_overlong_penalty
+from rollouts.training.requirements import FILLABLE
+from rollouts.types import Algorithm, KLControl
+
+OWN_DATA_TASKS = ("gsm8k", "jsonl")  # tasks that need the user's data
+TASKS = (*SELF_MADE_TASKS, *OWN_DATA_TASKS, "environment")
+RESPONSE_TOKENS = {"sort": 8, "sort-long": 10}  # default token budget of a response
+OWN_DATA_RESPONSE_TOKENS = 512  # default token budget of a response to the user's data
+LARGEST_CONTEXT = 4096  # largest default context of the built-in model, in tokens
+CONTEXT_TOKENS = 128  # default context of the built-in model for tasks with a single turn, in tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run."""
+
+    task: str = "sort"  # single turn: sort, sort-long, gsm8k, jsonl; several turns: grid_world, calculator, environment
+    seed: int = 0  # seed of the built-in model's weights, the order of data and every sampled token
+    output_dir: str | None = None  # directory of the run; None = a new runs/<time>-<task>
+    # loggers of metrics besides metrics.jsonl and the display: wandb(project='mine'), jsonl('copy.jsonl'), or module:function
+    loggers: tuple[str, ...] = ()
+    num_threads: int | None = None  # CPU threads of torch; None = torch's default
+    enable_segment_wise_ppo: bool = False  # compute a proximal policy for each token of asynchronous rollouts; wraps the algorithm
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    sft: SFTSection = field(default_factory=SFTSection)
+    rl: RLSection = field(default_factory=RLSection)
+    reference: ReferenceSection = field(default_factory=ReferenceSection)
+    critic: CriticSection = field(default_factory=CriticSection)
+    generation: GenerationSection = field(default_factory=GenerationSection)
+    episode: EpisodeSection = field(default_factory=EpisodeSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    reward: RewardSection = field(default_factory=RewardSection)
+    backend: BackendSection = field(default_factory=BackendSection)
+    lora: LoRASection = field(default_factory=LoRASection)
+    engine: EngineSection = field(default_factory=EngineSection)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    trajectories: TrajectorySection = field(default_factory=TrajectorySection)
+    hardware: HardwareSection = field(default_factory=HardwareSection)
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ConfigError(f"unknown task {self.task!r}: {suggest(self.task, TASKS)}")
+        if self.task in OWN_DATA_TASKS and self.data.path is None and not self.data.mixture:
+            raise ConfigError(f"the task {self.task!r} reads the user's data: give --data.path FILE.jsonl")
+        if self.task in OWN_DATA_TASKS and self.model.path is None:
+            raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")
+        check_setting(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1, or None")
+        check_not_negative(self, "seed")
+        parse_loggers(self.loggers)
+        check_episode_sections(self.task, self.episode, self.environment)
+        if self.task in EPISODE_TASKS:
+            check_episode_settings(self)
+        elif self.trajectories.steps:
+            raise ConfigError(f"trajectories.steps is True, but the task {self.task!r} has a single turn: leave it out")
+        sft_training_config(self)
+        budget = response_tokens(self)
+        buffer = self.rl.overlong_buffer
+        check_setting(buffer <= budget, "rl.overlong_buffer", buffer, f"at most the token budget of a response, {budget}")
+        rl_training_config(self, None)
+        reward_config(self)
+        if self.asynchronous.enabled:
+            batch = RolloutConfig(batch_size=self.rl.prompts_per_step, over_sampling_factor=self.rl.over_sampling_factor)
+            check_async_config(self.asynchronous, batch)
+        _ = self.algorithm_call
+        check_mistakes(self)
+
+    @cached_property
+    def asynchronous(self) -> AsyncConfig:
+        """rl.asynchronous under the switch enable_segment_wise_ppo."""
+        return resolve_async_config(self.rl.asynchronous, segment_wise=self.enable_segment_wise_ppo)
+
+    @cached_property
+    def algorithm_call(self) -> PresetCall:
+        """The parsed rl.algorithm under the switch enable_segment_wise_ppo."""
+        return derive_algorithm_call(self.rl.parsed_algorithm, self.asynchronous)
+
+    @cached_property
+    def algorithm(self) -> Algorithm:
+        """The algorithm under the run's token budget, created on first use; a run without RL never uses it.
+
+        Raises: ConfigError if it cannot be created, or trained with these settings.
+        """
+        return create_rl_algorithm(self, response_tokens(self))
+
+
+def create_rl_algorithm(config: Config, max_tokens: int) -> Algorithm:
+    """Create the algorithm of a configuration under a token budget and check its settings. Calls the user's functions, if any."""
+    algorithm = create_algorithm(config.algorithm_call, max_tokens)
+    training = rl_training_config(config, algorithm, max_tokens)
+    if config.rl.baseline is None:
+        check_algorithm_settings(config, algorithm)
+    else:
+        from rollouts.training.rl_run import resolve_algorithm  # the import takes a second
+
+        check_algorithm_settings(config, resolve_algorithm(training))
+    return algorithm
+
+
+def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError if a run cannot provide the fields that the algorithm requires, or if a setting is of an unused model."""
+    name, critic = config.rl.algorithm, config.critic
+    if "segment_log_probs" in algorithm.requires and not config.asynchronous.segment_wise:
+        raise ConfigError(
+            f"rl.algorithm {name!r} requires segment_log_probs, which rollouts have only with segment-wise PPO: add "
+            f"--rl.asynchronous.enabled --{SWITCH}"
+        )
+    unknown = sorted(algorithm.requires - FILLABLE)
+    if unknown:
+        raise ConfigError(
+            f"rl.algorithm {name!r} requires {', '.join(unknown)}, which the rollouts of this command do not have; they have "
+            f"{', '.join(sorted(FILLABLE))}. Choose another algorithm, or call run_rl_training with samples that have them"
+        )
+    if config.rl.samples_per_prompt == 1 and not learns_from_single_samples(algorithm):
+        raise ConfigError(
+            f"rl.samples_per_prompt is 1, but rl.algorithm {name!r} compares each response with the others of its group, and would learn "
+            "nothing: give at least 2, or choose an algorithm without groups (reinforce, remax, reinforce_plus_plus, ppo)"
+        )
+    if "turns" in algorithm.requires and config.task not in EPISODE_TASKS:
+        raise ConfigError(
+            f"rl.algorithm {name!r} compares the steps of episodes, but the task {config.task!r} has a single turn: choose a "
+            f"task with several turns (--task {', '.join(EPISODE_TASKS)}), or another algorithm, such as --algorithm grpo"
+        )
+    for option in ("state_key", "similarity"):
+        value = getattr(config.environment, option)
+        if value is not None and "turns" not in algorithm.requires:
+            raise ConfigError(
+                f"environment.{option} is {value!r}, but rl.algorithm {name!r} compares no steps of equal states: add --algorithm gigpo, "
+                f"or leave --environment.{option.replace('_', '-')} out"
+            )
+    if config.reference.path is not None and "ref_log_probs" not in algorithm.requires:
+        raise ConfigError(
+            f"reference.path is {config.reference.path!r}, but rl.algorithm {name!r} has no KL term: "
+            "give it a kl_coef, such as grpo(kl_coef=0.04), or leave --reference.path out"
+        )
+    if critic != CriticSection() and "values" not in algorithm.requires:
+        changed = next(f"critic.{key} is {value!r}" for key, value in vars(critic).items() if value != getattr(CriticSection(), key))
+        raise ConfigError(f"{changed}, but rl.algorithm {name!r} has no critic: choose one with a critic, such as ppo(), or leave it out")
+    if critic.warmup_steps >= config.rl.num_steps:
+        raise ConfigError(
+            f"critic.warmup_steps is {critic.warmup_steps} of rl.num_steps = {config.rl.num_steps}: the policy would never be trained"
+        )
+
+
+def sft_training_config(config: Config) -> SFTTrainingConfig:
+    """Return the configuration for run_sft_training."""
+    return SFTTrainingConfig(
+        num_steps=config.sft.num_steps,
+        batch_size=config.sft.batch_size,
+        log_every=config.sft.log_every,
+        checkpoint_every=config.checkpoint.sft_every,
+        eval_every=config.sft.eval_every,
+        max_tokens_per_microbatch=config.sft.max_tokens_per_microbatch,
+        seed=config.seed,
+        dropout=config.sft.dropout,
+    )
+
+
+def turn_tokens(config: Config) -> int:
+    """Return the token budget of an action in a task with several turns: the user's, or the task's default."""
+    return config.generation.max_tokens or EPISODE_TASKS[config.task].turn_tokens
+
+
+def episode_config(config: Config, *, chat: bool | None = None) -> EpisodeConfig:
+    """Return the limits and error policy of an episode. chat: the default of episode.chat."""
+    return resolve_episode_config(config.episode, max_turns=default_turns(config.task, config.environment), chat=chat)
+
+
+def context_tokens(config: Config) -> int:
+    """Return the context of the built-in model in tokens: the user's, or the task's need."""
+    if config.task not in EPISODE_TASKS:
+        return config.model.max_length or CONTEXT_TOKENS
+    return config.model.max_length or max(EPISODE_TASKS[config.task].context, min(episode_tokens(config), LARGEST_CONTEXT))
+
+
+def episode_tokens(config: Config) -> int:
+    """Return the maximum tokens of an episode with the built-in model: actions and, if the task knows them, observations."""
+    return response_tokens(config) + (episode_config(config).max_turns + 1) * observation_tokens(config.task, config.environment)
+
+
+def check_episode_settings(config: Config) -> None:
+    """Raise ConfigError for settings that a task with several turns does not support, or that conflict."""
+    if config.engine.one_request_per_group:
+        raise ConfigError(
+            f"engine.one_request_per_group is True, but the samples of a prompt diverge in the task {config.task!r} and need separate "
+            "requests: leave it out"
+        )
+    if config.enable_segment_wise_ppo:
+        raise ConfigError(
+            f"{SWITCH} is True, but an episode of the task {config.task!r} restarts after a weight sync and has no segments: leave it out, "
+            "or use decoupled(...) without it"
+        )
+    actions, needed = response_tokens(config), episode_tokens(config)
+    if config.model.path is None and (actions >= context_tokens(config) or needed > context_tokens(config)):
+        is_known = EPISODE_TASKS[config.task].observation > 0
+        shown = f"and its observations up to {needed - actions}" if is_known else "and its observations come on top"
+        raise ConfigError(
+            f"the actions of an episode may have {actions} tokens ({episode_config(config).max_turns} turns of {turn_tokens(config)}), "
+            f"{shown}, but the built-in model's context has {context_tokens(config)}: give --model.max-length "
+            f"{needed if is_known else 4 * actions}, or lower --episode.max-turns, --episode.max-tokens or --generation.max-tokens"
+        )
+
+
+def response_tokens(config: Config) -> int:
+    """Return the token budget of a response, or of all actions of an episode: the user's, or the task's default."""
+    if config.task in EPISODE_TASKS:
+        limits = episode_config(config)
+        actions = limits.max_turns * turn_tokens(config)
+        return actions if limits.max_tokens is None else min(actions, limits.max_tokens)
+    return config.generation.max_tokens or RESPONSE_TOKENS.get(config.task, OWN_DATA_RESPONSE_TOKENS)
+
+
+def count_greedy_samples(algorithm: Algorithm) -> int:
+    """Return the number of greedy samples per group that an algorithm uses as a baseline only: 1 for ReMax."""
+    return int("greedy_rows" in algorithm.requires)
+
+
+def create_kl_control(config: Config, algorithm: Algorithm) -> KLControl | None:
+    """Create the controller of the algorithm's KL term; None if rl.kl_control has only defaults.
+
+    A controller sets the coefficient of every KL term. It starts at the user's coefficient or, without one, at the algorithm's.
+    """
+    section, name = config.rl.kl_control, config.rl.algorithm
+    if section == KLControlSection():
+        return None
+    if "ref_log_probs" not in algorithm.requires:
+        raise ConfigError(f"rl.kl_control is set, but rl.algorithm {name!r} has no KL term: give it a kl_coef, such as ppo(kl_coef=0.05)")
+    places = find_kl_coefs(algorithm)
+    found = sorted({coefficient for coefficients in places.values() for coefficient in coefficients})
+    if len(found) > 1:
+        terms = " and ".join(f"{coefficient:g} {place}" for place, coefficients in places.items() for coefficient in coefficients)
+        raise ConfigError(
+            f"rl.kl_control is set, but rl.algorithm {name!r} has KL terms with different coefficients ({terms}), and a controller would "
+            "set all of them to one number: leave out rl.kl_control, or one of the terms"
+        )
+    if section.kl_coef is None and not found:
+        raise ConfigError(f"rl.algorithm {name!r} does not state its kl_coef: give --rl.kl-control.kl-coef, the initial coefficient")
+    kl_coef = found[0] if section.kl_coef is None else section.kl_coef
+    if section.target is not None and kl_coef == 0:
+        raise ConfigError("rl.kl_control.target is set, but kl_coef is 0, which no factor can change: give one above 0")
+    return KLControl(kl_coef=float(kl_coef), target=section.target, horizon=section.horizon)
+
+
+def rl_training_config(config: Config, algorithm: Algorithm | None, max_tokens: int | None = None) -> RLTrainingConfig:
+    """Return the configuration for run_rl_training.
+
+    Args:
+        algorithm: None = only check the other settings.
+        max_tokens: the token budget of a response; None = response_tokens(config).
+    """
+    budget, buffer = response_tokens(config) if max_tokens is None else max_tokens, config.rl.overlong_buffer
+    overlong = create_overlong_penalty(max_tokens=budget, buffer=buffer, factor=config.rl.overlong_penalty) if buffer else None
+    return RLTrainingConfig(
+        num_steps=config.rl.num_steps,
+        sync_every=config.rl.sync_every,
+        num_epochs=config.rl.num_epochs,
+        num_minibatches=config.rl.num_minibatches,
+        algorithm=algorithm,
+        baseline=config.rl.baseline,
+        log_every=config.rl.log_every,
+        checkpoint_every=config.checkpoint.rl_every,
+        eval_every=config.rl.eval_every,
+        max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,
+        dropout=config.rl.dropout,
+        weight_sync=config.engine.weight_sync_mode,
+        parity=config.engine.parity(),
+        probe_tolerance=config.engine.tolerance(config.model.device),
+        seed=config.seed,
+        shape_reward=overlong,
+        mask_truncated=config.rl.mask_truncated,
+        value_clip=config.critic.value_clip,
+        critic_warmup_steps=config.critic.warmup_steps,
+        kl_control=None if algorithm is None else create_kl_control(config, algorithm),
+    )
+
+
+def reward_config(config: Config) -> RewardConfig:
+    """Return the timeout and error policy of rewards."""
+    reward = config.reward
+    return RewardConfig(timeout_s=reward.timeout_s, on_error=reward.on_error, max_retries=reward.max_retries)
+
+
+def generation_config(config: Config, max_tokens: int) -> GenerationConfig:
+    """Return the sampling configuration, with `max_tokens` as the budget if the user set none."""
+    generation = config.generation
+    return GenerationConfig(
+        n_samples=config.rl.samples_per_prompt,
+        max_tokens=generation.max_tokens or max_tokens,
+        temperature=generation.temperature,
+        enable_thinking=generation.enable_thinking,
+        stop=generation.stop,
+    )
+
+
+def create_output_dir(config: Config, timestamp: str) -> Path:
+    """Return the run directory: the configured one, or a new runs/<timestamp>-<task>, numbered if that exists."""
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    for number in range(1, 1 << 16):
+        path = Path("runs") / (f"{timestamp}-{config.task}" + ("" if number == 1 else f"-{number}"))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be created ({error}): give --output-dir, a writable directory") from error
+        return path
+    raise ConfigError("cannot find a free name under runs/: give --output-dir")
+
+
+def count_rl_updates(config: Config) -> int:
+    """Return the number of optimizer steps of the policy in the RL stage."""
+    return (config.rl.num_steps - config.critic.warmup_steps) * config.rl.num_epochs * config.rl.num_minibatches
+
+
+def count_critic_updates(config: Config) -> int:
+    """Return the number of optimizer steps of the critic, warm-up included."""
+    return config.rl.num_steps * config.rl.num_epochs * config.rl.num_minibatches
+
+
+def create_model_config(section: ModelSection, max_length: int = CONTEXT_TOKENS) -> Any:
+    """Return the Hugging Face configuration of the built-in model, with the special tokens of the character tokenizer.
+
+    Args:
+        max_length: context in tokens if the section has none.
+    """
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=section.vocab_size,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_hidden_layers=section.num_layers,
+        num_attention_heads=section.num_heads,
+        num_key_value_heads=section.num_kv_heads,
+        head_dim=section.hidden_size // section.num_heads,
+        max_position_embeddings=section.max_length or max_length,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )

@@ -1,0 +1,88 @@
+"""Settings of the training of a reward model, as one frozen tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from integration.settings.sections import BackendSection, ModelSection
+from rollouts.config import OptimizerConfig, RewardModelTrainingConfig, check_count, check_positive
+from rollouts.config_files import suggest
+from rollouts.errors import ConfigError
+
+PAIR_TASKS = ("sort", "sort-long")  # tasks for which integration/tasks/preference_pairs.py can generate wrong answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSection:
+    """Preference pairs: the user's, or generated from a built-in task."""
+
+    path: str | None = None  # JSONL file of rows with chosen and rejected; None = pairs generated from the built-in task
+    eval_path: str | None = None  # JSONL file of held-out pairs; None = the last rows of path
+    num_heldout: int = 512  # held-out pairs; at most a tenth of path
+    num_pairs: int = 25600  # training pairs generated from a built-in task
+    pairs_per_problem: int = 2  # pairs per problem of a built-in task, each with another wrong answer
+    max_length: int | None = None  # maximum tokens of a prompt with its answer; None = no limit
+    skip_bad_rows: bool = False  # skip and count unreadable rows instead of ending the run
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_heldout", "num_pairs", "pairs_per_problem")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTrainingSection:
+    """Training of the reward model."""
+
+    num_steps: int = 400  # optimizer steps
+    batch_size: int = 64  # pairs per optimizer step
+    eval_every: int = 50  # steps between two evaluations; 0 = only at the end
+    log_every: int = 1  # steps between two log entries
+    checkpoint_every: int = 100  # steps between two checkpoints; 0 = only at the end
+    keep_last_n: int = 2  # checkpoints to keep; older ones are deleted
+    max_tokens_per_microbatch: int = 16384  # maximum tokens of one forward and backward pass, padding excluded; bounds memory only
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.05, weight_decay=0.01)
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_steps", "batch_size", "keep_last_n")
+        check_count(self, "eval_every", "checkpoint_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """All settings of the training of a reward model."""
+
+    task: str = "sort"  # built-in task to generate pairs from if data.path is not given: sort or sort-long
+    seed: int = 0  # seed of the built-in model's weights, the head, the wrong answers and the order of pairs
+    output_dir: str | None = None  # directory of the run; None = a new runs/<time>-reward-model
+    num_threads: int | None = None  # CPU threads of torch; None = torch's default
+    model: ModelSection = field(default_factory=ModelSection)  # the initial model: a language model, or a reward model to train further
+    data: PairSection = field(default_factory=PairSection)
+    training: PairTrainingSection = field(default_factory=PairTrainingSection)
+    backend: BackendSection = field(default_factory=BackendSection)
+
+    def __post_init__(self) -> None:
+        if self.data.path is None and self.task not in PAIR_TASKS:
+            raise ConfigError(f"there are no pairs of the task {self.task!r}: {suggest(self.task, PAIR_TASKS)}; or give --data.path")
+        if self.data.path is None and self.data.eval_path is not None:
+            raise ConfigError(f"data.eval_path is {self.data.eval_path!r}, but there is no data.path to train on: give both")
+        if self.backend.kind != "pytorch":
+            raise ConfigError(
+                f"backend.kind is {self.backend.kind!r}, but this command trains a reward model in one process: leave it out, or call "
+                "train_reward_model with create_fsdp_reward_model_backend in a program of your own"
+            )
+        _ = self.loop
+
+    @property
+    def loop(self) -> RewardModelTrainingConfig:
+        """The configuration for train_reward_model."""
+        training = self.training
+        return RewardModelTrainingConfig(
+            num_steps=training.num_steps,
+            batch_size=training.batch_size,
+            log_every=training.log_every,
+            checkpoint_every=training.checkpoint_every,
+            eval_every=training.eval_every,
+            max_tokens_per_microbatch=training.max_tokens_per_microbatch,
+            seed=self.seed,
+        )

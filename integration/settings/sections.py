@@ -1,0 +1,459 @@
+"""Sections of the settings of a run. Each checks itself; integration.settings.config combines them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+from urllib.parse import urlsplit
+
+from integration.expressions.algorithm import PresetCall, parse_algorithm
+from integration.expressions.filters import parse_filter
+from integration.expressions.mixture import parse_mixture
+from rollouts.asynchronous.config import AsyncConfig
+from rollouts.backends.fsdp.config import FSDPConfig
+from rollouts.backends.lora.adapters import ALL_LINEAR, LoRAConfig
+from rollouts.chat.char_tokenizer import ALPHABET
+from rollouts.config import OptimizerConfig, ParityConfig, check_count, check_not_negative, check_positive, check_setting
+from rollouts.config_files import suggest
+from rollouts.engines.weights.path_map import PathMap
+from rollouts.errors import ConfigError, redact
+from rollouts.models.loading import parse_device
+
+SELF_MADE_TASKS = ("sort", "sort-long", "grid_world", "calculator")  # tasks that generate their own problems
+BACKEND_KINDS = ("pytorch", "fsdp", "torch_func", "jax")
+ENGINE_KINDS = ("inprocess", "vllm", "sglang")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The policy model: a Hugging Face directory, or the small built-in model with random weights."""
+
+    path: str | None = None  # Hugging Face model directory; None = the built-in model
+    device: str = "cpu"  # torch device: cpu, cuda, cuda:N, mps, or auto
+    trust_remote_code: bool = False  # run Python files of the model directory; only for directories you trust
+    vocab_size: int = 64  # vocabulary size of the built-in model, a Qwen3 architecture over characters
+    hidden_size: int = 128  # hidden size of the built-in model
+    intermediate_size: int = 384  # MLP size of the built-in model
+    num_layers: int = 4  # decoder layers of the built-in model
+    num_heads: int = 4  # attention heads of the built-in model
+    num_kv_heads: int = 2  # key-value heads of the built-in model
+    max_length: int | None = None  # context of the built-in model in tokens; None = 128, or the length of the task's episodes
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        check_positive(self, *sizes)
+        most = 3 + len(ALPHABET)
+        known = self.path is not None or 4 <= self.vocab_size <= most
+        check_setting(known, "model.vocab_size", self.vocab_size, f"4 to {most}, as the built-in model reads single characters")
+        check_setting(self.max_length is None or self.max_length >= 1, "model.max_length", self.max_length, "at least 1, or None")
+        known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None  # its presence is checked when a run starts
+        check_setting(known, "model.device", self.device, "cpu, cuda, cuda:N, mps or auto")
+        check_setting(
+            self.hidden_size % self.num_heads == 0, "model.hidden_size", self.hidden_size, f"a multiple of {self.num_heads} heads"
+        )
+        check_setting(
+            self.num_heads % self.num_kv_heads == 0, "model.num_heads", self.num_heads, f"a multiple of {self.num_kv_heads} kv heads"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """The user's data. Built-in tasks need none; an environment may generate its own."""
+
+    path: str | None = None  # JSONL file of training rows; None = no data
+    # data sets to mix for SFT instead of path (RL and held-out problems still come from path): a.jsonl 'b.jsonl(repeat=2)'
+    # 'folder(max_samples=1000, split="test", subset="main")'; () = path alone
+    mixture: tuple[str, ...] = ()
+    eval_path: str | None = None  # JSONL file of held-out rows; None = the last rows of path
+    max_length: int | None = None  # maximum tokens of an SFT row; None = no limit
+    truncate: bool = False  # truncate rows longer than max_length instead of refusing them
+    skip_bad_rows: bool = False  # skip and count unreadable rows instead of ending the run
+
+    def __post_init__(self) -> None:
+        check_setting(self.max_length is None or self.max_length >= 1, "data.max_length", self.max_length, "at least 1, or None")
+        parse_mixture(self.mixture)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTSection:
+    """Supervised fine-tuning."""
+
+    num_steps: int = 180  # optimizer steps
+    batch_size: int = 64  # rows per optimizer step
+    log_every: int = 1  # steps between two log entries
+    eval_every: int = 30  # steps between two evaluations; 0 = only at the end
+    max_tokens_per_microbatch: int = 16384  # maximum tokens of one forward and backward pass, padding excluded; bounds memory only
+    dropout: bool = True  # apply the dropout of the model's configuration and lora.dropout; False = no dropout
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.05, weight_decay=0.01)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControlSection:
+    """The coefficient of the algorithm's KL term. With all defaults the algorithm's own kl_coef holds."""
+
+    kl_coef: float | None = None  # initial coefficient; None = the algorithm's kl_coef
+    target: float | None = None  # KL per token, in nats, towards which the coefficient is adapted; None = constant coefficient
+    horizon: float = 10_000.0  # samples over which the coefficient changes by at most 20 %
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLSection:
+    """Reinforcement learning."""
+
+    num_steps: int = 12  # rollout batches to train on
+    prompts_per_step: int = 64  # groups (prompts) per rollout batch
+    samples_per_prompt: int = 8  # rollouts per group
+    num_epochs: int = 1  # passes over each rollout batch
+    num_minibatches: int = 2  # optimizer steps per pass; divides prompts_per_step * samples_per_prompt
+    algorithm: str = "grpo"  # preset expression such as grpo or dapo(clip_high=0.28), or module:function that returns an Algorithm
+    kl_control: KLControlSection = field(default_factory=KLControlSection)
+    baseline: float | None = None  # constant baseline: advantages = rewards - baseline; None = the algorithm's advantages
+    mask_truncated: bool = False  # do not train on responses cut by the token budget; their rewards still count in their groups
+    overlong_buffer: int = 0  # last tokens of the budget over which a penalty for long responses grows (DAPO); 0 = no penalty
+    overlong_penalty: float = 1.0  # penalty of a response that uses the whole budget; the filter sees rewards without it
+    # filter of groups to train on: none, nonzero_std, min_reward(0.5), any_success(1.0), diversity(0.5), length(1, 200),
+    # quality_and_diversity(0.5, 0.5), or module:function of a group
+    filter: str = "none"
+    over_sampling_factor: float = 1.0  # groups in flight per group wanted; at least 1
+    max_filter_attempts: int = 10  # maximum rounds of generation per batch
+    sync_every: int = 1  # steps between two weight syncs
+    asynchronous: AsyncConfig = field(default_factory=AsyncConfig)  # rollouts generated during training
+    # source of the segment log-probs of segment-wise PPO: trainer = same numerics as the loss; engines = no extra trainer time, but the
+    # engines' rounding
+    segment_scores: Literal["trainer", "engines"] = "trainer"
+    log_every: int = 1  # steps between two log entries
+    eval_every: int = 1  # steps between two evaluations; 0 = only at the end
+    max_tokens_per_microbatch: int = 16384  # maximum tokens of one forward and backward pass, padding excluded; bounds memory only
+    dropout: bool = False  # apply the dropout of the model's configuration and lora.dropout; makes policy ratios noisy
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))
+
+    def __post_init__(self) -> None:
+        check_positive(self, "prompts_per_step", "samples_per_prompt", "num_minibatches", "max_filter_attempts")
+        check_setting(self.over_sampling_factor >= 1, "rl.over_sampling_factor", self.over_sampling_factor, "at least 1.0")
+        rows = self.prompts_per_step * self.samples_per_prompt
+        if rows % self.num_minibatches:
+            raise ConfigError(
+                f"rl.prompts_per_step x rl.samples_per_prompt = {self.prompts_per_step} x {self.samples_per_prompt} = {rows} rows do not "
+                f"divide into rl.num_minibatches = {self.num_minibatches}: choose a divisor of {rows}"
+            )
+        check_count(self, "overlong_buffer")
+        check_not_negative(self, "overlong_penalty")
+        _ = self.parsed_algorithm  # report a misspelt name now, not after the SFT stage
+        parse_filter(self.filter)
+
+    @cached_property
+    def parsed_algorithm(self) -> PresetCall:
+        """The parsed expression `algorithm`; none of its functions have been called."""
+        return parse_algorithm(self.algorithm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSection:
+    """The frozen reference model; loaded only if the algorithm has a KL term."""
+
+    path: str | None = None  # Hugging Face model directory; None = the policy at the start of RL
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSection:
+    """The value model; created only if the algorithm requires values (ppo)."""
+
+    path: str | None = None  # directory of a saved critic or a language model; None = the policy at the start of RL
+    warmup_steps: int = 0  # initial RL steps that train only the critic
+    value_clip: float | None = 0.2  # maximum change of values since collection, in reward units; None = no clipping
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
+
+    def __post_init__(self) -> None:
+        check_count(self, "warmup_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSection:
+    """Sampling of responses, in RL and in sampled evaluation."""
+
+    max_tokens: int | None = None  # token budget of a response, or of each action of an episode; None = the task's default
+    temperature: float = 1.0  # sampling temperature, more than 0
+    enable_thinking: bool | None = None  # enable_thinking argument of the chat template; None = the template's default
+    stop: tuple[str, ...] = ()  # strings that end a response
+    top_p: float = 1.0  # only 1.0: log-probs of a truncated distribution differ from those the trainer computes
+    top_k: int = 0  # only 0, for the same reason as top_p
+
+    def __post_init__(self) -> None:
+        check_setting(self.max_tokens is None or self.max_tokens >= 1, "generation.max_tokens", self.max_tokens, "at least 1, or None")
+        check_setting(
+            self.temperature > 0, "generation.temperature", self.temperature, "more than 0: greedy samples of a group are all equal"
+        )
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise ConfigError(
+                f"generation.top_p is {self.top_p} and generation.top_k is {self.top_k}, but training needs rollouts from the whole "
+                "distribution: log-probs of a truncated one are not those the trainer computes. Use 1.0 and 0; lower the temperature"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSection:
+    """The reward function and its error policy."""
+
+    # reward function, file.py:name or module:name: a function of a Sample, a decorated function, or a RewardSource; None = the task's
+    # reward
+    function: str | None = None
+    sandboxed: bool = False  # call the reward function in a sandbox, for files you do not trust
+    timeout_s: float | None = 30.0  # seconds to wait for a reward; None = no limit
+    # a reward that fails: raise = end the run; retry = call again, up to max_retries times; drop = drop its group; zero = mark and count
+    # it as reward 0
+    on_error: Literal["raise", "retry", "drop", "zero"] = "raise"
+    max_retries: int = 2  # further calls after a failure, with on_error retry
+    model: str | None = None  # directory of a reward model to train on instead of `function`; evaluations still use `function`
+    model_device: str | None = None  # torch device of the reward model; None = the policy's device
+    model_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of the reward model's weights
+    model_tokens_per_batch: int = 16384  # maximum tokens of one forward pass of the reward model
+
+    def __post_init__(self) -> None:
+        check_positive(self, "model_tokens_per_batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSection:
+    """The training backend."""
+
+    # pytorch = one process, one device; fsdp = several processes, each with a shard of the model; torch_func, jax = one process, functional
+    # training state
+    kind: str = "pytorch"
+    num_processes: int | None = None  # processes of fsdp; None = those torchrun started, else one per GPU, or 1
+    timeout_s: float = 600.0  # seconds to wait for one collective operation of fsdp
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)  # sharding of the model
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of matrix products; weights and log-probs stay float32
+
+    def __post_init__(self) -> None:
+        if self.kind not in BACKEND_KINDS:
+            raise ConfigError(f"unknown backend.kind {self.kind!r}: {suggest(self.kind, BACKEND_KINDS)}")
+        count = self.num_processes
+        check_setting(count is None or count >= 1, "backend.num_processes", count, "at least 1, or None")
+        check_setting(self.timeout_s > 0, "backend.timeout_s", self.timeout_s, "more than 0")
+        good = self.kind != "jax" or self.compute_dtype == "float32"
+        check_setting(good, "backend.compute_dtype", self.compute_dtype, "float32 with backend.kind 'jax'")
+        if self.kind != "fsdp":
+            for name, default in (("num_processes", None), ("fsdp", FSDPConfig())):
+                value = getattr(self, name)
+                check_setting(
+                    value == default, f"backend.{name}", value, f"nothing with backend.kind {self.kind!r}: add --backend.kind fsdp"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRASection:
+    """Low-rank adapters, trained instead of the policy's weights in every stage; see LoRAConfig."""
+
+    rank: int = 0  # rank of the adapters; 0 = no adapters, all weights are trained
+    alpha: float | None = None  # adapters are scaled by alpha / rank; None = 2 * rank
+    dropout: float = 0.0  # dropout of an adapter's input, in training only
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)  # layers with adapters, such as q_proj v_proj; all-linear = all but the output layer
+    use_rslora: bool = False  # scale adapters by alpha / sqrt(rank)
+    save_base: bool = False  # include the frozen base weights in each checkpoint
+
+    def __post_init__(self) -> None:
+        check_count(self, "rank")
+        if self.rank:
+            self.create(0)
+        else:
+            changed = [name for name, value in vars(self).items() if value != getattr(type(self), name)]
+            if changed:
+                raise ConfigError(
+                    f"lora.{changed[0]} is {getattr(self, changed[0])!r}, but lora.rank is 0, so there are no adapters: give "
+                    "--lora.rank, for example 16"
+                )
+
+    def create(self, seed: int) -> LoRAConfig | None:
+        """Return the adapters' configuration for a backend, None without adapters. seed: the run's seed."""
+        return LoRAConfig(**vars(self), seed=seed) if self.rank else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSection:
+    """The inference engine: embedded in this process, or SGLang or vLLM servers, launched by the run or already running."""
+
+    kind: str = "inprocess"  # inprocess (the embedded engine), vllm, or sglang
+    max_slots: int = 512  # maximum concurrent sequences of the embedded engine
+    urls: tuple[str, ...] = ()  # running servers, http://host:port; several serve as one engine
+    launch: bool = False  # launch servers for this run and stop them at its end
+    num_servers: int = 1  # servers to launch; several serve as one engine
+    gpus: tuple[str, ...] = ()  # GPU ids of the launched servers in order, tensor_parallel_size for each; () = the visible GPUs
+    # death of one of several launched servers: restart it, go on with the others, or stop the run; a single server always stops the run
+    on_server_death: Literal["restart", "go_on", "stop"] = "restart"
+    max_restarts: int = 3  # maximum restarts of each launched server
+    updates_at_once: int | None = None  # servers that load new weights at a time while the others generate; None = all at once
+    python: str | None = None  # Python interpreter with the server package; None = VLLM_PYTHON or SGLANG_PYTHON, else this one
+    api_key_variable: str | None = None  # environment variable with the API key of the servers; None = no key
+    port: int | None = None  # port of the launched server; None = a free port
+    dtype: str = "auto"  # dtype of the server's weights: float32, bfloat16, float16, or auto = float32 on a CPU, bfloat16 on a GPU
+    tensor_parallel_size: int = 1  # GPUs per server
+    context_length: int | None = None  # maximum tokens of prompt and response together; None = the model's context
+    max_num_seqs: int | None = None  # maximum concurrent sequences of a server; None = the server's default
+    memory_fraction: float | None = None  # fraction of GPU memory for a server, weights included; None = the server's default, nearly all
+    in_flight: Literal["continue", "abort"] = "continue"  # requests during a weight sync: continue under new weights, or abort and resend
+    # transport of new weights to the engines: disk, memory, group (a process group), ipc (shared memory of one machine); auto = disk for
+    # servers, memory for the embedded engine
+    weight_sync: Literal["auto", "disk", "memory", "group", "ipc"] = "auto"
+    weight_sync_address: str = "127.0.0.1"  # address of this machine as seen by the servers, for weight_sync group
+    weight_sync_mib: int = 256  # MiB of weights sent at a time; uses twice as much memory
+    path_map: tuple[str, ...] = ()  # mount points of a shared disk, /prefix/here=/prefix/on-server, for weight_sync disk
+    one_request_per_group: bool = False  # request all samples of a prompt at once, which costs less per sample
+    startup_timeout_s: float = 900.0  # seconds to wait for a launched server to become healthy
+    extra_args: tuple[str, ...] = ()  # further arguments of the launched server; write --engine.extra-args=--flag=value
+    # rows of each batch on which engine and trainer log-probs are compared; None = 8 for servers, 0 for the embedded engine
+    parity_rows: int | None = None
+    parity_threshold: float = 0.1  # mean difference per token in nats above which parity_action is taken
+    # action on a batch above parity_threshold: warn; correct = truncated importance sampling for that batch; stop = end the run
+    parity_action: Literal["warn", "correct", "stop"] = "warn"
+    # maximum error of a server's log-probs after each sync, in nats; None = 1e-3 in float32, else 0.3; 0 = no probe
+    probe_tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check_credentials()
+        check_positive(self, "max_slots", "tensor_parallel_size", "num_servers")
+        check_count(self, "max_restarts")
+        good = self.updates_at_once is None or self.updates_at_once >= 1
+        check_setting(good, "engine.updates_at_once", self.updates_at_once, "at least 1, or None for all together")
+        if not self.launch and (self.num_servers > 1 or self.gpus):
+            name = "num_servers" if self.num_servers > 1 else "gpus"
+            raise ConfigError(
+                f"engine.{name} is {getattr(self, name)}, but no server is launched: give --engine.launch, or --engine.urls alone"
+            )
+        check_setting(self.kind in ENGINE_KINDS, "engine.kind", self.kind, " or ".join(ENGINE_KINDS))
+        if self.kind == "inprocess":
+            names = "urls launch python port context_length max_num_seqs memory_fraction extra_args api_key_variable"
+            for name in names.split():
+                check_setting(
+                    not getattr(self, name),
+                    f"engine.{name}",
+                    getattr(self, name),
+                    "no value, as the embedded engine is not a server: set engine.kind",
+                )
+            check_setting(
+                not self.one_request_per_group, "engine.one_request_per_group", True, "False: the embedded engine shares prompts by itself"
+            )
+        elif self.launch == bool(self.urls):
+            found = "both given" if self.launch else "neither given"
+            raise ConfigError(
+                f"engine.kind is {self.kind!r}, and engine.launch and engine.urls are {found}: give either --engine.launch to start a "
+                "server for this run, or --engine.urls http://host:port of a running server"
+            )
+        self._check_weight_sync()
+        good = self.memory_fraction is None or 0 < self.memory_fraction < 1
+        check_setting(good, "engine.memory_fraction", self.memory_fraction, "between 0 and 1, or None")
+        check_setting(self.startup_timeout_s > 0, "engine.startup_timeout_s", self.startup_timeout_s, "more than 0")
+        check_setting(self.parity_rows is None or self.parity_rows >= 0, "engine.parity_rows", self.parity_rows, "at least 0, or None")
+        check_setting(self.parity_threshold > 0, "engine.parity_threshold", self.parity_threshold, "more than 0")
+        good = self.probe_tolerance is None or self.probe_tolerance >= 0
+        check_setting(good, "engine.probe_tolerance", self.probe_tolerance, "at least 0, or None")
+
+    def _check_credentials(self) -> None:
+        """Refuse secrets among the settings: they would show in config.json, in messages and in the list of processes."""
+        for url in self.urls:
+            if redact(url) != url:
+                raise ConfigError(
+                    f"engine.urls has {redact(url)!r}, a user, a password or a query in an address, which the files and messages of a run "
+                    "would show: give http://host:port, export the key as a variable, and name it by --engine.api-key-variable"
+                )
+        if any(argument.split("=")[0] in ("--api-key", "--admin-api-key", "--hf-token") for argument in self.extra_args):
+            raise ConfigError(
+                "engine.extra_args has a key, which the files of a run and the list of processes would show: export it as the variable "
+                "that the server reads (VLLM_API_KEY, HF_TOKEN), and name it by --engine.api-key-variable if requests need it"
+            )
+
+    def _check_weight_sync(self) -> None:
+        """Refuse transports of weights that the engines do not support on any device."""
+        how, reason = self.weight_sync, ""
+        check_setting(how in ("auto", "disk", "memory", "group", "ipc"), "engine.weight_sync", how, "auto, disk, memory, group or ipc")
+        check_positive(self, "weight_sync_mib")
+        PathMap.parse(self.path_map)
+        if self.kind == "inprocess" and how in ("group", "ipc"):
+            reason = "the embedded engine is in the trainer's process: use memory"
+        elif self.kind == "vllm" and how == "memory":
+            reason = "vLLM accepts no weights in requests: use disk, group or ipc"
+        elif how == "ipc" and not all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in self.urls):
+            reason = "memory is shared within one machine, and engine.urls names other machines: use group or disk"
+        elif how in ("group", "ipc") and self.updates_at_once is not None:
+            reason = f"it reaches all servers at once, and engine.updates_at_once is {self.updates_at_once}: leave that out, or use disk"
+        elif how in ("group", "ipc") and self.num_servers > 1 and self.on_server_death != "stop":
+            reason = "a restarted server is not part of it: set engine.on_server_death to stop, or use disk"
+        elif how in ("group", "ipc", "memory") and self.path_map:
+            reason = "engine.path_map applies to directories: leave it out, or use disk"
+        if reason:
+            raise ConfigError(f"engine.weight_sync is {how!r}, but {reason}")
+
+    @property
+    def weight_sync_mode(self) -> Literal["checkpoint", "memory", "channel"]:
+        """The value of RLTrainingConfig.weight_sync."""
+        if self.weight_sync == "auto":
+            return "checkpoint" if self.is_server else "memory"
+        if self.weight_sync == "memory":  # several servers: weights are kept in memory for a restarted server
+            return "channel" if self.is_server and self.num_servers == 1 and len(self.urls) <= 1 else "memory"
+        return "checkpoint" if self.weight_sync == "disk" else "channel"
+
+    @property
+    def is_server(self) -> bool:
+        """Whether requests go over HTTP."""
+        return self.kind != "inprocess"
+
+    def parity(self) -> ParityConfig | None:
+        """Return the comparison of engine and trainer log-probs on each batch; None = no comparison."""
+        rows = (8 if self.is_server else 0) if self.parity_rows is None else self.parity_rows
+        return ParityConfig(num_rows=rows, threshold=self.parity_threshold, action=self.parity_action) if rows else None
+
+    def precision(self, device: str) -> str:
+        """Return the dtype of a server whose model is on `device`: cpu, cuda, cuda:N, auto."""
+        if self.dtype != "auto":
+            return self.dtype
+        is_cpu = parse_device(device).type == "cpu" if device == "auto" else device == "cpu"  # a dry run may be of another machine's GPU
+        return "float32" if is_cpu else "bfloat16"
+
+    def tolerance(self, device: str) -> float | None:
+        """Return the tolerated error of log-probs after a sync, in nats; None = no probe. device: as for precision."""
+        if self.probe_tolerance is None:
+            return (1e-3 if self.precision(device) == "float32" else 0.3) if self.is_server else None
+        return self.probe_tolerance or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """Evaluation of accuracy on held-out problems."""
+
+    num_prompts: int = 256  # held-out problems
+    sampled: bool = True  # evaluate sampling at generation.temperature besides greedy decoding
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_prompts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectorySection:
+    """Rollouts written to rl/trajectories/step_NNNN.jsonl for inspection."""
+
+    every: int = 64  # write every n-th sample; 0 = none
+    condition: str | None = None  # module:function or file.py:function, Sample -> bool; writes only samples for which it is true
+    steps: bool = False  # include the steps of episodes: observation, action, reward, return, advantage and its parts
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "every")
+        check_setting(self.every > 0 or not self.steps, "trajectories.steps", self.steps, "False where trajectories.every is 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareSection:
+    """The hardware that --dry-run assumes; a run ignores it."""
+
+    memory_gib: float | None = None  # GiB of memory of a GPU, or of the machine if the model is on the CPU; None = detected
+    ranks_per_node: int = 8  # processes per node
+    node_gb_per_s: float = 200.0  # GB/s a process receives within its node; default: half of NVLink 4's 450 GB/s per direction
+    network_gb_per_s: float = 25.0  # GB/s a process receives from other nodes; default: half of 400 Gbit/s per GPU
+
+    def __post_init__(self) -> None:
+        check_positive(self, "ranks_per_node")
+        for name in ("memory_gib", "node_gb_per_s", "network_gb_per_s"):
+            value = getattr(self, name)
+            check_setting(value is None or value > 0, f"hardware.{name}", value, "more than 0")

@@ -1,0 +1,457 @@
+"""Simulated inference engines, which take virtual time and compute nothing: slots, a token rate, weight updates, failures.
+
+One task serves all engines, and one heap holds the finish time of each group. This works because sequences do not slow each other down: the
+end of a response is known as soon as it has a slot, and only a weight update, an abort or a failure moves it. A group under generation
+costs one waiting task, one entry in the heap and a logarithm of the slots for each response, whatever its length.
+
+A group is one Sample that represents all of its responses, with one token per weight version under which it was generated; loss_mask is the
+number of real tokens that this token represents.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import trio
+import trio.testing
+from torch import Tensor
+
+from integration.simulate.lengths import ResponseLengths
+from rollouts.config import check_not_negative, check_positive, check_setting
+from rollouts.engines.protocol import EngineFeature
+from rollouts.errors import EngineError
+from rollouts.seeds import derive_seed
+from rollouts.types import Completion, Group, Prompt, Sample, SamplingParams, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSection:
+    """The speed and failures of the engines."""
+
+    engines: int = 8  # inference engines with the same weights; prompt i goes to engine i % engines
+    slots: int = 64  # concurrent sequences per engine
+    token_rate: float = 50.0  # tokens per second of each sequence, whatever the load
+    prefill_rate: float = 20000.0  # tokens per second of an engine for prompts and tokens of continued sequences
+    prompt_tokens: int = 512  # tokens of a prompt
+    sync_s: float = 2.0  # seconds that engines pause for a weight sync
+    kv_cache: Literal["recompute", "keep"] = "recompute"  # cache of running sequences after a weight sync: recompute it, or keep it
+    failure_rate: float = 0.0  # fraction of groups that fail, at a random moment
+    keep_partial: bool = True  # interrupted groups continue from their tokens; False = they start over
+
+    def __post_init__(self) -> None:
+        check_positive(self, "engines", "slots", "prompt_tokens")
+        check_not_negative(self, "sync_s", "failure_rate")
+        for name in ("token_rate", "prefill_rate"):
+            value = getattr(self, name)
+            check_setting(0 < value < math.inf, name, value, "a finite number above 0")
+        check_setting(self.failure_rate < 1, "failure_rate", self.failure_rate, "less than 1")
+
+
+@dataclass(eq=False)
+class GroupRequest:
+    """A group under generation. Times are on the fleet's clock, which stops during weight updates."""
+
+    index: int  # index of its prompt
+    sample: Sample  # initial sample: empty, or with the tokens of an earlier attempt
+    done: list[int]  # initial tokens of each response
+    targets: list[int]  # final tokens of each response
+    fails_after: float  # fraction of its duration after which it fails; inf = never
+    starts: list[float] = field(default_factory=list[float])  # time at which each response has a slot and its prompt is read
+    ends: list[float] = field(default_factory=list[float])  # time at which each response ends
+    finish: float = math.inf  # time at which the group ends or fails
+    is_planned: bool = False
+    stopped_at: float | None = None  # time at which it finished, failed or was aborted
+    status: Status = Status.PENDING
+    over: trio.Event = field(default_factory=trio.Event)
+
+    def active_seconds(self, now: float) -> float:
+        """Return the slot seconds that its responses have used so far."""
+        return sum(min(end, now) - start for start, end in zip(self.starts, self.ends, strict=True) if start < now)
+
+
+class EngineSlots:
+    """The slots of one engine, as the times from which they are free, and their requests in order of arrival."""
+
+    def __init__(self, section: EngineSection) -> None:
+        self._section = section
+        self.free_from = [0.0] * section.slots
+        self._read_until = 0.0  # time at which all known prompts have been read
+        self.requests: dict[int, GroupRequest] = {}
+
+    def plan(self, request: GroupRequest, now: float) -> None:
+        """Assign each response to the earliest free slot, once the prompt has been read."""
+        missing = [k for k, done in enumerate(request.done) if done < request.targets[k]]
+        read = self._section.prompt_tokens + sum(request.done[k] for k in missing)
+        self._read_until = max(self._read_until, now, self.free_from[0]) + read / self._section.prefill_rate
+        request.starts, request.ends = [now] * len(request.targets), [now] * len(request.targets)
+        self._give_slots(request, missing, self._read_until)
+        request.is_planned = True
+
+    def remove(self, request: GroupRequest, now: float) -> list[GroupRequest]:
+        """Remove a request before its end. Returns the requests whose finish time has changed, because they wait less."""
+        del self.requests[request.index]
+        running = [end for r in self.requests.values() for start, end in zip(r.starts, r.ends, strict=True) if start <= now < end]
+        self.free_from = [*running, *[now] * (self._section.slots - len(running))]
+        heapq.heapify(self.free_from)
+        self._read_until = now
+        moved: list[GroupRequest] = []
+        for other in self.requests.values():
+            before = other.finish
+            waiting = [k for k, start in enumerate(other.starts) if start > now]
+            if any(start <= now and start < end for start, end in zip(other.starts, other.ends, strict=True)):  # its prompt has been read
+                self._give_slots(other, waiting, now)
+            elif waiting:
+                self.plan(other, now)
+            if other.finish != before:
+                moved.append(other)
+        return moved
+
+    def _give_slots(self, request: GroupRequest, responses: list[int], not_before: float) -> None:
+        for k in responses:
+            start = max(self.free_from[0], not_before)
+            request.starts[k], request.ends[k] = start, start + (request.targets[k] - request.done[k]) / self._section.token_rate
+            heapq.heapreplace(self.free_from, request.ends[k])
+        self._finish_by_plan(request)
+
+    def _finish_by_plan(self, request: GroupRequest) -> None:
+        first, last = min(request.starts), max(request.ends)
+        request.finish = last if request.fails_after == math.inf else first + request.fails_after * (last - first)
+
+    def clear(self, now: float) -> None:
+        """Free all slots."""
+        self.free_from = [now] * self._section.slots
+        self._read_until = now
+        self.requests.clear()
+
+
+_ALMOST = 1e-3  # tokens of tolerance
+_SAME_MOMENT = 1e-6  # seconds of tolerance, as sums of floats are inexact
+
+
+class SimulatedFleet:
+    """All engines as one InferenceEngine that takes weights in memory. run() must be running while groups are generated."""
+
+    features = frozenset({EngineFeature.MEMORY_UPDATES})
+
+    def __init__(self, section: EngineSection, lengths: ResponseLengths, seed: int = 0, refused_fraction: float = 0.0) -> None:
+        """
+        Args:
+            lengths: lengths of the responses.
+            seed: seed of failures and rewards.
+            refused_fraction: fraction of groups with reward 0 instead of 1, for a filter to refuse.
+        """
+        self.section = section
+        self.version = 0
+        self.paused_s = 0.0  # total seconds of pauses
+        self.num_failures = 0
+        self.num_begun_anew = 0  # groups whose earlier tokens were lost
+        self._lengths, self._seed, self._refused_fraction = lengths, seed, refused_fraction
+        self._engines = [EngineSlots(section) for _ in range(section.engines)]
+        self._arrivals: dict[int, GroupRequest] = {}
+        self._running: dict[int, GroupRequest] = {}
+        self._finishes: list[tuple[float, int, int, GroupRequest]] = []  # heap; outdated entries are skipped
+        self._serial = count()
+        self._num_begun: dict[int, int] = {}  # attempts of each prompt that started over
+        self._num_failures_of: dict[int, int] = {}
+        self._changes = [0.0]  # start of version i on the fleet's clock
+        self._paused_at: float | None = None
+        self._alarm = trio.CancelScope()
+        self._active_s = 0.0  # slot seconds of finished requests
+        self._resident: dict[int, tuple[int, int]] = {}  # by prompt, groups held by others: (tokens, oldest version)
+        self._begun_tokens = self._begun_responses = 0  # totals of first attempts
+
+    # -- time
+
+    @property
+    def now(self) -> float:
+        """The fleet's clock: seconds without pauses."""
+        return (trio.current_time() if self._paused_at is None else self._paused_at) - self.paused_s
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        while True:
+            with trio.CancelScope(deadline=self._next_event()) as self._alarm:
+                await trio.sleep_forever()
+            if self._arrivals:
+                # let all pending requests arrive before assigning slots, as trio runs tasks in random order
+                await trio.testing.wait_all_tasks_blocked()
+                self._plan_arrivals()
+            self._deliver()
+
+    def _next_event(self) -> float:
+        if self._arrivals:
+            return -math.inf
+        if self._paused_at is not None or not self._finishes:
+            return math.inf
+        return self._finishes[0][0] + self.paused_s
+
+    def _wake(self) -> None:
+        self._alarm.deadline = -math.inf
+
+    def _plan_arrivals(self) -> None:
+        arrivals, self._arrivals = self._arrivals, {}
+        now = self.now
+        for _, request in sorted(arrivals.items()):
+            if request.stopped_at is None:
+                self._engine_of(request).plan(request, now)
+                self._engine_of(request).requests[request.index] = request
+                self._running[request.index] = request
+                self._expect(request)
+
+    def _deliver(self) -> None:
+        """Finish all requests whose time has come."""
+        if self._paused_at is not None:
+            return
+        now = self.now
+        while self._finishes and self._finishes[0][0] <= now + _SAME_MOMENT:
+            finish, index, _, request = heapq.heappop(self._finishes)
+            if self._running.get(index) is not request or request.finish != finish:
+                continue
+            if request.fails_after < math.inf:
+                self.num_failures += 1
+                self._num_failures_of[index] = self._num_failures_of.get(index, 0) + 1
+                self._remove(request, now)
+                self._stop(request, Status.FAILED, now)
+            else:
+                del self._running[index], self._engine_of(request).requests[index]
+                self._stop(request, Status.COMPLETED, now)
+
+    def _expect(self, request: GroupRequest) -> None:
+        heapq.heappush(self._finishes, (request.finish, request.index, next(self._serial), request))
+
+    def _engine_of(self, request: GroupRequest) -> EngineSlots:
+        return self._engines[request.index % len(self._engines)]
+
+    def _remove(self, request: GroupRequest, now: float) -> None:
+        """Remove a running request and move up those behind it."""
+        del self._running[request.index]
+        for moved in self._engine_of(request).remove(request, now):
+            self._expect(moved)
+        self._wake()
+
+    def _stop(self, request: GroupRequest, status: Status, now: float) -> None:
+        request.status, request.stopped_at = status, now
+        self._active_s += request.active_seconds(now)
+        request.over.set()
+
+    # -- generation
+
+    async def generate_group(self, prompt: Prompt, partial: Group = ()) -> Group:
+        """Generate all responses to a prompt, or continue those of an interrupted group. Raises EngineError for a failing group."""
+        request = self._create_request(prompt, partial)
+        self._arrivals[prompt.index] = request
+        self._wake()
+        try:
+            await request.over.wait()
+        finally:
+            if request.stopped_at is None:  # cancelled
+                now = self.now
+                if request.is_planned:
+                    self._remove(request, now)
+                self._stop(request, Status.ABORTED, now)
+        if request.status is Status.FAILED:
+            raise EngineError(f"prompt {prompt.index} failed, as a fraction of {self.section.failure_rate} does in this simulation")
+        sample = self._to_sample(request)
+        if sample.reward or request.status is Status.ABORTED:
+            oldest = min((version for version in sample.weight_versions or () if version >= 0), default=self.version)
+            self._resident[prompt.index] = int(sum(sample.loss_mask)), oldest
+        return (sample,)
+
+    def _create_request(self, prompt: Prompt, partial: Group) -> GroupRequest:
+        index = prompt.index
+        self._resident.pop(index, None)
+        if partial:
+            sample = partial[0]
+            attempt = sample.metadata["attempt"]
+            done, targets = list(sample.metadata["done"]), list(sample.metadata["targets"])
+        else:
+            attempt = self._num_begun.get(index, 0)
+            self._num_begun[index] = attempt + 1
+            self.num_begun_anew += attempt > 0
+            targets = self._lengths.of_group(index, attempt)
+            if attempt == 0:
+                self._begun_tokens += sum(targets)
+                self._begun_responses += len(targets)
+            done = [0] * len(targets)
+            reward = float(self._refused_fraction == 0 or self._draw(index, attempt, 1) >= self._refused_fraction)
+            sample = Sample(
+                index=index,  # one Sample per group, so both have the same index
+                group_index=index,
+                tokens=(0,),
+                loss_mask=(0.0,),
+                rollout_log_probs=(0.0,),
+                weight_versions=(-1,),
+                reward=reward,
+                metadata={"attempt": attempt, "targets": targets, "done": done},
+                status=Status.ABORTED,
+            )
+        key = (index, attempt, 2 + 2 * self._num_failures_of.get(index, 0))  # equal after an interruption, different after a failure
+        fails = self.section.failure_rate > 0 and self._draw(*key) < self.section.failure_rate
+        return GroupRequest(
+            index=index,
+            sample=sample,
+            done=done,
+            targets=targets,
+            fails_after=self._draw(*key, 1) if fails else math.inf,
+        )
+
+    def _draw(self, *key: int) -> float:
+        return derive_seed(self._seed, *key) / 2**63
+
+    def _to_sample(self, request: GroupRequest) -> Sample:
+        """Return the group so far: one token per weight version, and the progress of each response."""
+        counts = self._count_tokens(request)
+        versions = sorted(counts)
+        produced = [self._tokens_at(request, k, request.stopped_at or 0.0) for k in range(len(request.targets))]
+        if request.status is Status.COMPLETED:  # sums of floats are inexact
+            produced = [target - done for target, done in zip(request.targets, request.done, strict=True)]
+        start = request.sample
+        assert start.rollout_log_probs is not None and start.weight_versions is not None
+        more = (-0.5,) * len(versions)
+        return replace(
+            start,
+            tokens=start.tokens + (0,) * len(versions),
+            loss_mask=start.loss_mask + tuple(float(counts[version]) for version in versions),
+            rollout_log_probs=start.rollout_log_probs + more,
+            weight_versions=start.weight_versions + tuple(versions),
+            segment_log_probs=None if start.segment_log_probs is None else start.segment_log_probs + more,
+            segment_versions=None if start.segment_versions is None else start.segment_versions + (-1,) * len(versions),
+            status=request.status,
+            metadata={**start.metadata, "done": [done + new for done, new in zip(request.done, produced, strict=True)]},
+        )
+
+    def _count_tokens(self, request: GroupRequest) -> dict[int, int]:
+        """Return the tokens generated in this attempt, by weight version."""
+        assert request.stopped_at is not None, f"prompt {request.index} is still under generation"
+        counts: dict[int, int] = {}
+        if not request.is_planned:
+            return counts
+        for k, start in enumerate(request.starts):
+            version, before = bisect_right(self._changes, start) - 1, 0
+            total = (
+                request.targets[k] - request.done[k]
+                if request.status is Status.COMPLETED
+                else self._tokens_at(request, k, request.stopped_at)
+            )
+            while before < total:
+                last = version + 1 == len(self._changes) or self._changes[version + 1] >= request.ends[k]
+                until = total if last else min(total, self._tokens_at(request, k, self._changes[version + 1]))
+                if until > before:
+                    counts[version] = counts.get(version, 0) + until - before
+                before, version = until, version + 1
+        return counts
+
+    def _tokens_at(self, request: GroupRequest, k: int, moment: float) -> int:
+        """Return the new tokens of response k at a time of the fleet's clock."""
+        if not request.is_planned or moment <= request.starts[k]:
+            return 0
+        if moment >= request.ends[k]:
+            return request.targets[k] - request.done[k]
+        return int((moment - request.starts[k]) * self.section.token_rate + _ALMOST)
+
+    # -- InferenceEngine
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
+        """Raise EngineError: these engines generate only whole groups."""
+        raise EngineError("simulated engines generate groups: use generate_group")
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Make generate_group return the tokens so far, for the groups of these requests (ids by make_request_id) or for all."""
+        now = self.now
+        if request_ids is None:
+            stopped = [*self._running.values(), *self._arrivals.values()]
+            self._arrivals, self._finishes = {}, []
+            self._running.clear()
+            for engine in self._engines:
+                engine.clear(now)
+        else:
+            wanted = {int(request_id.split("-")[0]) for request_id in request_ids}
+            stopped = [self._arrivals[index] for index in sorted(wanted & self._arrivals.keys())]
+            for request in [self._running[index] for index in sorted(wanted & self._running.keys())]:
+                self._remove(request, now)
+                stopped.append(request)
+        for request in stopped:
+            if request.stopped_at is None:
+                self._stop(request, Status.ABORTED, now)
+        await trio.lowlevel.checkpoint()
+
+    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
+        """Pause for the update; then continue running sequences under the new version."""
+        assert self._paused_at is None, "weights are being updated already"
+        self._paused_at = trio.current_time()
+        try:
+            await trio.sleep(self.section.sync_s + self._recompute_seconds())
+        finally:
+            paused_at, self._paused_at = self._paused_at, None
+            self.paused_s += trio.current_time() - paused_at
+            self._wake()
+        assert weight_version >= self.version, f"weight version {weight_version} is older than {self.version}"
+        self._changes.extend([self.now] * (weight_version - self.version))
+        self.version = weight_version
+        return {"success": True, "weight_version": weight_version}
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+        """Update as update_weights does, to the next version."""
+        return await self.update_weights({}, self.version + 1)
+
+    async def get_weight_version(self) -> int:
+        """Return the version of the next token."""
+        await trio.lowlevel.checkpoint()
+        return self.version
+
+    def _recompute_seconds(self) -> float:
+        """Return the seconds in which engines recompute the caches of running sequences, in equal shares."""
+        if self.section.kv_cache == "keep" or not self._running:
+            return 0.0
+        requests, now = self._running.values(), self.now
+        starts = np.fromiter(chain.from_iterable(request.starts for request in requests), float)
+        ends = np.fromiter(chain.from_iterable(request.ends for request in requests), float)
+        before = np.fromiter(chain.from_iterable(request.done for request in requests), float)
+        running = (starts < now) & (ends > now)
+        tokens = np.sum((now - starts) * self.section.token_rate + before + self.section.prompt_tokens, where=running)
+        return float(tokens) / (self.section.prefill_rate * self.section.engines)
+
+    # -- figures
+
+    def forget(self, index: int) -> None:
+        """Forget the group of a prompt after it has been trained on."""
+        self._resident.pop(index, None)
+        self._num_begun.pop(index, None)
+
+    def count_resident_tokens(self, oldest_kept: int) -> int:
+        """Return the tokens that may still be trained on: of running and waiting groups without older versions."""
+        now = self.now
+        running = sum(done + self._tokens_at(request, k, now) for request in self._running.values() for k, done in enumerate(request.done))
+        return running + sum(tokens for tokens, oldest in self._resident.values() if oldest >= oldest_kept)
+
+    @property
+    def mean_length_begun(self) -> float:
+        """Return the mean tokens of started responses."""
+        return self._begun_tokens / max(1, self._begun_responses)
+
+    @property
+    def num_running(self) -> int:
+        """The number of groups under generation or waiting for a slot."""
+        return len(self._running) + len(self._arrivals)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engines pause for new weights."""
+        return self._paused_at is not None
+
+    def count_busy_slots(self) -> int:
+        """Return the number of occupied slots."""
+        return sum(map(self.now.__lt__, chain.from_iterable(engine.free_from for engine in self._engines)))
+
+    def active_seconds(self) -> float:
+        """Return the seconds of generation, summed over the slots."""
+        now = self.now
+        return self._active_s + sum(request.active_seconds(now) for request in self._running.values())

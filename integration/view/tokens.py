@@ -1,0 +1,205 @@
+"""Display of tokens: their pieces of text and their colours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+from rich.style import Style
+from rich.text import Text
+
+from rollouts.data.records import TrajectoryRecord
+from rollouts.errors import make_safe
+from rollouts.steps import StepData
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+"""Tokens to text, special tokens included."""
+
+ColorBy = Literal["auto", "advantage", "log-prob", "mask", "none"]
+Rgb: TypeAlias = "tuple[int, int, int]"
+
+_PALE: Rgb = (235, 235, 235)
+_BLUE: Rgb = (60, 130, 235)
+_RED: Rgb = (225, 85, 75)
+_ORANGE: Rgb = (240, 150, 40)
+_GREEN: Rgb = (110, 190, 120)
+_LEAST_LOG_PROB = -4.0  # nats at and below which a token has the full colour
+_OTHER = Style(dim=True)  # style of tokens that are not trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """One token of a record with its recorded data."""
+
+    position: int  # position in the sample, or in the action of a single step
+    id: int
+    piece: str  # text; "" for a token that ends within a character, which the next piece contains
+    mask: float  # 0 = not trained on
+    version: int | None = None  # weight version that sampled it
+    log_prob: float | None = None
+    advantage: float | None = None
+    return_: float | None = None
+    value: float | None = None
+
+
+def split_text(decode: Decode, tokens: Sequence[int]) -> list[str]:
+    """Return the text that each token adds to those before it, also for characters that span tokens; joined they are the whole text."""
+    pieces: list[str] = []
+    begin = known = 0  # tokens[begin:known] are enough context for correct spaces
+    for end in range(1, len(tokens) + 1):
+        before, after = decode(tokens[begin:known]), decode(tokens[begin:end])
+        if after.endswith("\ufffd") and end < len(tokens):  # probably an incomplete character
+            pieces.append("")
+            continue
+        held = known < end - 1
+        pieces.append(after[len(before) :] or ("" if held else f"<{tokens[end - 1]}>"))  # ids without text
+        begin, known = known, end
+    return pieces
+
+
+def name_ids(tokens: Sequence[int]) -> list[str]:
+    """Return the ids as pieces, for tokens without a tokenizer."""
+    return [f"{token} " for token in tokens]
+
+
+def read_tokens(record: TrajectoryRecord, decode: Decode | None) -> tuple[Token, ...]:
+    """Return the tokens of a record's sample. decode: None = no tokenizer is known."""
+    sample, known = record.sample, record.estimate
+    columns: dict[str, Sequence[Any] | None] = {
+        "version": sample.weight_versions,
+        "log_prob": sample.rollout_log_probs,
+        "advantage": None if known is None else known.advantages,
+        "return_": None if known is None else known.returns,
+        "value": None if known is None else known.values,
+    }
+    return _make_tokens(sample.tokens, sample.loss_mask, decode, columns)
+
+
+def read_step_tokens(step: StepData, decode: Decode | None) -> tuple[Token, ...]:
+    """Return the tokens of a single step's action, with all of them assumed to be trained on."""
+    tokens = step.policy_tokens or ()
+    advantages = None if step.advantage is None else (step.advantage,) * len(tokens)
+    return _make_tokens(tokens, (1.0,) * len(tokens), decode, {"log_prob": step.policy_logprobs, "advantage": advantages})
+
+
+def _make_tokens(
+    tokens: Sequence[int], masks: Sequence[float], decode: Decode | None, columns: dict[str, Sequence[Any] | None]
+) -> tuple[Token, ...]:
+    pieces = name_ids(tokens) if decode is None else split_text(decode, tokens)
+    return tuple(
+        Token(
+            position=k,
+            id=tokens[k],
+            piece=pieces[k],
+            mask=masks[k],
+            **{name: column[k] for name, column in columns.items() if column is not None},
+        )
+        for k in range(len(tokens))
+    )
+
+
+# -- text
+
+
+def make_line(text: str) -> str:
+    """Return the text on one line."""
+    return make_safe(text).replace("\n", "\\n")
+
+
+@dataclass(frozen=True)
+class Palette:
+    """The colouring of tokens."""
+
+    by: ColorBy
+    most: float = 1.0  # advantage with the full colour
+
+    def style(self, token: Token) -> Style:
+        """Return the style of a token; dim = not trained on."""
+        if token.mask == 0 or self.by == "none":
+            return _OTHER if token.mask == 0 and self.by != "none" else Style()
+        if self.by == "mask":
+            return _fill(_PALE, _GREEN, min(token.mask, 1.0))
+        if self.by == "log-prob":
+            return Style() if token.log_prob is None else _fill(_PALE, _ORANGE, min(token.log_prob / _LEAST_LOG_PROB, 1.0))
+        if token.advantage is None:
+            return Style()
+        return _fill(_PALE, _BLUE if token.advantage > 0 else _RED, min(abs(token.advantage) / self.most, 1.0))
+
+    def legend(self) -> Text:
+        """Return a line that explains the colours."""
+        steps = (-1.0, -0.5, 0.0, 0.5, 1.0)
+        if self.by == "advantage":
+            parts = [(f" {format_signed(fraction * self.most)} ", {"advantage": fraction * self.most}) for fraction in steps]
+        elif self.by == "log-prob":
+            parts = [(f" {value:g} ", {"log_prob": value}) for value in (0.0, -1.0, -2.0, _LEAST_LOG_PROB)]
+        else:
+            parts = [(" trained ", {})]
+        text = Text(f"{self.by}: ", style="bold")
+        for label, known in parts:
+            text.append(label, style=self.style(Token(position=0, id=0, piece="", mask=1.0, **known)))
+        text.append("  ")
+        return text.append("not trained on", style=_OTHER)
+
+
+def _fill(pale: Rgb, full: Rgb, fraction: float) -> Style:
+    fraction = fraction if math.isfinite(fraction) else 1.0
+    red, green, blue = (round(a + (b - a) * max(0.0, fraction)) for a, b in zip(pale, full, strict=True))
+    return Style.parse(f"#101010 on #{red:02x}{green:02x}{blue:02x}")
+
+
+def choose_palette(by: ColorBy, tokens: Sequence[Token]) -> Palette:
+    """Choose the colours of the shown tokens. by="auto": advantage if recorded, else log-prob, else mask."""
+    known = (abs(token.advantage) for token in tokens if token.advantage is not None and token.mask > 0)
+    advantages = [advantage for advantage in known if math.isfinite(advantage)]
+    if by == "auto":
+        by = "advantage" if advantages else "log-prob" if any(token.log_prob is not None for token in tokens) else "mask"
+    return Palette(by, max(advantages, default=0.0) or 1.0)
+
+
+def lay_out(parts: Sequence[tuple[str, Style | str]], indent: str) -> list[Text]:
+    """Return the lines of styled parts, split at newlines, each with the indent."""
+    lines = [Text(indent)]
+    for part, style in parts:
+        first, *others = make_safe(part).split("\n")
+        lines[-1].append(first, style=style)
+        for other in others:
+            lines.append(Text(indent).append(other, style=style))
+    return lines
+
+
+def tabulate(tokens: Sequence[Token], palette: Palette) -> list[Text]:
+    """Return a table with one line per token: position, id, text, and the columns of the file."""
+    names = [f.name for f in fields(Token) if any(getattr(token, f.name) is not None for token in tokens)]
+    shown = {"return_": "return", "log_prob": "log-prob"}
+    rows = [[shown.get(name, name) for name in names], *([_cell(getattr(token, name)) for name in names] for token in tokens)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(names))]
+    lines: list[Text] = []
+    for number, row in enumerate(rows):
+        line = Text("    ")
+        for name, cell, width in zip(names, row, widths, strict=True):
+            text = cell.ljust(width) if name == "piece" else cell.rjust(width)
+            style = "bold" if number == 0 else palette.style(tokens[number - 1]) if name == "piece" else ""
+            line.append(text, style=style).append("  ")
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, str):
+        return make_line(repr(value))
+    return format_number(value)
+
+
+def format_number(value: float | None) -> str:
+    """Format a number with at most four significant digits; "" for None."""
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) or not math.isfinite(value) else f"{value:.4g}"
+
+
+def format_signed(value: float) -> str:
+    """Format a number with its sign and at most three significant digits."""
+    return f"{value:+.3g}" if value else "0"
