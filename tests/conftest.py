@@ -10,6 +10,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the processes that tests start
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")  # small, and run once
 
+import needs
 import pytest
 from hypothesis import settings
 
@@ -26,8 +27,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests have ten minutes, unless they say how long they have."""
+    """Slow tests have ten minutes, unless they say how long they have; tests against a real server need one."""
     for item in items:
+        for kind, need in (("vllm", needs.VLLM), ("sglang", needs.SGLANG)):
+            if item.get_closest_marker(kind) is not None:
+                item.add_marker(need)
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity import peers
 from parity.mapping import Parity, Rule, group_numbers, has_nan, pad_rows, zero_nans
-from rollouts import advantages as adv
-from rollouts import kl as kls
-from rollouts import statistics as stats
+from rollouts.algorithms import advantages as adv
+from rollouts.algorithms import kl as kls
+from rollouts.algorithms import statistics as stats
 
 KL = {"k1": kls.k1, "k2": kls.k2, "k3": kls.k3}
 
@@ -102,7 +103,7 @@ def verl_remax(token_level_rewards, reward_baselines, response_mask):
 
 def verl_gae(token_level_rewards, values, response_mask, gamma, lam):
     advantages = adv.gae(token_level_rewards, values, response_mask, gamma, lam)
-    returns = adv.lambda_returns(token_level_rewards, values, response_mask, gamma, lam)
+    returns = peers.lambda_returns(token_level_rewards, values, response_mask, gamma, lam)
     return {"advantages": whiten(advantages, response_mask), "returns": returns}
 
 
@@ -176,7 +177,7 @@ VERL = {
         note=SINGLE,
     ),
     "verl_remax": Parity(run=verl_remax, ours="advantages.discounted_returns, compute_advantages", mask="response_mask"),
-    "verl_gae": Parity(run=verl_gae, ours="advantages.gae, lambda_returns, statistics.whiten", mask="response_mask"),
+    "verl_gae": Parity(run=verl_gae, ours="advantages.gae, peers.lambda_returns, statistics.whiten", mask="response_mask"),
     "verl_masked_whiten": Parity(run=verl_masked_whiten, ours="statistics.whiten, masked_mean, masked_var", mask="mask"),
     "verl_optimal_token_baseline": Parity(
         run=partial(verl_optimal_token_baseline, compact=False),
@@ -310,7 +311,7 @@ def areal_ppo_compute_advantages(
     advantages = adv.gae(token_rewards, values, mask, **options)
     return {
         "advantages": advantages if adv_norm is None else areal_normalize(advantages, mask, adv_norm),
-        "returns": adv.lambda_returns(token_rewards, values, mask, **options),
+        "returns": peers.lambda_returns(token_rewards, values, mask, **options),
         "kl_rewards": penalize(nothing)[0],
         "tot_rewards": token_rewards,
         "loss_mask": mask,
@@ -353,7 +354,7 @@ def areal_packed_gae(
         "kl_rewards": adv.apply_kl_penalty(torch.zeros_like(log_probs), log_probs, ref_log_probs, mask, kl_ctl, kls.k1)[0],
         "tot_rewards": token_rewards,
         "advantages": adv.gae(token_rewards, state_values, mask, **options),
-        "returns": adv.lambda_returns(token_rewards, state_values, mask, **options),
+        "returns": peers.lambda_returns(token_rewards, state_values, mask, **options),
     }
     return {name: pack(rows, lengths) for name, rows in found.items()}
 
@@ -380,7 +381,7 @@ AREAL = {
     ),
     "areal_realhf_packed_rewards_gae_v0_3_0": Parity(
         run=areal_packed_gae,
-        ours="advantages.shape_rewards, zero_truncated_rewards, apply_kl_penalty, gae(bootstrap=...), lambda_returns",
+        ours="advantages.shape_rewards, zero_truncated_rewards, apply_kl_penalty, gae(bootstrap=...), peers.lambda_returns",
     ),
 }
 
@@ -453,7 +454,7 @@ TRL = {
 def slime_gae(rewards, values, gamma, lambd):
     mask = torch.ones_like(rewards)
     advantages = adv.gae(rewards, values, mask, gamma, lambd)
-    returns = adv.lambda_returns(rewards, values, mask, gamma, lambd)
+    returns = peers.lambda_returns(rewards, values, mask, gamma, lambd)
     return {"advantages": advantages, "advantages_chunked": advantages, "returns": returns}
 
 
@@ -506,7 +507,7 @@ def rlax_returns(r_t, discount_t, lambda_, values):
     mask = torch.ones_like(rewards)
     return {
         "gae": adv.gae(rewards, states, mask, gamma, lambda_, bootstrap=bootstrap)[0],
-        "lambda_returns": adv.lambda_returns(rewards, states, mask, gamma, lambda_, bootstrap=bootstrap)[0],
+        "lambda_returns": peers.lambda_returns(rewards, states, mask, gamma, lambda_, bootstrap=bootstrap)[0],
         "discounted_returns": adv.discounted_returns(rewards, mask, gamma, bootstrap=bootstrap)[0],
     }
 
@@ -519,15 +520,14 @@ def rlax_vtrace(v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_, clip_rho_threshol
         torch.ones_like(r_t)[None],
         discount_t[None],
         lambda_,
-        clip_rho=clip_rho_threshold,
-        clip_pg_rho=clip_pg_rho_threshold,
+        clips=adv.RatioClips(clip_rho_threshold, clip_pg_rho_threshold),
         next_values=v_t[None],
     )
     return {"vtrace_errors": found.errors[0], "pg_advantage": found.advantages[0], "q_estimate": found.q_values[0]}
 
 
 OTHERS = {
-    "slime_gae": Parity(run=slime_gae, ours="advantages.gae, lambda_returns"),
+    "slime_gae": Parity(run=slime_gae, ours="advantages.gae, peers.lambda_returns"),
     "slime_group_reward_norm": Parity(run=slime_group_reward_norm, ours="advantages.normalize_by_group", rules=(NO_PEERS,)),
     "slime_reinforce_plus_plus": Parity(
         run=slime_reinforce_plus_plus,
@@ -538,7 +538,7 @@ OTHERS = {
     "prime_grpo": Parity(run=prime_grpo, ours="advantages.penalize_length, normalize_by_group(std_level=None)"),
     "prime_maxrl": Parity(run=prime_maxrl, ours="advantages.max_rl_advantages"),
     "rlax_gae_lambda_returns": Parity(
-        run=rlax_returns, ours="advantages.gae, lambda_returns, discounted_returns (discounts of steps, bootstrap)"
+        run=rlax_returns, ours="advantages.gae, peers.lambda_returns, discounted_returns (discounts of steps, bootstrap)"
     ),
     "rlax_vtrace": Parity(run=rlax_vtrace, ours="advantages.vtrace"),
 }

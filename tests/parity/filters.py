@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from parity.mapping import Parity, Rule
-from rollouts.advantages import penalize_overlong
+from rollouts.algorithms.advantages import penalize_overlong
+from rollouts.data.filters import check_reward_nonzero_std
+from rollouts.data.samples import compute_response_lengths, group_samples
 from rollouts.errors import GenerationError
-from rollouts.filters import check_reward_nonzero_std
-from rollouts.samples import compute_response_lengths, group_samples
 from rollouts.types import Sample
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from parity.mapping import Parity, group_numbers
-from rollouts import gigpo
-from rollouts.advantages import sum_token_rewards
-from rollouts.statistics import group_std
+from rollouts.algorithms import anchors as gigpo
+from rollouts.algorithms.advantages import sum_token_rewards
+from rollouts.algorithms.anchors import GiGPOSettings
+from rollouts.algorithms.statistics import group_std
 
 
 def along(row: Tensor, mask: Tensor) -> Tensor:
@@ -66,12 +67,14 @@ def outcome_advantage(
         groups,
         trajectories,
         step_groups,
-        gamma=gamma,
-        omega=step_advantage_w,
-        across_steps=True,
-        std_level={"mean_norm": None, "mean_std_norm": group_std}[mode],
-        epsilon=epsilon,
-        keep_single=True,
+        settings=GiGPOSettings(
+            gamma=gamma,
+            omega=step_advantage_w,
+            across_steps=True,
+            std_level={"mean_norm": None, "mean_std_norm": group_std}[mode],
+            epsilon=epsilon,
+            keep_single=True,
+        ),
     )
     return {
         "advantages": along(found, response_mask),
@@ -87,6 +90,8 @@ MAPPINGS: dict[str, Parity] = {
     "gigpo_step_discounted_returns": Parity(run=step_returns, ours="gigpo.step_returns"),
     "gigpo_episode_norm_reward": Parity(run=episode_norm_reward, ours="gigpo.episode_advantages(keep_single=True)", note=NOTE),
     "gigpo_step_norm_reward": Parity(run=step_norm_reward, ours="gigpo.step_advantages"),
-    "gigpo_outcome_advantage": Parity(run=outcome_advantage, ours="gigpo.gigpo_advantages(across_steps=True, keep_single=True)", note=NOTE),
+    "gigpo_outcome_advantage": Parity(
+        run=outcome_advantage, ours="gigpo.gigpo_advantages(GiGPOSettings(across_steps=True, keep_single=True))", note=NOTE
+    ),
 }
 NOT_OFFERED: dict[str, str] = {}

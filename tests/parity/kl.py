@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from parity.mapping import Parity
-from rollouts.advantages import apply_kl_penalty
-from rollouts.kl import KLEstimator, abs_kl, bounded, k1, k2, k3, straight_through, weighted
-from rollouts.kl_control import KLControl, measure_kl, update_kl_control
+from rollouts.algorithms.advantages import apply_kl_penalty
+from rollouts.algorithms.kl import KLEstimator, abs_kl, bounded, k1, k2, k3, straight_through, weighted
+from rollouts.algorithms.kl_control import measure_kl, update_kl_control
+from rollouts.types import KLControl
 
 VERL: dict[str, KLEstimator] = {
     "kl": k1,

@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from samples import make_batch
 from torch import Tensor
 
-from parity.mapping import Parity, Rule, make_batch, zero_nans
-from rollouts.logprobs import (
+from parity.mapping import Parity, Rule, zero_nans
+from parity.peers import token_sum
+from rollouts.algorithms.logprobs import (
     chunked_log_probs,
     entropy_from_logits,
     gather_log_probs,
@@ -20,9 +22,9 @@ from rollouts.logprobs import (
     temper,
     token_log_probs,
 )
-from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean, token_sum
-from rollouts.losses import policy_loss
-from rollouts.surrogates import reinforce
+from rollouts.algorithms.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
+from rollouts.algorithms.losses import policy_loss
+from rollouts.algorithms.surrogates import reinforce
 from rollouts.types import TokenOutputs
 
 

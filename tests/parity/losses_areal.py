@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from samples import make_batch
 from torch import Tensor
 
-from parity.mapping import Parity, Rule, make_batch, token_losses, zero_nans
-from rollouts.corrections import (
+from parity.mapping import Parity, Rule, importance_ratio, token_losses, zero_nans
+from rollouts.algorithms.corrections import (
     anchor_to_proximal,
     geometric_level,
     limit_second_moment,
@@ -22,11 +23,18 @@ from rollouts.corrections import (
     sequence_level,
     token_level,
 )
-from rollouts.kl import k1, k2, k3
-from rollouts.loss_weights import token_mean
-from rollouts.losses import clipped_policy_loss, policy_loss, value_loss
-from rollouts.proximal import approximate_proximal
-from rollouts.surrogates import Ratio, clip_fractions, importance_ratio, row_mean_advantages, sapo, sequence_mean_ratio, token_ratio
+from rollouts.algorithms.kl import k1, k2, k3
+from rollouts.algorithms.loss_weights import token_mean
+from rollouts.algorithms.losses import KLTerm, clipped_policy_loss, policy_loss, value_loss
+from rollouts.algorithms.proximal import approximate_proximal
+from rollouts.algorithms.surrogates import (
+    Ratio,
+    clip_fractions,
+    row_mean_advantages,
+    sapo,
+    sequence_mean_ratio,
+    token_ratio,
+)
 from rollouts.types import TokenOutputs, TrainBatch
 
 LEVELS = {"mean": geometric_level, "sum": sequence_level, "max": max_level}
@@ -246,8 +254,7 @@ def areal_grpo_loss_full(
         low=eps_clip,
         high=eps_clip if eps_clip_higher is None else eps_clip_higher,
         dual=c_clip,
-        kl=None if teacher_logp is None else k1,
-        kl_coef=distill_loss_weight,
+        kl=None if teacher_logp is None else KLTerm(k1, distill_loss_weight),
     )
     return {"loss": loss.loss}
 
@@ -353,7 +360,7 @@ MAPPINGS: dict[str, Parity] = {
     ),
     "areal_grpo_loss_full": Parity(
         run=areal_grpo_loss_full,
-        ours=f"proximal.approximate_proximal, corrections.limit_second_moment, {DECOUPLED}; distillation is kl=k1 to the teacher",
+        ours=f"proximal.approximate_proximal, corrections.limit_second_moment, {DECOUPLED}; distillation is kl=KLTerm(k1) to the teacher",
         wrt=("logprobs",),
         rules=CLAMPED_ROWS,
     ),

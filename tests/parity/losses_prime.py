@@ -7,12 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from samples import make_batch
 from torch import Tensor
 
-from parity.mapping import Parity, Rule, make_batch, pad_rows
-from rollouts import losses, surrogates
-from rollouts.corrections import keep_tokens
-from rollouts.loss_weights import token_mean
+from parity import peers
+from parity.mapping import Parity, Rule, pad_rows
+from rollouts.algorithms import losses, surrogates
+from rollouts.algorithms.corrections import keep_tokens
+from rollouts.algorithms.loss_weights import token_mean
 from rollouts.types import LossOutput, TokenOutputs, TrainBatch
 
 
@@ -93,7 +95,7 @@ def components(
     if ref_kl_weights is not None:
         assert ref_logprobs is not None
         batch = columns(pad_rows(ref_kl_weights), ref_kl_scale, rollout_log_probs=inference_logprobs, ref_log_probs=ref_logprobs)
-        surrogate = partial(surrogates.penalized_ratio, inside=partial(surrogates.inside_tv_lower, width=0.2), penalty=1e-3)
+        surrogate = partial(surrogates.penalized_ratio, inside=partial(peers.inside_tv_lower, width=0.2), penalty=1e-3)
         parts["ref_kl"] = losses.distillation_loss(outputs, batch, surrogate=surrogate)
     return {"loss": losses.total_loss(parts).loss}
 
@@ -123,7 +125,7 @@ MAPPINGS: dict[str, Parity] = {
     "prime_ref_kl_ce": Parity(
         run=components,
         ours="losses.total_loss of policy_loss(surrogate=penalized_ratio), sft_loss and distillation_loss(surrogate=penalized_ratio("
-        "inside=inside_tv_lower)), each with loss_weights.token_mean(num_tokens=...) of its own tokens",
+        "inside=peers.inside_tv_lower)), each with loss_weights.token_mean(num_tokens=...) of its own tokens",
         wrt=("trainer_logprobs",),
         rules=(NEGATIVE_WEIGHTS,),
     ),

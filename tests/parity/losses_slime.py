@@ -8,21 +8,22 @@ from functools import partial
 from typing import Any
 
 import torch
+from samples import make_batch
 from torch import Tensor
 
 from parity.kl import slime_estimator
-from parity.mapping import Parity, make_batch, pad_rows
-from rollouts.corrections import truncate_weights
-from rollouts.loss_weights import sample_mean, token_sum, weighted_sum
-from rollouts.losses import clipped_policy_loss, policy_loss, value_loss
-from rollouts.surrogates import (
+from parity.mapping import Parity, importance_ratio, pad_rows
+from parity.peers import token_sum
+from rollouts.algorithms.corrections import truncate_weights
+from rollouts.algorithms.loss_weights import sample_mean, weighted_sum
+from rollouts.algorithms.losses import KLTerm, clipped_policy_loss, policy_loss, value_loss
+from rollouts.algorithms.surrogates import (
     Ratio,
     Surrogate,
     cispo,
     cispo_fractions,
     clip_fractions,
     clipped,
-    importance_ratio,
     sequence_mean_ratio,
     token_ratio,
 )
@@ -139,9 +140,9 @@ def slime_full(
     kl = None
     if use_kl_loss:
         weights = importance_ratio(outputs.log_probs, batch.old_log_probs, batch.loss_mask) if use_unbiased_kl else None
-        kl = slime_estimator(kl_loss_type, weights)
-        found["kl_loss"] = weighted_sum(kl(outputs.log_probs, batch.ref_log_probs), batch.loss_weights)
-    whole = policy_loss(outputs, batch, surrogate=surrogate, ratio=ratio, kl=kl, kl_coef=kl_loss_coef, entropy_coef=entropy_coef)
+        kl = KLTerm(slime_estimator(kl_loss_type, weights), kl_loss_coef)
+        found["kl_loss"] = weighted_sum(kl.estimate(outputs.log_probs, batch.ref_log_probs), batch.loss_weights)
+    whole = policy_loss(outputs, batch, surrogate=surrogate, ratio=ratio, kl=kl, entropy_coef=entropy_coef)
     return {**found, "loss": whole.loss}
 
 
@@ -165,7 +166,7 @@ def slime_value_loss(
 MAPPINGS: dict[str, Parity] = {
     "slime_policy_loss": Parity(
         run=slime_policy_loss,
-        ours="losses.clipped_policy_loss, sample_mean(num_rows=1) or token_sum",
+        ours="losses.clipped_policy_loss, sample_mean(num_rows=1) or peers.token_sum",
         wrt=("log_probs",),
     ),
     "slime_cispo": Parity(run=slime_cispo, ours="losses.policy_loss(surrogate=cispo), sample_mean(num_rows=1)", wrt=("log_probs",)),
@@ -182,7 +183,7 @@ MAPPINGS: dict[str, Parity] = {
     ),
     "slime_sum_of_sample_mean": Parity(
         run=slime_reduction,
-        ours="loss_weights.weighted_sum(x, sample_mean(num_rows=1, row_lengths=...) | token_sum)",
+        ours="loss_weights.weighted_sum(x, sample_mean(num_rows=1, row_lengths=...) | peers.token_sum)",
         wrt=("x",),
         grad_of="value",
     ),

@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from samples import make_batch
 from torch import Tensor
 
-from parity.mapping import Parity, Rule, make_batch
-from rollouts import kl, loss_weights, losses, statistics, surrogates
-from rollouts.corrections import mask_off_policy_rows
-from rollouts.covariance import drop_tokens
+from parity.mapping import Parity, Rule
+from rollouts.algorithms import kl, loss_weights, losses, statistics, surrogates
+from rollouts.algorithms.corrections import mask_off_policy_rows
+from rollouts.algorithms.covariance import drop_tokens
 from rollouts.types import LossOutput, TokenOutputs, TrainBatch
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -101,9 +102,7 @@ def grpo(
             replace(batch, loss_weights=weigh(batch)),
             surrogate=surrogate,
             ratio=ratio,
-            kl=kl.k3 if beta != 0 else None,
-            kl_coef=beta,
-            unbiased_kl=bool(use_bias_correction_kl),
+            kl=losses.KLTerm(kl.k3, beta, unbiased=bool(use_bias_correction_kl)) if beta != 0 else None,
             reweigh=None if off_policy_mask_threshold is None else partial(mask_off_policy_rows, threshold=off_policy_mask_threshold),
         )
     }
@@ -179,20 +178,21 @@ def of_grpo(ours: str, rules: tuple[Rule, ...] = ()) -> Parity:
     return Parity(run=grpo, ours=ours, wrt=("per_token_logps",), rules=(*rules, QUANTILE))
 
 
-CLIP = "losses.policy_loss(surrogate=clipped(low, high, dual=delta), kl=k3, unbiased_kl) with loss_weights."
+CLIP = "losses.policy_loss(surrogate=clipped(low, high, dual=delta), kl=KLTerm(k3, unbiased=True)) with loss_weights."
 MAPPINGS: dict[str, Parity] = {
     "trl_bnpo": of_grpo(CLIP + "token_mean", DELTAS),
-    "trl_cispo": of_grpo("losses.policy_loss(surrogate=cispo(low=1, cap=...), kl=k3) with loss_weights.token_mean(num_tokens=...)"),
+    "trl_cispo": of_grpo("losses.policy_loss(surrogate=cispo(low=1, cap=...), kl=KLTerm(k3)) with loss_weights.token_mean(num_tokens=...)"),
     "trl_dapo": of_grpo(CLIP + "token_mean(num_tokens=...)", DELTAS),
     "trl_dr_grpo": of_grpo(CLIP + "fixed_length_mean(count_empty_rows=True)", DELTAS),
     "trl_grpo": of_grpo(CLIP + "sample_mean(count_empty_rows=True)", DELTAS),
     "trl_grpo_options": of_grpo(
-        "losses.policy_loss(surrogate=clipped, ratio=sequence_mean_ratio or token_ratio, kl=k3, reweigh=mask_off_policy_rows), "
+        "losses.policy_loss(surrogate=clipped, ratio=sequence_mean_ratio or token_ratio, kl=KLTerm(k3), reweigh=mask_off_policy_rows), "
         "covariance.drop_tokens(~statistics.top_share), losses.entropy_loss, added up by losses.total_loss",
         (*DELTAS, *VESPO),
     ),
     "trl_luspo": of_grpo(
-        "losses.policy_loss(surrogate=clipped, ratio=sequence_mean_ratio, kl=k3) with loss_weights.sample_sum(count_empty_rows=True)",
+        "losses.policy_loss(surrogate=clipped, ratio=sequence_mean_ratio, kl=KLTerm(k3)) with "
+        "loss_weights.sample_sum(count_empty_rows=True)",
         DELTAS,
     ),
     "trl_rloo": Parity(
@@ -201,7 +201,7 @@ MAPPINGS: dict[str, Parity] = {
         wrt=("per_token_logps",),
         note="a row without tokens has ratio 1 in TRL and adds its advantage to the loss, not to the gradient",
     ),
-    "trl_sapo": of_grpo("losses.policy_loss(surrogate=sapo, kl=k3) with loss_weights.sample_mean(count_empty_rows=True)"),
+    "trl_sapo": of_grpo("losses.policy_loss(surrogate=sapo, kl=KLTerm(k3)) with loss_weights.sample_mean(count_empty_rows=True)"),
     "trl_vespo": of_grpo(
         "losses.policy_loss(surrogate=vespo, ratio=sequence_sum_ratio(bound=20)) with loss_weights.token_mean(num_tokens=...)",
         VESPO,

@@ -9,22 +9,25 @@ from functools import partial
 from typing import Any
 
 import torch
+from samples import make_batch
 from torch import Tensor
 
-from parity.mapping import Parity, Rule, make_batch, zero_nans
+from parity.mapping import Parity, Rule, zero_nans
+from parity.peers import token_sum
 from parity.rollout_correction import verl_is_weights, verl_rejection_mask
-from rollouts.corrections import keep_tokens
-from rollouts.covariance import clip_cov_tokens, drop_tokens, kl_cov_tokens
-from rollouts.kl import KLEstimator, abs_kl, bounded, k1
-from rollouts.loss_weights import fixed_length_mean, sample_mean, sample_sum, scaled, token_mean, token_sum, weighted_sum
-from rollouts.losses import clipped_policy_loss, gmpo_policy_loss, kl_cov_policy_loss, policy_loss, value_loss
-from rollouts.statistics import masked_mean
-from rollouts.surrogates import (
+from rollouts.algorithms.corrections import keep_tokens
+from rollouts.algorithms.covariance import clip_cov_tokens, drop_tokens, kl_cov_tokens
+from rollouts.algorithms.kl import KLEstimator, abs_kl, bounded, k1
+from rollouts.algorithms.loss_weights import fixed_length_mean, sample_mean, sample_sum, scaled, token_mean, weighted_sum
+from rollouts.algorithms.losses import clipped_policy_loss, gmpo_policy_loss, kl_cov_policy_loss, policy_loss, value_loss
+from rollouts.algorithms.statistics import masked_mean
+from rollouts.algorithms.surrogates import (
     Ratio,
     Surrogate,
     capped,
     cispo,
     cispo_fractions,
+    clip_fractions,
     dppo,
     dro,
     inside_binary_kl,
@@ -154,16 +157,16 @@ def without_clip_cov(
     clip_cov_lb: float,
     clip_cov_ub: float,
 ) -> TrainBatch:
+    log_ratio = token_ratio(log_probs.detach(), batch.old_log_probs, batch.loss_mask)
+    clips = clip_fractions(log_ratio, log_probs, batch.advantages, low=clip_ratio_low, high=clip_ratio_high)
     tokens = clip_cov_tokens(
         log_probs,
-        batch.old_log_probs,
         batch.advantages,
         batch.loss_mask,
+        clipped=clips["clip_fraction"] > 0,
         fraction=clip_cov_ratio,
         cov_low=clip_cov_lb,
         cov_high=clip_cov_ub,
-        clip_low=clip_ratio_low,
-        clip_high=clip_ratio_high,
     )
     return drop_tokens(batch, tokens)
 
@@ -255,7 +258,7 @@ CHOSEN = "chosen under the current policy as theirs; in a run, once before the u
 MAPPINGS: dict[str, Parity] = {
     "verl_agg_loss": Parity(
         run=agg_loss,
-        ours="loss_weights.weighted_sum(x, token_mean | token_sum | sample_sum | fixed_length_mean | sample_mean(epsilon=1e-8))",
+        ours="loss_weights.weighted_sum(x, token_mean | peers.token_sum | sample_sum | fixed_length_mean | sample_mean(epsilon=1e-8))",
         wrt=("loss_mat",),
         rules=nan_rules("loss_mask", "loss_mat"),
         note="dp_size is loss_weights.scaled",
@@ -308,7 +311,7 @@ MAPPINGS: dict[str, Parity] = {
     "verl_bypass_mode": loss_parity(
         bypass,
         "policy_loss(surrogate=reinforce | clipped(dual=3)) after corrections.reject_ratios | reject_divergence (from the mask), "
-        "truncate_weights | mask_weights, normalize_weights",
+        "truncate_weights | mask_weights, peers.normalize_weights",
         left_out=DUAL,
     ),
     "verl_value_loss_clip": Parity(

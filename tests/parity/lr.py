@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parity.mapping import Parity
-from rollouts.backends.schedules import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
+from rollouts.backends.optim.schedules import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 
 PAST_THE_END = 3  # updates behind num_training_steps that are recorded of transformers
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollouts.algorithms.logprobs import finite_exp
+from rollouts.algorithms.surrogates import Ratio, token_ratio
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 
 SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -258,21 +260,12 @@ def group_numbers(index: Sequence[str]) -> Tensor:
     return torch.tensor([seen.setdefault(name, len(seen)) for name in index])
 
 
-def make_batch(mask: Tensor, **columns: Any) -> TrainBatch:
-    """A TrainBatch of [B, T] columns around a mask: every position may be trained on, rewards 0, one group a row unless given."""
-    rows, width = mask.shape
-    base: dict[str, Any] = {
-        "tokens": torch.zeros(rows, width, dtype=torch.int64),
-        "lengths": torch.full((rows,), width),
-        "loss_mask": mask.to(torch.float64),
-        "rewards": torch.zeros(rows, dtype=torch.float64),
-        "group_ids": torch.arange(rows),
-        "trainable": torch.ones(rows, dtype=torch.bool),
-    }
-    return TrainBatch(**base | columns)
-
-
 def token_losses(loss: LossFn, outputs: TokenOutputs, batch: TrainBatch) -> Tensor:
     """# [B, T] what each token adds to a loss per unit of its weight: the derivative of the loss with respect to loss_weights."""
     weights = torch.ones_like(outputs.log_probs).requires_grad_()
     return torch.autograd.grad(loss(outputs, replace(batch, loss_weights=weights)).loss, weights)[0]
+
+
+def importance_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, ratio: Ratio = token_ratio) -> Tensor:
+    """Return r = exp(ratio(...)), with its gradient. All # [B, T]; 1 where mask = 0."""
+    return finite_exp(ratio(log_probs, old_log_probs, mask))

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from samples import make_batch
 from torch import Tensor
 
-from parity.mapping import Parity, make_batch, pad_rows, token_losses
-from rollouts.corrections import (
-    fill_missing_log_probs,
+from parity.mapping import Parity, pad_rows, token_losses
+from parity.peers import fill_missing_log_probs, normalize_weights
+from rollouts.algorithms.corrections import (
     geometric_level,
     keep_tokens,
     limit_second_moment,
@@ -19,19 +20,18 @@ from rollouts.corrections import (
     mask_weights,
     max_level,
     min_level,
-    normalize_weights,
     off_policy_metrics,
-    reciprocal_bounds,
     reject_divergence,
     reject_ratios,
     sequence_level,
     token_level,
     truncate_weights,
 )
-from rollouts.kl import bounded, k2, k3
-from rollouts.loss_weights import sample_mean, token_mean, weighted_sum
-from rollouts.losses import policy_loss
-from rollouts.proximal import approximate_proximal, find_segment_tokens, interpolate_probs, with_segment_log_probs
+from rollouts.algorithms.kl import bounded, k2, k3
+from rollouts.algorithms.loss_weights import sample_mean, token_mean, weighted_sum
+from rollouts.algorithms.losses import policy_loss
+from rollouts.algorithms.proximal import approximate_proximal, interpolate_probs
+from rollouts.data.segments import find_segment_tokens, with_segment_log_probs
 from rollouts.types import Sample, TokenOutputs
 
 # -- verl
@@ -76,7 +76,7 @@ def verl_rejection_mask(
         where, statistic = kind.strip().rsplit("_", 1)
         level = {"token": token_level, "seq_sum": sequence_level, "seq_mean": geometric_level, "seq_max": max_level}[where]
         if statistic == "k1":
-            floor, cap = map(float, threshold.split("_")) if "_" in threshold else reciprocal_bounds(float(threshold))
+            floor, cap = map(float, threshold.split("_")) if "_" in threshold else (1 / float(threshold), float(threshold))
             judged = reject_ratios(exchanged, floor=floor, cap=cap, level=level, log_bound=20.0)
         else:
             kl = bounded({"k2": k2, "k3": k3}[statistic], log_ratio=20.0)
@@ -126,7 +126,7 @@ def slime_mis_weights(
 ) -> dict[str, Any]:
     batch = make_batch(pad_rows(loss_masks), old_log_probs=pad_rows(train_log_probs), rollout_log_probs=pad_rows(rollout_log_probs))
     level = LEVELS[tis_level]
-    tis_floor = reciprocal_bounds(tis_upper_bound)[0] if tis_lower_bound is None else tis_lower_bound
+    tis_floor = 1 / tis_upper_bound if tis_lower_bound is None else tis_lower_bound
     bounds = {"truncate": (None, tis_upper_bound), "clip": (tis_floor, tis_upper_bound), "mask": (None, None)}[tis_mode]
     weighted = truncate_weights(batch, floor=bounds[0], cap=bounds[1], level=level)
     if tis_batch_normalize:
@@ -252,7 +252,7 @@ def areal_fork_proximal_recompute(
 MAPPINGS: dict[str, Parity] = {
     "verl_is_weights": Parity(
         run=verl_is_weights,
-        ours="corrections.truncate_weights | mask_weights, then normalize_weights",
+        ours="corrections.truncate_weights | mask_weights, then peers.normalize_weights",
         mask="response_mask",
         left_out=dict.fromkeys(
             (f"metrics.{name}" for name in ("min", "max", "std", "ratio_fraction_high", "ratio_fraction_low")),
@@ -273,7 +273,7 @@ MAPPINGS: dict[str, Parity] = {
     ),
     "slime_mis_weights": Parity(
         run=slime_mis_weights,
-        ours="corrections.truncate_weights, normalize_weights, reject_ratios (level=min_level for the veto)",
+        ours="corrections.truncate_weights, peers.normalize_weights, reject_ratios (level=min_level for the veto)",
         mask="loss_masks",
     ),
     "slime_tis_icepop": Parity(
@@ -288,7 +288,7 @@ MAPPINGS: dict[str, Parity] = {
         left_out={"clipfrac": "a sum over rows of the share that is masked; the mask is compared"},
     ),
     "trl_vllm_importance_sampling": Parity(
-        run=trl_vllm_importance_sampling, ours="corrections.fill_missing_log_probs, then truncate_weights | mask_weights"
+        run=trl_vllm_importance_sampling, ours="peers.fill_missing_log_probs, then truncate_weights | mask_weights"
     ),
     "trl_off_policy_mask": Parity(run=trl_off_policy_mask, ours="corrections.mask_off_policy_rows"),
     "areal_prox_logp_approximations": Parity(

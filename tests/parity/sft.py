@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from samples import make_batch
 from torch import Tensor
 
-from parity.mapping import Parity, Rule, make_batch, pad_rows, zero_nans
-from rollouts.logprobs import token_log_probs
-from rollouts.loss_weights import sample_mean, scaled, token_mean
-from rollouts.losses import dft_loss, sft_loss
+from parity.mapping import Parity, Rule, pad_rows, zero_nans
+from rollouts.algorithms.logprobs import token_log_probs
+from rollouts.algorithms.loss_weights import sample_mean, scaled, token_mean
+from rollouts.algorithms.losses import dft_loss, sft_loss
 from rollouts.types import LossFn, LossOutput, TokenOutputs
 
 

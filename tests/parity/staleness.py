@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from parity.mapping import Parity, Rule
-from rollouts.staleness import (
+from rollouts.asynchronous.capacity import (
     RolloutCounts,
     StalenessLimits,
-    compute_allowed_staleness,
     compute_capacity,
     compute_pending_limit,
-    compute_staleness,
-    is_too_stale,
     with_accepted,
     with_consumed,
     with_enqueued,
@@ -21,6 +18,7 @@ from rollouts.staleness import (
     with_rejected,
     with_submitted,
 )
+from rollouts.data.staleness import compute_allowed_staleness, compute_staleness, is_too_stale
 from rollouts.types import Sample
 
 UPDATES = {

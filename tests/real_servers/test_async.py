@@ -16,21 +16,21 @@ import pytest
 import torch
 import trio
 
-from rollouts.algorithms import decoupled, grpo
-from rollouts.async_config import AsyncConfig
-from rollouts.async_rollouts import create_workflow_executor
+from rollouts.algorithms.logprobs import gather_log_probs
+from rollouts.algorithms.presets import decoupled, grpo
+from rollouts.async_rl_loop import run_async_rl_training
+from rollouts.asynchronous.config import AsyncConfig
+from rollouts.asynchronous.executor import create_workflow_executor
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.futures import open_pipeline
-from rollouts.char_tokenizer import create_char_tokenizer
+from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import ParityConfig, RLTrainingConfig, RolloutConfig
-from rollouts.data_buffer import DataBuffer
+from rollouts.data.prompts import DataBuffer
+from rollouts.data.segments import find_missed_tokens
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine
-from rollouts.engines.sglang import SGLangEngine
-from rollouts.engines.vllm import VLLMEngine
-from rollouts.generation import create_generate_fn
-from rollouts.logprobs import gather_log_probs
-from rollouts.proximal import find_missed_tokens
-from rollouts.rl_loop import run_async_rl_training
+from rollouts.engines.sglang.engine import SGLangEngine
+from rollouts.engines.vllm.engine import VLLMEngine
+from rollouts.generation.single_turn import create_generate_fn
 from rollouts.types import Group, Prompt, RolloutBatch, Sample, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -46,7 +46,7 @@ NUM_STEPS = 5
 NUM_PROMPTS = 7
 BATCH_SIZE, N = 4, 4
 MAX_STALENESS = 2
-BUDGETS = (16, 60, 120, 240)  # tokens of an answer, by prompt: while the trainer works on the short ones, the long ones go on
+BUDGETS = (16, 60, 300, 480)  # tokens of an answer, by prompt: while the trainer works on the short ones, the long ones go on
 SIZES = {"hidden_size": 64, "head_dim": 32}
 
 
@@ -56,11 +56,35 @@ def server(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param, request.getfixturevalue(f"{request.param}_server").url
 
 
-def create_rollout_config(engine: InferenceEngine, *, segment_wise: bool) -> RolloutConfig:
+class Announcing:
+    """A backend that tells when it updates: answers that begin then are still under way when the weights change a moment later."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.updates = trio.Event()  # the next update
+        self._trio = trio.lowlevel.current_trio_token()  # the pipeline updates in a thread
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def optim_step(self) -> Any:
+        future = self._backend.optim_step()
+        self._trio.run_sync_soon(self._announce)
+        return future
+
+    def _announce(self) -> None:
+        self.updates.set()
+        self.updates = trio.Event()
+
+
+def create_rollout_config(engine: InferenceEngine, backend: Announcing, *, segment_wise: bool) -> RolloutConfig:
     tokenizer = create_char_tokenizer()
     by_budget = [create_generate_fn([engine], tokenizer, SamplingParams(max_tokens=budget, temperature=0.9)) for budget in BUDGETS]
 
     async def generate(prompt: Prompt, n: int, partial: Group = ()) -> Group:
+        if not partial and BUDGETS[prompt.index % len(BUDGETS)] == max(BUDGETS):
+            with trio.move_on_after(100.0):  # the first step may be slow
+                await backend.updates.wait()
         return await by_budget[prompt.index % len(BUDGETS)](prompt, n, partial=partial)
 
     async def reward(sample: Sample) -> float:
@@ -87,7 +111,6 @@ class Run:
         (folder / "initial" / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": 0}))
         await engine.update_weights_from_checkpoint(folder / "initial")
         buffer = DataBuffer([f"{i} {i + 1} >" for i in range(NUM_PROMPTS)])
-        rollout = create_rollout_config(engine, segment_wise=segment_wise)
         asynchronous = AsyncConfig(
             enabled=True, max_staleness=MAX_STALENESS, enable_segment_wise_ppo=segment_wise, on_failure="raise", patience_s=300.0
         )
@@ -98,8 +121,10 @@ class Run:
             parity=ParityConfig(threshold=TOLERANCE, action="stop"),
             probe_tolerance=1e-3,
         )
+        backend = Announcing(create_pytorch_backend(model, lr=2e-3))
+        rollout = create_rollout_config(engine, backend, segment_wise=segment_wise)
         async with (
-            open_pipeline(create_pytorch_backend(model, lr=2e-3)) as pipeline,
+            open_pipeline(backend) as pipeline,
             create_workflow_executor(buffer, rollout, asynchronous, engines=[engine]) as executor,
         ):
 

@@ -1,4 +1,4 @@
-"""The contract of all engines, kept by real servers: every test of tests/test_engine_contract.py, one server for all of them.
+"""The contract of all engines, kept by real servers: every test of tests/engines/test_engine_contract.py, one server for all of them.
 
 VLLM_PYTHON=path/to/venv/bin/python pytest tests/real_servers/test_contract.py -m vllm, and the same with SGLANG_PYTHON and -m sglang.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
-from rollouts.engines.sglang import SGLangEngine
-from rollouts.engines.vllm import VLLMEngine
+from rollouts.engines.sglang.engine import SGLangEngine
+from rollouts.engines.vllm.engine import VLLMEngine
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from contract_engines import FAKE_SGLANG, FAKE_VLLM, ContractEngine, save_model

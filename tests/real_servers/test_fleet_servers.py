@@ -18,16 +18,16 @@ import pytest
 import torch
 import trio
 
-from integration.server_fleet import open_server_fleet
-from rollouts.engines.fleet import EngineFleet
-from rollouts.engines.fleet_members import FleetConfig, MemberState
+from integration.parts.server_fleet import ServerUpkeep, open_server_fleet
+from rollouts.algorithms.logprobs import gather_log_probs
+from rollouts.engines.fleet.fleet import EngineFleet
+from rollouts.engines.fleet.members import FleetConfig, MemberState
+from rollouts.engines.launch.commands import ServerConfig
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
-from rollouts.engines.server_commands import ServerConfig
-from rollouts.engines.sglang import SGLangEngine
-from rollouts.engines.vllm import VLLMEngine
-from rollouts.logprobs import gather_log_probs
+from rollouts.engines.sglang.engine import SGLangEngine
+from rollouts.engines.vllm.engine import VLLMEngine
+from rollouts.training.weight_sync import sync_weights_to_engines
 from rollouts.types import Completion, SamplingParams
-from rollouts.weight_sync import sync_weights_to_engines
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from endless_models import create_endless_model
@@ -56,9 +56,7 @@ def export(folder: Path, version: int) -> Path:
 
 
 def create_config(kind: str, model_path: Path) -> ServerConfig:
-    python = os.environ.get(PYTHON_VARIABLES[kind])
-    if not python:
-        pytest.skip(f"{PYTHON_VARIABLES[kind]} does not name the Python of an environment with {kind}")
+    python = os.environ[PYTHON_VARIABLES[kind]]
     config = ServerConfig(
         kind="vllm", model_path=str(model_path), python=python, device="cpu", dtype="float32", context_length=512, max_num_seqs=32,
         skip_tokenizer_init=True, env={"OMP_NUM_THREADS": "1"},
@@ -132,12 +130,10 @@ async def test_a_server_killed_in_the_middle_of_a_batch_costs_time_only(kind: st
         [config, config],
         CLIENTS[kind],
         log_paths=[tmp_path / f"{kind}_{i}.log" for i in range(2)],
-        environment=os.environ,
-        max_restarts=1,
+        upkeep=ServerUpkeep(environment=os.environ, max_restarts=1, startup_s=STARTUP_S),
         fleet_config=FleetConfig(patience_s=STARTUP_S, updates_at_once=1),
         initial_weights=initial,
         say=say,
-        startup_s=STARTUP_S,
     ) as fleet:
         await sync_weights_to_engines([fleet], export(tmp_path, 1))
         assert await fleet.get_weight_version() == 1

@@ -8,17 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 import uuid
 from pathlib import Path
 
+import needs
 import pytest
 import trio
 from conftest import create_config, hold_server, save_tiny_model
 
-from rollouts.engines.http import HTTPEndpoint
-from rollouts.engines.servers import launch_server
+from rollouts.engines.http.endpoint import HTTPEndpoint
+from rollouts.engines.launch.servers import launch_server
 from rollouts.errors import EngineError, EngineTimeout
 
 KINDS = [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)]
@@ -27,7 +27,7 @@ STARTUP_S = 570.0
 pytestmark = [
     pytest.mark.timeout(1300),
     pytest.mark.parametrize("kind", KINDS),
-    pytest.mark.skipif(sys.platform != "linux", reason="looks for surviving processes in /proc"),
+    needs.LINUX,
 ]
 
 

@@ -14,15 +14,15 @@ import trio.testing
 from safetensors.torch import load_file, save_file
 from text_checks import check_texts
 
+from rollouts.algorithms.logprobs import gather_log_probs
 from rollouts.backends.factory import create_pytorch_backend
-from rollouts.batching import collate_samples
-from rollouts.char_tokenizer import create_char_tokenizer
-from rollouts.engines.http import HTTPEndpoint
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.data.collate import collate_samples
+from rollouts.data.samples import completion_to_sample, create_pending_group
+from rollouts.engines.http.endpoint import HTTPEndpoint
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
-from rollouts.engines.vllm import VLLMEngine
+from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.errors import EngineError, EngineStatusError
-from rollouts.logprobs import gather_log_probs
-from rollouts.samples import completion_to_sample, create_pending_group
 from rollouts.testing import create_tiny_model
 from rollouts.types import Completion, Prompt, SamplingParams, TokenOutputs
 
@@ -479,7 +479,7 @@ async def test_a_load_that_fails_on_the_server_brings_back_the_old_weights(vllm_
             shutil.rmtree(bad) if how == "nowhere" else break_checkpoint(bad, how)
             return layout
 
-        from rollouts.engines import vllm
+        from rollouts.engines.vllm import engine as vllm
 
         real_check = vllm.check_checkpoint
         monkeypatch.setattr(vllm, "check_checkpoint", check_then_break)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from conftest import create_config, save_tiny_model
 
+from rollouts.algorithms.loss_weights import token_mean
+from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
-from rollouts.backends.lora import LoRAConfig
-from rollouts.batching import collate_samples
-from rollouts.engines.http import HTTPEndpoint
-from rollouts.engines.servers import launch_server
-from rollouts.engines.vllm_protocol import GENERATE, parse_prompt_log_probs, prompt_log_probs_payload
-from rollouts.loss_weights import token_mean
-from rollouts.losses import sft_loss
+from rollouts.backends.lora.adapters import LoRAConfig
+from rollouts.data.collate import collate_samples
+from rollouts.engines.http.endpoint import HTTPEndpoint
+from rollouts.engines.launch.servers import launch_server
+from rollouts.engines.vllm.protocol import GENERATE, parse_prompt_log_probs, prompt_log_probs_payload
 from rollouts.types import Sample
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(700)]

@@ -4,43 +4,45 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import trio
 
-from rollouts.char_tokenizer import create_char_tokenizer
-from rollouts.engines.http import HTTPEndpoint
-from rollouts.engines.server_commands import ServerConfig
-from rollouts.engines.servers import launch_server
-from rollouts.engines.vllm import VLLMEngine
-from rollouts.engines.vllm_protocol import explain_missing_routes
+from rollouts.algorithms.logprobs import gather_log_probs
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.engines.http.endpoint import HTTPEndpoint
+from rollouts.engines.launch.commands import ServerConfig
+from rollouts.engines.launch.servers import launch_server
+from rollouts.engines.vllm.engine import VLLMEngine
+from rollouts.engines.vllm.protocol import explain_missing_routes
 from rollouts.errors import EngineError
-from rollouts.logprobs import gather_log_probs
 from rollouts.testing import create_tiny_model
 from rollouts.types import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from endless_models import create_endless_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(700)]
 
 PROMPT = (5, 6, 7, 8)
 
 
-def create_config(path: Path, **changes) -> ServerConfig:
-    """A tiny model on a CPU; skips the test where no vLLM is named."""
-    if not os.environ.get("VLLM_PYTHON"):
-        pytest.skip("VLLM_PYTHON does not name the Python of an environment with vLLM")
-    create_tiny_model(hidden_size=64, head_dim=32).save_pretrained(path)
+def create_config(path: Path, model: Any = None, **changes) -> ServerConfig:
+    """Settings of a server of a model, by default a tiny one, on a CPU."""
+    (model or create_tiny_model(hidden_size=64, head_dim=32)).save_pretrained(path)
     create_char_tokenizer().save_pretrained(path)
     settings = {"device": "cpu", "dtype": "float32", "context_length": 512, "max_num_seqs": 16, "env": {"OMP_NUM_THREADS": "1"}}
     return ServerConfig("vllm", str(path), os.environ["VLLM_PYTHON"], **{**settings, **changes})
 
 
 async def test_raw_log_probs_are_recorded_as_such_and_a_death_fails_what_is_pending(tmp_path: Path):
-    config = create_config(
-        tmp_path / "model", skip_tokenizer_init=True, extra_args=("--logprobs-mode", "raw_logprobs", "--enable-chunked-prefill")
-    )
-    model = create_tiny_model(hidden_size=64, head_dim=32)
+    model = create_endless_model(51, hidden_size=64, head_dim=32)
+    extra_args = ("--logprobs-mode", "raw_logprobs", "--enable-chunked-prefill")
+    config = create_config(tmp_path / "model", model, skip_tokenizer_init=True, extra_args=extra_args)
     with pytest.raises(EngineError, match="the vllm server"):
         async with launch_server(config, tmp_path / "log", environment=os.environ, startup_s=570) as server:
             with pytest.warns(UserWarning, match="processed_logprobs"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import trio
 
-from rollouts.char_tokenizer import create_char_tokenizer
-from rollouts.engines.batch import BatchInferenceManager
-from rollouts.engines.openai_text import OpenAITextEngine
-from rollouts.engines.sglang import SGLangEngine
-from rollouts.engines.vllm import VLLMEngine
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.engines.sglang.engine import SGLangEngine
+from rollouts.engines.text.batch import BatchInferenceManager
+from rollouts.engines.text.openai import OpenAITextEngine
+from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.errors import EngineError
-from rollouts.generation import create_generate_fn
+from rollouts.generation.single_turn import create_generate_fn
 from rollouts.types import Message, Prompt, SamplingParams
 
 MESSAGES = (Message(role="user", content="1+2="),)

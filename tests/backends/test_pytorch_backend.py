@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from samples import draw_batch
+
+from rollouts.algorithms.loss_weights import token_mean
+from rollouts.algorithms.losses import sft_loss
+from rollouts.backends.factory import create_pytorch_backend
+from rollouts.backends.fsdp.backend import FSDPTrainingBackend
+from rollouts.backends.functional.backend import TorchFuncTrainingBackend
+from rollouts.backends.lora.adapters import LoRAConfig, add_adapters
+from rollouts.backends.optim.optimizers import AdamW, create_adamw_optimizer
+from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
+from rollouts.backends.pytorch.files import read_trainer_state
+from rollouts.data.collate import collate_samples
+from rollouts.errors import BackendError, CheckpointError
+from rollouts.models.packing import pack_padded, run_packed, use_packed_attention
+from rollouts.testing import create_tiny_model
+from rollouts.types import Sample
+
+LENGTHS = (5, 9, 5, 3)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_packed_rows_have_the_hidden_states_of_single_rows(architecture):
+    plain, packed_model = create_tiny_model(architecture=architecture), create_tiny_model(architecture=architecture)
+    use_packed_attention(packed_model)
+    batch = draw_batch(0, LENGTHS)
+    packed = pack_padded(batch.tokens, batch.lengths)
+    assert packed.tokens.numel() == int(batch.lengths.sum())  # no pad token is there to be computed
+    with torch.no_grad():
+        found = run_packed(packed_model, packed)
+        rows = [plain.model(input_ids=batch.tokens[i : i + 1, :n]).last_hidden_state[0] for i, n in enumerate(batch.lengths.tolist())]
+    torch.testing.assert_close(found, torch.cat(rows), atol=1e-5, rtol=1e-4)
+    assert packed.unpack(packed.tokens.float()).long().equal(batch.tokens * (torch.arange(9) < batch.lengths[:, None]))
+
+
+def test_logits_of_all_tokens_never_exist_at_once():
+    backend = create_pytorch_backend(create_tiny_model(vocab_size=2048), lr=1e-3)
+    backend._chunk_size = 4
+    batch = draw_batch(0, LENGTHS)
+    row_counts: set[int] = set()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[-1] == 2048:
+                row_counts.add(out.shape[0])
+            return out
+
+    with Watch():
+        backend.forward_backward(batch, sft_loss)
+    assert row_counts - {32} == {4, 2}  # 18 predictions in chunks of 4; 32 x 2048 is the transposed output layer
+
+
+async def test_bfloat16_keeps_float32_weights_and_log_probs_close_to_float32():
+    exact, rounded = (create_pytorch_backend(create_tiny_model(), lr=1e-3, compute_dtype=d) for d in ("float32", "bfloat16"))
+    batch = draw_batch(0, LENGTHS)
+    a, b = [await backend.forward(batch, lambda o: o.log_probs).result() for backend in (exact, rounded)]
+    assert a.dtype == b.dtype == torch.float32
+    assert 0 < float((a - b).abs().max()) < 0.1
+    await rounded.forward_backward(batch, sft_loss).result()
+    await rounded.optim_step().result()
+    assert {p.dtype for p in rounded.model.parameters()} == {torch.float32}
+
+
+async def test_gradients_are_clipped_to_the_norm_and_reported_before_clipping():
+    free, clipped = create_tiny_model(), create_tiny_model()
+    backends = [create_pytorch_backend(m, lr=1e-3, max_grad_norm=n) for m, n in ((free, float("inf")), (clipped, 0.01))]
+    norms = []
+    for backend in backends:
+        await backend.forward_backward(draw_batch(0, LENGTHS), sft_loss).result()
+    total = torch.sqrt(sum((p.grad**2).sum() for p in free.parameters()))
+    for backend in backends:
+        norms.append((await backend.optim_step().result())["grad_norm"])
+    assert norms == pytest.approx([float(total)] * 2, rel=1e-5)
+
+
+async def test_non_finite_gradients_in_a_row_end_the_run():
+    model = create_tiny_model()
+    backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3), max_skipped_updates=2)
+    bad = replace(draw_batch(0, LENGTHS), loss_weights=draw_batch(0, LENGTHS).loss_weights * float("nan"))
+    await backend.forward_backward(bad, sft_loss).result()
+    assert (await backend.optim_step().result())["update_skipped"] == 1.0
+    await backend.forward_backward(bad, sft_loss).result()
+    with pytest.raises(BackendError, match="2 updates in a row"):
+        backend.optim_step()
+
+
+def test_an_update_that_breaks_a_parameter_is_an_error_that_names_it(tmp_path):
+    for backend in (
+        PyTorchTrainingBackend(model := create_tiny_model(), create_adamw_optimizer(model, lr=1e39)),
+        FSDPTrainingBackend(create_tiny_model(), partial(create_adamw_optimizer, lr=1e39)),
+        TorchFuncTrainingBackend(create_tiny_model(), AdamW(lr=1e39)),
+    ):
+        backend.forward_backward(draw_batch(0, LENGTHS), sft_loss)
+        with pytest.raises(BackendError, match=r"update 1 made the parameter model\.embed_tokens\.weight NaN or infinite"):
+            backend.optim_step()
+        with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight is not finite"):
+            backend.save_checkpoint(tmp_path)
+        assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2)])
+@pytest.mark.parametrize("kind", ["pytorch", "fsdp"])
+def test_a_checkpoint_never_holds_what_is_not_finite(tmp_path, kind, lora):
+    """Neither in weights or adapters, nor in the optimizer's moments, of which a run would not recover."""
+    model = create_tiny_model()
+    if lora is not None:
+        add_adapters(model, lora)
+    if kind == "pytorch":
+        trained = [p for p in model.parameters() if p.requires_grad]
+        backend = PyTorchTrainingBackend(model, torch.optim.AdamW(trained, lr=1e-3), lora=lora)
+    else:
+        backend = FSDPTrainingBackend(
+            model, lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3), lora=lora
+        )
+    backend.forward_backward(draw_batch(0, LENGTHS), sft_loss)
+    backend.optim_step()
+    parameter = next(p for p in backend.model.parameters() if p.requires_grad)
+    moment = backend.optimizer.state[parameter]["exp_avg_sq"]
+    for tensor, bad in ((parameter.detach(), float("nan")), (moment, float("inf"))):
+        local = getattr(tensor, "to_local", lambda tensor=tensor: tensor)().flatten()
+        good = local[0].item()
+        local[0] = bad
+        with pytest.raises(CheckpointError, match="is not finite"):
+            backend.save_checkpoint(tmp_path)
+        local[0] = good
+    backend.save_checkpoint(tmp_path)
+
+
+def test_a_model_with_a_nan_weight_is_refused_when_a_backend_is_made():
+    model = create_tiny_model()
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    with pytest.raises(CheckpointError, match=r"has a NaN weight \(or an infinite one\): model\.norm\.weight"):
+        PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3))
+
+
+def test_master_weights_must_be_float32():
+    model = create_tiny_model().to(torch.bfloat16)
+    with pytest.raises(AssertionError, match="master weights are float32"):
+        PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda state: state.update(kind="torch_func"), "is of the backend 'torch_func'"),
+        (lambda state: state["optimizer"]["param_groups"].pop(), "groups of"),
+        (lambda state: state["optimizer"]["state"][0].update(exp_avg=torch.zeros(2, 3)), r"exp_avg of its parameter 0 is \(2, 3\)"),
+        (lambda state: state.pop("optimizer"), "has no 'optimizer'"),
+        (lambda state: state.pop("rng"), "lacks rng"),
+    ],
+)
+def test_a_trainer_state_that_does_not_fit_is_refused_before_anything_is_overwritten(damage, expected: str, tmp_path: Path):
+    saved = create_pytorch_backend(create_tiny_model(seed=5), lr=1e-2)
+    batch = collate_samples([Sample(tokens=(3, 4, 5), loss_mask=(0.0, 1.0, 1.0))])
+    batch = replace(batch, loss_weights=token_mean(batch))
+    saved.forward_backward(batch, sft_loss)
+    saved.optim_step()
+    saved.save_checkpoint(tmp_path)
+    state = torch.load(tmp_path / "trainer_state.pt")
+    damage(state)
+    torch.save(state, tmp_path / "trainer_state.pt")
+    backend = create_pytorch_backend(create_tiny_model(), lr=1e-2)
+    before = backend.get_weights().value
+    with pytest.raises(CheckpointError, match=expected):
+        backend.load_checkpoint(tmp_path)
+    after = backend.get_weights().value
+    assert all(torch.equal(before[name], after[name]) for name in before) and not backend.optimizer.state
+
+
+def test_a_checkpoint_of_several_processes_is_called_one(tmp_path: Path):
+    (tmp_path / "sharded").mkdir()
+    with pytest.raises(CheckpointError, match="is of the backend 'fsdp', not 'torch_func'"):
+        read_trainer_state(tmp_path, "torch_func")

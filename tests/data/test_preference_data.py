@@ -1,0 +1,90 @@
+"""Pairs of answers from files: in the tokens that a reward model will read, and refused by file and line where they are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.algorithms.preferences import last_scores, pair_mean
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.data.preference_pairs import collate_pairs, load_preference_pairs, prepare_preference_pair
+from rollouts.errors import DataError
+
+ASK = [{"role": "user", "content": "1+2="}]
+TEXT = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
+
+
+def answer(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def decode(sample: Any) -> str:
+    return str(create_char_tokenizer().decode(sample.tokens))
+
+
+FORMS = {
+    "texts": (TEXT, "1+2=3<|eos|>"),
+    "messages": ({"prompt": ASK, "chosen": "3", "rejected": "4"}, "user: 1+2=\nassistant: 3<|eos|>"),
+    "answers as messages": ({"prompt": ASK, "chosen": answer("3"), "rejected": answer("4")}, "user: 1+2=\nassistant: 3<|eos|>"),
+    "a text and messages": ({"prompt": "1+2=", "chosen": answer("3"), "rejected": answer("4")}, "user: 1+2=\nassistant: 3<|eos|>"),
+    "prompt repeated": ({"prompt": "1+2=", "chosen": ASK + answer("3"), "rejected": ASK + answer("4")}, "user: 1+2=\nassistant: 3<|eos|>"),
+    "conversations": ({"chosen": ASK + answer("3"), "rejected": ASK + answer("4")}, "user: 1+2=\nassistant: 3<|eos|>"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_every_form_become_answers_that_are_read_at_their_end(form: str):
+    row, text = FORMS[form]
+    pair = prepare_preference_pair(create_char_tokenizer(), {**row, "source": "x"})
+    assert (decode(pair.chosen), decode(pair.rejected)) == (text, text.replace("3<", "4<"))
+    for sample in (pair.chosen, pair.rejected):
+        assert sample.loss_mask == (*(0.0,) * (len(sample.tokens) - 1), 1.0)
+        assert sample.metadata == {"source": "x"}
+    assert pair.margin == 0.0
+    assert prepare_preference_pair(create_char_tokenizer(), {**row, "margin": 2}).margin == 2.0
+
+
+def test_what_the_template_puts_behind_an_answer_stays_for_models_that_read_it():
+    pair = prepare_preference_pair(create_char_tokenizer(), FORMS["messages"][0], to_turn_end=False)
+    assert decode(pair.chosen) == "user: 1+2=\nassistant: 3<|eos|>\n"
+    assert pair.chosen.loss_mask[-1] == 1.0
+
+
+def test_pairs_become_rows_side_by_side_with_their_margins():
+    tokenizer = create_char_tokenizer()
+    pairs = [prepare_preference_pair(tokenizer, {**TEXT, "margin": 0.5}), prepare_preference_pair(tokenizer, {**TEXT, "chosen": "33"})]
+    batch = collate_pairs(pairs)
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    assert batch.rewards.tolist() == [0.5, 0.0, 0.0, 0.0]
+    assert batch.lengths.tolist() == [6, 6, 7, 6]
+    assert batch.loss_mask.sum(1).tolist() == [1.0] * 4
+    assert float(pair_mean(batch).max()) == 0.5
+    assert last_scores(batch.tokens.float(), batch.loss_mask).tolist() == [1.0] * 4, "the end-of-text token has id 1"
+
+
+BAD = {
+    "no rejected": ({"prompt": "a", "chosen": "b"}, "expected 'chosen' and 'rejected'"),
+    "the same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same 3 tokens"),
+    "no prompt": ({"chosen": "a", "rejected": "b"}, "chosen: the answer is a text, and the row has no 'prompt'"),
+    "margin": ({**TEXT, "margin": "wide"}, "margin is 'wide'"),
+    "margin beyond floats": ({**TEXT, "margin": 10**400}, "margin is 1000000"),
+    "ends with the user": ({"chosen": ASK, "rejected": ASK}, "chosen: the conversation ends with a message of the role user"),
+    "other prompt": ({"prompt": "9", "chosen": ASK + answer("3"), "rejected": ASK + answer("4")}, "do not begin with the prompt"),
+    "number": ({"prompt": "a", "chosen": "b", "rejected": 7}, "rejected: conversation: messages are a int"),
+    "too long": ({"prompt": "a", "chosen": "b", "rejected": "b" * 40}, "rejected: the conversation has 42 tokens, more than max_length 30"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_rows_that_are_no_pairs_are_named_by_file_and_line(name: str, tmp_path: Path):
+    row, message = BAD[name]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(TEXT) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=r"pairs\.jsonl, line 2") as caught:
+        load_preference_pairs(create_char_tokenizer(), path, max_length=30)
+    assert message in str(caught.value)
+    loaded = load_preference_pairs(create_char_tokenizer(), path, max_length=30, skip_bad_rows=True)
+    assert (len(loaded), len(loaded.bad_rows)) == (1, 1)

@@ -1,0 +1,113 @@
+"""Public names: one list a package, beside its `__init__.py`, the same for editors and at run time."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import needs
+import pytest
+from house.packages import LIBRARY, PACKAGES, ROOT
+
+import rollouts
+
+KNOWN_FROM_OTHER_TOOLKITS = """
+AgentPolicy BatchInferenceManager CapacityModifier RolloutCache RolloutQueue SegmentWisePPOStrategy StalenessControlStrategy
+StandardPPOStrategy TaskDefinitionModel agent_rollout_to_sample apply_sample_transforms build_batch_metadata compute_policy_loss
+compute_response_lengths compute_value_loss convert_to_batch create_cache create_cross_entropy_loss create_filtered_capacity_modifier
+create_proximal_recomputer create_queue create_staleness_strategy create_warmup_cosine_scheduler extract_sample_fields
+generate_rollout_batch grpo_loss make_length_filter parse_dtype ppo_loss prepare_grpo_batch prepare_sft_sample register_capacity_modifiers
+""".split()  # that a toolkit of this family has; nothing here need use them
+
+PUBLIC = sorted(rollouts.__all__)
+PAGES = [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if page.name != "reference.md")]
+FILES = [file for folder in ("examples", "integration", "benchmarks") for file in (ROOT / folder).rglob("*.*")]
+PLACES = [*PAGES, *(file for file in FILES if file.suffix in {".py", ".ipynb"})]
+
+
+def import_packages() -> list[ModuleType]:
+    return [importlib.import_module(f"rollouts.{name}") for name in PACKAGES]
+
+
+@pytest.mark.parametrize("name", ["rollouts", *(f"rollouts.{package}" for package in PACKAGES)])
+def test_each_name_of_a_stub_is_there_and_says_where_it_comes_from(name: str):
+    package = importlib.import_module(name)
+    stub = (LIBRARY.joinpath(*name.split(".")[1:]) / "__init__.pyi").read_text()
+    written = re.findall(r"\b(\w+) as (\w+)\b", stub)
+    assert all(first == second for first, second in written)
+    assert (
+        {first for first, _ in written} == set(package.__all__) if name != "rollouts" else set(package.__all__) >= {a for a, _ in written}
+    )
+    assert not set(package.__all__) - set(dir(package))
+    for public in package.__all__:
+        value = getattr(package, public)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__name__ == public and value.__module__.startswith(name)
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'no_such_name'"):
+        package.no_such_name  # noqa: B018
+
+
+def test_the_library_offers_the_names_of_its_packages_once():
+    names = Counter(name for package in import_packages() for name in package.__all__)
+    assert not [name for name, number in names.items() if number > 1]
+    assert set(names) < set(PUBLIC)
+    for package in import_packages():
+        assert all(getattr(rollouts, name) is getattr(package, name) for name in package.__all__)
+
+
+def test_no_public_name_is_hidden_by_a_module_of_the_same_name():
+    """`from rollouts import x` gives the module x as soon as anything has imported it."""
+    for package in [rollouts, *import_packages()]:
+        folder = LIBRARY.joinpath(*package.__name__.split(".")[1:])
+        modules = {path.stem for path in folder.iterdir()}
+        assert not set(package.__all__) & modules, f"{package.__name__}: rename the module, or let the name be imported from its module"
+
+
+def test_importing_the_library_is_light():
+    code = (
+        "import sys, time; start = time.process_time(); import rollouts; from rollouts import algorithms, engines\n"
+        "spent = time.process_time() - start; rollouts.__all__, dir(engines)\n"
+        "print(spent, *(name for name in sys.modules if name.split('.')[0] in ('torch', 'transformers', 'trio', 'httpx', 'numpy')))"
+    )
+    spent, *heavy = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not heavy
+    assert float(spent) < 0.05
+
+
+def test_the_first_process_of_a_sandbox_without_other_packages_can_import_the_library():
+    code = f"import sys; sys.path.append({str(ROOT)!r}); import rollouts.sandbox; assert 'grpo' in rollouts.__all__"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
+
+
+def test_a_public_name_is_used_by_an_example_a_page_or_the_product():
+    words = {word for path in PLACES for word in re.findall(r"\w+", path.read_text())}
+    errors = set(importlib.import_module("rollouts.errors").__dict__)
+    unused = set(PUBLIC) - words - errors
+    left = sorted(unused - set(KNOWN_FROM_OTHER_TOOLKITS))
+    assert not left, "import them from their modules: they need not be public"
+    assert not set(KNOWN_FROM_OTHER_TOOLKITS) - set(PUBLIC)
+
+
+def test_the_reference_has_every_public_name_and_is_up_to_date():
+    generator = runpy.run_path(str(ROOT / "tools" / "docs" / "generate_reference.py"))
+    page = (ROOT / "docs" / "reference.md").read_text()
+    assert page == generator["write_page"](), f"run {generator['COMMAND']}"
+    assert sorted(re.findall(r"^\| `(\w+)` \| .+ \| \[", page, re.MULTILINE)) == PUBLIC, "each has a first line"
+
+
+@pytest.mark.slow
+@needs.PYRIGHT
+def test_pyright_knows_the_names_that_a_user_imports():
+    sample = ROOT / "tests" / "house" / "public_names.py"
+    command = [str(Path(sys.executable).parent / "pyright"), "--pythonpath", sys.executable, "--outputjson", str(sample)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300).stdout)
+    assert [line for line in found["generalDiagnostics"] if line["severity"] != "information"] == []
+    assert found["summary"]["filesAnalyzed"] == 1

@@ -1,0 +1,283 @@
+"""From arguments to a mode and a configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from forked import run
+
+from integration.settings.command_line import CONFIG_FILE, RUN_FILE, parse_command_line
+from integration.settings.config import Config
+from integration.settings.sections import RLSection, SFTSection
+from integration.train import main
+from rollouts.config import OptimizerConfig
+from rollouts.config_files import save_config
+from rollouts.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def exit_message(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is printed by a command line that ends with status 2, without the frame around it."""
+    with pytest.raises(SystemExit) as ended:
+        parse_command_line(argv)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    return " ".join((printed.out + printed.err).replace("│", " ").split())
+
+
+def test_no_arguments_mean_the_default_job():
+    command = parse_command_line([])
+    assert command.mode == "sft+rl"
+    assert command.config == Config()
+    assert (command.resume, command.dry_run, command.quiet) == (False, False, False)
+
+
+def test_each_setting_has_a_flag():
+    argv = ["--mode", "rl", "--seed", "3", "--rl.num-steps", "4", "--sft.optimizer.lr", "0.5", "--generation.stop", "a", "b", "--quiet"]
+    command = parse_command_line([*argv, "--dry-run", "--output-dir=out", "--rl.algorithm", "rloo", "--evaluation.no-sampled"])
+    config = command.config
+    assert (command.mode, command.quiet, command.dry_run) == ("rl", True, True)
+    assert (config.seed, config.output_dir, config.rl.num_steps, config.rl.algorithm) == (3, "out", 4, "rloo")
+    assert (config.sft.optimizer.lr, config.generation.stop, config.evaluation.sampled) == (0.5, ("a", "b"), False)
+    assert config.sft.optimizer.schedule == Config().sft.optimizer.schedule, "other settings of the section keep their defaults"
+
+
+def list_settings(section: type[Any], where: str = "") -> dict[str, Any]:
+    """Each setting below a section, by the name that it has on the command line, with its type."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(section).items():
+        inner = [one for one in (kind, *get_args(kind)) if is_dataclass(one) and isinstance(one, type)]
+        name = where + name.replace("_", "-")
+        found |= {key: value for one in inner for key, value in list_settings(one, f"{name}.").items()} if inner else {name: kind}
+    return found
+
+
+def test_options_are_spelled_as_the_command_takes_them():
+    settings, wrong = list_settings(Config), list[str]()
+    option = re.compile(r"--((?:[a-z][a-z-]*\.)+[a-z][a-z0-9-]*)(?:[ =]+([A-Za-z0-9_+-]+))?(\.)?")
+    files = [path for folder in ("rollouts", "integration", "examples", "docs", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *files):
+        for found in option.finditer(path.read_text()) if path.suffix in {".py", ".md", ".toml", ".ipynb"} else ():
+            name, value, more = found.groups()
+            switch = settings.get(re.sub(r"\.no-([a-z-]+)$", r".\1", name)) is bool
+            is_section = bool(more) and any(key.startswith(f"{name}.") for key in settings)
+            choices = get_args(settings.get(name)) if get_origin(settings.get(name)) is Literal else ()
+            if not (name in settings or switch or is_section or name == "section.field"):
+                wrong.append(f"{path.relative_to(ROOT)}: {found.group()} is no option")
+            elif value and (value.lower() in {"true", "false", "1", "0"} if switch else choices and value not in (*choices, "out")):
+                wrong.append(f"{path.relative_to(ROOT)}: {found.group()} has a value that it does not take")
+    assert len(settings) > 100 and wrong == []
+
+
+@pytest.mark.parametrize("flags", [["--skip-bad-rows"], ["--data.skip-bad-rows"]])
+def test_skip_bad_rows_has_a_short_form(flags: list[str]):
+    assert parse_command_line(flags).config.data.skip_bad_rows
+
+
+def test_bringing_data_chooses_the_task_for_them():
+    assert parse_command_line(["--data.path", "my.jsonl", "--model.path", "dir"]).config.task == "jsonl"
+    assert parse_command_line(["--data.path", "my.jsonl", "--model.path", "dir", "--task", "gsm8k"]).config.task == "gsm8k"
+    assert parse_command_line(["--data.path", "my.jsonl", "--task", "sort"]).config.task == "sort"
+    with pytest.raises(ConfigError, match=r"give --model\.path DIR"):
+        parse_command_line(["--data.path", "my.jsonl"])
+
+
+def test_a_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]):
+    assert "Perhaps you meant: --rl.num-steps" in exit_message(["--rl.num-step", "3"], capsys)
+
+
+def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert "Unrecognized options: --rk.num-steps" in exit_message(["--rk.num-steps", "3"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--sft.num-steps", "many"], "many"),
+        (["--sft.optimizer.schedule", "lin"], "'linear'"),
+    ],
+)
+def test_a_value_of_the_wrong_type_ends_with_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert message in exit_message(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mode", "sfft"], "unknown mode 'sfft': did you mean 'sft'"),
+        (["--rl.num-minibatches", "7"], "512 rows do not divide into rl.num_minibatches = 7"),
+        (["--backend.kind", "fdsp"], "unknown backend.kind 'fdsp': did you mean 'fsdp'"),
+        (["--rl.algorithm", "grp"], r"^unknown algorithm 'grp': did you mean 'grpo'\?"),
+        (["--rl.algorithm", "decoupled(dapo(clip_hi=1))"], "^dapo was given an unknown argument 'clip_hi'"),
+        (["--task", "srt"], "unknown task 'srt': did you mean 'sort'"),
+        (["--resume"], "--resume needs --output-dir"),
+        (["--resume", "--output-dir", "nowhere"], "nowhere has no config.json"),
+        (["--config", "nothing.toml"], "configuration file nothing.toml does not exist"),
+    ],
+)
+def test_other_mistakes_raise_one_message(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ConfigError, match=message):
+        parse_command_line(argv)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        (
+            "decoupled(dapo(clip_hi=0.3))",
+            (
+                "decoupled(dapo(clip_hi=0.3))",
+                "error: dapo was given an unknown argument 'clip_hi' (did you mean 'clip_high'?), at column 16",
+            ),
+        ),
+        ("dapo(clip_low=3)", "error: dapo(clip_low=3): clip_low is 3.0, expected in [0, 1)"),
+        ("own.py:own", "error: own.py:own raised KeyError: 'x' ("),
+    ],
+)
+def test_what_is_wrong_with_an_algorithm_is_said_in_one_line_as_everything_else(
+    expression: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def own():\n    return {}['x']\n")
+    assert main(["--rl.algorithm", expression, "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(message) and printed.err.count("\n") == 1
+    assert expression != "own.py:own" or printed.err.endswith("own.py:2)\n")
+
+
+PYTHON = """
+from integration.settings.config import Config
+from integration.settings.sections import RLSection
+
+config = Config(seed=5, rl=RLSection(num_steps=2, prompts_per_step=4))
+"""
+TOML = "seed = 5\n[rl]\nnum_steps = 2\nprompts_per_step = 4\n"
+JSON = json.dumps({"seed": 5, "rl": {"num_steps": 2, "prompts_per_step": 4}})
+
+
+@pytest.mark.parametrize(("name", "text"), [("c.py", PYTHON), ("c.toml", TOML), ("c.json", JSON)])
+def test_settings_come_from_a_file_and_flags_override_them(name: str, text: str, tmp_path: Path):
+    path = tmp_path / name
+    path.write_text(text)
+    config = parse_command_line(["--config", str(path), "--rl.num-steps", "9"]).config
+    assert (config.seed, config.rl.num_steps, config.rl.prompts_per_step) == (5, 9, 4)
+    assert parse_command_line([f"--config={path}"]).config.rl.num_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("c.toml", "[rl]\nnum_step = 2\n", r"rl\.num_step.*did you mean 'num_steps'"),
+        ("c.json", '{"rll": {}}', r"rll.*did you mean 'rl'"),
+        ("c.json", '{"seed": "five"}', "seed"),
+        ("c.json", "{", "cannot read the configuration"),
+        ("c.toml", "seed = ", "is not valid TOML"),
+        ("c.py", "settings = 1\n", "must define `config = Config"),
+        ("c.py", "config = (\n", "cannot be imported"),
+        ("c.yaml", "seed: 1\n", "use .py, .toml or .json"),
+    ],
+)
+def test_a_file_with_a_mistake_is_named_with_it(name: str, text: str, message: str, tmp_path: Path):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse_command_line(["--config", str(path)])
+
+
+@pytest.mark.parametrize("flag", ["--output-dir", "--output_dir"])
+def test_a_resumed_run_keeps_its_settings_and_its_mode(flag: str, tmp_path: Path):
+    started = Config(seed=9, output_dir=str(tmp_path), rl=RLSection(num_steps=3), sft=SFTSection(optimizer=OptimizerConfig(lr=1e-3)))
+    save_config(started, tmp_path / CONFIG_FILE)
+    (tmp_path / RUN_FILE).write_text(json.dumps({"mode": "rl"}))
+    command = parse_command_line(["--resume", flag, str(tmp_path)])
+    assert command.resume and command.mode == "rl"
+    assert command.config == started
+    assert parse_command_line(["--resume", flag, str(tmp_path), "--rl.num-steps", "5"]).config.rl.num_steps == 5
+
+
+def test_a_run_killed_while_it_was_made_asks_for_its_mode(tmp_path: Path):
+    save_config(Config(output_dir=str(tmp_path)), tmp_path / CONFIG_FILE)
+    with pytest.raises(ConfigError, match=r"run\.json does not state the mode of the run .* add --mode"):
+        parse_command_line(["--resume", "--output-dir", str(tmp_path)])
+    assert parse_command_line(["--resume", "--output-dir", str(tmp_path), "--mode", "sft"]).mode == "sft"
+
+
+def test_help_explains_the_flags(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        parse_command_line(["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--rl.num-steps" in printed and "resume the interrupted run" in printed and "rollout batches" in printed
+
+
+UNREAD = """
+import importlib, os, sys
+
+module, *argv = sys.argv[1:]
+reads, writes = os.pipe()
+os.dup2(writes, 1)
+os.close(reads)
+sys.stdout = os.fdopen(1, "w", closefd=False)
+sys.exit(importlib.import_module(module).main(argv))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("train", "--help"),
+        ("train", "--dry-run"),
+        ("train_reward_model", "--help"),
+        ("simulate.__main__", "--help"),
+        ("view.__main__", "--help"),
+    ],
+)
+def test_a_reader_of_stdout_may_close_it(command: str, flag: str, tmp_path: Path):
+    assert run(UNREAD, f"integration.{command}", flag, folder=tmp_path) == (0, "", "")
+
+
+STARTED = """
+import importlib.abc, os, signal, sys
+
+answer, interrupted, *argv = sys.argv[1:]
+signal.signal(signal.SIGINT, {"ignored": signal.SIG_IGN, "own": signal.default_int_handler}[answer])
+for name in ("run.job", "settings.command_line", "train"):
+    sys.modules.pop(f"integration.{name}", None)
+    package, _, module = f"integration.{name}".rpartition(".")
+    vars(sys.modules.get(package, sys)).pop(module, None)
+
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from integration.train import main
+try:
+    sys.exit(main(argv))
+finally:
+    print("job is imported" if "integration.run.job" in sys.modules else "job is not imported")
+"""  # gets Ctrl-C when it begins to import a module
+
+
+@pytest.mark.parametrize("module", ["integration.settings.command_line", "integration.run.job"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_with_a_word(module: str, tmp_path: Path):
+    assert run(STARTED, "own", module, "--dry-run", folder=tmp_path) == (130, "", "interrupted\n")
+
+
+def test_where_ctrl_c_is_ignored_it_stays_so_while_a_command_is_imported(tmp_path: Path):
+    status, out, error = run(STARTED, "ignored", "integration.run.job", "--dry-run", folder=tmp_path)
+    assert (status, error) == (0, "") and "nothing was run" in out
+
+
+@pytest.mark.parametrize(("flags", "status"), [(["--help"], 0), (["--mode", "nonsense"], 2)])
+def test_what_ends_with_the_arguments_imports_nothing_of_the_job(flags: list[str], status: int, tmp_path: Path):
+    found, out, _ = run(STARTED, "own", "", *flags, folder=tmp_path)
+    assert (found, out.splitlines()[-1]) == (status, "job is not imported")

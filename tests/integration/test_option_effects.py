@@ -1,0 +1,422 @@
+"""Every option of the command has an effect, is refused, or is named: the table of effects is complete, and what it says is so."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from integration.dry_run.describe import derive_numbers
+from integration.parts.engines import create_fleet_config, create_server_config, create_server_engine, transfer_args
+from integration.parts.rewards import load_task_reward
+from integration.parts.sharded_models import fsdp_config
+from integration.run.stages import create_rollout_config, create_task, template_kwargs
+from integration.settings import command_line
+from integration.settings.command_line import parse_command_line
+from integration.settings.config import (
+    Config,
+    context_tokens,
+    create_model_config,
+    create_output_dir,
+    episode_config,
+    generation_config,
+    reward_config,
+    rl_training_config,
+    sft_training_config,
+)
+from integration.settings.episodes import EPISODE_TASKS
+from integration.settings.option_effects import COMMAND_OPTIONS, EFFECTS, Effect, find_idle_options, list_options, spell_option
+from integration.tasks.episodes import create_world
+from integration.tasks.task import Task
+from integration.train import main
+from rollouts.asynchronous.executor import create_workflow_executor
+from rollouts.backends.optim.optimizers import create_rule
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.config import RewardConfig
+from rollouts.data.prompts import DataBuffer
+from rollouts.errors import ConfigError, DataError
+from rollouts.testing import create_tiny_model
+from rollouts.types import Prompt, Sample
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    create_tiny_model().save_pretrained(directory)
+    create_char_tokenizer().save_pretrained(directory)
+    for name, rows in (("train", 30), ("heldout", 5)):
+        lines = [json.dumps({"prompt": f"s{i}=", "completion": str(i), "answer": str(i)}) for i in range(rows)]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as nested sections."""
+    out: dict[str, Any] = {}
+    for name, value in settings.items():
+        section = out
+        *parents, last = name.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return out
+
+
+SERVER = {"engine.kind": "vllm", "engine.launch": True, "engine.num_servers": 2}
+DATA = {"task": "jsonl", "data.path": "DIR/train.jsonl", "model.path": "DIR"}
+FALLING = {"rl.optimizer.schedule": "linear"}
+HALF = {"backend.fsdp.clip_grad": 0.5, "backend.compute_dtype": "bfloat16"}
+ASYNC = {"rl.asynchronous.enabled": True}
+SCENARIOS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # mode, whether it is a dry run, settings
+    "default": ("sft+rl", False, {}),
+    "sft": ("sft", False, {}),
+    "rl": ("rl", False, {}),
+    "dry": ("sft+rl", True, {}),
+    "servers": ("rl", False, SERVER),
+    "reckoned": ("rl", True, {"engine.kind": "vllm", "engine.urls": ("http://127.0.0.1:1", "http://127.0.0.1:2")}),
+    "running": ("rl", False, {"engine.kind": "sglang", "engine.urls": ("http://127.0.0.1:1",), "engine.weight_sync": "group"}),
+    "async": ("rl", False, ASYNC),
+    "giving up": ("rl", False, {**ASYNC, "rl.asynchronous.on_failure": "raise", "rl.asynchronous.on_stale": "drop"}),
+    "segments": ("rl", False, {**ASYNC, "enable_segment_wise_ppo": True}),
+    "critic": ("rl", False, {"rl.algorithm": "ppo(kl_coef=0.05)", "rl.kl_control.target": 0.1}),
+    "filtered": (
+        "rl",
+        False,
+        {"rl.filter": "nonzero_std", "rl.overlong_buffer": 2, "engine.parity_rows": 4, "reward.on_error": "retry", **FALLING},
+    ),
+    "shards": ("rl", True, {"backend.kind": "fsdp", "backend.num_processes": 8}),
+    "half": ("rl", True, {"backend.kind": "fsdp", "backend.num_processes": 6, **HALF}),
+    "nodes": ("sft", True, {"backend.kind": "fsdp", "backend.num_processes": 16}),
+    "functional": ("sft+rl", False, {"backend.kind": "torch_func"}),
+    "adapters": ("sft+rl", False, {"lora.rank": 4}),
+    "grid world": ("sft+rl", False, {"task": "grid_world"}),
+    "calculator": ("rl", False, {"task": "calculator", "episode.on_environment_error": "retry"}),
+    "own environment": ("rl", False, {"task": "environment", "environment.factory": "rollouts.environments.games.grid_world:GridWorld"}),
+    "own environment, step by step": (
+        "rl", False,
+        {"task": "environment", "environment.factory": "rollouts.environments.games.grid_world:GridWorld", "rl.algorithm": "gigpo"},
+    ),
+    "own data": ("sft+rl", False, {**DATA, "data.max_length": 60, "reward.function": "rollouts.rewards.answers:exact_match"}),
+    "only SFT of own data": ("sft", False, DATA),
+    "unevaluated": ("sft", False, {**DATA, "evaluation.sampled": False, "data.eval_path": "DIR/heldout.jsonl"}),
+}  # fmt: skip
+OTHER: dict[str, Any] = {  # a further value of an option, where none can be thought up from the type
+    "task": "sort-long", "output_dir": "elsewhere", "num_threads": 3, "model.path": "DIR", "model.device": "meta", "model.num_heads": 8,
+    "model.num_kv_heads": 4, "model.max_length": 99, "data.path": "DIR/heldout.jsonl", "data.eval_path": "DIR/train.jsonl",
+    "data.max_length": 3, "rl.prompts_per_step": 128, "rl.num_minibatches": 4, "rl.algorithm": "rloo", "rl.overlong_buffer": 3,
+    "rl.kl_control.kl_coef": 0.7, "rl.kl_control.target": 0.3, "rl.filter": "diversity", "rl.asynchronous.max_concurrent_rollouts": 70,
+    "rl.asynchronous.queue_size": 200, "rl.asynchronous.when_queue_full": "wait", "rl.asynchronous.order": "submitted",
+    "rl.asynchronous.on_stale": "drop", "rl.asynchronous.on_failure": "drop", "rl.asynchronous.max_stale_attempts": 5,
+    "rl.asynchronous.rollout_timeout_s": 9.0, "rl.asynchronous.in_flight": "interrupt", "rl.asynchronous.checkpoint_in_flight": "interrupt",
+    "rl.asynchronous.enable_segment_wise_ppo": False, "rl.asynchronous.missed_segment": "proximal", "reference.path": "DIR",
+    "critic.path": "DIR", "generation.max_tokens": 7, "generation.enable_thinking": False, "generation.stop": ("x",),
+    "generation.top_p": 0.5, "episode.max_turns": 3, "episode.max_tokens": 9, "episode.max_context": 99, "episode.stop_regex": "x",
+    "episode.system_prompt": "x", "episode.chat": False, "episode.on_rewrite": "error", "episode.on_environment_error": "drop",
+    "episode.on_tool_error": "raise", "environment.factory": "rollouts.environments.gym:GymEnvironment", "environment.size": 6,
+    "environment.expert": "rollouts.rewards.answers:exact_match", "environment.num_holes": 1, "environment.step_reward": -0.1,
+    "environment.max_digits": 3, "environment.max_operations": 3, "reward.function": "rollouts.rewards.answers:gsm8k_reward",
+    "reward.on_error": "drop", "reward.model": "DIR", "reward.model_device": "cuda", "reward.model_dtype": "bfloat16",
+    "backend.kind": "jax", "backend.num_processes": 4, "backend.fsdp.sharding_strategy": "no_shard",
+    "backend.fsdp.mixed_precision": "bfloat16", "backend.fsdp.clip_grad": 0.7, "backend.fsdp.ranks_per_replica": 2,
+    "backend.compute_dtype": "bfloat16", "lora.alpha": 3.0, "lora.dropout": 0.5, "lora.target_modules": ("q_proj",),
+    "engine.kind": "sglang", "engine.urls": ("http://127.0.0.1:2",), "engine.gpus": ("0", "1", "2", "3"),
+    "engine.on_server_death": "stop", "engine.updates_at_once": 1, "engine.python": "/other/python", "engine.api_key_variable": "KEY",
+    "engine.port": 4000, "engine.dtype": "bfloat16", "engine.context_length": 77, "engine.max_num_seqs": 5, "engine.memory_fraction": 0.5,
+    "engine.in_flight": "abort", "engine.weight_sync": "disk", "engine.weight_sync_address": "10.0.0.1", "engine.path_map": ("/a=/b",),
+    "engine.extra_args": ("--x",), "engine.parity_rows": 3, "engine.parity_action": "stop", "engine.probe_tolerance": 0.5,
+    "trajectories.condition": "rollouts.data.filters:check_any_success", "hardware.memory_gib": 3.0, "hardware.ranks_per_node": 4,
+    "backend.fsdp.auto_wrap_min_params": 10**6, "rl.baseline": 0.25, "environment.parameters": ("depth=3",),
+    "environment.state_key": "rollouts.algorithms.anchors:hash_observation", "environment.similarity": 0.5,
+    "loggers": ("jsonl('copy.jsonl')",),
+    "rl.segment_scores": "engines",
+    "data.mixture": ("DIR/heldout.jsonl(repeat=2)",),
+}  # fmt: skip
+for section in ("sft.optimizer", "rl.optimizer", "critic.optimizer"):
+    settings = {"schedule": "cosine", "betas": (0.8, 0.9), "weight_decay": 0.2, "warmup_steps": 7, "min_lr_ratio": 0.3}
+    OTHER |= {f"{section}.{name}": value for name, value in settings.items()}
+STILL_OTHER = {
+    "engine.kind": "vllm",
+    "backend.compute_dtype": "float32",
+    "rl.asynchronous.on_stale": "retry",
+    "rl.asynchronous.on_failure": "retry",
+}
+READ_BY = {  # options of which `observe` sees nothing: the file of integration/ that hands them on, and how
+    "backend.kind": ("parts/models.py", 'config.backend.kind == "jax"'),
+    "backend.compute_dtype": ("parts/models.py", '"compute_dtype": config.backend.compute_dtype'),
+    "engine.gpus": ("parts/engines.py", "gpus = section.gpus"),
+    "engine.weight_sync_mib": ("parts/engines.py", '"bucket_bytes": section.weight_sync_mib * MIB'),
+    "num_threads": ("run/job.py", "torch.set_num_threads(config.num_threads)"),
+    "checkpoint.keep_last_n": ("run/stages.py", "keep_last_n=config.checkpoint.keep_last_n"),
+    "model.trust_remote_code": (
+        "parts/models.py",
+        "load_hf_model(path, device=parse_device(section.device), trust_remote_code=section.trust",
+    ),
+    "data.truncate": ("run/stages.py", "truncate=data.truncate"),
+    "data.skip_bad_rows": ("run/stages.py", "skip_bad_rows=data.skip_bad_rows"),
+    "engine.max_restarts": ("parts/engines.py", 'max_restarts={"restart": section.max_restarts'),
+    "engine.weight_sync_address": ("parts/engines.py", "master_address=section.weight_sync_address"),
+    "environment.max_digits": ("tasks/episodes.py", 'config.environment.choose("max_digits"'),
+    "episode.on_tool_error": ("tasks/episodes.py", "on_tool_error=config.episode.on_tool_error"),
+}
+
+
+def change(option: str, value: Any) -> Any:
+    """Another value."""
+    if option in OTHER:
+        return OTHER[option] if OTHER[option] != value else STILL_OTHER[option]
+    if isinstance(value, bool):
+        return not value
+    assert isinstance(value, int | float), f"say in OTHER what {option} may be besides {value!r}"
+    return value + 1 if isinstance(value, int) else value / 2
+
+
+def make(settings: Mapping[str, Any], directory: Path) -> Config:
+    """A configuration; DIR in a text is the directory."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(fill, value))
+        return value.replace("DIR", str(directory)) if isinstance(value, str) else value
+
+    return apply(Config(), nest({name: fill(value) for name, value in settings.items()}))
+
+
+def apply(section: Any, changes: Mapping[str, Any]) -> Any:
+    """The section with nested changes, all at once."""
+    return replace(section, **{k: apply(getattr(section, k), v) if isinstance(v, dict) else v for k, v in changes.items()})
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "x")
+
+
+def observe_part(config: Config, part: str) -> Iterator[Any]:
+    """What one stage is given."""
+    section, steps = getattr(config, part), 40
+    rule = create_rule(**vars(section.optimizer), total_steps=steps)
+    clip = fsdp_config(config).clip_grad if config.backend.kind == "fsdp" else None
+    yield replace(rule, max_grad_norm=clip or rule.max_grad_norm, schedule=len), [rule.schedule(step) for step in range(steps)]
+    if part == "sft":
+        yield sft_training_config(config)
+        return
+    algorithm = config.algorithm
+    training = rl_training_config(config, algorithm)
+    shape, long = training.shape_reward, Sample(prompt="", tokens=(0,) * 9, loss_mask=(0.0,) + (1.0,) * 8, reward=1.0)
+    yield replace(training, algorithm=None, shape_reward=None), repr(algorithm), None if shape is None else shape(long)
+    yield (
+        replace(generation_config(config, 8), enable_thinking=None),
+        config.enable_segment_wise_ppo,
+        config.trajectories,
+        config.reward.model,
+    )
+    if config.reward.model is not None:
+        yield config.reward
+    if "values" in algorithm.requires:
+        rule = create_rule(**vars(config.critic.optimizer), total_steps=steps)
+        yield replace(rule, max_grad_norm=clip or rule.max_grad_norm, schedule=len), [rule.schedule(step) for step in range(steps)]
+        yield config.critic.path
+    if "ref_log_probs" in algorithm.requires:
+        yield config.reference.path
+    engines = [create_server_engine(config.engine, "http://127.0.0.1:1", {"KEY": "x"}) if config.engine.is_server else cast("Any", None)]
+    task = Task(name="x", description="", train_prompts=(), heldout_prompts=(), sft_samples=(), reward_fn=len, max_tokens=8)
+    rollout = replace(create_rollout_config(config, task, algorithm, engines, create_char_tokenizer()), generate_fn=len)
+    judged = config.task not in EPISODE_TASKS or config.reward.function is not None or config.reward.model is not None
+    drops = (judged and config.reward.on_error == "drop") or config.episode.on_environment_error == "drop"
+    idle_filter = rollout.filter_fn is None and not drops
+    yield replace(rollout, max_filter_attempts=1 if idle_filter else rollout.max_filter_attempts, reward=RewardConfig())
+    if config.rl.asynchronous.enabled:
+        executor = create_workflow_executor(
+            DataBuffer([Prompt(content="")]), rollout, config.asynchronous, engines=engines, batches_per_version=config.rl.sync_every
+        )
+        yield executor.manager.limits, type(executor._parts.strategy), executor._parts.queue.maxsize
+        told = config.asynchronous
+        attempts = (told.max_attempts, told.retry_delay_s) if told.on_failure == "retry" else ()
+        stale = (told.max_stale_attempts,) if told.on_stale == "retry" else ()
+        missed = told.missed_segment if told.segment_wise else None
+        yield told.when_queue_full, told.order, told.on_stale, told.on_failure, attempts, stale, missed
+        yield told.rollout_timeout_s, told.patience_s, told.interrupts, told.checkpoint_in_flight
+    engine = config.engine
+    yield engine.weight_sync_mode, engine.kind
+    if not engine.is_server:
+        yield engine.max_slots
+        return
+    client = cast("Any", engines[0])
+    yield (
+        engine.one_request_per_group,
+        (
+            client._requests._resends,
+            client._paths,
+            engine.api_key_variable,
+            engine.precision(config.model.device),
+            transfer_args(engine),
+            engine.urls,
+        ),
+    )
+    if engine.num_servers > 1 or len(engine.urls) > 1:
+        yield create_fleet_config(config)
+    if engine.launch:
+        yield engine.startup_timeout_s, engine.num_servers
+        yield create_server_config(engine, "model", {}, device=config.model.device)
+
+
+def look(config: Config, mode: str, dry_run: bool) -> list[Any]:
+    """What observe() finds; at the end what is wrong, if something is."""
+    seen: list[Any] = []
+    try:
+        seen.extend(observe(config, mode, dry_run))
+    except (ConfigError, DataError) as error:
+        seen.append(str(error))
+    return seen
+
+
+def observe(config: Config, mode: str, dry_run: bool) -> Iterator[Any]:
+    """What the parts of a run are given, piece by piece; at last the facts of a dry run."""
+    yield create_output_dir(replace(config, output_dir=config.output_dir or "x"), "now"), config.lora.create(config.seed)
+    yield config.model.path or create_model_config(config.model, context_tokens(config)).to_dict()
+    for part in mode.split("+"):
+        yield from observe_part(config, part)
+    if config.task in EPISODE_TASKS:
+        yield replace(
+            episode_config(config), max_retries=0 if config.episode.on_environment_error != "retry" else config.episode.max_retries
+        )
+    if "rl" in mode or config.task != "jsonl" or config.data.eval_path:  # there is something to evaluate on
+        evaluated = generation_config(config, 8).sampling_params()
+        yield config.evaluation, replace(evaluated, temperature=0.0), config.reward.function
+        if config.evaluation.sampled:
+            yield evaluated
+        if "sft" in mode:
+            yield config.engine.max_slots
+        if config.task not in EPISODE_TASKS or config.reward.function is not None or config.reward.model is not None:
+            rewards = reward_config(config)
+            yield rewards.timeout_s, rewards.on_error, rewards.max_retries if rewards.on_error == "retry" else None
+        if config.reward.function is not None:
+            yield type(load_task_reward(config.reward))
+    if config.task == "grid_world":
+        yield create_world(config)
+    if config.task in ("jsonl", "gsm8k", "environment"):
+        task = create_task(config, create_char_tokenizer(), mode)
+        yield task.train_prompts, task.heldout_prompts, task.sft_samples, task.description
+    if config.backend.kind == "fsdp":
+        yield fsdp_config(config), config.backend.timeout_s
+    if config.model.path is not None:
+        yield template_kwargs(config)
+    facts = derive_numbers(config, mode)
+    yield {name: fact for name, fact in facts.items() if dry_run or not name.startswith(("memory", "traffic"))}
+
+
+@functools.cache
+def make_scenario(name: str, directory: Path) -> tuple[Config, dict[str, Any]]:
+    """The configuration of a scenario, and its options."""
+    config = make(SCENARIOS[name][2], directory)
+    return config, dict(list_options(config))
+
+
+@functools.cache
+def look_at_scenario(name: str, directory: Path) -> Any:
+    mode, dry_run, _ = SCENARIOS[name]
+    return look(make_scenario(name, directory)[0], mode, dry_run)
+
+
+@pytest.mark.parametrize("option", EFFECTS)
+def test_what_the_table_says_of_an_option_is_so(option: str, model_directory: Path):
+    looked, refusals = {True: 0, False: 0}, 0
+    for name, (mode, dry_run, settings) in SCENARIOS.items():
+        config, options = make_scenario(name, model_directory)
+        try:
+            changed = make({**settings, option: change(option, options[option])}, model_directory)
+            if "rl" in mode:
+                _ = changed.algorithm
+            idle = find_idle_options(changed, mode, defaults=[config], typed={option}, dry_run=dry_run)
+        except ConfigError as error:
+            parent, _, field = option.rpartition(".")
+            names = [field, spell_option(option), *([parent] if "." in parent else [])]
+            assert any(text in str(error) for text in names), f"{name}: {error}"
+            refusals += 1
+            continue
+        is_idle = bool(idle)
+        if looked[is_idle] == 2:
+            continue
+        looked[is_idle] += 1
+        assert [found.name for found in idle] in ([], [option]), name
+        if not is_idle and option in READ_BY:
+            file, code = READ_BY[option]
+            assert code in (ROOT / "integration" / file).read_text(), f"{file} does not read {option} as it did"
+            continue
+        differs = look_at_scenario(name, model_directory) != look(changed, mode, dry_run)
+        assert differs is not is_idle, f"{option} in {name!r}: {'named as without effect, and has one' if is_idle else 'no effect seen'}"
+    assert looked[True] + looked[False] + refusals, "no scenario has it, and none refuses it"
+
+
+def test_every_option_of_the_command_stands_in_the_table():
+    """A new one is to be put there, with what it needs to have an effect."""
+    assert list(EFFECTS) != [] and set(EFFECTS) == {name for name, _ in list_options(Config())}
+    own = {name for field in fields(command_line._Arguments) if (name := field.name) not in ("config", "config_file")}
+    assert own | {"config"} == set(COMMAND_OPTIONS)
+    assert all(effect.needs for effect in EFFECTS.values() if effect.holds is not Effect().holds), "say what the option needs"
+
+
+def test_all_idle_options_are_named_in_one_warning_of_the_dry_run(capsys: pytest.CaptureFixture[str]):
+    argv = ["--mode", "rl", "--engine.in-flight", "abort", "--engine.max-restarts", "5", "--sft.num-steps", "7", "--backend.timeout-s", "9"]
+    assert main([*argv, "--dry-run"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "warning of options" in line]
+    for text in (
+        "--engine.in-flight 'abort' needs a server",
+        "--engine.max-restarts 5 needs several launched servers",
+        "--backend.timeout-s 9.0 needs",
+    ):
+        assert text in line
+    assert "--sft.num-steps 7 needs SFT: --mode sft or sft+rl" in line
+
+
+def test_a_run_logs_the_warning_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = ["--model.hidden-size", "32", "--model.intermediate-size", "32", "--model.num-layers", "1"]
+    small = ["--sft.num-steps", "1", "--sft.batch-size", "2", "--evaluation.num-prompts", "2", "--num-threads", "1"]
+    argv = ["--mode", "sft", *model, *small, "--output-dir", str(tmp_path / "run"), "--quiet", "--backend.timeout-s", "9"]
+    assert main(argv) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "options without effect" in line]
+    assert "WARNING integration.run.job" in line and "--backend.timeout-s 9.0 needs --backend.kind fsdp" in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--engine.tensor-parallel-size", "2"], r"engine.tensor_parallel_size is 2, which has no effect here: it needs a server"),
+        (["--engine.dtype", "bfloat16"], r"engine.dtype is 'bfloat16', .* or leave --engine.dtype out"),
+        (["--engine.path-map", "/a=/b"], r"engine.path_map is \('/a=/b',\), which has no effect here: it needs a server"),
+        (["--engine.parity-action", "stop"], r"engine.parity_action is 'stop', which has no effect here: it needs --engine.parity-rows"),
+        (["--rl.overlong-penalty", "0.5"], r"rl.overlong_penalty is 0.5, which has no effect here: it needs --rl.overlong-buffer"),
+        (["--reward.model-device", "cuda"], r"reward.model_device is 'cuda', which has no effect here: it needs --reward.model"),
+    ],
+)
+def test_what_is_surely_a_mistake_is_refused(argv: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse_command_line(argv)
+
+
+def test_a_file_counts_like_flags_but_for_parts_that_the_command_leaves_out(tmp_path: Path):
+    file = tmp_path / "settings.toml"
+    file.write_text("[sft]\nnum_steps = 7\n[engine]\nin_flight = 'abort'\n[hardware]\nmemory_gib = 80.0\n")
+    argv = ["--config", str(file), "--mode", "rl"]
+    assert [found.name for found in parse_command_line(argv).find_idle_options()] == ["engine.in_flight"]
+    assert [found.name for found in parse_command_line([*argv, "--sft.num-steps", "8"]).find_idle_options()] == [
+        "sft.num_steps",
+        "engine.in_flight",
+    ]
+    assert parse_command_line(["--task", "grid_world", "--mode", "sft+rl"]).find_idle_options() == [], (
+        "a task's own settings are not the user's"
+    )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "integration" / "configs").glob("*.*")), ids=lambda path: path.name)
+@pytest.mark.parametrize("mode", ["sft", "rl", "sft+rl"])
+def test_no_shipped_configuration_is_warned_of(path: Path, mode: str):
+    command = parse_command_line(["--config", str(path), "--mode", mode])
+    assert command.find_idle_options() == []

@@ -1,0 +1,325 @@
+"""Families of models: what is computed is what transformers computes, also beyond sliding windows, and everything else is refused.
+
+Each family is a tiny random model with windows of 8 tokens where it has any; rows have up to 40.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from samples import draw_batch
+
+from integration.parts.models import check_dropout
+from integration.settings.config import Config, rl_training_config, sft_training_config
+from integration.settings.sections import LoRASection, RLSection, SFTSection
+from rollouts.algorithms.presets import reinforce
+from rollouts.backends.factory import create_critic_backend, create_pytorch_backend, create_reference_backend
+from rollouts.backends.fsdp.config import FSDPConfig
+from rollouts.backends.fsdp.factory import create_fsdp_backend
+from rollouts.backends.functional.backend import create_torch_func_backend
+from rollouts.backends.jax.backend import create_jax_backend
+from rollouts.backends.reward_models import create_reward_model_backend
+from rollouts.config import RLTrainingConfig, SFTTrainingConfig
+from rollouts.data.collate import collate_samples
+from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.errors import ConfigError
+from rollouts.models.packing import probe_attention, use_packed_attention
+from rollouts.sft_loop import run_sft_training
+from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
+from rollouts.types import LossOutput, Sample, SamplingParams
+
+LENGTHS = (40, 5, 23, 40)
+
+WINDOW, CONTEXT = 8, 64
+SIZES = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+HEADS = {"head_dim": 8}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+           "n_shared_experts": 1, "first_k_dense_replace": 1}  # fmt: skip
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+DROPOUT = {"attention_dropout": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "dropout": 0.1}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+class Family(NamedTuple):
+    """A model type and its settings."""
+
+    kind: str
+    settings: dict[str, Any]
+    window: int | None  # the widest that its layers attend to
+    refused: str = ""  # what the error says
+
+
+COMPUTED = {
+    "llama": Family("llama", HEADS, None),
+    "llama that carries a window nobody reads": Family("llama", HEADS | {"sliding_window": WINDOW}, None),
+    "mistral": Family("mistral", HEADS | {"sliding_window": WINDOW}, WINDOW),
+    "mistral without window": Family("mistral", HEADS | {"sliding_window": None}, None),
+    "mistral with a window as long as its context": Family("mistral", HEADS | {"sliding_window": CONTEXT}, CONTEXT),
+    "ministral": Family("ministral", HEADS | {"sliding_window": WINDOW, "layer_types": MIXED}, WINDOW),
+    "mixtral": Family("mixtral", HEADS | {"sliding_window": WINDOW, "num_local_experts": 4}, WINDOW),
+    "phi3": Family("phi3", {"sliding_window": WINDOW}, WINDOW),
+    "olmo3": Family("olmo3", {"sliding_window": WINDOW, "layer_types": MIXED}, WINDOW),
+    "gemma3": Family("gemma3_text", HEADS | {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 8}, WINDOW),
+    "qwen2 with windows": Family("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, WINDOW),
+    "qwen2 with windows switched off": Family("qwen2", {"use_sliding_window": False, "sliding_window": WINDOW}, None),
+    "qwen3 with windows": Family("qwen3", HEADS | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}, WINDOW),
+    "exaone4": Family("exaone4", HEADS | {"sliding_window": WINDOW, "sliding_window_pattern": 2}, WINDOW),
+    "smollm3": Family("smollm3", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED}, WINDOW),
+    "starcoder2": Family("starcoder2", {"sliding_window": WINDOW}, WINDOW),
+    "cwm": Family("cwm", HEADS | {"sliding_window": WINDOW, "layer_types": MIXED}, WINDOW),
+    "granite": Family("granite", {"logits_scaling": 1.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7}, None),
+    "deepseek v3": Family("deepseek_v3", LATENT | EXPERTS | {"num_key_value_heads": 4}, None),
+    "gpt2": Family("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": CONTEXT}, None),
+    "opt": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, None),
+}  # fmt: skip
+REFUSED = {
+    "gpt-oss": Family("gpt_oss", HEADS | {"sliding_window": WINDOW, "num_local_experts": 4}, WINDOW, r"'gpt_oss'.*sinks"),
+    "gemma2": Family("gemma2", HEADS | {"sliding_window": WINDOW, "final_logit_softcapping": None}, WINDOW,
+                     r"'gemma2'.*attn_logit_softcapping = 50"),
+    "gemma2 with soft-capped logits": Family("gemma2", HEADS | {"attn_logit_softcapping": None}, WINDOW, "final_logit_softcapping"),
+    "gemma3 with soft-capped logits": Family("gemma3_text", HEADS | {"final_logit_softcapping": 30.0}, WINDOW, "final_logit_softcapping"),
+    "llama4": Family("llama4_text", HEADS | {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}, WINDOW,
+                     r"'llama4_text'.*'chunked_attention'"),
+    "qwen3-next": Family("qwen3_next", HEADS | LINEAR | {"num_hidden_layers": 4}, None, r"layer_types.*'qwen3_next'.*'linear_attention'"),
+    "qwen3.5": Family("qwen3_5_text", HEADS | LINEAR | {"num_hidden_layers": 4}, None, r"'qwen3_5_text'.*'linear_attention'"),
+    "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, None, r"layer_types.*'lfm2'.*'conv'"),
+    "cohere2": Family("cohere2", HEADS | {"sliding_window": WINDOW, "logit_scale": 0.5}, WINDOW, "logit_scale"),
+    "granite with scaled logits": Family("granite", {"logits_scaling": 4.0}, None, "logits_scaling"),
+    "deepseek v3.2": Family("deepseek_v32", LATENT | EXPERTS | {"num_key_value_heads": 4}, None, "'indexed_attention'"),
+    "a window in the mask alone": Family("phimoe", {"sliding_window": WINDOW, "num_local_experts": 2}, WINDOW,
+                                         r"'phimoe'.*whole rows.*mask.*sliding_window = 8"),
+    "a mask of the model's own": Family("doge", {"num_attention_heads": 4}, None, r"'doge'.*mask by itself"),
+    "no causal attention": Family("llama", HEADS | {"is_causal": False}, None, r"'llama'.*mask"),
+}  # fmt: skip
+
+
+def create_family(family: Family) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[family.kind](**{**SIZES, **family.settings})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+        for name, parameter in model.named_parameters():
+            if "proj" in name or "attn" in name:  # so that attention is not next to uniform
+                parameter.data *= 6
+    return model
+
+
+def read_log_probs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probs of one row [n], as transformers computes them: # [n], 0 at the first."""
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+    chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), chosen])
+
+
+def weigh_log_probs(outputs: Any, batch: Any) -> LossOutput:
+    """A loss in which every token counts differently."""
+    weights = torch.linspace(-1, 1, outputs.log_probs.shape[1])
+    return LossOutput(loss=(outputs.log_probs * weights).sum(), metrics={})
+
+
+def check_gradients(model: Any, expected: Any) -> None:
+    for (name, found), (_, wanted) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        if wanted.grad is not None:
+            torch.testing.assert_close(found.grad, wanted.grad, atol=2e-5 * float(wanted.grad.abs().max()) + 1e-5, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+async def test_a_family_has_the_numbers_of_transformers_beyond_its_windows(name: str):
+    family, batch = COMPUTED[name], draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"])
+    own = create_family(family)
+    batch = replace(batch, dropout=False)
+    backend = create_pytorch_backend(copy.deepcopy(own), lr=1e-3)
+    found = backend.forward(batch, lambda outputs: outputs.log_probs).value
+    expected = torch.zeros(batch.tokens.shape)
+    for i, n in enumerate(batch.lengths.tolist()):
+        row = read_log_probs(own, batch.tokens[i, :n])
+        (row * torch.linspace(-1, 1, batch.tokens.shape[1])[:n]).sum().backward()
+        expected[i, :n] = row.detach()
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    backend.forward_backward(batch, weigh_log_probs)
+    check_gradients(backend.model, own)
+    assert probe_attention(own) == family.window
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+async def test_the_embedded_engine_has_the_numbers_of_transformers_beyond_windows(name: str):
+    own = create_family(COMPUTED[name])
+    engine = InProcessEngine(copy.deepcopy(own), eos_token_ids=())
+    rows = draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"]).tokens[:, :].tolist()
+    async with engine:
+        for prompt in (rows[0][:21], rows[0][:21], rows[2][:4]):  # the second finds its prefix in the cache
+            completion = await engine.generate(prompt, SamplingParams(max_tokens=18, temperature=1.0, seed=5))
+            row = [*prompt, *completion.output_tokens]
+            expected = read_log_probs(own, torch.tensor(row)).detach()[len(prompt) :]
+            torch.testing.assert_close(torch.tensor(completion.output_log_probs), expected, atol=1e-4, rtol=1e-4)
+        assert await engine.recompute_output_log_probs(row, len(prompt)) == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_computed_right_is_refused_by_name(name: str):
+    family = REFUSED[name]
+    model = create_family(family)
+    for construct in (
+        partial(create_pytorch_backend, lr=1e-3),
+        create_reference_backend,
+        partial(create_torch_func_backend, lr=1e-3, total_steps=1),
+        InProcessEngine,
+    ):
+        with pytest.raises(ConfigError, match=family.refused):
+            construct(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "olmo3", "opt"])
+async def test_the_other_backends_have_the_numbers_of_the_first(name: str):
+    model, batch = create_family(COMPUTED[name]), replace(draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"]), dropout=False)
+    first = create_pytorch_backend(copy.deepcopy(model), lr=1e-3)
+    expected = first.forward(batch, lambda outputs: outputs.log_probs).value
+    first.forward_backward(batch, weigh_log_probs)
+    for create in (
+        partial(create_torch_func_backend, total_steps=1),
+        create_fsdp_backend,
+        partial(create_fsdp_backend, config=FSDPConfig(gradient_checkpointing=True)),
+    ):
+        backend = create(copy.deepcopy(model), lr=1e-3)
+        torch.testing.assert_close(backend.forward(batch, lambda outputs: outputs.log_probs).value, expected, atol=1e-5, rtol=1e-4)
+        backend.forward_backward(batch, weigh_log_probs)
+        assert backend.optim_step().value["grad_norm"] == pytest.approx(first_norm(first), rel=1e-4)
+
+
+def first_norm(backend: Any) -> float:
+    return float(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in backend.model.parameters() if p.grad is not None])))
+
+
+def test_critics_and_reward_models_attend_to_windows():
+    model, batch = create_family(COMPUTED["mistral"]), draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"])
+    critic = create_critic_backend(copy.deepcopy(model), lr=1e-3, head_std=1.0)
+    scores = create_reward_model_backend(copy.deepcopy(model), lr=1e-3, head_std=1.0)
+    with torch.no_grad():
+        for i, n in enumerate(batch.lengths.tolist()):
+            hidden = model.model(input_ids=batch.tokens[i : i + 1, :n]).last_hidden_state[0]
+            for backend, shift in ((critic, 1), (scores, 0)):
+                head = backend.model.score
+                found = backend.forward(batch, lambda outputs: outputs.values).value[i, shift:n]
+                expected = torch.nn.functional.linear(hidden, head.weight, head.bias)[: n - shift, 0]
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_jax_computes_what_has_no_window_in_effect_and_refuses_the_rest():
+    batch = draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"])
+    for name in ("qwen2 with windows switched off", "llama that carries a window nobody reads"):
+        model = create_family(COMPUTED[name])
+        found = create_jax_backend(model, lr=1e-3).forward(batch, lambda outputs: outputs.log_probs).value
+        expected = create_pytorch_backend(model, lr=1e-3).forward(batch, lambda outputs: outputs.log_probs).value
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    for name in ("qwen2 with windows", "qwen3 with windows", "mistral", "gemma3"):
+        with pytest.raises(ConfigError, match=r"sliding_attention.*sliding_window is 8|model_type is"):
+            create_jax_backend(create_family(COMPUTED[name]), lr=1e-3)
+
+
+@pytest.mark.parametrize("mask", ["chunk", "both ways"])
+def test_a_mask_that_differs_only_far_away_is_found_without_rows_as_long(monkeypatch: pytest.MonkeyPatch, mask: str):
+    import transformers.models.llama.modeling_llama as modeling
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make_mask(and_mask: Any = None, **arguments: Any) -> Any:
+        def near(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return query // 30_000 == key // 30_000
+
+        def ahead(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return (query == 0) & (key > 99_000)
+
+        more = {"and_mask_function": near} if mask == "chunk" else {"or_mask_function": ahead}
+        return create_causal_mask(**arguments, **more)
+
+    from transformers.masking_utils import create_causal_mask
+
+    monkeypatch.setattr(modeling, "create_causal_mask", make_mask)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "max_position_embeddings": 100_000})).eval()
+    with pytest.raises(ConfigError, match=r"layer 0 of a model of type 'llama'.*whole rows"):
+        use_packed_attention(model)
+
+
+def test_rounded_models_are_compared_as_they_are_computed():
+    model = create_family(COMPUTED["gemma3"])
+    batch = draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"])
+    rounded = create_pytorch_backend(copy.deepcopy(model), lr=1e-3, compute_dtype="bfloat16")
+    exact = create_pytorch_backend(copy.deepcopy(model), lr=1e-3)
+    a, b = (backend.forward(batch, lambda outputs: outputs.log_probs).value for backend in (rounded, exact))
+    assert 1e-4 < float((a - b).abs().mean()) < 0.3
+    InProcessEngine(copy.deepcopy(model).to(torch.bfloat16))  # whose logits differ by more than float32's rounding
+
+
+def create_with_dropout(name: str, rate: float) -> Any:
+    return create_family(Family(COMPUTED[name].kind, COMPUTED[name].settings | dict.fromkeys(DROPOUT, rate), None))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_dropout_is_off_in_updates_that_compare_log_probs_unless_it_is_asked_for(name: str):
+    batch = draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"])
+    backend, plain = (create_pytorch_backend(create_with_dropout(name, rate), lr=1e-3) for rate in (0.1, 0.0))
+    rollouts = replace(batch, rollout_log_probs=plain.forward(batch, lambda outputs: outputs.log_probs).value)
+    seen: list[torch.Tensor] = []
+
+    def loss(outputs: Any, batch: Any) -> LossOutput:
+        seen.append((outputs.log_probs.detach() - rollouts.rollout_log_probs).exp())
+        return weigh_log_probs(outputs, batch)
+
+    for each in (backend, plain):
+        each.forward_backward(rollouts, loss)
+    assert torch.equal(seen[0], torch.ones_like(seen[0]))  # the ratio of the first step on the policy's own rollouts
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(backend.model.parameters(), plain.model.parameters(), strict=True))
+    for asked in (replace(rollouts, dropout=True), batch):  # a supervised batch has the model's
+        backend.forward_backward(asked, loss)
+        assert float((seen.pop() - 1).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+async def test_each_loop_trains_with_the_dropout_that_its_settings_say(name: str):
+    samples = [
+        Sample(tokens=(5, 6, 7, 8 + i), loss_mask=(0, 0, 1, 1), rollout_log_probs=(0, 0, -3, -3), reward=float(i % 2)) for i in range(4)
+    ]
+    batch = replace(collate_samples(samples), group_ids=torch.zeros(4, dtype=torch.int64))
+
+    async def train(rate: float, kind: str, asked: bool) -> float:
+        torch.manual_seed(0)
+        backend = create_pytorch_backend(create_with_dropout(name, rate), lr=1e-3)
+        if kind == "sft":
+            (metrics,) = await run_sft_training(backend, samples, SFTTrainingConfig(num_steps=1, batch_size=4, dropout=asked))
+        else:  # reinforce without a baseline reads no log-probs: nothing but the setting can tell
+            metrics = await train_on_rollouts(backend, replace(batch, rollout_log_probs=None), reinforce(), plan=UpdatePlan(dropout=asked))
+        return metrics["grad_norm"]
+
+    assert (SFTTrainingConfig().dropout, RLTrainingConfig().dropout) == (True, False)
+    for kind in ("sft", "rl"):
+        assert await train(0.1, kind, False) == await train(0.0, kind, True) != await train(0.1, kind, True)
+    assert await train(0.1, "sft", True) == await train(0.1, "sft", True)  # drawn from the seed
+
+
+def test_dropout_of_adapters_that_no_stage_trains_with_is_refused():
+    lora = LoRASection(rank=4, dropout=0.1)
+    with pytest.raises(ConfigError, match=r"lora.dropout is 0\.1.*mode 'rl'.*--rl.dropout"):
+        check_dropout(Config(lora=lora), "rl")
+    with pytest.raises(ConfigError, match=r"lora.dropout is 0\.1.*mode 'sft'.*--sft.dropout"):
+        check_dropout(Config(lora=lora, sft=SFTSection(dropout=False)), "sft")
+    check_dropout(Config(lora=lora), "sft+rl")
+    asked = Config(lora=lora, rl=RLSection(dropout=True))
+    check_dropout(asked, "rl")
+    assert rl_training_config(asked, None).dropout and not rl_training_config(Config(), None).dropout
+    assert sft_training_config(Config()).dropout and not sft_training_config(Config(sft=SFTSection(dropout=False))).dropout

@@ -1,0 +1,106 @@
+"""What the benchmarks report, on runs that are made up."""
+
+from __future__ import annotations
+
+import gc
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import algorithms, async_executor, fsdp, memory
+from benchmarks.measure import memory_mb
+from integration.dry_run.memory import PROCESS_BYTES, Training, heap_bytes, training_parts
+from integration.dry_run.sizes import read_sizes
+from rollouts.types import Sample
+
+
+def test_times_are_relative_to_the_default_jobs_algorithm_on_the_same_seeds_and_seeds_are_counted():
+    def run(seed: int, seconds: float) -> dict[str, Any]:
+        return {"seed": seed, "seconds": seconds, "accuracy": [0.5, 0.9], "reward": [0.4, 0.8]}
+
+    table = algorithms.summarize({"grpo()": [run(0, 10.0), run(1, 20.0)], "ppo()": [run(1, 30.0)], "rloo()": [run(2, 5.0)]})
+    assert {name: (row["seeds"], row["time_ratio"]) for name, row in table.items() if name != "rloo()"} == {
+        "grpo()": (2, 1.0),
+        "ppo()": (1, 1.5),
+    }
+    assert math.isnan(table["rloo()"]["time_ratio"])
+
+
+@pytest.mark.parametrize(("failing", "status"), [((), 0), (("rloo()",), 1), (("grpo()", "rloo()"), 1)])
+def test_a_run_that_fails_shows_in_the_exit_status(
+    failing: tuple[str, ...], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def train_sft(arguments: Any, directory: Path) -> float:
+        (directory / "sft" / "checkpoints" / "step_0001").mkdir(parents=True)
+        return 1.0
+
+    def train(algorithm: str, seed: int, *others: Any) -> dict[str, Any]:
+        if algorithm in failing and seed == 1:
+            raise RuntimeError("out of memory")
+        return {"seed": seed, "seconds": 2.0, "accuracy": [0.5, 0.9], "reward": [0.4, 0.8]}
+
+    monkeypatch.setattr(algorithms, "run_training", train_sft)
+    monkeypatch.setattr(algorithms, "train_algorithm", train)
+    monkeypatch.setattr("sys.argv", ["algorithms", "--seeds", "0", "1", "--algorithms", "rloo()"])
+    assert algorithms.main() == status
+    printed = capsys.readouterr().out
+    assert f"{len(failing)} of 4 runs failed" in printed and "grpo()" in printed
+
+
+def test_every_contender_of_the_executor_benchmark_gives_the_groups_that_were_asked_for():
+    num_groups = 2 * async_executor.BATCH_SIZE
+    assert async_executor.run_manager(num_groups, scored=True) == num_groups
+    for order in ("finished", "submitted"):
+        asynchronous = async_executor.AsyncConfig(max_staleness=1, order=order)
+        assert async_executor.run_executor(num_groups, scored=True, asynchronous=asynchronous) == num_groups
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_full_queue_is_measured_while_all_its_samples_wait(monkeypatch: pytest.MonkeyPatch):
+    """In place of memory, whose changes are not of the samples alone, the samples that are alive are counted."""
+    gc.collect()
+    num_samples = 2 * async_executor.BATCH_SIZE
+    monkeypatch.setattr(async_executor, "memory_mb", lambda name: float(sum(type(value) is Sample for value in gc.get_objects())))
+    found = async_executor.measure_queue(num_samples)
+    assert num_samples <= found["MB"] <= 1.1 * num_samples
+    assert found["bytes_per_sample"] == pytest.approx(found["MB"] * 2**20 / num_samples)
+    assert found["units_per_cpu_s"] > 0
+
+
+def test_the_memory_of_this_process_grows_with_what_it_holds():
+    before = memory_mb("VmRSS")
+    held = b"x" * 2**26
+    assert len(held) / 2**20 == 64
+    assert 48 < memory_mb("VmRSS") - before < 80
+    assert memory_mb("VmHWM") >= memory_mb("VmRSS") > 0
+
+
+def test_the_time_of_ranks_is_split_into_communication_and_computation():
+    times = {"alone": [8.0, 8.0], "together": [5.0, 6.0], "collectives": [0.5, 1.0], "CPU alone": [8.0, 8.0], "CPU of all": [10.0, 9.0]}
+    found = {"times": times, "received": 3 * 2**20, "states": (50, 100)}
+    table = fsdp.summarize(found, "small", 4, 2)
+    assert {name: row["median"] for name, row in table.items() if "formula" not in name} == {
+        "one process, s": 8.0,
+        "2 ranks, s": 5.5,
+        "of it in collectives, s": 0.75,
+        "speed-up": pytest.approx((8 / 5 + 8 / 6) / 2),
+        "time beyond 1 / ranks": pytest.approx(0.375),
+        "of it communication": pytest.approx(0.1875),
+        "of it computation": pytest.approx(0.1875),
+        "CPU seconds of all / one process": pytest.approx(1.1875),
+        "MiB received by a rank": 3.0,
+        "states of a rank / one process": 0.5,
+    }
+    assert (table["2 ranks, s"]["lowest"], table["2 ranks, s"]["highest"]) == (5.0, 6.0)
+
+
+def test_the_estimate_beside_measured_memory_is_that_of_a_dry_run():
+    sizes = read_sizes(memory.create_config("small"))
+    parts = training_parts(sizes, Training(tokens=256))
+    tensors = sum(part.size for part in parts)
+    assert memory.estimate("small", 256, 1, "cuda") == tensors
+    assert memory.estimate("small", 256, 1, "cpu") == tensors + PROCESS_BYTES + heap_bytes(sizes, Training(tokens=256), parts)
+    assert memory.estimate("small", 256, 2, "cuda") < tensors
+    assert memory.read_results('noise\n{"peak": 1.0}{"peak": 2.0}\n') == [{"peak": 1.0}, {"peak": 2.0}]

@@ -1,0 +1,29 @@
+"""docs/authoring_rewards.md: its code runs, and what it names exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from doc_pages import check_code
+
+import rollouts
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "authoring_rewards.md"
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_runs(tmp_path: Path):
+    assert check_code(PAGE, tmp_path) > 10
+
+
+def test_names_of_the_page_exist():
+    text = PAGE.read_text()
+    for module, name in re.findall(r"rollouts\.rewards\.(\w+):(\w+)", text):
+        assert hasattr(__import__(f"rollouts.rewards.{module}", fromlist=[name]), name), name
+    for name in re.findall(r"`((?:create_|[A-Z]\w+Reward)\w*)[(`]", text):
+        assert name in rollouts.__all__, name
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (PAGE.parent / target).exists(), target

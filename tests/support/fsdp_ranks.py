@@ -1,0 +1,287 @@
+"""What each of several ranks does for test_fsdp.py: everything once, its findings as JSON.
+
+Rank 0 also computes with one process what the ranks compute together.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rollouts.algorithms.loss_weights import token_mean
+from rollouts.algorithms.losses import sft_loss, value_loss
+from rollouts.algorithms.preferences import pair_mean, score_loss
+from rollouts.algorithms.presets import decoupled, grpo, ppo
+from rollouts.backends.factory import create_backend_with_scheduler, create_critic_backend, create_reference_backend
+from rollouts.backends.fsdp.backend import FSDPTrainingBackend
+from rollouts.backends.fsdp.config import FSDPConfig
+from rollouts.backends.fsdp.factory import (
+    create_fsdp_backend,
+    create_fsdp_critic_backend,
+    create_fsdp_reference_backend,
+    create_fsdp_reward_model_backend,
+)
+from rollouts.backends.optim.optimizers import create_adamw_optimizer
+from rollouts.backends.ranks.distributed import barrier, init_distributed, leave_distributed
+from rollouts.backends.reward_models import create_reward_model_backend
+from rollouts.batches import plan_sharded_microbatches, select_rows
+from rollouts.data.collate import collate_samples
+from rollouts.errors import BackendError
+from rollouts.testing import create_tiny_model
+from rollouts.training.steps import merge_step_metrics
+from rollouts.types import Sample
+
+MAX_TOKENS = 24  # of a micro-batch of one process: every step has several
+
+
+def make_model(seed: int = 0, num_layers: int = 1):
+    return create_tiny_model(vocab_size=32, hidden_size=16, num_layers=num_layers, seed=seed)
+
+
+def make_batch(step: int, num_rows: int | None = None):
+    """Ragged rows, or one alone; temperatures and rows of several contexts in some steps."""
+    generator = torch.Generator().manual_seed(step)
+    num_rows = num_rows or (1 if step % 4 == 1 else 6)
+    samples = []
+    for i in range(num_rows):
+        n = int(torch.randint(2, 14, (1,), generator=generator))
+        tokens = tuple(torch.randint(3, 32, (n,), generator=generator).tolist())
+        starts = (n // 2,) if step % 3 == 0 and n >= 4 else ()
+        mask = tuple(0.0 if t in (0, *starts) else 1.0 for t in range(n))
+        log_probs = tuple((-3.4 + 0.2 * torch.randn(n, generator=generator) * torch.tensor(mask)).tolist())
+        samples.append(
+            Sample(
+                tokens=tokens, loss_mask=mask, index=i, group_index=i // 3, reward=float(torch.rand(1, generator=generator)),
+                rollout_log_probs=log_probs, context_starts=starts, temperature=0.7 if step % 4 in (1, 2) else 1.0,
+            )
+        )  # fmt: skip
+    return collate_samples(samples)
+
+
+def select(name):
+    return lambda outputs: getattr(outputs, name)
+
+
+def optimizer_step(backend, batch, loss, weigh, *, with_entropy=False):
+    """What training_steps.submit_optimizer_step does, without a loop round it."""
+    batch = replace(batch, loss_weights=weigh(batch))
+    plan = plan_sharded_microbatches(batch.lengths.tolist(), max_tokens=MAX_TOKENS, num_shards=getattr(backend, "num_shards", 1))
+    parts = [backend.forward_backward(select_rows(batch, rows), loss, with_entropy=with_entropy).value for rows in plan]
+    return merge_step_metrics(parts) | backend.optim_step().value
+
+
+def train(num_steps, algorithm, policy, critic=None, reference=None):
+    """Steps of an algorithm, every column computed by the backends; what the metrics were."""
+    history = []
+    for step in range(num_steps):
+        batch = make_batch(step)
+        if "ref_log_probs" in algorithm.requires:
+            batch = replace(batch, ref_log_probs=reference.forward(batch, select("log_probs")).value)
+        if "prox_log_probs" in algorithm.requires:
+            batch = replace(batch, prox_log_probs=policy.forward(batch, select("log_probs")).value)
+        if critic is not None:
+            batch = replace(batch, values=critic.forward(batch, select("values")).value)
+        batch = algorithm.estimate(batch)
+        metrics = optimizer_step(policy, batch, algorithm.loss, algorithm.weigh, with_entropy="entropy" in algorithm.requires)
+        if critic is not None:
+            found = optimizer_step(critic, batch, value_loss, token_mean)
+            metrics |= {f"critic_{name}": value for name, value in found.items()}
+        history.append(metrics)
+    return history
+
+
+def train_sft(num_steps, backend):
+    return [optimizer_step(backend, make_batch(step), sft_loss, token_mean) for step in range(num_steps)]
+
+
+SETTINGS = {"lr": 3e-3, "eps": 1e-5, "max_grad_norm": 0.3}
+"""Of AdamW, with an eps above rounding: with a smaller one a gradient that is nothing but rounding moves a weight as far as any other."""
+
+create_single_backend = partial(create_backend_with_scheduler, schedule="constant", total_steps=1, **SETTINGS)
+
+ALGORITHMS = {
+    "grpo": grpo(kl_coef=0.1, entropy_coef=0.01),
+    "ppo": ppo(),
+    "decoupled ppo": decoupled(ppo()),
+}
+
+
+def run_algorithms(ranks, num_steps, names):
+    """Histories and largest difference of a weight, for each algorithm."""
+    found = {}
+    alone = ranks.rank == 0
+    policy = create_fsdp_backend(make_model(), **SETTINGS, ranks=ranks)
+    found["sft"] = {"ranks": train_sft(num_steps, policy)}
+    if alone:
+        single = create_single_backend(make_model())
+        found["sft"]["single"] = train_sft(num_steps, single)
+    compare_weights(found["sft"], policy, single if alone else None)
+    for name in names:
+        algorithm = ALGORITHMS[name]
+        with_critic = "values" in algorithm.requires
+        policy = create_fsdp_backend(make_model(), **SETTINGS, ranks=ranks)
+        critic = create_fsdp_critic_backend(make_model(1), **SETTINGS, ranks=ranks) if with_critic else None
+        reference = create_fsdp_reference_backend(make_model(2), ranks=ranks)
+        found[name] = {"ranks": train(num_steps, algorithm, policy, critic, reference)}
+        if alone:
+            single = create_single_backend(make_model())
+            single_critic = create_critic_backend(make_model(1), **SETTINGS) if with_critic else None
+            found[name]["single"] = train(num_steps, algorithm, single, single_critic, create_reference_backend(make_model(2)))
+        compare_weights(found[name], policy, single if alone else None)
+        if with_critic:
+            compare_weights(found[name], critic, single_critic if alone else None)
+    return found
+
+
+def compare_weights(found, sharded, single):
+    weights = sharded.get_weights().value
+    if single is not None:
+        expected = single.get_weights().value
+        difference = max(float((weights[name] - value).abs().max()) for name, value in expected.items())
+        found["weights"] = max(found.get("weights", 0.0), difference)
+
+
+# -- what is sharded, and how
+
+
+def look_inside(policy):
+    """(sharded parameters, all parameters) at the moment of the loss, of the layers and of the rest; how often the first layer runs."""
+    layer_names = {f"model.layers.{name}" for name, _ in policy.model.model.layers.named_parameters()}
+    seen = {"layers": [0, 0], "rest": [0, 0], "layer_runs": 0}
+
+    def count(module, args, output):
+        seen["layer_runs"] += 1
+
+    def loss(outputs, batch):
+        for name, parameter in policy.model.named_parameters():
+            part = seen["layers" if name in layer_names else "rest"]
+            part[0] += isinstance(parameter, DTensor)
+            part[1] += 1
+        return sft_loss(outputs, batch)
+
+    handle = policy.model.model.layers[0].self_attn.register_forward_hook(count)
+    batch = make_batch(0)
+    policy.forward_backward(replace(batch, loss_weights=token_mean(batch)), loss)
+    handle.remove()
+    gradients = [p.grad.full_tensor().norm().item() for p in policy.model.parameters()]
+    held = sum(p.to_local().numel() for p in policy.model.parameters()) / sum(p.numel() for p in policy.model.parameters())
+    return seen | {"gradients": gradients, "held": held, "units": sum(isinstance(m, FSDPModule) for m in policy.model.modules())}
+
+
+CONFIGS = {
+    "full_shard": FSDPConfig(),
+    "shard_grad_op": FSDPConfig(sharding_strategy="shard_grad_op"),
+    "no_shard": FSDPConfig(sharding_strategy="no_shard"),
+    "two copies": FSDPConfig(sharding_strategy="hybrid_shard", ranks_per_replica=1),
+    "one copy": FSDPConfig(sharding_strategy="hybrid_shard", ranks_per_replica=2),
+    "checkpointing": FSDPConfig(gradient_checkpointing=True),
+    "layers together, checkpointing": FSDPConfig(auto_wrap_min_params=10**6, gradient_checkpointing=True),
+    "clip_grad": FSDPConfig(clip_grad=1e-3),
+    "bfloat16": FSDPConfig(mixed_precision="bfloat16"),
+}
+
+
+def run_configs(ranks):
+    """Of each configuration what is inside, an update, and the weights after it."""
+    found = {}
+    for name, config in CONFIGS.items():
+        policy = create_fsdp_backend(make_model(num_layers=2), **SETTINGS, config=config, ranks=ranks)
+        found[name] = look_inside(policy)
+        found[name]["gradient_dtypes"] = sorted({str(p.grad.dtype) for p in policy.model.parameters()})
+        found[name]["step"] = policy.optim_step().value
+        found[name]["master_dtypes"] = sorted({str(p.dtype) for group in policy.optimizer.param_groups for p in group["params"]})
+        found[name]["weights"] = {k: v.double().sum().item() for k, v in policy.get_weights().value.items()}
+    return found
+
+
+def run_state(ranks):
+    """What this rank holds of parameters and optimizer state, and whether what is not finite is left out everywhere."""
+    policy = create_fsdp_backend(make_model(), **SETTINGS, ranks=ranks)
+    train_sft(1, policy)
+    state = [x for entry in policy.optimizer.state.values() for x in entry.values() if x.dim() > 0]
+    reference = create_fsdp_reference_backend(make_model(), ranks=ranks)
+    found = {
+        "parameters_are_sharded": all(isinstance(p, DTensor) for group in policy.optimizer.param_groups for p in group["params"]),
+        "state_held": sum(x.to_local().numel() for x in state) / sum(x.numel() for x in state),
+        "reference_held": sum(p.to_local().numel() for p in reference.model.parameters()),
+        "reference_size": sum(p.numel() for p in reference.model.parameters()),
+        "reference_trains": any(p.requires_grad for p in reference.model.parameters()),
+        "reference_state": len(reference.optimizer.state),
+    }
+    before = policy.get_weights().value
+    batch = make_batch(0)
+    weights = token_mean(batch)
+    weights[0] = weights[0] * float("inf")  # one row, which is on one rank
+    policy.forward_backward(replace(batch, loss_weights=weights), sft_loss)
+    found["skipped"] = policy.optim_step().value["update_skipped"]
+    found["counts"] = [policy.counts.num_updates, policy.counts.num_skipped_in_a_row]
+    after = policy.get_weights().value
+    found["same_weights"] = all(torch.equal(after[name], before[name]) for name in before)
+    policy.load_weights({name: value + 1 for name, value in before.items()})
+    loaded = policy.get_weights().value
+    found["loaded"] = all(torch.equal(loaded[name], before[name] + 1) for name in before)
+    buckets = policy.gather_weights([spec.name for spec in policy.describe_weights().value]).value
+    found["gathered"] = all(torch.equal(value, loaded[name]) for name, value in buckets.items())
+    return found
+
+
+def run_pairs(ranks):
+    """A reward model on pairs, of which the ranks get 2 and 1."""
+    batch = make_batch(0)
+    batch = replace(batch, group_ids=torch.arange(6) // 2)
+    backends = {"ranks": create_fsdp_reward_model_backend(make_model(), **SETTINGS, ranks=ranks)}
+    if ranks.rank == 0:
+        backends["single"] = create_reward_model_backend(make_model(), **SETTINGS)
+    batch = replace(batch, loss_weights=pair_mean(batch))
+    return {name: [b.forward_backward(batch, score_loss).value | b.optim_step().value for _ in range(2)] for name, b in backends.items()}
+
+
+def run_late(ranks, folder):
+    """Rank 1 does not come to two passes. What rank 0 is told of them."""
+    short = replace(ranks, timeout_s=1.0, group=dist.new_group())
+    mesh = DeviceMesh.from_group(short.group, "cpu", mesh_dim_names=("shard",))
+    backends = [FSDPTrainingBackend(make_model(), partial(create_adamw_optimizer, lr=1e-3), ranks=short, mesh=mesh) for _ in range(2)]
+    _set_pg_timeout(timedelta(seconds=short.timeout_s), short.group)  # of what comes now
+    mark = folder / "rank_0_was_told"
+    batch = make_batch(0)
+    batch = replace(batch, loss_weights=token_mean(batch))
+    if ranks.rank == 1:
+        while not mark.exists():
+            time.sleep(0.01)
+        return []
+    found = [explain(partial(backends[0].forward, batch, select("log_probs")))]
+    found.append(explain(partial(backends[1].forward_backward, batch, sft_loss)))
+    mark.touch()
+    return found
+
+
+def explain(operation):
+    try:
+        operation()
+    except BackendError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def main(folder: Path, num_steps: int, names: Sequence[str], *, all_checks: bool) -> None:
+    """Joins the other ranks, does everything, and writes folder/rank_N.json."""
+    ranks = init_distributed(timeout_s=60, init_method="env://")
+    found = {"algorithms": run_algorithms(ranks, num_steps, names)}
+    if all_checks:
+        found |= {"configs": run_configs(ranks), "state": run_state(ranks), "pairs": run_pairs(ranks)}
+        found["late"] = run_late(ranks, folder)
+    (folder / f"rank_{ranks.rank}.json").write_text(json.dumps(found))
+    barrier(ranks)
+    leave_distributed()

@@ -1,0 +1,915 @@
+"""Mistakes that the tests must see: each is made in a copy of the packages, and the tests named beside it must then fail.
+
+    python tests/support/mutations.py              all of them, with a table
+    python tests/support/mutations.py kl "clip"    those whose file or description contains one of these texts
+    python tests/support/mutations.py --fast       the three that the slow tests make
+
+These are mistakes of meaning, which often cross files; operators.py makes the mistakes of single operators by rule. Each mistake runs in
+a process of its own, forked from one that has imported PyTorch and pytest but nothing of the packages.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PASSED, FAILED = 0, 1  # pytest's exit codes; others are errors of collection, usage and the like
+THOROUGH = ("-m", "", "--hypothesis-profile=thorough")
+DEFAULT = ("-m", "not slow and not mutations and not vllm and not sglang")  # the tests of the default run
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One mistake."""
+
+    file: str  # path below rollouts/; ../integration/... for the other package
+    mistake: str  # description of the mistake
+    old: str  # text that stands in the file exactly once
+    new: str  # text that takes its place
+    tests: tuple[str, ...]  # tests below tests/, at least one of which must fail: as few and as fast as possible
+    fast: bool = False  # whether the slow tests make it, too
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.mistake}"
+
+
+def parity(name: str) -> str:
+    """Name the test against the recorded vectors of one function."""
+    return f"test_parity.py::test_our_composition_gives_their_numbers[{name}]"
+
+
+def mutated(source: str, mutation: Mutation) -> str:
+    """Return the text of the file with the mistake in it."""
+    count = source.count(mutation.old)
+    assert count == 1, f"{mutation}: its old text occurs {count} times, expected once: adapt tests/support/mutations.py to the file"
+    assert mutation.new != mutation.old, f"{mutation}: nothing changes"
+    return source.replace(mutation.old, mutation.new)
+
+
+def run_tests(
+    batches: Sequence[Sequence[str]], changed: Mapping[str, str] | None = None, options: Sequence[str] = THOROUGH
+) -> tuple[int, str]:
+    """Run tests on a copy of the packages.
+
+    Args:
+        batches: names of tests below tests/; one call of pytest a batch, until one of them does not pass.
+        changed: new texts of files, by their paths below rollouts/.
+        options: further options of pytest.
+
+    Returns: pytest's exit code of the last batch that ran, and the output of all.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for package in ("rollouts", "integration"):
+            shutil.copytree(ROOT / package, Path(folder, package), ignore=shutil.ignore_patterns("__pycache__"))
+        for file, text in (changed or {}).items():
+            Path(folder, "rollouts", file).write_text(text)
+        log = Path(folder, "log")
+        child = os.fork()
+        if child == 0:
+            _run_in_this_process(folder, batches, log, options)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status), log.read_text(errors="replace")
+
+
+def _run_in_this_process(folder: str, batches: Sequence[Sequence[str]], log: Path, options: Sequence[str]) -> None:
+    """Run the tests on the packages in `folder` and end the process with pytest's exit code."""
+    code = -1
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.dont_write_bytecode = True
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join((folder, str(ROOT)))
+        os.environ["PYTHONSAFEPATH"] = "1"  # processes that tests start look there first, not into their working directory
+        for name in ("ROLLOUTS_GOLDEN_DIR", "ROLLOUTS_ENGINES_DIR"):
+            os.environ.pop(name, None)  # the tests are named after the vectors that are shipped
+        import pytest
+
+        import integration
+        import rollouts
+
+        for package in (rollouts, integration):
+            assert Path(str(package.__file__)).is_relative_to(folder), f"{package.__file__} is not the copy in {folder}"
+        for tests in batches:
+            names = [str(ROOT / "tests" / test) for test in tests]
+            code = int(pytest.main(["-x", "--timeout=60", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *options, *names]))
+            sys.stdout.flush()
+            if code != PASSED:
+                break
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code & 255)  # without the exit handlers of the process that it was forked from
+
+
+def import_heavy_modules() -> None:
+    """Import what the forked processes then need not import."""
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def iterate_results(mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, int, str, float]]:
+    """(mutation, exit code, output, seconds), one after the other."""
+    for mutation in mutations:
+        start = time.monotonic()
+        source = mutated((ROOT / "rollouts" / mutation.file).read_text(), mutation)
+        code, output = run_tests([mutation.tests], {mutation.file: source})
+        yield mutation, code, output, time.monotonic() - start
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    # Log-probs and masks
+    Mutation(
+        "algorithms/logprobs.py",
+        "log-probs stand one position late",
+        "return _align(gather_log_probs(temper(logits, temperature)[:, :-1], tokens[:, 1:]))",
+        "return _align(gather_log_probs(temper(logits, temperature)[:, 1:], tokens[:, 1:]))",
+        ("algorithms/test_logprobs.py::test_token_log_probs_and_entropy_against_the_loop",),
+    ),
+    Mutation(
+        "algorithms/logprobs.py",
+        "packed tokens predict themselves",
+        "PackedShift(predictors=positions - 1,",
+        "PackedShift(predictors=positions,",
+        ("algorithms/test_logprobs.py::test_packed_log_probs_equal_those_of_each_row",),
+    ),
+    Mutation(
+        "chat/tokenize.py",
+        "prompts are trained",
+        "loss_mask=compute_loss_mask(len(tokens), spans)",
+        "loss_mask=compute_loss_mask(len(tokens), [(0, len(tokens))])",
+        ("chat/test_chat.py::test_mask_covers_exactly_what_assistant_messages_generate",),
+    ),
+    Mutation(
+        "data/collate.py",
+        "labels are shifted twice",
+        '"labels": batch.tokens,',
+        '"labels": batch.tokens.roll(-1, 1),',
+        ("words/test_batching.py::test_grpo_loss_of_a_prepared_batch_predicts_the_next_token",),
+    ),
+    Mutation(
+        "algorithms/losses.py",
+        "log-probs are not masked before exp",
+        "log_probs, anchor, advantages = _where(mask, outputs.log_probs), ",
+        "log_probs, anchor, advantages = outputs.log_probs, ",
+        ("algorithms/test_losses.py::test_what_stands_at_masked_places_changes_nothing_bit_for_bit",),
+    ),
+    Mutation(
+        "algorithms/surrogates.py",
+        "log-ratios are masked after the subtraction, not before",
+        "log_ratio = torch.where(mask > 0, log_probs - old_log_probs, 0.0)\n    return log_ratio if bound",
+        "log_ratio = (mask > 0) * (log_probs - old_log_probs)\n    return log_ratio if bound",
+        ("algorithms/test_surrogates.py::test_ratios_do_not_read_masked_places",),
+    ),
+    Mutation(
+        "algorithms/logprobs.py",
+        "a ratio overflows",
+        "return log_ratio.clamp(max=math.log(numbers.max) * (1 - numbers.eps)).exp()",
+        "return log_ratio.exp()",
+        ("algorithms/test_surrogates.py::test_a_clip_that_is_active_takes_the_gradient_however_large_the_ratio",),
+    ),
+    Mutation(
+        "algorithms/losses.py",
+        "SFT learns to avoid its targets",
+        "return LossOutput(-(weights * log_probs).sum(), metrics)",
+        "return LossOutput((weights * log_probs).sum(), metrics)",
+        ("algorithms/test_losses.py::test_sft_is_reinforce_with_advantage_one_and_the_cross_entropy_of_trained_tokens",),
+    ),
+    # Losses
+    Mutation(
+        "algorithms/surrogates.py",
+        "the clip is optimistic",
+        "loss = torch.maximum(-advantages * ratio, ",
+        "loss = torch.minimum(-advantages * ratio, ",
+        ("algorithms/test_surrogates.py::test_a_capped_ratio_is_the_dual_clip_from_one_plus_high_on",),
+        fast=True,
+    ),
+    Mutation(
+        "algorithms/surrogates.py",
+        "CISPO's weight has a gradient",
+        "1 + high if cap is None else cap).detach() *",
+        "1 + high if cap is None else cap) *",
+        (parity("losses/trl_cispo"),),
+    ),
+    Mutation(
+        "algorithms/losses.py",
+        "the anchor is the rollout policy even where there are old log-probs",
+        "_where(mask, anchor), ",
+        "_where(mask, anchor if batch.rollout_log_probs is None else batch.rollout_log_probs), ",
+        (parity("losses/areal_realhf_actor_loss_v0_3_0"),),
+    ),
+    Mutation(
+        "algorithms/losses.py",
+        "importance weights scale the KL term, too",
+        "if kl.unbiased:\n",
+        "if scale is not None:\n            divergence = divergence * scale\n        if kl.unbiased:\n",
+        ("algorithms/test_loss_parts.py::test_weights_of_both_kinds_multiply_the_policy_term_alone",),
+    ),
+    Mutation(
+        "algorithms/losses.py",
+        "the KL term has the wrong sign",
+        "per_token = per_token + (kl.coef if",
+        "per_token = per_token - (kl.coef if",
+        ("algorithms/test_losses.py::test_the_clipped_loss_matches_the_loop_in_value_and_gradient",),
+    ),
+    Mutation(
+        "algorithms/losses.py",
+        "the coefficient of the KL controller is ignored by the loss",
+        "(kl.coef if batch.kl_coef is None else batch.kl_coef[:, None])",
+        "kl.coef",
+        ("algorithms/test_losses.py::test_a_coefficient_in_the_batch_replaces_that_of_the_loss",),
+    ),
+    Mutation(
+        "algorithms/losses.py",
+        "the loss is a mean over tokens, not a weighted sum",
+        "return LossOutput((weights * _where(mask, per_token)).sum(), metrics)",
+        "return LossOutput((weights * _where(mask, per_token)).mean(), metrics)",
+        ("algorithms/test_losses.py::test_sft_is_reinforce_with_advantage_one_and_the_cross_entropy_of_trained_tokens",),
+    ),
+    Mutation(
+        "algorithms/losses.py",
+        "distillation differentiates its advantage",
+        "(batch.ref_log_probs - outputs.log_probs).detach()",
+        "(batch.ref_log_probs - outputs.log_probs)",
+        ("algorithms/test_loss_parts.py::test_distillation_has_the_gradient_of_the_divergence_from_the_teacher",),
+    ),
+    Mutation(
+        "algorithms/losses.py",
+        "metrics of micro-batches are averaged without their sizes",
+        "sum(value * count for value, count in values) / sum(count for _, count in values)",
+        "sum(value for value, count in values) / len(values)",
+        ("algorithms/test_losses.py::test_max_and_min_metrics_merge_as_such_and_parts_without_tokens_say_nothing",),
+    ),
+    Mutation(
+        "algorithms/presets.py",
+        "a preset does not pass its KL estimator on",
+        "**fill_penalty(kl_coef, kl)),\n        weigh=token_mean,\n        loss=partial(clipped_policy_loss, "
+        "low=clip_low, high=clip_high, dual=dual",
+        "**fill_penalty(kl_coef, k1)),\n        weigh=token_mean,\n        loss=partial(clipped_policy_loss, "
+        "low=clip_low, high=clip_high, dual=dual",
+        (
+            "integration/test_algorithm_expression.py::test_an_expression_means_what_the_same_python_means",
+            "algorithms/test_algorithms.py::test_each_preset_takes_its_kl_estimator",
+        ),
+    ),
+    # Loss weights and statistics
+    Mutation(
+        "algorithms/loss_weights.py",
+        "rows that are not trainable are trained",
+        "return batch.loss_mask * batch.trainable[:, None].to(batch.loss_mask.dtype)",
+        "return batch.loss_mask",
+        ("algorithms/test_losses.py::test_weights_leave_out_rows_that_are_not_trainable_and_scale_with_fractions",),
+        fast=True,
+    ),
+    Mutation(
+        "algorithms/loss_weights.py",
+        "rows are divided by the padded width",
+        "lengths = mask.sum(1) if row_lengths is None",
+        "lengths = torch.full_like(mask[:, 0], mask.shape[1]) if row_lengths is None",
+        ("algorithms/test_loss_weights.py::test_weights_by_hand",),
+    ),
+    Mutation(
+        "algorithms/statistics.py",
+        "a mean is of one rank only",
+        "total, count = sums if all_reduce is None else all_reduce(sums)",
+        "total, count = sums",
+        ("algorithms/test_algorithms.py::test_ranks_that_see_their_own_groups_only_have_the_gradient_of_one",),
+    ),
+    Mutation(
+        "algorithms/statistics.py",
+        "equal rewards leave rounding behind",
+        "return torch.where(equal, torch.zeros_like(x), x - group_mean(x, group_ids))",
+        "return x - group_mean(x, group_ids)",
+        ("algorithms/test_advantages.py::test_equal_rewards_give_exactly_zero",),
+    ),
+    # Advantages
+    Mutation(
+        "algorithms/advantages.py",
+        "the greedy sample counts among the sampled ones",
+        "group_sum(torch.where(trainable, torch.zeros_like(rewards), rewards), group_ids) / group_sum(apart, group_ids)",
+        "group_mean(rewards, group_ids)",
+        ("algorithms/test_advantages.py::test_the_greedy_baseline_is_the_mean_of_the_rows_that_are_not_trained",),
+    ),
+    Mutation(
+        "algorithms/advantages.py",
+        "the reward stands one token early",
+        "torch.where(positions == last[:, None], rewards",
+        "torch.where(positions == last[:, None] - 1, rewards",
+        (parity("advantages/areal_realhf_packed_rewards_gae_v0_3_0"),),
+    ),
+    Mutation(
+        "algorithms/advantages.py",
+        "the KL penalty of a reward is a bonus",
+        "return rewards - (penalty if rewards.dim() == 2",
+        "return rewards + (penalty if rewards.dim() == 2",
+        (parity("advantages/areal_realhf_packed_rewards_gae_v0_3_0"),),
+    ),
+    Mutation(
+        "algorithms/estimators.py",
+        "untrained rows count in the whitening",
+        "trained = (trained_mask(batch) > 0)",
+        "trained = (batch.loss_mask > 0)",
+        ("algorithms/test_estimators.py::test_rows_that_are_not_trained_count_in_their_group_but_not_among_the_tokens",),
+    ),
+    Mutation(
+        "algorithms/estimators.py",
+        "the KL penalty compares the rollout's log-probs although there are old ones",
+        "found = batch.rollout_log_probs if batch.old_log_probs is None else batch.old_log_probs",
+        "found = batch.old_log_probs if batch.rollout_log_probs is None else batch.rollout_log_probs",
+        ("algorithms/test_estimators.py::test_the_policy_is_the_anchor_or_else_the_behaviour",),
+    ),
+    Mutation(
+        "algorithms/anchors.py",
+        "GiGPO's step level is left out",
+        "return s.combine(episode, step_advantages(returns, step_groups, std_level=s.std_level, epsilon=s.epsilon), s.omega)",
+        "return episode",
+        (parity("gigpo/gigpo_outcome_advantage"),),
+    ),
+    Mutation(
+        "algorithms/anchors.py",
+        "GiGPO compares states of different groups",
+        "torch.unique(torch.stack((groups[real], states[real])), dim=1, return_inverse=True)",
+        "torch.unique(states[real][None], dim=1, return_inverse=True)",
+        ("algorithms/test_gigpo.py::test_advantages_of_turns_against_loops",),
+    ),
+    Mutation(
+        "algorithms/gigpo_steps.py",
+        "a step without a reward counts as rewarded with 0",
+        "s.base_reward is not None for s in steps",
+        "True for s in steps",
+        ("algorithms/test_gigpo_steps.py::test_a_score_is_for_the_episode_and_step_rewards_are_for_the_steps",),
+    ),
+    # Corrections, versions and proximal log-probs
+    Mutation(
+        "algorithms/corrections.py",
+        "importance weights have a gradient",
+        "(log_probs - behavior_log_probs).detach()",
+        "(log_probs - behavior_log_probs)",
+        ("algorithms/test_corrections.py::test_weights_carry_no_gradient",),
+    ),
+    Mutation(
+        "algorithms/corrections.py",
+        "the ratio of decoupled PPO stays against the rollout",
+        "old_log_probs=prox.detach())",
+        "old_log_probs=rollout.detach())",
+        (parity("losses/areal_decoupled_ppo_cap_v0_3_4"),),
+    ),
+    Mutation(
+        "data/segments.py",
+        "tokens of the current version are due",
+        "version == current_version - 1 and place not in firsts)",
+        "version == current_version and place not in firsts)",
+        ("algorithms/test_proximal.py::test_tokens_of_the_version_before_are_due",),
+    ),
+    Mutation(
+        "algorithms/proximal.py",
+        "the proximal policy is the current one",
+        "behind = current.floor() - 1 - weight_versions",
+        "behind = current.floor() - weight_versions",
+        ("algorithms/test_proximal.py::test_fractions",),
+    ),
+    Mutation(
+        "data/segments.py",
+        "segment log-probs are computed twice",
+        "tuple(place for place in places if known[place] != current_version)",
+        "places",
+        ("asynchronous/test_proximal_recompute.py::test_the_second_time_changes_nothing_and_asks_nobody",),
+    ),
+    Mutation(
+        "asynchronous/recompute.py",
+        "engines of another version score segments",
+        "    if found != version:",
+        "    if False:",
+        ("asynchronous/test_proximal_recompute.py::test_engines_of_another_version_are_refused",),
+    ),
+    Mutation(
+        "data/samples.py",
+        "new tokens of a continued sample count as scored",
+        "start.segment_versions + (-1,) * completion.output_len",
+        "start.segment_versions + completion.output_versions",
+        ("engines/test_weights_change_under_generation.py::test_interrupted_requests_get_them_at_each_sync",),
+    ),
+    Mutation(
+        "data/staleness.py",
+        "a sample at the staleness limit counts as too old",
+        "return compute_staleness(sample, current_version) > compute_allowed",
+        "return compute_staleness(sample, current_version) >= compute_allowed",
+        ("data/test_staleness.py::test_staleness",),
+    ),
+    Mutation(
+        "training/rl_run.py",
+        "samples with versions that never existed are trained",
+        "check_versions(rollouts.samples, self.served.version)",
+        "check_versions((), self.served.version)",
+        ("integration/test_engines_integration.py::test_versions_that_the_run_never_made_are_not_trained_on[vllm-True]",),
+    ),
+    Mutation(
+        "training/rl_run.py",
+        "a correction reads log-probs of a truncated distribution",
+        "        check_sampled_whole(samples, algorithm)",
+        "        check_sampled_whole(samples, self.algorithm)",
+        ("training/test_engine_parity.py::test_a_correction_never_reads_log_probs_of_a_cut_distribution",),
+    ),
+    # Data
+    Mutation(
+        "data/samples.py",
+        "any value of a filter that is not empty counts as yes",
+        "return require_flag(verdict, ",
+        "return bool(verdict) or require_flag(False, ",
+        (
+            "data/test_samples.py::test_a_filter_answers_with_true_or_false",
+            "generation/test_generation.py::test_where_nothing_can_be_awaited_an_async_filter_is_refused_and_a_factory_is_found",
+        ),
+    ),
+    Mutation(
+        "data/records.py",
+        "the estimate of a sample is that of the row before",
+        "rows = {id(sample): row for row, sample in enumerate(samples)}",
+        "rows = {id(sample): max(row - 1, 0) for row, sample in enumerate(samples)}",
+        ("data/test_trajectory_records.py::test_the_estimate_of_a_sample_is_its_row_without_padding",),
+    ),
+    Mutation(
+        "data/prompts.py",
+        "every epoch has the same order",
+        "np.random.Philox(key=derive_seed(seed, epoch_id))",
+        "np.random.Philox(key=derive_seed(seed, 0))",
+        ("data/test_data_buffer.py::test_other_seeds_give_other_orders",),
+    ),
+    Mutation(
+        "generation/race.py",
+        "groups stand in the order in which they end",
+        "return tuple(groups[position] for position in sorted(groups))",
+        "return tuple(groups[position] for position in groups)",
+        ("generation/test_group_race.py::test_the_first_to_arrive_are_kept_in_the_order_of_their_prompts",),
+    ),
+    Mutation(
+        "generation/single_turn.py",
+        "a filter runs before the rewards are set",
+        "passes = passes_filter(scored, config.filter_fn)",
+        "passes = passes_filter(group, config.filter_fn)",
+        ("generation/test_generation.py::test_rewards_come_before_the_filter_and_refused_groups_are_replaced",),
+    ),
+    # Models and backends
+    Mutation(
+        "models/packing.py",
+        "the contexts of a packed row attend to each other",
+        "if context_ids is None else find_context_starts(context_ids)",
+        "if True else find_context_starts(context_ids)",
+        ("data/test_episode_columns.py::test_each_context_is_packed_as_a_row_of_its_own",),
+    ),
+    Mutation(
+        "models/forward.py",
+        "updates that compare log-probs use dropout",
+        "    module.train(dropout)\n",
+        "    module.train()\n",
+        ("models/test_model_families.py::test_dropout_is_off_in_updates_that_compare_log_probs_unless_it_is_asked_for",),
+    ),
+    Mutation(
+        "rewards/models/local.py",
+        "the score of a reward model is read one token too early",
+        "[packed.cu_seqlens[1:] - 1].float()",
+        "[packed.cu_seqlens[1:] - 2].float()",
+        ("rewards/test_reward_model.py::test_scores_are_those_of_transformers_at_the_last_token",),
+    ),
+    Mutation(
+        "backends/weights/read.py",
+        "every rank reads the first rows of a weight",
+        "slice(start, start + size) for start, size in zip(offset, shape",
+        "slice(0, size) for start, size in zip(offset, shape",
+        ("backends/test_sharded_checkpoint.py::test_no_rank_reads_or_holds_more_than_its_part_of_a_model",),
+    ),
+    Mutation(
+        "backends/optim/state.py",
+        "the optimizer's state is lost by loading",
+        '{"state": {index[name]: values for name, values in state.values.items()}, "param_groups": groups}',
+        '{"state": {}, "param_groups": groups}',
+        ("backends/test_sharded_checkpoint.py::test_the_same_number_of_ranks_goes_on_bit_for_bit",),
+    ),
+    Mutation(
+        "backends/fsdp/model.py",
+        "gradients are averaged over ranks",
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(2.0)",
+        ("backends/test_fsdp.py::test_two_ranks_train_as_one_process_does[sft]",),
+    ),
+    Mutation(
+        "checks.py",
+        "infinite weights count as finite",
+        "            sums.append((low * 0 + high * 0).float())",
+        "            sums.append((low.nan_to_num() * 0 + high.nan_to_num() * 0).float())",
+        ("backends/test_pytorch_backend.py::test_a_checkpoint_never_holds_what_is_not_finite",),
+    ),
+    Mutation(
+        "backends/optim/updates.py",
+        "the norm of a gradient is that of one rank's part",
+        "norm = read_scalar(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))",
+        'local = [getattr(p.grad, "_local_tensor", p.grad) for p in parameters if p.grad is not None]\n    '
+        "torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)\n    norm = float(torch.nn.utils.get_total_norm(local))",
+        ("backends/test_fsdp.py::test_two_ranks_train_as_one_process_does[sft]",),
+    ),
+    Mutation(
+        "backends/lora/adapters.py",
+        "merged weights lack the scale of the adapters",
+        "(b.float() @ a.float()) * scale)",
+        "(b.float() @ a.float()))",
+        ("backends/test_lora.py::test_merged_weights_are_those_that_peft_merges",),
+    ),
+    Mutation(
+        "backends/lora/adapters.py",
+        "the reference model keeps the adapters",
+        "layer._disable_adapters = True",
+        "layer._disable_adapters = False",
+        ("backends/test_lora.py::test_the_model_without_adapters_is_the_reference_while_training_goes_on",),
+    ),
+    Mutation(
+        "backends/jax/model.py",
+        "JAX gives the first token of a context a log-prob",
+        "return PackedArrays(tokens, positions, (positions > 0), tempered, gather, place)",
+        "return PackedArrays(tokens, positions, (np.arange(num_tokens) < count), tempered, gather, place)",
+        ("backends/test_backend_contract.py::test_contexts_of_a_row_are_what_they_are_as_rows[jax_backend-counts1]",),
+    ),
+    # Ranks
+    Mutation(
+        "backends/ranks/channel.py",
+        "any process may join as a rank",
+        'if not hmac.compare_digest(data, _code(token, b"a rank knows it", self.hello, self.answer)):',
+        "if False:",
+        ("backends/test_rank_meeting.py::test_who_does_not_prove_the_token_is_sent_away_and_nothing_of_it_is_unpickled",),
+    ),
+    Mutation(
+        "backends/ranks/channel.py",
+        "messages between ranks may be changed on the way",
+        "if not hmac.compare_digest(code, self._received.code(length, data)):",
+        "if False:",
+        ("backends/test_rank_meeting.py::test_who_sits_between_two_ranks_can_tell_neither_what_to_do",),
+    ),
+    Mutation(
+        "backends/ranks/values.py",
+        "an answer of a rank may name code to run",
+        "        if not self._names:\n            raise DamagedError",
+        "        if False:\n            raise DamagedError",
+        ("backends/test_rank_meeting.py::test_functions_and_frozen_dataclasses_travel_by_name_where_names_are_allowed",),
+    ),
+    # Engines, servers and weights
+    Mutation(
+        "engines/http/transport.py",
+        "a half-read response leaves its connection to the next request",
+        "if connection.is_reusable and not self._is_closed:",
+        "if not self._is_closed:",
+        ("engines/test_transport_cancellation.py::test_a_response_that_nobody_reads_to_its_end_is_not_read_by_the_next",),
+    ),
+    Mutation(
+        "engines/http/transport.py",
+        "a request that may have been read is sent again",
+        '                if not (error.is_unread or request.extensions.get("repeatable", request.method in '
+        "REPEATABLE_METHODS)):\n                    raise",
+        "                pass",
+        ("engines/test_transport.py::test_a_request_that_was_read_is_sent_again_only_where_twice_is_the_same_as_once",),
+    ),
+    Mutation(
+        "engines/http/endpoint.py",
+        "a generation whose answer was lost is sent again",
+        "return idempotent and isinstance(error, httpx.ReadError | ServerHungUp)",
+        "return isinstance(error, httpx.ReadError | ServerHungUp)",
+        ("engines/test_http_retries.py::test_a_lost_answer_is_asked_for_again_only_where_twice_is_the_same_as_once",),
+    ),
+    Mutation(
+        "engines/sglang/engine.py",
+        "an abort of all requests ends those of other clients",
+        '{"rid": one}, idempotent=True',
+        '{"rid": one, "abort_all": True}, idempotent=True',
+        ("engines/test_sglang_engine.py::test_an_abort_of_all_spares_other_clients",),
+    ),
+    Mutation(
+        "engines/weights/channel.py",
+        "a server labels its weights before the others have theirs",
+        "        await self._arrive(self._rounds[-1])\n",
+        "        await trio.lowlevel.checkpoint()\n",
+        ("engines/test_vllm_transfer.py::test_no_server_confirms_before_all_have_everything",),
+    ),
+    Mutation(
+        "engines/http/requests.py",
+        "tokens of older weights than the confirmed ones are accepted",
+        "if oldest <= lowest and",
+        "if",
+        (
+            "engines/test_fleet_updates.py::test_tokens_older_than_the_weights_that_were_confirmed_are_not_accepted",
+            "integration/test_engines_integration.py::test_a_server_that_has_gone_back_to_older_weights_is_not_heard[vllm]",
+        ),
+    ),
+    Mutation(
+        "engines/weights/transaction.py",
+        "a resume makes unknown weights known",
+        "            if not self._is_unknown:\n                await self._controls.resume()\n                self._requests.mark_usable()",
+        "            if True:\n                await self._controls.resume()\n                self._requests.mark_usable()",
+        ("engines/test_weight_transaction.py::test_a_resume_does_not_make_unknown_weights_known",),
+    ),
+    Mutation(
+        "engines/launch/servers.py",
+        "the death of a server goes unnoticed",
+        "        self._nursery.start_soon(self._fail_on_exit, run)",
+        "        pass",
+        ("engines/test_servers.py::test_the_death_of_a_server_fails_the_block_whatever_it_waits_for",),
+    ),
+    Mutation(
+        "training/weight_sync.py",
+        "engines stay in use although their probe failed",
+        "        if EngineFeature.DISTRUST in features:",
+        "        if False:",
+        ("training/test_weight_sync.py::test_a_server_whose_outputs_are_not_those_of_the_new_weights_is_used_no_more",),
+    ),
+    Mutation(
+        "training/served_weights.py",
+        "a resumed run samples from the newest weights, not from those of its last sync",
+        "is_older = kept_directory.exists()",
+        "is_older = False",
+        ("training/test_weight_streams.py::test_weights_are_read_in_buckets_and_kept_on_the_disk_where_a_checkpoint_needs_them_later",),
+    ),
+    # Fleets
+    Mutation(
+        "engines/fleet/requests.py",
+        "a moved sample gets the whole token budget again",
+        "params_of_rest(params, sample, part.output_len)",
+        "params",
+        ("engines/test_fleet.py::test_what_a_leaving_member_does_not_finish_goes_on_elsewhere_with_what_it_has",),
+    ),
+    Mutation(
+        "engines/fleet/requests.py",
+        "a moved sample continues under older weights than its tokens",
+        "if part is not None and call.member.version < part.output_versions[-1]:",
+        "if False:",
+        ("engines/test_fleet.py::test_a_moved_sample_never_goes_on_under_older_weights",),
+    ),
+    Mutation(
+        "engines/fleet/updates.py",
+        "a returning member gets the weights before the update",
+        "            self._health.weights = weights",
+        "            pass",
+        ("engines/test_fleet.py::test_a_member_that_comes_back_gets_the_weights_before_it_is_used",),
+    ),
+    # Generation, agents and chat
+    Mutation(
+        "generation/workflows.py",
+        "an interrupted answer counts as a whole one",
+        'if completion.finish_reason == "abort":',
+        "if False:",
+        ("generation/test_workflows.py::test_half_an_answer_is_not_taken_for_a_whole_one",),
+    ),
+    Mutation(
+        "agents/episode.py",
+        "a finished episode is complete although its last answer was cut",
+        "return Status.COMPLETED if reason in whole and not is_cut else",
+        "return Status.COMPLETED if reason in whole else",
+        ("agents/test_episodes.py::test_an_episode_whose_last_answer_was_cut_is_truncated_where_that_is_said",),
+    ),
+    Mutation(
+        "rewards/results.py",
+        "answers in the prompt count as turns",
+        "(count_spoken(messages, place), messages[place].name) for place in places[:num_turns]",
+        "(number, messages[place].name) for number, place in enumerate(places[:num_turns])",
+        ("rewards/test_reward_functions.py::test_examples_in_the_prompt_are_counted_but_are_no_turns",),
+    ),
+    Mutation(
+        "agents/setting.py",
+        "the episodes of a prompt share its metadata",
+        "metadata = {key: copy.deepcopy(value) for key, value in prompt.metadata.items()}",
+        "metadata = dict(prompt.metadata)",
+        ("agents/test_episodes.py::test_an_environment_that_changes_its_parameters_changes_no_other_episode",),
+    ),
+    Mutation(
+        "environments/calls.py",
+        "a canceled episode leaves its environment open",
+        "with trio.CancelScope(shield=True):",
+        "with trio.CancelScope():",
+        ("environments/test_environment_calls.py::test_an_environment_is_closed_also_when_its_episode_fails_or_is_canceled",),
+    ),
+    Mutation(
+        "chat/formats.py",
+        "the end of a turn that the model wrote is appended again",
+        "return self.ending[self.ending_edges[self.ending_tokens.index(tokens[-1])] :]",
+        "return self.ending",
+        ("agents/test_reference_episode.py::test_an_episode_with_two_tool_calls_is_as_written_by_hand[chatml]",),
+    ),
+    Mutation(
+        "agents/episode.py",
+        "all turns of an episode are sampled with one seed",
+        "derive_seed(self._setting.seed, index, self._sample_number, turn)",
+        "derive_seed(self._setting.seed, index, self._sample_number, 0)",
+        ("agents/test_episodes.py::test_an_episode_becomes_one_sample",),
+    ),
+    Mutation(
+        "agents/run.py",
+        "an interrupted episode fails its group",
+        "except EpisodeInterrupted as error:",
+        "except ZeroDivisionError as error:",
+        ("agents/test_episodes.py::test_an_interrupted_episode_is_begun_anew_and_becomes_what_it_would_have_been",),
+    ),
+    Mutation(
+        "agents/samples.py",
+        "tokens outside of turns are trained",
+        "if any(mask > 0 and not kept for mask, kept in zip(sample.loss_mask, inside, strict=True)):",
+        "if sample.turns == ():",
+        ("agents/test_agents.py::test_a_mask_that_does_not_fit_the_messages_is_found",),
+    ),
+    # Rewards
+    Mutation(
+        "rewards/results.py",
+        "the action of a step is the last assistant message, whoever wrote it",
+        "if step.action_message is not None:",
+        "if False:",
+        ("agents/test_agents.py::test_all_readers_find_the_actions_of_an_environment_that_speaks_as_the_assistant",),
+    ),
+    Mutation(
+        "rewards/models/judge.py",
+        "the points of exchanged answers go to the wrong one",
+        "(1 - points if exchanged else points)",
+        "points",
+        ("rewards/test_judge.py::test_the_score_of_a_group_is_the_win_rate",),
+    ),
+    Mutation(
+        "rewards/code/judge.py",
+        "an object of a tested program decides whether its test passes",
+        '        raise _Undecided("whether an object of the program is true, it alone would say")',
+        '        return bool(self.remote_ask("abs") or True)',
+        ("rewards/test_sandboxed_rewards.py::test_what_objects_of_the_program_would_have_to_decide_is_counted",),
+    ),
+    # Sandbox
+    Mutation(
+        "sandbox/pool.py",
+        "a worker is used again after a canceled call",
+        "        kept = False\n",
+        "        kept = True\n",
+        ("sandbox/test_sandbox_pool.py::test_a_call_can_be_canceled_and_the_pool_goes_on",),
+    ),
+    Mutation(
+        "sandbox/inside/worker.py",
+        "processes of a call outlive it",
+        "        if isolated:\n            kill_others()\n",
+        "        if isolated:\n            pass\n",
+        ("sandbox/test_sandbox_pool.py::test_a_call_leaves_nothing_for_the_next_one",),
+    ),
+    Mutation(
+        "sandbox/inside/seccomp.py",
+        "a rule of the system call filter is skipped",
+        "program += [(JUMP_IF_EQUAL, 0, len(code), number), *code]",
+        "program += [(JUMP_IF_EQUAL, 1, len(code), number), *code]",
+        ("sandbox/test_sandbox.py::test_dangerous_system_calls_are_refused",),
+    ),
+    # Asynchronous rollouts
+    Mutation(
+        "asynchronous/store.py",
+        "groups one version too old are handed out",
+        "take_out(parts.cache, lambda rollout: is_beyond(rollout, version, rules.asynchronous.max_staleness))",
+        "take_out(parts.cache, lambda rollout: is_beyond(rollout, version - 1, rules.asynchronous.max_staleness))",
+        ("asynchronous/test_async_rollouts.py::test_the_bound_is_exact",),
+        fast=True,
+    ),
+    Mutation(
+        "asynchronous/transitions.py",
+        "strict order does not wait for stragglers",
+        "if not state.held or (rules.in_order and state.held[0].data.prompt.index >= state.first_open):",
+        "if not state.held:",
+        ("asynchronous/test_async_rollouts.py::test_in_strict_order_the_trainer_waits_for_stragglers",),
+    ),
+    Mutation(
+        "asynchronous/transitions.py",
+        "a stopped rollout is lost",
+        "return replace(_leave(state, index, now), waiting=_with(state.waiting, index, Waiting(run.pending, begun, start_at)))",
+        "return _leave(state, index, now)",
+        ("asynchronous/test_async_rollouts.py::test_cancelling_the_block_loses_nothing",),
+    ),
+    Mutation(
+        "asynchronous/transitions.py",
+        "tokens that are too old are continued",
+        "young = [index for index in ready if not _is_outdated(rules, state, state.waiting[index])]",
+        "young = ready",
+        ("asynchronous/test_async_rollouts.py::test_unfinished_tokens_that_are_too_old_are_not_continued",),
+    ),
+    Mutation(
+        "asynchronous/capacity.py",
+        "the returned capacity is forgotten on resume",
+        "for modifier, own in zip(self._modifiers, saved, strict=True):\n            modifier.load_state_dict(own)",
+        "assert self._modifiers or not saved",
+        ("asynchronous/test_staleness_control.py::test_a_run_that_is_resumed_has_the_capacity_that_it_had",),
+    ),
+    Mutation(
+        "asynchronous/store.py",
+        "a full queue and a waiting trainer block each other",
+        "if self.state.num_wanted and queue.full():",
+        "if queue.maxsize < 1:",
+        ("asynchronous/test_async_rollouts.py::test_a_full_queue_is_emptied_while_somebody_waits",),
+    ),
+    Mutation(
+        "asynchronous/executor.py",
+        "a batch is handed out while its samples are edited",
+        "if store.num_ready >= count and not store.state.is_edited:",
+        "if store.num_ready >= count:",
+        ("asynchronous/test_async_rollouts.py::test_rollouts_go_on_during_an_edit_and_nothing_is_handed_out",),
+    ),
+    # Training and resuming
+    Mutation(
+        "async_rl_loop.py",
+        "weights are synced during the evaluation of the step before",
+        "error = await self._finish_line()\n        evaluated",
+        "error = None\n        evaluated",
+        ("loops/test_async_rl_loop.py::test_an_evaluation_runs_beside_the_next_step_and_its_numbers_stand_in_its_own_line",),
+    ),
+    Mutation(
+        "async_rl_loop.py",
+        "a resumed segment-wise run does not compute the log-probs that are due",
+        "if self._resume is not None and self._recomputer is not None:",
+        "if self._resume is None and self._recomputer is not None:",
+        ("loops/test_async_rl_loop.py::test_no_token_misses_its_window_in_a_segment_wise_run_that_is_resumed",),
+    ),
+    Mutation(
+        "async_rl_loop.py",
+        "weights of a step that failed half-way are saved",
+        "if self._updating or not self._run.saves",
+        "if not self._run.saves",
+        ("loops/test_async_rl_loop.py::test_weights_of_a_step_that_failed_half_way_are_not_saved",),
+    ),
+    Mutation(
+        "training/requirements.py",
+        "single answers reach an algorithm that compares turns",
+        "gives_turns(config.generate_fn) is False",
+        "gives_turns(config.generate_fn) is True",
+        ("training/test_requirements.py::test_single_answers_have_no_turns_to_compare",),
+    ),
+    Mutation(
+        "training/checkpoints.py",
+        "checkpoints are ordered by name, not by number",
+        "return [path for _, path in sorted(found)]",
+        "return sorted(path for _, path in found)",
+        ("training/test_checkpoints.py::test_order_is_numeric_not_lexicographic",),
+    ),
+    # Settings of a run
+    Mutation(
+        "../integration/settings/config.py",
+        "the command's baseline does not reach the loop",
+        "        baseline=config.rl.baseline,\n",
+        "",
+        ("integration/test_integration_config.py::test_a_baseline_is_a_number_of_the_users",),
+    ),
+    Mutation(
+        "../integration/tasks/task.py",
+        "a held-out row is trained through a mixture of data sets",
+        "Path(spec.path).resolve() == path.resolve()",
+        "spec.path == str(path)",
+        ("integration/test_tasks.py::test_what_is_held_out_of_the_data_is_not_trained_on_by_way_of_the_mixture",),
+    ),
+    Mutation(
+        "errors.py",
+        "the password in an address is shown",
+        "[^\\s/?#]*@",
+        "[^\\s/?#]{999}@",
+        ("words/test_errors.py::test_credentials_are_taken_out_of_messages_and_nothing_else_is",),
+    ),
+    Mutation(
+        "../integration/settings/sections.py",
+        "credentials of servers are written to config.json",
+        "            if redact(url) != url:\n",
+        "            if False:\n",
+        ("words/test_errors.py::test_credentials_among_the_settings_are_refused_before_anything_is_written",),
+    ),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a line a mutation as it goes. Return 0 if every one was caught, else 1."""
+    import_heavy_modules()
+    fast = "--fast" in arguments
+    texts = [text for text in arguments if text != "--fast"]
+    chosen = [m for m in MUTATIONS if (m.fast or not fast) and (not texts or any(text in str(m) for text in texts))]
+    assert chosen, f"no mutation matches {texts}"
+    if not fast:  # the default run of the tests has shown that they pass
+        code, output = run_tests([sorted({test for mutation in chosen for test in mutation.tests})])
+        if code != PASSED:
+            print(output)
+            print("the tests fail without any mutation")
+            return 1
+    missed: list[Mutation] = []
+    for number, (mutation, code, output, seconds) in enumerate(iterate_results(chosen), 1):
+        verdict = {FAILED: "caught", PASSED: "MISSED"}.get(code, f"BROKEN (exit code {code})")
+        print(f"[{number:3}/{len(chosen)}] {verdict:8} {seconds:5.1f} s  {mutation}", flush=True)
+        if code != FAILED:
+            missed.append(mutation)
+            if code != PASSED:
+                print(output)
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} mutations caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
