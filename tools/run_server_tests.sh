@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests against a real server on a CPU, which is installed first where that was not done.
 # Usage: tools/run_server_tests.sh vllm|sglang [PYTEST ARGS]
-# PYTHON: with rollouts[test], default .venv/bin/python. VLLM_VENV, SGLANG_VENV: the server's environment, default .venv-vllm, .venv-sglang.
+# PYTHON: with rollouts-rl[test], default .venv/bin/python. VLLM_VENV, SGLANG_VENV: the server's environment, default .venv-vllm, .venv-sglang.
 set -euo pipefail
 kind=${1:?"usage: $0 vllm|sglang [PYTEST ARGS]"}
 shift

@@ -1,4 +1,4 @@
-"""Stands in for sgl_kernel, of which there are only builds for GPUs: every name can be imported, and raises when it is called."""
+"""Stand-in for sgl_kernel, which has builds for GPUs only: every name can be imported, and raises when called."""
 
 __version__ = "0.4.10"
 

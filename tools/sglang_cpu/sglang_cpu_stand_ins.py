@@ -1,6 +1,6 @@
-"""Stand-ins for packages that SGLang imports and does not call when it serves a text model on a CPU.
+"""Stand-ins for packages that SGLang imports but does not call when it serves a text model on a CPU.
 
-They stand last in the search, so a package that is really installed is used. A .pth file installs them when Python starts.
+They are last in the import search, so installed packages take precedence. A .pth file installs them when Python starts.
 """
 
 import importlib.machinery
@@ -12,7 +12,7 @@ PACKAGES = {"torchvision", "soundfile", "triton", "compressed_tensors", "gguf", 
 
 
 class StandInType(type):
-    """A class whose attributes are classes again."""
+    """A metaclass of classes whose attributes are such classes, too."""
 
     def __getattr__(cls, name):
         if name.startswith("__"):
@@ -21,13 +21,13 @@ class StandInType(type):
 
 
 def create_class(name):
-    """A class that can be derived from and takes any arguments."""
+    """Create a class that accepts subclasses and any arguments."""
     body = {"__init__": lambda self, *args, **kwargs: None, "__init_subclass__": classmethod(lambda cls, **kwargs: None)}
     return StandInType(name, (), body)
 
 
 class StandInModule(types.ModuleType):
-    """A package in which every name can be imported: capitalized ones are classes, others modules that also work as decorators."""
+    """A package with every name: capitalized names are classes, others are modules that also work as decorators."""
 
     def __init__(self, name):
         super().__init__(name)
@@ -51,7 +51,7 @@ class StandInModule(types.ModuleType):
 
 
 class StandInFinder:
-    """Finds the packages above and everything below them."""
+    """Finder of the packages above and everything below them."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in PACKAGES:
@@ -66,7 +66,7 @@ class StandInFinder:
 
 
 def install():
-    """Let the stand-ins be found, once."""
+    """Install the finder, once."""
     if any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
         return
     sys.meta_path.append(StandInFinder())

@@ -1,6 +1,6 @@
-"""The figures and tables of docs/scaling.md, by integration.simulate.
+"""Generate the figures and tables of docs/scaling.md with integration.simulate.
 
-    python docs/generate_scaling.py [engines staleness partial] [--hours 2] [--jobs 2]
+    python tools/docs/generate_scaling.py [engines staleness partial] [--hours 2] [--jobs 2]
 
 Each run is `python -m integration.simulate` with the flags that a table shows. Pictures go to docs/, tables in Markdown to stdout.
 """
@@ -16,15 +16,15 @@ from typing import Any
 
 import tyro
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from integration.simulate import Simulation, simulate
+from integration.simulate.__main__ import Simulation, simulate
 from rollouts.errors import RolloutsError
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[2] / "docs"
 Figures = Mapping[str, Any]
 
-COMMON = "--mean-tokens 2000"  # unless a run says otherwise
+COMMON = "--mean-tokens 2000"  # flags of all runs, which a run's own flags override
 ENGINES = (2, 4, 6, 8, 12, 16)
 LOOPS = {"synchronous": "--synchronous", "max_staleness 1": "--max-staleness 1", "max_staleness 4": "--max-staleness 4"}
 STALENESS = (0, 1, 2, 4, 8)
@@ -43,7 +43,7 @@ IN_FLIGHT = {
 
 
 def run(flags: str) -> Figures | str:
-    """The figures of a run, or why it ended."""
+    """Return the figures of a run, or the reason of its end."""
     try:
         return simulate(tyro.cli(Simulation, args=f"{COMMON} {flags}".split())).to_dict()
     except RolloutsError as error:
@@ -51,7 +51,7 @@ def run(flags: str) -> Figures | str:
 
 
 def name_runs() -> dict[str, dict[tuple[str, ...], str]]:
-    """Of each figure: the place of a run -> its flags."""
+    """Return the flags of each run, by figure and position."""
     return {
         "engines": {
             (loop, str(engines)): f"--engines {engines} --batch-size 64 {flags}" for loop, flags in LOOPS.items() for engines in ENGINES
@@ -71,7 +71,7 @@ def name_runs() -> dict[str, dict[tuple[str, ...], str]]:
 
 
 def print_rows(runs: Mapping[tuple[str, ...], Figures | str], flags: Mapping[tuple[str, ...], str]) -> None:
-    """A table in Markdown, a row for each run."""
+    """Print a Markdown table with a row for each run."""
     print("| flags | samples/s | of the bound | slots busy | trainer busy | staleness | wasted | length bias | limited by |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for place, figures in runs.items():
@@ -93,13 +93,13 @@ def print_rows(runs: Mapping[tuple[str, ...], Figures | str], flags: Mapping[tup
 
 
 def select(runs: Mapping[tuple[str, ...], Figures | str], first: tuple[str, ...], key: str) -> list[float]:
-    """The values of a curve; NaN for runs that ended early."""
+    """Return the values of a curve; NaN for runs that ended early."""
     found = [figures for place, figures in runs.items() if place[: len(first)] == first]
     return [float("nan") if isinstance(figures, str) else figures[key] for figures in found]
 
 
 def draw_engines(axes: Any, runs: Mapping[tuple[str, ...], Figures | str]) -> None:
-    """Throughput over the number of engines."""
+    """Draw throughput over the number of engines."""
     throughput, busy, trainer = axes
     for loop in LOOPS:
         throughput.plot(ENGINES, select(runs, (loop,), "samples_per_s"), marker="o", markersize=3, label=loop)
@@ -113,7 +113,7 @@ def draw_engines(axes: Any, runs: Mapping[tuple[str, ...], Figures | str]) -> No
 
 
 def draw_staleness(axes: Any, runs: Mapping[tuple[str, ...], Figures | str]) -> None:
-    """What a bound on staleness buys, and what it costs."""
+    """Draw throughput and costs over the bound on staleness."""
     keys = {
         "bound_fraction": "of the slower stage by itself",
         "wasted_fraction": "generated for nothing",
@@ -130,7 +130,7 @@ def draw_staleness(axes: Any, runs: Mapping[tuple[str, ...], Figures | str]) -> 
 
 
 def draw_partial(axes: Any, runs: Mapping[tuple[str, ...], Figures | str]) -> None:
-    """What becomes of unfinished responses, over their length."""
+    """Draw the effect of keeping unfinished responses, over their length."""
     keys = {"bound_fraction": "of the slower stage by itself", "wasted_fraction": "generated for nothing", "length_bias": "length bias"}
     for how in IN_FLIGHT:
         for axis, key in zip(axes, keys, strict=True):

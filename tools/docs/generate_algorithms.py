@@ -1,7 +1,7 @@
-"""Write docs/algorithms/: one page a preset, from its docstring, signature and code, its oracle, and the metrics that its loss returns.
+"""Write docs/algorithms/: one page per preset, from its docstring, signature and code, its oracle, and the metrics of its loss.
 
-    python docs/generate_algorithms.py            writes the pages
-    python docs/generate_algorithms.py --check    exits 1 and names the pages that are not up to date
+    python tools/docs/generate_algorithms.py            writes the pages
+    python tools/docs/generate_algorithms.py --check    exits 1 and names the pages that are not up to date
 
 docs/algorithms/write-your-own.md is written by hand.
 """
@@ -15,24 +15,27 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from integration.algorithm_expression import find_presets
-from rollouts import algorithms
-from rollouts.types import Algorithm, TokenOutputs, TrainBatch, Turns
+from integration.expressions.algorithm import find_presets
+from rollouts.algorithms import presets as algorithms
+from rollouts.types import Algorithm, RewardComponents, TokenOutputs, TrainBatch, Turns
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[2] / "docs"
 ROOT = DOCS.parent
 PAGES = DOCS / "algorithms"
 BY_HAND = ("write-your-own.md",)
-ORACLES = "tests/oracles_algorithms.py"  # the same losses as naive loops: one function for each preset, of the same name
-ARGUMENTS: dict[str, dict[str, Any]] = {"dr_grpo": {"max_tokens": 512}}  # where a hyper-parameter has no default
-TASKS = {"gigpo": "--task grid_world"}  # where the default task, whose answers are single ones, does not do
+ORACLES = "tests/oracles/algorithms.py"  # the losses as naive loops: one function per preset, of the same name
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"max_tokens": 512},
+    "gdpo": {"components": "right=1 form=0.5"},
+}  # arguments of hyper-parameters without a default
+TASKS = {"gigpo": "--task grid_world"}  # tasks of presets that need several turns
 COLUMNS = {
     "rollout_log_probs": "log-probs that the engine reported; the samples carry them",
     "old_log_probs": "log-probs of the policy before the update, by the trainer: a forward pass, or the first one of the update itself",
@@ -45,6 +48,8 @@ COLUMNS = {
     "greedy_rows": "a row with the greedy answer in each group, which is not trained on: make rollouts with"
     " RolloutConfig(n_baseline_samples=1) and create_generate_fn(num_greedy=1)",
     "turns": "where each action of an episode is, the state that it began in and its reward; the samples carry them (`Sample.turns`)",
+    "reward_components": "score of each named part of the reward; the samples carry them (`create_composite_reward`, or the metrics of"
+    " `EvaluateResult`)",
     "entropy": "of the distribution of each token, computed with the log-probs",
 }
 METRICS = {
@@ -69,7 +74,7 @@ METRICS = {
     "outside_fraction_high": "of these, the ones with A > 0 that have already become more frequent",
     "gate": "mean share of its gradient that the gate leaves a token: 1 at the anchor, near 0 far from it",
 }
-OWN_METRICS = {  # where a metric means something else than above
+OWN_METRICS = {  # presets' own meanings of metrics
     "cispo": {
         "clip_fraction": "share of tokens whose weight is bounded; they keep their gradient",
         "clip_fraction_low": "of these, the ones that have become rarer; none where clip_low = 1",
@@ -96,7 +101,7 @@ BOUND = (
     "`bound=20.0`, as in verl: log r counts as 20 nats at most. A token beyond (r > e^20: a rollout log-prob of -100, say) has no gradient"
     " through its ratio, and the loss stays finite."
 )
-SWITCHES = ("kl_coef", "entropy_coef")  # hyper-parameters that are terms of the loss where they are more than 0
+SWITCHES = ("kl_coef", "entropy_coef")  # hyper-parameters that add a term to the loss if more than 0
 ROLLOUT_METRICS = {
     "reward_mean": "what should rise; with it reward_std, reward_min, reward_max",
     "shaped_reward_mean": "mean of the rewards that are trained on, where they are shaped after the filter (overlong penalty)",
@@ -107,7 +112,7 @@ ROLLOUT_METRICS = {
 }
 
 
-# -- what a preset says about itself
+# -- descriptions of presets
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class Description:
     """The parts of a preset's docstring."""
 
     summary: str
-    paragraphs: tuple[str, ...]  # between the summary and the sections, lines kept
+    paragraphs: tuple[str, ...]  # paragraphs between the summary and the sections, lines kept
     when: str
     arguments: dict[str, str]
     source: str
@@ -127,12 +132,12 @@ def is_wrapper(preset: Callable[..., Algorithm]) -> bool:
 
 
 def join_lines(text: str) -> str:
-    """Lines of one paragraph as one line."""
+    """Join the lines of one paragraph."""
     return " ".join(line.strip() for line in text.splitlines())
 
 
 def describe(preset: Callable[..., Algorithm]) -> Description:
-    """Take a docstring apart: one line, paragraphs, `When:`, `Args:`, `Source:`."""
+    """Parse a docstring: summary, paragraphs, `When:`, `Args:`, `Source:`."""
     summary, *blocks = re.split(r"\n\s*\n", inspect.getdoc(preset) or "")
     sections = {"When": "", "Args": "", "Source": ""}
     paragraphs: list[str] = []
@@ -151,7 +156,7 @@ def describe(preset: Callable[..., Algorithm]) -> Description:
 
 
 def meaning_of(name: str, description: Description) -> str:
-    """What a hyper-parameter means; "as in grpo" is looked up there."""
+    """Return the meaning of a hyper-parameter; "as in grpo" is looked up there."""
     meaning = description.arguments.get(name, "")
     reference = re.match(r"as in (\w+)\.?", meaning)
     if reference and reference.group(1) in find_presets():
@@ -160,34 +165,37 @@ def meaning_of(name: str, description: Description) -> str:
 
 
 def example_of(name: str) -> Algorithm:
-    """The preset with its defaults; a wrapper goes round dapo()."""
+    """Create the preset with its defaults; a wrapper wraps dapo()."""
     preset = find_presets()[name]
     return preset(algorithms.dapo()) if is_wrapper(preset) else preset(**ARGUMENTS.get(name, {}))
 
 
 def expression_of(name: str) -> str:
-    """How example_of is written, in Python and as --rl.algorithm."""
+    """Return example_of as text, in Python and for --rl.algorithm."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in ARGUMENTS.get(name, {}).items())
     return f"{name}(dapo())" if is_wrapper(find_presets()[name]) else f"{name}({arguments})"
 
 
 def format_part(part: Any) -> str:
-    """A part of an algorithm as it would be written: functions by name, partials as calls with what they fill in."""
+    """Format a part of an algorithm as code: functions by name, partials as calls with their arguments."""
     if isinstance(part, partial):
         filled = [f"{key}={format_part(value)}" for key, value in part.keywords.items()]
         return f"{part.func.__name__}({', '.join([*map(format_part, part.args), *filled])})"
     if isinstance(part, algorithms.Chain):
         return f"chain({', '.join(format_part(step) for step in part.steps)})"
+    if is_dataclass(part) and not isinstance(part, type):  # settings: those that differ from the defaults
+        values = [(field.name, getattr(part, field.name)) for field in fields(part) if getattr(part, field.name) != field.default]
+        return f"{type(part).__name__}({', '.join(f'{name}={format_part(value)}' for name, value in values)})"
     return part.__name__ if callable(part) else repr(part)
 
 
 def capitalize(text: str) -> str:
-    """The text with a capital in front."""
+    """Capitalize the first letter of a text."""
     return text[:1].upper() + text[1:]
 
 
 def describe_metrics(name: str) -> list[tuple[str, str]]:
-    """(name, meaning) of the metrics of a preset with its defaults, then of those that come with a further term, a critic or turns."""
+    """Return (name, meaning) of the metrics of a preset with its defaults, then of those added by further terms, a critic or turns."""
     preset, algorithm = find_presets()[name], example_of(name)
     meanings = METRICS | OWN_METRICS.get(name, {})
     rows = {metric: meanings[metric] for metric in find_metrics(algorithm)}
@@ -201,17 +209,19 @@ def describe_metrics(name: str) -> list[tuple[str, str]]:
 
 
 def find_metrics(algorithm: Algorithm) -> list[str]:
-    """Names of the metrics that the algorithm's loss returns, by calling it on a small batch with the columns it requires."""
+    """Find the names of the metrics of an algorithm's loss by calling it on a small batch with the required columns."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> torch.Tensor:
         return -torch.rand(4, 5, generator=generator)
 
-    per_token = {field.name for field in fields(TrainBatch)} - {"turns"}
+    per_token = {field.name for field in fields(TrainBatch)} - {"turns", "reward_components"}
     columns: dict[str, Any] = {name: draw() for name in ("rollout_log_probs", *algorithm.requires) if name in per_token}
     if "turns" in algorithm.requires:
         ids = torch.tensor([[-1, 0, 0, 1, 1]] * 4)
         columns["turns"] = Turns(ids=ids, states=torch.tensor([[0, 1]] * 4), rewards=torch.rand(4, 2, generator=generator))
+    if "reward_components" in algorithm.requires:
+        columns["reward_components"] = RewardComponents(names=("right", "form"), scores=torch.rand(4, 2, generator=generator))
     batch = TrainBatch(
         tokens=torch.zeros(4, 5, dtype=torch.int64),
         lengths=torch.full((4,), 5),
@@ -232,13 +242,13 @@ def find_metrics(algorithm: Algorithm) -> list[str]:
 
 @cache
 def parse_file(path: Path) -> tuple[str, dict[str, ast.AST]]:
-    """A file's text, and its top-level functions by name."""
+    """Return a file's text, and its top-level functions by name."""
     text = path.read_text()
     return text, {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
 
 
 def collect_functions(path: Path, name: str) -> str:
-    """The code of a function and of those functions of its file that it uses, directly or not, in the order of the file."""
+    """Return the code of a function and of the functions of its file that it uses, directly or not, in the order of the file."""
     text, functions = parse_file(path)
     wanted, queue = set[str](), [name]
     while queue:
@@ -251,7 +261,7 @@ def collect_functions(path: Path, name: str) -> str:
 
 
 def code_without_docstring(function: Callable[..., Any]) -> str:
-    """The source of a function without its docstring, which the page has in its own words."""
+    """Return the source of a function without its docstring."""
     lines = inspect.getsource(function).splitlines()
     node = ast.parse("\n".join(lines)).body[0]
     assert isinstance(node, ast.FunctionDef), f"{function} is not a function"
@@ -265,30 +275,30 @@ def code_without_docstring(function: Callable[..., Any]) -> str:
 
 
 def format_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)
 
 
 def escape(text: str) -> str:
-    """Text for a cell of a table, outside code: no column separators, and no emphasis by accident."""
+    """Escape text for a cell of a table, outside code: column separators and accidental emphasis."""
     return text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
 
 
 def format_paragraph(text: str) -> str:
-    """A paragraph of a docstring: as code where it is a formula, else as text."""
+    """Format a paragraph of a docstring: a formula as code, else as text."""
     return f"```text\n{text}\n```" if re.match(r"[\w(). ]+ = ", text) else escape(join_lines(text))
 
 
 def format_default(parameter: inspect.Parameter) -> str:
-    """The default of a parameter as written, with the names of functions."""
+    """Format the default of a parameter, with functions by name."""
     if parameter.default is inspect.Parameter.empty:
         return "required"
     return f"`{parameter.default.__name__ if callable(parameter.default) else repr(parameter.default)}`"
 
 
 def write_page(name: str) -> str:
-    """The page of one preset."""
+    """Return the page of one preset."""
     preset, algorithm = find_presets()[name], example_of(name)
     description = describe(preset)
     parameters = [
@@ -303,7 +313,7 @@ def write_page(name: str) -> str:
     columns = [(f"`{column}`", escape(COLUMNS[column])) for column in sorted(algorithm.requires)]
     metrics = [(f"`{metric}`", escape(meaning)) for metric, meaning in describe_metrics(name)]
     parts = [
-        f"<!-- Written by docs/generate_algorithms.py from rollouts/algorithms.py and {ORACLES}: do not edit. -->",
+        f"<!-- Written by tools/docs/generate_algorithms.py from rollouts/algorithms/presets.py and {ORACLES}: do not edit. -->",
         f"# {name}",
         escape(description.summary),
         *[format_paragraph(text) for text in description.paragraphs],
@@ -320,7 +330,7 @@ def write_page(name: str) -> str:
         *([BOUND] if "bound=20.0" in format_part(algorithm.loss) else []),
         "It requires these columns of the batch:",
         format_table(("column", "what it is"), columns) if columns else "None.",
-        f"The code, in `rollouts/algorithms.py`:\n\n```python\n{code_without_docstring(preset)}\n```",
+        f"The code, in `rollouts/algorithms/presets.py`:\n\n```python\n{code_without_docstring(preset)}\n```",
         "## Oracle",
         f"The loss of a whole optimizer step as naive loops, from the paper (`{ORACLES}`). Tests hold the composition against it in"
         " float64, value and gradient to 1e-10, and check that padding, the order of rows and the split into micro-batches change nothing."
@@ -334,7 +344,7 @@ def write_page(name: str) -> str:
 
 
 def write_index() -> str:
-    """docs/algorithms/README.md."""
+    """Return docs/algorithms/README.md."""
     presets = find_presets()
 
     def row(name: str) -> tuple[str, ...]:
@@ -345,7 +355,7 @@ def write_index() -> str:
     header = ("preset", "what it is", "weights", "requires")
     wrappers = [name for name in presets if is_wrapper(presets[name])]
     parts = [
-        "<!-- Written by docs/generate_algorithms.py: do not edit. -->",
+        "<!-- Written by tools/docs/generate_algorithms.py: do not edit. -->",
         "# Algorithms",
         "An algorithm is three pure functions: `estimate` (rewards to advantages, once per rollout batch), `weigh` (what each token counts,"
         " once per optimizer step) and `loss` (once per micro-batch). A preset is a function of hyper-parameters that composes them from"
@@ -355,7 +365,7 @@ def write_index() -> str:
         format_table(header, [row(name) for name in wrappers]),
         "On the command line a preset is an expression of names and literals, parsed and never evaluated:",
         "```text\n--rl.algorithm 'decoupled(dapo(clip_high=0.3), cap=5.0)'\n--rl.algorithm my_module:my_algorithm\n```",
-        "Each on the default task, three seeds (figures in [benchmarks.md](../benchmarks.md)):",
+        "Most of them on the default task, three seeds (figures in [benchmarks.md](../benchmarks.md)):",
         "![Held-out accuracy and mean reward over the RL steps, one panel an algorithm](../algorithms.png)",
         "## Reading the metrics",
         "Each page explains what its loss reports. For every algorithm the loop logs about the rollouts of a step:",
@@ -366,12 +376,12 @@ def write_index() -> str:
 
 
 def write_all() -> dict[Path, str]:
-    """Every generated page: path -> text."""
+    """Return the text of every generated page, by path."""
     return {PAGES / "README.md": write_index()} | {PAGES / f"{name}.md": write_page(name) for name in find_presets()}
 
 
 def find_stale(pages: dict[Path, str]) -> list[Path]:
-    """Pages that are missing, differ from what would be written, or belong to no preset."""
+    """Find pages that are missing, out of date, or of no preset."""
     differing = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
     return differing + [path for path in PAGES.glob("*.md") if path not in pages and path.name not in BY_HAND]
 
@@ -384,7 +394,7 @@ def main() -> int:
     stale = find_stale(pages)
     if parser.parse_args().check:
         for path in stale:
-            print(f"{path.relative_to(ROOT)} is not up to date: run python docs/generate_algorithms.py")
+            print(f"{path.relative_to(ROOT)} is not up to date: run python tools/docs/generate_algorithms.py")
         return 1 if stale else 0
     PAGES.mkdir(exist_ok=True)
     for path in stale:

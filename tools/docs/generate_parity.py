@@ -1,7 +1,7 @@
-"""Write docs/parity.md: how our compositions compare with recorded inputs and outputs of other frameworks' own functions.
+"""Write docs/parity.md: comparison of our compositions with recorded inputs and outputs of other frameworks' functions.
 
-    python docs/generate_parity.py            writes the page
-    python docs/generate_parity.py --check    exits 1 if it is not up to date
+    python tools/docs/generate_parity.py            writes the page
+    python tools/docs/generate_parity.py --check    exits 1 if it is not up to date
 
 The vectors lie in tests/data/golden, the mappings in tests/parity; every status is the result of running the comparison.
 """
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[2] / "docs"
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT / "tests"))  # the mappings are part of the tests
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]  # the mappings are part of the tests
 
 from parity.mapping import load, mismatches, name_outputs, run_case  # noqa: E402
 from test_parity import MAPPINGS, NOT_OFFERED, SHIPPED  # noqa: E402
@@ -39,13 +39,13 @@ class Row:
     status: str
     ours: str
     reason: str
-    left_out: str  # recorded outputs and gradients that are not compared, and why
+    left_out: str  # recorded outputs and gradients without comparison, and the reason
     num_results: int  # recorded outputs and gradients of all cases
-    num_left_out: int  # those of them that are not compared: see left_out
+    num_left_out: int  # results without comparison, see left_out
 
 
 def compare(path: Path) -> Row:
-    """Run the comparison of one file. Raises ValueError where it fails or has no mapping: the page then has nothing true to say."""
+    """Run the comparison of one file. Raises ValueError if it fails or has no mapping, as the page would be wrong."""
     name = f"{path.parent.name}/{path.stem}"
     document = load(path)
     source = document["source"]
@@ -85,17 +85,17 @@ def compare(path: Path) -> Row:
 
 
 def compare_all() -> list[Row]:
-    """Every shipped vector, by group and name."""
+    """Compare every shipped vector; results by group and name."""
     return [compare(path) for path in sorted(SHIPPED.glob("*/*.json")) if path.parent.name != "disagreements"]
 
 
 def escape(text: str) -> str:
-    """Text for a cell of a table."""
+    """Escape text for a cell of a table."""
     return text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_").replace("<", "&lt;")
 
 
 def format_rows(rows: list[Row]) -> Iterator[str]:
-    """A Markdown table of one group."""
+    """Return a Markdown table of one group."""
     yield "| function | ours | | what differs | not compared |"
     yield "| --- | --- | --- | --- | --- |"
     for row in rows:
@@ -111,7 +111,7 @@ def format_rows(rows: list[Row]) -> Iterator[str]:
 
 
 def format_rules() -> Iterator[str]:
-    """A Markdown table of all rules by which cases differ, with the functions that each holds for."""
+    """Return a Markdown table of all rules by which cases differ, with their functions."""
     yield "| where | theirs and ours | checked |"
     yield "| --- | --- | --- |"
     holders: dict[tuple[str, str], list[str]] = {}
@@ -124,21 +124,22 @@ def format_rules() -> Iterator[str]:
 
 
 def write_page() -> str:
-    """docs/parity.md."""
+    """Return the text of docs/parity.md."""
     rows = compare_all()
     counts = Counter(row.status for row in rows)
     cases, differing = sum(row.num_cases for row in rows), sum(row.num_differing for row in rows)
     results, left_out = sum(row.num_results for row in rows), sum(row.num_left_out for row in rows)
     agreeing = counts[AGREES] + counts[EXCEPT]
     lines = [
-        "<!-- Written by docs/generate_parity.py from tests/parity: do not edit. -->",
+        "<!-- Written by tools/docs/generate_parity.py from tests/parity: do not edit. -->",
         "",
         "# Parity with other frameworks",
         "",
         f"{len(rows)} functions of other frameworks were run on their own, and their inputs, outputs and gradients recorded"
         " ([format](../tests/data/golden/README.md)). `tests/test_parity.py` holds our compositions against them, in float64, at each"
         " file's tolerance. A mapping renames, reshapes, pads, shifts and masks, exchanges arguments, and turns options into arguments;"
-        " every other number comes from the library. `ROLLOUTS_GOLDEN_DIR` points the same tests at another folder of vectors.",
+        " every other number comes from the library, or from the five parts in `tests/parity/peers.py` that only this comparison needs."
+        " `ROLLOUTS_GOLDEN_DIR` points the same tests at another folder of vectors.",
         "",
         f"{agreeing} of {len(rows)} ({agreeing / len(rows):.0%}) agree in value and, where recorded, gradient: {counts[AGREES]} in every"
         f" case, {counts[EXCEPT]} except for cases that differ on purpose. {counts[DIFFERS]} differ, {counts[NOT]} are not offered. By"
@@ -163,7 +164,7 @@ def main() -> int:
     if parser.parse_args().check:
         fresh = PAGE.is_file() and PAGE.read_text() == page
         if not fresh:
-            print("docs/parity.md is not up to date: run python docs/generate_parity.py")
+            print("docs/parity.md is not up to date: run python tools/docs/generate_parity.py")
         return 0 if fresh else 1
     PAGE.write_text(page)
     return 0

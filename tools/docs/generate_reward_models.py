@@ -1,10 +1,9 @@
-"""The figure and the table of docs/reward-models.md.
+"""Generate the figure and the table of docs/reward-models.md.
 
-    python docs/generate_reward_models.py RUNS [--seeds 0 1 2]
+    python tools/docs/generate_reward_models.py RUNS [--seeds 0 1 2]
 
-RUNS holds, or gets, `rm` (python -m integration.train_reward_model), and for each seed `model-SEED` (integration.train, with
---reward.model RUNS/rm) and `rule-SEED` (without). Runs that are there are not made again. The picture goes to docs/, the table into the
-page.
+The directory RUNS contains `rm` (python -m integration.train_reward_model) and, for each seed, `model-SEED` (integration.train with
+--reward.model RUNS/rm) and `rule-SEED` (without); missing runs are made. The picture goes to docs/, the table into the page.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rollouts.metrics import read_metrics
+from rollouts.training.metrics import read_metrics
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[2] / "docs"
 PAGE, PICTURE = DOCS / "reward-models.md", DOCS / "reward-models.png"
 KINDS = {"model": "reward model", "rule": "rule"}
 MARKS = ("<!-- table -->", "<!-- end of the table -->")
 
 
 def make_run(module: str, directory: Path, *flags: str) -> None:
-    """A run in a process of its own, unless it is there and has ended."""
+    """Run a command in a process of its own, unless its run exists and has ended."""
     if not (directory / "summary.json").exists():
         command = [sys.executable, "-m", f"integration.{module}", "--output-dir", str(directory), "--num-threads", "1", "--quiet", *flags]
         subprocess.run(command, cwd=DOCS.parent, check=True, stdout=subprocess.DEVNULL)
 
 
 def read_rl(directory: Path) -> list[dict[str, Any]]:
-    """The lines of RL, with that of SFT's end as step 0."""
+    """Read the lines of RL, with SFT's last line as step 0."""
     lines = read_metrics(directory / "metrics.jsonl")
     start = [line for line in lines if line["stage"] == "sft" and "eval_accuracy" in line][-1]
     return [start | {"step": 0}, *(line for line in lines if line["stage"] == "rl" and line["step"] > 0)]
 
 
 def draw(runs: dict[str, list[list[dict[str, Any]]]]) -> None:
-    """Reward of each run, and accuracy by the rule of both kinds."""
+    """Draw the reward of each run, and the accuracy by the rule of both kinds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -67,7 +66,7 @@ def draw(runs: dict[str, list[list[dict[str, Any]]]]) -> None:
 
 
 def write_table(summary: dict[str, Any], runs: dict[str, list[list[dict[str, Any]]]]) -> str:
-    """What the runs came to, as Markdown."""
+    """Return the results of the runs as a Markdown table."""
     num_runs = len(runs["model"])
     rows = [f"Held-out pairs that the model ranks right: **{summary['accuracy']:.1%}** of 512, after {summary['steps']} steps.", ""]
     rows += [
@@ -82,7 +81,7 @@ def write_table(summary: dict[str, Any], runs: dict[str, list[list[dict[str, Any
 
 
 def main() -> None:
-    """Make what is missing, then draw and write."""
+    """Make missing runs, then draw and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

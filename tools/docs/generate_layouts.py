@@ -1,9 +1,9 @@
-"""The tables of docs/layouts.md, by the functions that `python -m integration.train --dry-run` calls.
+"""Generate the tables of docs/layouts.md with the functions behind `python -m integration.train --dry-run`.
 
-    python docs/generate_layouts.py            writes the tables into the page
-    python docs/generate_layouts.py --check    exits 1 if they are not up to date
+    python tools/docs/generate_layouts.py            writes the tables into the page
+    python tools/docs/generate_layouts.py --check    exits 1 if they are not up to date
 
-Models are configurations alone, of the sizes of the Qwen3 family; nothing is downloaded and no memory is taken for weights.
+Models are only configurations with the sizes of the Qwen3 family; nothing is downloaded and no weights are allocated.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from integration.budget import FLOAT, STATES
-from integration.budget_run import Workload, largest_microbatch, needed_bytes, plan_roles, plan_traffic
-from integration.budget_sizes import ModelSizes, read_sizes
-from integration.budget_text import format_bytes, read_links, read_workload
-from integration.command_line import parse_command_line
-from integration.config import Config
+from integration.dry_run.layout import Workload, largest_microbatch, needed_bytes, plan_roles, plan_traffic
+from integration.dry_run.memory import FLOAT, STATES
+from integration.dry_run.sizes import ModelSizes, read_sizes
+from integration.dry_run.text import format_bytes, read_links, read_workload
+from integration.settings.command_line import parse_command_line
+from integration.settings.config import Config
 
-PAGE = Path(__file__).parent / "layouts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
 GIB = 2**30
 GPU_GIB = 80
-FLOPS = 400e12  # of a GPU in bfloat16, reached: 40 % of what an H100 can
+FLOPS = 400e12  # achieved FLOP/s of a GPU in bfloat16: 40 % of an H100's peak
 
 BASE = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": 40960, "eos_token_id": 151645, "bos_token_id": 151643}  # fmt: skip
@@ -58,8 +58,8 @@ class Layout:
     size: str
     model: str
     what: str
-    flags: str  # those that differ
-    servers: tuple[int, int] = (0, 1)  # servers of vLLM or SGLang on GPUs of their own, and GPUs of each
+    flags: str  # flags that differ from the defaults
+    servers: tuple[int, int] = (0, 1)  # (servers on GPUs of their own, GPUs of each)
 
 
 LAYOUTS = (
@@ -78,7 +78,7 @@ LAYOUTS = (
 
 
 def read_layout(layout: Layout) -> tuple[Config, Workload]:
-    """The settings that its flags mean, and the run that --dry-run sees in them."""
+    """Return the settings of a layout's flags, and their workload in --dry-run."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(MODELS[layout.model]))
         Path(directory, "model.safetensors").touch()
@@ -91,14 +91,14 @@ def read_layout(layout: Layout) -> tuple[Config, Workload]:
 
 @cache
 def read_model_sizes(name: str) -> ModelSizes:
-    """Of one of MODELS."""
+    """Read the sizes of one of MODELS."""
     from transformers import Qwen3Config
 
     return read_sizes(Qwen3Config(**{key: value for key, value in MODELS[name].items() if key not in ("model_type", "architectures")}))
 
 
 def describe_layout(layout: Layout) -> list[str]:
-    """The cells of its row."""
+    """Return the cells of a layout's row."""
     config, work = read_layout(layout)
     roles = plan_roles(work)
     first = roles[0]
@@ -121,7 +121,7 @@ def describe_layout(layout: Layout) -> list[str]:
 
 
 def describe_models() -> list[str]:
-    """A row for each model: parameters, states, weights in bfloat16, keys and values of 1,000 tokens."""
+    """Return a row for each model: parameters, states, weights in bfloat16, keys and values of 1,000 tokens."""
     lines = ["| model | parameters | 16 bytes each | weights in bfloat16 | root, float32 | keys and values of 1,000 tokens, bfloat16 |",
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for name in MODELS:
@@ -134,7 +134,7 @@ def describe_models() -> list[str]:
 
 
 def create_tables() -> dict[str, list[str]]:
-    """Name of each table and its lines."""
+    """Return the lines of each table, by name."""
     heads = ("size", "model", "GPUs", "states of a GPU", "fullest training GPU", "largest micro-batch", "received in a step", "computation",
              "a server's GPU", "a weight sync")  # fmt: skip
     rows = ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
@@ -145,7 +145,7 @@ def create_tables() -> dict[str, list[str]]:
 
 
 def fill_page(text: str, tables: dict[str, list[str]]) -> str:
-    """The page with each table between its marks."""
+    """Return the page with each table between its marks."""
     for name, lines in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
         assert len(pattern.findall(text)) == 1, f"{PAGE} has not one place for the table {name}"
