@@ -203,7 +203,7 @@ def test_ranks_that_wait_end_when_rank_0_is_killed(tmp_path: Path):
     os.kill(children[0].pid, signal.SIGKILL)
     ends = end_all(children)
     assert [status for status, _ in ends] == [-signal.SIGKILL, 1]
-    assert ends[1][1] == "error: rank 1 ends: rank 0 is gone\n"
+    assert ends[1][1].endswith("error: rank 1 ends: rank 0 is gone\n")  # torch may warn of the connection before
 
 
 def test_a_rank_that_is_killed_while_nothing_is_computed_ends_the_run(tmp_path: Path):
@@ -212,14 +212,14 @@ def test_a_rank_that_is_killed_while_nothing_is_computed_ends_the_run(tmp_path: 
     os.kill(children[1].pid, signal.SIGKILL)
     ends = end_all(children)
     assert [status for status, _ in ends] == [1, -signal.SIGKILL]
-    assert ends[0][1].startswith("error: rank 1 is gone: it was killed, or ran out of memory")
+    assert "error: rank 1 is gone: it was killed, or ran out of memory" in ends[0][1]
 
 
 def test_an_error_of_rank_0_between_commands_ends_the_others_as_failed(tmp_path: Path):
     statuses, errors = fail("raise ZeroDivisionError('of the user')", tmp_path)
     assert statuses == [1, 1]
     assert "ZeroDivisionError: of the user" in errors[0]
-    assert errors[1] == "error: rank 1 ends: rank 0 failed: ZeroDivisionError\n"
+    assert errors[1].endswith("error: rank 1 ends: rank 0 failed: ZeroDivisionError\n")
 
 
 @pytest.mark.slow
