@@ -161,7 +161,7 @@ def test_many_strangers_that_say_little_do_not_keep_the_ranks_out():
     thread.join()
     is_over.set()
     attack.join()
-    assert time.monotonic() - begin < rank_channel._HELLO_S / 2
+    assert time.monotonic() - begin < rank_channel._HELLO_S
     assert set(found[0]) == {1, 2}
     listener.close()
     for stranger in silent + strangers:

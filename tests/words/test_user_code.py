@@ -45,7 +45,7 @@ async def test_an_async_reward_that_blocks_is_ended_by_its_deadline(reward_fn):
     before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
     started = time.monotonic()
     (judgement,) = await judge_samples(reward_fn, [Sample(tokens=(1,), loss_mask=(1.0,))], RewardConfig(timeout_s=0.2))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
     assert f"reward function {reward_fn.__name__} did not return within 0.2 s" in str(judgement.error)
     (note,) = judgement.error.__notes__
     assert f"it blocked the event loop at {__file__}:" in note and "write it as a plain def" in note
@@ -83,7 +83,7 @@ async def test_deadlines_hold_for_code_with_a_nursery_of_its_own():
         with pytest.raises(EnvironmentFault, match=r"did not return within 0\.1 s"):
             async with open_environment(function, timeout_s=0.1):
                 pass
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
 
 
 async def test_async_rewards_still_use_what_belongs_to_the_event_loop():

@@ -39,8 +39,9 @@ class WeightGroup:
             return distributed.ProcessGroupGloo(store, rank, world_size, timeout)
 
         try:
+            await _wait_for_listener(address, port)
             return WeightGroup(await trio.to_thread.run_sync(meet, abandon_on_cancel=True))
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise LoadError("missing", str(error)) from error
 
     async def receive(
@@ -75,3 +76,14 @@ class WeightGroup:
                 )
             )
         return dict(zip(names, received, strict=True))
+
+
+async def _wait_for_listener(address: str, port: int) -> None:
+    """Wait until somebody listens there. A TCPStore that waited would go on in its thread for a minute after a cancellation."""
+    interval_s = 0.05
+    for _ in range(int(_TIMEOUT_S / interval_s)):
+        try:
+            return await (await trio.open_tcp_stream(address, port)).aclose()
+        except OSError:
+            await trio.sleep(interval_s)
+    await (await trio.open_tcp_stream(address, port)).aclose()
