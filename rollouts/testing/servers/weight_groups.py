@@ -17,6 +17,7 @@ from torch import Tensor
 from rollouts.testing.servers.models import LoadError
 
 _TIMEOUT_S = 60.0
+_INTERVAL_S = 0.05  # seconds between two attempts to reach the group's address
 
 
 class WeightGroup:
@@ -80,10 +81,13 @@ class WeightGroup:
 
 async def _wait_for_listener(address: str, port: int) -> None:
     """Wait until somebody listens there. A TCPStore that waited would go on in its thread for a minute after a cancellation."""
-    interval_s = 0.05
-    for _ in range(int(_TIMEOUT_S / interval_s)):
+    for left in reversed(range(int(_TIMEOUT_S / _INTERVAL_S))):
         try:
-            return await (await trio.open_tcp_stream(address, port)).aclose()
+            stream = await trio.open_tcp_stream(address, port)
         except OSError:
-            await trio.sleep(interval_s)
-    await (await trio.open_tcp_stream(address, port)).aclose()
+            if left == 0:
+                raise
+            await trio.sleep(_INTERVAL_S)
+        else:
+            await stream.aclose()
+            return
