@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import make_batch
 
 from rollouts.algorithms.loss_weights import (
     fixed_length_mean,
@@ -27,17 +28,10 @@ MEANS = [token_mean, sample_mean, group_token_mean]
 ALL = [*MEANS, sample_sum, fixed_mean]
 
 
-def make_batch(mask, groups=None, trainable=None) -> TrainBatch:
-    mask = torch.tensor(mask, dtype=torch.float32)
-    rows, width = mask.shape
-    return TrainBatch(
-        tokens=torch.zeros(rows, width, dtype=torch.int64),
-        lengths=torch.full((rows,), width),
-        loss_mask=mask,
-        rewards=torch.zeros(rows),
-        group_ids=torch.arange(rows) if groups is None else torch.tensor(groups),
-        trainable=torch.ones(rows, dtype=torch.bool) if trainable is None else torch.tensor(trainable),
-    )
+def weigh_rows(mask, groups=None, trainable=None) -> TrainBatch:
+    columns = {"group_ids": groups, "trainable": trainable}
+    given = {name: torch.tensor(values) for name, values in columns.items() if values is not None}
+    return make_batch(torch.tensor(mask, dtype=torch.float32), **given)
 
 
 @st.composite
@@ -45,7 +39,7 @@ def batches(draw, values=(0.0, 1.0)) -> TrainBatch:
     rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 5))
     mask = [[draw(st.sampled_from(values)) for _ in range(width)] for _ in range(rows)]
     groups = [draw(st.integers(0, 2)) * 10 for _ in range(rows)]
-    return make_batch(mask, groups, [draw(st.booleans()) for _ in range(rows)])
+    return weigh_rows(mask, groups, [draw(st.booleans()) for _ in range(rows)])
 
 
 def loop_mean(batch: TrainBatch, x: torch.Tensor, kind: str) -> float:
@@ -107,7 +101,7 @@ def test_rows_that_are_not_trained_are_as_if_absent(weigh, batch):
     if not bool(kept.any()):
         assert not weigh(batch).any()
         return
-    smaller = make_batch(batch.loss_mask[kept].tolist(), batch.group_ids[kept].tolist())
+    smaller = weigh_rows(batch.loss_mask[kept].tolist(), batch.group_ids[kept].tolist())
     torch.testing.assert_close(weigh(batch)[kept], weigh(smaller))
 
 
@@ -116,21 +110,21 @@ def test_rows_that_are_not_trained_are_as_if_absent(weigh, batch):
 def test_order_of_rows_and_padding_do_not_matter(weigh, batch, data):
     rows, width = batch.tokens.shape
     order = torch.tensor(data.draw(st.permutations(range(rows))))
-    shuffled = make_batch(batch.loss_mask[order].tolist(), batch.group_ids[order].tolist(), batch.trainable[order].tolist())
+    shuffled = weigh_rows(batch.loss_mask[order].tolist(), batch.group_ids[order].tolist(), batch.trainable[order].tolist())
     torch.testing.assert_close(weigh(shuffled), weigh(batch)[order])
     padded = torch.nn.functional.pad(batch.loss_mask, (0, 3))
-    wider = make_batch(padded.tolist(), batch.group_ids.tolist(), batch.trainable.tolist())
+    wider = weigh_rows(padded.tolist(), batch.group_ids.tolist(), batch.trainable.tolist())
     torch.testing.assert_close(weigh(wider)[:, :width], weigh(batch))
 
 
 @pytest.mark.parametrize("weigh", ALL)
 def test_a_batch_without_trained_tokens_weighs_nothing(weigh):
-    for batch in (make_batch([[0.0, 0.0], [0.0, 0.0]]), make_batch([[1.0, 1.0]], trainable=[False])):
+    for batch in (weigh_rows([[0.0, 0.0], [0.0, 0.0]]), weigh_rows([[1.0, 1.0]], trainable=[False])):
         assert torch.equal(weigh(batch), torch.zeros(batch.tokens.shape))
 
 
 def test_weights_by_hand():
-    batch = make_batch([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]], groups=[0, 0, 1, 1])
+    batch = weigh_rows([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]], groups=[0, 0, 1, 1])
     close = partial(torch.testing.assert_close, rtol=1e-6, atol=0)
     close(token_mean(batch), batch.loss_mask / 6)
     close(sample_mean(batch), batch.loss_mask / torch.tensor([[9.0], [3.0], [1.0], [6.0]]))
@@ -140,7 +134,7 @@ def test_weights_by_hand():
 
 
 def test_fractions_scale_a_token():
-    batch = make_batch([[0.5, 1.0], [0.0, 0.5]])
+    batch = weigh_rows([[0.5, 1.0], [0.0, 0.5]])
     torch.testing.assert_close(token_mean(batch), torch.tensor([[0.25, 0.5], [0.0, 0.25]]))
     torch.testing.assert_close(sample_sum(batch), torch.tensor([[0.25, 0.5], [0.0, 0.25]]))
     torch.testing.assert_close(sample_mean(batch), torch.tensor([[1 / 6, 1 / 3], [0.0, 0.5]]))
@@ -148,18 +142,18 @@ def test_fractions_scale_a_token():
 
 def test_the_length_of_fixed_length_mean_is_positive():
     with pytest.raises(AssertionError, match="length is 0, expected more than 0"):
-        fixed_length_mean(make_batch([[1.0]]), 0)
+        fixed_length_mean(weigh_rows([[1.0]]), 0)
 
 
 def test_an_epsilon_adds_to_the_count_and_a_factor_scales():
-    batch = make_batch([[0, 1, 1, 1], [0, 1, 0, 0]])
+    batch = weigh_rows([[0, 1, 1, 1], [0, 1, 0, 0]])
     torch.testing.assert_close(token_mean(batch, epsilon=1.0), batch.loss_mask / 5)
     torch.testing.assert_close(sample_mean(batch, epsilon=1.0), batch.loss_mask / torch.tensor([[8.0], [4.0]]))
     torch.testing.assert_close(scaled(batch, weigh=token_mean, factor=3), batch.loss_mask * 0.75)
 
 
 def test_rows_without_tokens_count_where_asked_and_lengths_may_be_given():
-    batch = make_batch([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
+    batch = weigh_rows([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
     close = partial(torch.testing.assert_close, rtol=1e-6, atol=0)
     close(sample_mean(batch, count_empty_rows=True), batch.loss_mask / torch.tensor([[6.0], [1.0], [3.0]]))
     close(sample_sum(batch, count_empty_rows=True), batch.loss_mask / 3)
@@ -194,4 +188,4 @@ def test_a_weighted_sum_does_not_read_what_has_no_weight():
 )
 def test_denominators_out_of_range_say_which_and_what(call, message):
     with pytest.raises(AssertionError, match=message):
-        call(make_batch([[1.0, 0.0]]))
+        call(weigh_rows([[1.0, 0.0]]))

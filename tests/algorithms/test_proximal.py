@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import corrections as oracles
+from samples import make_versioned_sample
 
 from rollouts.algorithms.corrections import anchor_to_proximal
 from rollouts.algorithms.proximal import approximate_proximal, interpolate_log_probs, interpolate_probs, proximal_fraction
@@ -19,33 +20,20 @@ from rollouts.data.segments import find_segment_tokens, with_segment_log_probs
 from rollouts.types import Completion, Sample, Status
 
 
-def make_sample(versions: tuple[int, ...], mask: tuple[float, ...] | None = None) -> Sample:
-    """One token a version; -1 for the prompt. The rollout log-prob of token t is -t."""
-    n = len(versions)
-    return Sample(
-        tokens=tuple(range(n)),
-        loss_mask=tuple(float(v >= 0) for v in versions) if mask is None else mask,
-        rollout_log_probs=tuple(-float(t) if versions[t] >= 0 else 0.0 for t in range(n)),
-        weight_versions=versions,
-        reward=1.0,
-        status=Status.COMPLETED,
-    )
-
-
 def test_tokens_of_the_version_before_are_due():
-    sample = make_sample((-1, -1, 1, 2, 3, 3, 4))
+    sample = make_versioned_sample((-1, -1, 1, 2, 3, 3, 4))
     assert find_segment_tokens(sample, 4) == (4, 5)
     assert find_segment_tokens(sample, 3) == (3,)
     assert find_segment_tokens(sample, 7) == ()
 
 
 def test_masked_tokens_and_the_first_of_a_row_are_never_due():
-    sample = make_sample((3, 3, 3, 3), mask=(1.0, 0.0, 1.0, 0.5))
+    sample = make_versioned_sample((3, 3, 3, 3), loss_mask=(1.0, 0.0, 1.0, 0.5))
     assert find_segment_tokens(sample, 4) == (2, 3)
 
 
 def test_the_edit_writes_due_tokens_and_keeps_the_others():
-    sample = make_sample((-1, 2, 3, 3, 4))
+    sample = make_versioned_sample((-1, 2, 3, 3, 4))
     edited = with_segment_log_probs(sample, [-9.0, -8.0, -7.0, -6.0, -5.0], 4)
     assert edited.segment_log_probs == (0.0, -1.0, -7.0, -6.0, -4.0)
     assert edited.recompute_version == 4
@@ -54,14 +42,14 @@ def test_the_edit_writes_due_tokens_and_keeps_the_others():
 
 
 def test_a_sample_without_due_tokens_stays_the_very_same():
-    sample = make_sample((-1, 2, 3))
+    sample = make_versioned_sample((-1, 2, 3))
     assert with_segment_log_probs(sample, [0.0] * 3, 7) is sample
     assert sample.recompute_version == -1
 
 
 @given(st.lists(st.integers(-1, 4), min_size=1, max_size=8))
 def test_after_all_versions_each_token_has_the_log_prob_of_the_one_after_its_own(versions: list[int]):
-    sample = make_sample((-1, *versions))
+    sample = make_versioned_sample((-1, *versions))
     for current in range(1, 6):
         sample = with_segment_log_probs(sample, [-100.0 * current - t for t in range(len(sample.tokens))], current)
     expected = [0.0] + [-100.0 * (v + 1) - t if v >= 0 else 0.0 for t, v in enumerate(versions, start=1)]
@@ -74,18 +62,18 @@ def test_after_all_versions_each_token_has_the_log_prob_of_the_one_after_its_own
 
 def test_log_probs_of_another_length_are_refused():
     with pytest.raises(AssertionError, match="2 log_probs for 3 tokens"):
-        with_segment_log_probs(make_sample((-1, 2, 3)), [0.0, 0.0], 4)
+        with_segment_log_probs(make_versioned_sample((-1, 2, 3)), [0.0, 0.0], 4)
 
 
 def test_a_sample_round_trips_with_its_segments():
-    sample = with_segment_log_probs(make_sample((-1, 2, 3)), [0.0, -1.5, -2.5], 4)
+    sample = with_segment_log_probs(make_versioned_sample((-1, 2, 3)), [0.0, -1.5, -2.5], 4)
     assert Sample.from_dict(sample.to_dict()) == sample
     with pytest.raises(AssertionError, match="segment_log_probs has 1 entries for 3 tokens"):
         replace(sample, segment_log_probs=(0.0,))
 
 
 def test_a_continued_sample_keeps_its_segments_and_starts_new_ones_from_the_rollout():
-    aborted = replace(make_sample((-1, 2, 3)), status=Status.ABORTED, reward=None)
+    aborted = replace(make_versioned_sample((-1, 2, 3)), status=Status.ABORTED, reward=None)
     patched = with_segment_log_probs(aborted, [0.0, -1.5, -2.5], 4)
     completion = Completion(
         request_id="a",
@@ -100,8 +88,8 @@ def test_a_continued_sample_keeps_its_segments_and_starts_new_ones_from_the_roll
 
 
 def test_tokens_that_were_not_recomputed_fall_back_to_the_rollout_and_get_weight_1():
-    plain = make_sample((-1, 4, 4))
-    patched = with_segment_log_probs(make_sample((-1, 3, 4)), [0.0, -1.25, 0.0], 4)
+    plain = make_versioned_sample((-1, 4, 4))
+    patched = with_segment_log_probs(make_versioned_sample((-1, 3, 4)), [0.0, -1.25, 0.0], 4)
     assert collate_samples([plain, plain]).segment_log_probs is None
     batch = collate_samples([plain, patched])
     assert batch.segment_log_probs is not None
@@ -130,7 +118,7 @@ def test_fractions():
 
 
 def test_approximate_proximal_detaches_and_needs_its_columns():
-    batch = collate_samples([make_sample((-1, 0, 2)), make_sample((-1, 1, 1))])
+    batch = collate_samples([make_versioned_sample((-1, 0, 2)), make_versioned_sample((-1, 1, 1))])
     leaf = torch.zeros(2, 3, requires_grad=True)
     made = approximate_proximal(replace(batch, old_log_probs=leaf), current_version=4)
     assert made.prox_log_probs is not None

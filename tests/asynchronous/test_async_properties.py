@@ -203,7 +203,7 @@ async def score(samples: Sequence[Sample], version: int) -> list[list[float]]:
     return [[log_prob(place, version) for place in range(len(sample.tokens))] for sample in samples]
 
 
-def make_executor(world: World, asynchronous: AsyncConfig, **changes: Any) -> WorkflowExecutor:
+def make_world_executor(world: World, asynchronous: AsyncConfig, **changes: Any) -> WorkflowExecutor:
     config = RolloutConfig(
         batch_size=BATCH_SIZE,
         n_samples_per_prompt=GROUP_SIZE,
@@ -457,7 +457,7 @@ class Saved:
 
     def restore(self, world: World, asynchronous: AsyncConfig) -> Run:
         """In another process: engines get the weights of the saved version again."""
-        executor = make_executor(world, asynchronous)
+        executor = make_world_executor(world, asynchronous)
         executor.load_state_dict(self.state)
         assert json.loads(json.dumps(executor.state_dict())) == self.state
         world.version = executor.version
@@ -469,7 +469,7 @@ class Saved:
 
 async def play(world: World, asynchronous: AsyncConfig, events: Sequence[Event]) -> Run:
     """Let events happen one after another; at all times the books must be right. In the end it is trained as if nothing had been."""
-    run = Run(make_executor(world, asynchronous), world)
+    run = Run(make_world_executor(world, asynchronous), world)
     saved: Saved | None = None
     left = [*events, *[("version", 1), ("batch", 0)] * 3]
 
@@ -537,7 +537,7 @@ def test_whatever_happens_nothing_is_lost_or_comes_twice_or_is_too_old(
 def test_a_run_that_trains_gets_all_its_batches(seed: int, asynchronous: AsyncConfig, **rates: Any):
     async def main() -> None:
         world = World(seed, **rates)
-        run = Run(make_executor(world, asynchronous), world)
+        run = Run(make_world_executor(world, asynchronous), world)
         try:
             async with run.executor:
                 for version in range(11):
@@ -567,7 +567,7 @@ def test_a_queue_without_room_ends_the_run_if_it_is_to_raise_and_nothing_is_lost
     async def main() -> None:
         world = World(seed)
         asynchronous = AsyncConfig(max_staleness=max_staleness, queue_size=queue_size, when_queue_full="raise", order=order)
-        run = Run(make_executor(world, asynchronous), world)
+        run = Run(make_world_executor(world, asynchronous), world)
         async with run.executor as executor:
             await trio.sleep(100)
             run.check()
@@ -595,7 +595,7 @@ def test_more_groups_than_a_full_queue_holds_can_be_waited_for(
 ):
     async def main() -> None:
         world = World(seed)
-        run = Run(make_executor(world, make_config((queue_size, "wait"), sync, max_staleness=max_staleness, order=order)), world)
+        run = Run(make_world_executor(world, make_config((queue_size, "wait"), sync, max_staleness=max_staleness, order=order)), world)
         async with run.executor as executor:
             if sleeps:
                 await trio.sleep(100)
@@ -622,7 +622,7 @@ def test_what_has_waited_too_long_is_begun_anew_or_given_up(
 ):
     async def main() -> None:
         world = World(seed)
-        run = Run(make_executor(world, make_config(queue, sync, max_staleness=max_staleness, order=order, on_stale=on_stale)), world)
+        run = Run(make_world_executor(world, make_config(queue, sync, max_staleness=max_staleness, order=order, on_stale=on_stale)), world)
         async with run.executor as executor:
             await trio.sleep(100)
             num_finished = executor.get_stats().accepted
@@ -657,7 +657,7 @@ def test_in_strict_order_batches_do_not_depend_on_timing_and_are_never_too_old(
         world = World(seed, p_filtered=p_filtered, p_failure=p_failure)
         limits = {"max_staleness": max_staleness, "max_concurrent_rollouts": max_concurrent, "max_attempts": 1000}
         asynchronous = AsyncConfig(**limits, order="submitted", retry_delay_s=3.0)
-        run = Run(make_executor(world, asynchronous, batches_per_version=batches_per_version), world)
+        run = Run(make_world_executor(world, asynchronous, batches_per_version=batches_per_version), world)
         async with run.executor as executor:
             for version in range(1, 7):
                 for _ in range(batches_per_version):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from executors import make_buffer, make_executor
 
 from rollouts.asynchronous.capacity import StalenessManager
 from rollouts.asynchronous.config import AsyncConfig
@@ -50,10 +51,6 @@ def tokenizer() -> Any:
     return create_char_tokenizer()
 
 
-def make_buffer(num_prompts: int = 7) -> DataBuffer:
-    return DataBuffer([{"prompt": f"{i}=", "ground_truth": str(i)} for i in range(num_prompts)], seed=3)
-
-
 async def reward_length(sample: Sample) -> float:
     return float(sum(sample.loss_mask))
 
@@ -87,13 +84,6 @@ class Script:
             Sample(prompt=prompt.content, tokens=(1, 2), loss_mask=(0.0, 1.0), weight_versions=(-1, version), status=Status.COMPLETED)
             for _ in range(n)
         )
-
-
-def make_executor(generate_fn: Any, asynchronous: AsyncConfig | None = None, *, batch_size: int = 2, **changes: Any) -> WorkflowExecutor:
-    names = ("engines", "version", "batches_per_version", "data_parallel_size", "queue", "cache", "strategy")
-    parts = {name: changes.pop(name) for name in names if name in changes}
-    config = RolloutConfig(batch_size=batch_size, generate_fn=generate_fn, grace_s=changes.pop("grace_s", 1.0), **changes)
-    return create_workflow_executor(make_buffer(), config, asynchronous or AsyncConfig(), **parts)
 
 
 def make_engine_executor(

@@ -11,6 +11,7 @@ import torch
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import make_versioned_sample
 
 from rollouts.algorithms.corrections import find_missed
 from rollouts.algorithms.presets import decoupled, grpo, recomputed
@@ -27,21 +28,11 @@ from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
 from rollouts.types import Completion, Sample, Status
 
 
-def make_sample(versions: Sequence[int], *, index: int = 0, seed: int = 0, temperature: float = 1.0, **changes: object) -> Sample:
-    """One random token a version, -1 for the prompt; rollout log-probs are -1, -2, ..."""
-    g = torch.Generator().manual_seed(seed + index)
-    sample = Sample(
-        tokens=tuple(torch.randint(3, 64, (len(versions),), generator=g).tolist()),
-        loss_mask=tuple(float(v >= 0) for v in versions),
-        rollout_log_probs=tuple(-float(t) if v >= 0 else 0.0 for t, v in enumerate(versions)),
-        weight_versions=tuple(versions),
-        temperature=temperature,
-        reward=float(index % 2),
-        status=Status.COMPLETED,
-        index=index,
-        group_index=index // 2,
-    )
-    return replace(sample, **changes)
+def draw_sample(versions: Sequence[int], *, index: int = 0, seed: int = 0, **changes: object) -> Sample:
+    """Draw a sample of random tokens, in a group of two."""
+    tokens = torch.randint(3, 64, (len(versions),), generator=torch.Generator().manual_seed(seed + index)).tolist()
+    place = {"index": index, "group_index": index // 2, "reward": float(index % 2)}
+    return make_versioned_sample(versions, **({"tokens": tuple(tokens)} | place | changes))
 
 
 class Holder:
@@ -66,7 +57,7 @@ def record_score(asked: list[tuple[int, int, int]]):
 
 async def test_only_tokens_of_the_version_before_are_asked_about_and_no_token_behind_them():
     asked = []
-    samples = [make_sample((-1, 3, 4, 5), index=0), make_sample((-1, 4, 4, 4), index=1), make_sample((-1, 5, 5), index=2)]
+    samples = [draw_sample((-1, 3, 4, 5), index=0), draw_sample((-1, 4, 4, 4), index=1), draw_sample((-1, 5, 5), index=2)]
     edited = await ProximalRecomputer(record_score(asked)).add_proximal_log_probs(samples, 5)
     assert asked == [(0, 3, 5), (1, 4, 5)]
     assert edited[0].segment_log_probs == (0.0, -1.0, -52.0, -3.0)
@@ -80,7 +71,7 @@ async def test_only_tokens_of_the_version_before_are_asked_about_and_no_token_be
 async def test_the_second_time_changes_nothing_and_asks_nobody():
     asked = []
     recomputer = ProximalRecomputer(record_score(asked))
-    once = await recomputer.add_proximal_log_probs([make_sample((-1, 3, 4))], 4)
+    once = await recomputer.add_proximal_log_probs([draw_sample((-1, 3, 4))], 4)
     assert len(asked) == 1
     assert await recomputer.add_proximal_log_probs(once, 4) == once
     assert len(asked) == 1
@@ -88,7 +79,7 @@ async def test_the_second_time_changes_nothing_and_asks_nobody():
 
 async def test_samples_that_are_not_trained_on_cost_nothing():
     asked = []
-    baseline = make_sample((-1, 3), trainable=False)
+    baseline = draw_sample((-1, 3), trainable=False)
     pending = Sample(prompt="x", index=1)
     edited = await ProximalRecomputer(record_score(asked)).add_proximal_log_probs([baseline, pending], 4)
     assert asked == []
@@ -99,10 +90,10 @@ async def test_samples_that_are_not_trained_on_cost_nothing():
 async def test_everything_that_waits_is_done_once_for_each_version():
     asked = []
     recomputer = ProximalRecomputer(record_score(asked))
-    holder = Holder([make_sample((-1, 3, 4), index=0), make_sample((-1, 2, 3), index=1, status=Status.ABORTED, reward=None)])
+    holder = Holder([draw_sample((-1, 3, 4), index=0), draw_sample((-1, 2, 3), index=1, status=Status.ABORTED, reward=None)])
     assert await recomputer.recompute_all(holder, 4) == 2
     assert [sample.segment_versions for sample in holder.samples] == [(-1, 4, -1), (-1, -1, 4)]
-    late = make_sample((-1, 3), index=2)
+    late = draw_sample((-1, 3), index=2)
     holder.samples = (*holder.samples, late)
     assert await recomputer.recompute_all(holder, 4) == 0  # between two syncs: nobody holds version 4 any more
     assert holder.samples[-1] == late
@@ -115,7 +106,7 @@ async def test_a_failed_pass_edits_nothing_and_may_be_repeated():
         raise EngineError("no")
 
     asked = []
-    holder = Holder([make_sample((-1, 3))])
+    holder = Holder([draw_sample((-1, 3))])
     before = holder.samples
     recomputer = ProximalRecomputer(fail)
     with pytest.raises(EngineError, match="no"):
@@ -127,10 +118,10 @@ async def test_a_failed_pass_edits_nothing_and_may_be_repeated():
 
 @pytest.mark.parametrize("versions", [None, (-1, 3, -1)])
 async def test_an_engine_without_versions_is_refused(versions: tuple[int, ...] | None):
-    sample = replace(make_sample((-1, 3, 3)), weight_versions=versions)
+    sample = replace(draw_sample((-1, 3, 3)), weight_versions=versions)
     with pytest.raises(DataError, match=r"sample 0 .* use an engine that reports versions .* or set segment_wise"):
         await ProximalRecomputer(record_score([])).add_proximal_log_probs([sample], 4)
-    other = make_sample((-1, 3, 3), index=1)
+    other = draw_sample((-1, 3, 3), index=1)
     batch = collate_samples([sample, replace(other, weight_versions=versions)])
     with pytest.raises(DataError, match=r"weight.version"):
         await train_on_rollouts(FakeBackend(), batch, decoupled(grpo(), segment_wise=True), plan=UpdatePlan(current_version=3.0))
@@ -160,13 +151,13 @@ def make_resident() -> list[Sample]:
     shapes += [(-1, 4, -1, 4, 4, -1, -1, 4, 5), (-1, -1, 3, -1, -1, 4), (-1, 4, -1, 5)]
     temperatures = {1: 0.5, 5: 0.5}
     return [
-        make_sample(shape, index=i, temperature=temperatures.get(i, 1.0), context_starts=starts.get(i, ()))
+        draw_sample(shape, index=i, temperature=temperatures.get(i, 1.0), context_starts=starts.get(i, ()))
         for i, shape in enumerate(shapes)
     ]
 
 
 async def test_the_first_token_of_a_context_has_no_log_prob_to_recompute():
-    sample = make_sample((-1, 4, 4, 4), context_starts=(2,))
+    sample = draw_sample((-1, 4, 4, 4), context_starts=(2,))
     (edited,) = await ProximalRecomputer(record_score([])).add_proximal_log_probs([sample], 5)
     assert edited.segment_versions == (-1, 5, -1, 5)
     assert find_missed_tokens(sample, 6) == (1, 3)
@@ -226,13 +217,13 @@ async def test_between_two_syncs_the_trainer_says_nothing_about_a_version():
     """sync_every = 2: after its second update the trainer is at no version, and a token that comes late then is a missed one."""
     backend = create_pytorch_backend(create_tiny_model(seed=3), lr=1e-2)
     recomputer = ProximalRecomputer(score_with_trainer(backend))
-    holder = Holder([make_sample((-1, 4, 5), index=0), make_sample((-1, 5, 5), index=1)])
+    holder = Holder([draw_sample((-1, 4, 5), index=0), draw_sample((-1, 5, 5), index=1)])
     assert await recomputer.recompute_all(holder, 5) == 1
     await train_on_rollouts(
         backend, collate_samples(holder.samples), decoupled(grpo(), segment_wise=True), plan=UpdatePlan(current_version=5.0)
     )
-    late = make_sample((-1, 4, 4), index=2)
-    holder.samples = (late, make_sample((-1, 5), index=3))
+    late = draw_sample((-1, 4, 4), index=2)
+    holder.samples = (late, draw_sample((-1, 5), index=3))
     assert await recomputer.recompute_all(holder, 5) == 0
     assert holder.samples[0] == late
     assert find_missed_tokens(late, 5) == (1, 2)
@@ -260,7 +251,7 @@ def with_honest_log_probs(samples: Sequence[Sample], seed: int) -> list[Sample]:
 
 
 async def test_where_all_tokens_are_of_the_version_that_trains_every_weight_is_1():
-    samples = with_honest_log_probs([make_sample((-1, 5, 5, 5), index=i) for i in range(4)], seed=4)
+    samples = with_honest_log_probs([draw_sample((-1, 5, 5, 5), index=i) for i in range(4)], seed=4)
     metrics, weights = await train(decoupled(grpo(), cap=1.01, floor=0.99, segment_wise=True), samples, 5.0)
     assert metrics["importance_weight"] == metrics["max_importance_weight"] == 1.0
     _, expected = await train(recomputed(grpo()), samples, 5.0)
@@ -269,7 +260,7 @@ async def test_where_all_tokens_are_of_the_version_that_trains_every_weight_is_1
 
 
 async def test_missed_tokens_weigh_1_or_as_the_proximal_policy_says():
-    samples = with_honest_log_probs([make_sample((-1, 2, 2, 2), index=i) for i in range(4)], seed=4)
+    samples = with_honest_log_probs([draw_sample((-1, 2, 2, 2), index=i) for i in range(4)], seed=4)
     one, _ = await train(decoupled(grpo(), cap=None, segment_wise=True), samples, 5.0)
     assert one["importance_weight"] == 1.0
     proximal, found = await train(decoupled(grpo(), cap=None, segment_wise=True, missed_as_proximal=True), samples, 5.0)
@@ -281,7 +272,7 @@ async def test_missed_tokens_weigh_1_or_as_the_proximal_policy_says():
 
 @pytest.mark.parametrize("algorithm", [grpo(), decoupled(grpo()), recomputed(grpo())], ids=["grpo", "decoupled", "recomputed"])
 async def test_with_the_switch_off_versions_and_segments_change_no_bit(algorithm):
-    samples = with_honest_log_probs([make_sample((-1, 4, 5, 5), index=i) for i in range(4)], seed=4)
+    samples = with_honest_log_probs([draw_sample((-1, 4, 5, 5), index=i) for i in range(4)], seed=4)
     metrics, weights = await train(algorithm, samples, None)
     with_version, expected = await train(algorithm, samples, 5.0)
     assert metrics == with_version
@@ -294,7 +285,7 @@ async def test_with_the_switch_off_versions_and_segments_change_no_bit(algorithm
 
 
 async def test_an_algorithm_that_looks_at_ages_needs_the_version():
-    samples = [make_sample((-1, 4, 5), index=i) for i in range(2)]
+    samples = [draw_sample((-1, 4, 5), index=i) for i in range(2)]
     with pytest.raises(ConfigError, match="pass current_version="):
         await train(decoupled(grpo(), segment_wise=True, missed_as_proximal=True), samples, None)
     with pytest.raises(ConfigError, match="segment_wise is False"):
@@ -307,7 +298,7 @@ async def test_a_run_gets_a_recomputer_where_the_switch_is_on():
     for num_steps, tokens in ((0, 1), (10, 1), (11, 0)):  # after 11 steps the trainer is ahead of version 5
         recomputer = create_proximal_recomputer(on, backend, num_steps=num_steps, sync_every=2)
         assert recomputer is not None
-        assert await recomputer.recompute_all(Holder([make_sample((-1, 4, 5))]), 5) == tokens
+        assert await recomputer.recompute_all(Holder([draw_sample((-1, 4, 5))]), 5) == tokens
 
 
 EVENTS = st.one_of(
@@ -321,7 +312,7 @@ EVENTS = st.one_of(
 def test_any_history_gives_what_a_naive_record_of_it_says(events: list[tuple[str, int, int]]):
     """Samples grow under changing versions; some syncs recompute and some do not. The record keeps a dict for each token."""
     records: list[list[dict[str, int | None]]] = [[], [], []]
-    holder = Holder([make_sample((-1,), index=i, status=Status.ABORTED, reward=None) for i in range(3)])
+    holder = Holder([draw_sample((-1,), index=i, status=Status.ABORTED, reward=None) for i in range(3)])
     recomputer = ProximalRecomputer(record_score([]))
     version = 0
 

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import trio
 import trio.testing
+from executors import make_executor
+from samples import make_group
 
 from rollouts.asynchronous.config import AsyncConfig
-from rollouts.asynchronous.executor import WorkflowExecutor, create_workflow_executor
-from rollouts.config import RolloutConfig
-from rollouts.data.prompts import DataBuffer
 from rollouts.errors import GenerationError
-from rollouts.types import Group, Prompt, Sample, Status
+from rollouts.types import Group, Prompt, Status
 
 Clock = trio.testing.MockClock
-
-
-def make_executor(generate_fn: Any, asynchronous: AsyncConfig) -> WorkflowExecutor:
-    config = RolloutConfig(batch_size=1, generate_fn=generate_fn, grace_s=1.0)
-    return create_workflow_executor(DataBuffer([{"prompt": f"{i}="} for i in range(7)], seed=3), config, asynchronous)
-
-
-def make_group(status: Status, version: int, n: int) -> Group:
-    return (Sample(tokens=(1, 2), loss_mask=(0.0, 1.0), weight_versions=(-1, version), status=status),) * n
 
 
 async def test_rollouts_go_on_after_an_interruption_although_nobody_waits(autojump_clock: Clock) -> None:
@@ -31,9 +19,9 @@ async def test_rollouts_go_on_after_an_interruption_although_nobody_waits(autoju
 
     async def generate_fn(prompt: Prompt, n: int) -> Group:
         calls.append(prompt.index)
-        return make_group(Status.COMPLETED, 0, n)
+        return make_group(0, n, status=Status.COMPLETED, weight_versions=(-1, 0))
 
-    async with make_executor(generate_fn, AsyncConfig(max_staleness=1)) as executor:
+    async with make_executor(generate_fn, AsyncConfig(max_staleness=1), batch_size=1) as executor:
         await executor.interrupt()
         await trio.sleep(10)
         assert calls == []
@@ -47,12 +35,12 @@ async def test_who_waits_is_told_at_once_when_a_prompt_is_given_up_that_was_to_s
         if prompt.index == 0:  # stops with a token of version 0, and fails when it goes on from there: it is tried again at 100 s
             if partial:
                 raise GenerationError("no")
-            return make_group(Status.ABORTED, 0, n)
+            return make_group(0, n, status=Status.ABORTED, weight_versions=(-1, 0))
         await trio.sleep(5 if prompt.index == 1 else 1000)  # no later rollout ends, which would wake the waiter, too
-        return make_group(Status.COMPLETED, 1, n)
+        return make_group(0, n, status=Status.COMPLETED, weight_versions=(-1, 1))
 
     asynchronous = AsyncConfig(max_staleness=1, order="submitted", on_stale="drop", retry_delay_s=100.0)
-    async with make_executor(generate_fn, asynchronous) as executor:
+    async with make_executor(generate_fn, asynchronous, batch_size=1) as executor:
         await trio.sleep(1)
         executor.set_version(1)
         await trio.sleep(5)

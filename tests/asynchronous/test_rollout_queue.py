@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import make_row
 
 from rollouts.asynchronous.queue import FinishedRollout, LocalRolloutCache, LocalRolloutQueue, TimedResult, find_oldest_version
 from rollouts.errors import ConfigError
@@ -17,8 +20,8 @@ def make_result(time: float, index: int = 0) -> TimedResult:
     return TimedResult(time, FinishedRollout(Prompt(content="?", index=index), (), 0))
 
 
-def make_sample(versions: tuple[int, ...] | None, mask: tuple[float, ...], *, trainable: bool = True) -> Sample:
-    return Sample(tokens=(0,) * len(mask), loss_mask=mask, weight_versions=versions, trainable=trainable)
+def make_trained(versions: tuple[int, ...] | None, mask: tuple[float, ...], **fields: Any) -> Sample:
+    return make_row((0,) * len(mask), loss_mask=mask, weight_versions=versions, **fields)
 
 
 # the queue
@@ -126,15 +129,15 @@ def test_filtering_keeps_the_order_and_counts(indices: list[int], refused: set[i
 @pytest.mark.parametrize(
     ("samples", "oldest"),
     [
-        ([make_sample((-1, 4, 3), (0.0, 1.0, 1.0))], 3),
-        ([make_sample((-1, 4, 3), (0.0, 1.0, 0.0))], 4),  # of the trained tokens
-        ([make_sample((5,), (1.0,)), make_sample((2,), (1.0,))], 2),
-        ([make_sample((5,), (1.0,)), make_sample((2,), (1.0,), trainable=False)], 5),
-        ([make_sample(None, (0.0, 1.0))], 1),  # when it began
-        ([make_sample(None, (0.0, 0.0))], 6),
-        ([make_sample((-1, -1), (0.0, 1.0))], 1),  # an engine that does not tell: when it began
-        ([make_sample((-1, -1), (0.0, 0.0))], 6),
-        ([make_sample((-1, 7), (0.0, 1.0))], 7),  # engines have newer weights before set_version tells of them
+        ([make_trained((-1, 4, 3), (0.0, 1.0, 1.0))], 3),
+        ([make_trained((-1, 4, 3), (0.0, 1.0, 0.0))], 4),  # of the trained tokens
+        ([make_trained((5,), (1.0,)), make_trained((2,), (1.0,))], 2),
+        ([make_trained((5,), (1.0,)), make_trained((2,), (1.0,), trainable=False)], 5),
+        ([make_trained(None, (0.0, 1.0))], 1),  # when it began
+        ([make_trained(None, (0.0, 0.0))], 6),
+        ([make_trained((-1, -1), (0.0, 1.0))], 1),  # an engine that does not tell: when it began
+        ([make_trained((-1, -1), (0.0, 0.0))], 6),
+        ([make_trained((-1, 7), (0.0, 1.0))], 7),  # engines have newer weights before set_version tells of them
         ([], 6),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from samples import make_versioned_sample
 
 from rollouts.asynchronous import transitions
 from rollouts.asynchronous.capacity import clamp_capacity
@@ -23,7 +24,7 @@ from rollouts.data.prompts import DataBuffer
 from rollouts.errors import EngineError, RewardError
 from rollouts.generation.contract import PendingGroup
 from rollouts.testing import FakeEngine
-from rollouts.types import Group, Prompt, Sample, Status
+from rollouts.types import Group, Status
 
 BATCH_SIZE = 2
 PICKS = st.integers(0, 9)  # of the candidates of a rule
@@ -41,12 +42,6 @@ CONFIGS = st.builds(
     rollout_timeout_s=st.just(10.0),
     enable_segment_wise_ppo=st.booleans(),
 )
-
-
-def make_group(prompt: Prompt, versions: tuple[int, ...], status: Status) -> Group:
-    tokens = (3, *(7 for _ in versions))
-    mask = (0.0, *(1.0 for _ in versions))
-    return (Sample(tokens=tokens, loss_mask=mask, weight_versions=(-1, *versions), group_index=prompt.index, status=status),)
 
 
 def find_versions(group: Group) -> tuple[int, ...]:
@@ -93,7 +88,7 @@ class RolloutMachine(RuleBasedStateMachine):
     def bring(self, index: int, status: Status) -> Group:
         """What generate_fn returns."""
         prompt = self.state.running[index].pending.prompt
-        group = make_group(prompt, self.versions[index], status)
+        group = (make_versioned_sample((-1, *self.versions[index]), group_index=prompt.index, status=status),)
         run = replace(self.state.running[index], pending=PendingGroup(prompt, group), scoring=status is Status.COMPLETED)
         self.store.set(transitions.update_run(self.state, index, run))
         return group

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import make_row
 
 from integration.parts.models import check_limits
 from integration.settings.config import Config
@@ -32,14 +33,9 @@ from rollouts.errors import ConfigError, DataError
 from rollouts.reward_model_loop import train_reward_model
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import create_tiny_model
-from rollouts.types import Sample
 
 CONTEXT, VOCABULARY = 512, 64  # of the tiny model
 TOO_LONG, AT_THE_LIMIT, FOREIGN = (3,) * (CONTEXT + 1), (3,) * CONTEXT, (3, 4, VOCABULARY)
-
-
-def make_sample(tokens: tuple[int, ...], **more: Any) -> Sample:
-    return Sample(tokens=tokens, loss_mask=(0.0, *(1.0,) * (len(tokens) - 1)), **more)
 
 
 def make_config(kind: str, **settings: Any) -> Any:
@@ -68,9 +64,9 @@ def test_learned_positions_serve_all_of_the_context_and_no_more():
 
     config = make_config("opt", max_position_embeddings=20, ffn_dim=16, word_embed_proj_dim=16)
     backend = create_pytorch_backend(OPTForCausalLM(config).eval(), lr=1e-3)
-    backend.forward(collate_samples([make_sample((3,) * 20)]), lambda outputs: outputs.log_probs)
+    backend.forward(collate_samples([make_row((3,) * 20)]), lambda outputs: outputs.log_probs)
     with pytest.raises(DataError, match="21 tokens, more than the 20"):
-        backend.forward(collate_samples([make_sample((3,) * 21)]), lambda outputs: outputs.log_probs)
+        backend.forward(collate_samples([make_row((3,) * 21)]), lambda outputs: outputs.log_probs)
 
 
 def create_jax(model: Any, **options: Any) -> Any:
@@ -89,7 +85,7 @@ def test_every_backend_refuses_what_its_model_cannot_be_given(create: Any):
         (TOO_LONG, "has 513 tokens, more than the 512"),
         (FOREIGN, "has the token id 64, outside of the model's 64 embeddings"),
     ):
-        batch = collate_samples([make_sample((3, 4, 5)), make_sample(bad)])
+        batch = collate_samples([make_row((3, 4, 5)), make_row(bad)])
         batch = replace(batch, loss_weights=token_mean(batch))
         for call in (
             lambda batch=batch: backend.forward(batch, lambda outputs: outputs.log_probs),
@@ -97,11 +93,11 @@ def test_every_backend_refuses_what_its_model_cannot_be_given(create: Any):
         ):
             with pytest.raises(DataError, match=f"row 1 of 2 of a batch {message}"):
                 call()
-    good = collate_samples([make_sample((3, 4)), make_sample((3, 4, 5))], pad_id=VOCABULARY + 5)  # a pad is no token of a row
+    good = collate_samples([make_row((3, 4)), make_row((3, 4, 5))], pad_id=VOCABULARY + 5)  # a pad is no token of a row
     assert read_limits(create_tiny_model()).context_length == CONTEXT
     if create is create_pytorch_backend:
         backend.forward(good, lambda outputs: outputs.log_probs)
-        contexts = replace(collate_samples([make_sample(TOO_LONG, context_starts=(300,))]))
+        contexts = replace(collate_samples([make_row(TOO_LONG, context_starts=(300,))]))
         backend.forward(contexts, lambda outputs: outputs.log_probs)  # each context is a sequence of its own
     assert all(torch.equal(value, before[name]) for name, value in backend.get_weights().value.items())
 
@@ -109,18 +105,18 @@ def test_every_backend_refuses_what_its_model_cannot_be_given(create: Any):
 async def test_sft_names_the_sample_before_its_first_step():
     backend = create_pytorch_backend(create_tiny_model(), lr=1e-3)
     before = backend.get_weights().value
-    fine = [make_sample((3, 4, 5))] * 40
+    fine = [make_row((3, 4, 5))] * 40
     for bad, message in ((TOO_LONG, "sample 40 has 513 tokens"), (FOREIGN, "sample 40 has the token id 64")):
         with pytest.raises(DataError, match=message):
-            await run_sft_training(backend, [*fine, make_sample(bad)], SFTTrainingConfig(num_steps=1, batch_size=1))
+            await run_sft_training(backend, [*fine, make_row(bad)], SFTTrainingConfig(num_steps=1, batch_size=1))
     assert all(torch.equal(value, before[name]) for name, value in backend.get_weights().value.items())
-    await run_sft_training(backend, [make_sample(AT_THE_LIMIT)], SFTTrainingConfig(num_steps=1, batch_size=1))
+    await run_sft_training(backend, [make_row(AT_THE_LIMIT)], SFTTrainingConfig(num_steps=1, batch_size=1))
 
 
 async def test_pairs_are_checked_before_the_first_step_too():
     backend = create_reward_model_backend(create_tiny_model(), lr=1e-3)
-    good = PreferencePair(make_sample((3, 4)), make_sample((3, 5)))
-    bad = PreferencePair(make_sample((3, 4)), make_sample(TOO_LONG))
+    good = PreferencePair(make_row((3, 4)), make_row((3, 5)))
+    bad = PreferencePair(make_row((3, 4)), make_row(TOO_LONG))
     config = RewardModelTrainingConfig(num_steps=1, batch_size=1)
     with pytest.raises(DataError, match="the rejected answer of pair 1 has 513 tokens"):
         await train_reward_model(backend, [good, bad], config)
@@ -189,5 +185,5 @@ def test_a_budget_that_no_answer_can_use_is_refused_before_a_run():
 
 def test_contexts_of_an_episode_count_one_by_one():
     limits = ModelLimits(8, 4)
-    assert explain_sample(make_sample((3,) * 7, context_starts=(4,)), limits) is None
-    assert "has 5 tokens" in str(explain_sample(make_sample((3,) * 7, context_starts=(5,)), limits))
+    assert explain_sample(make_row((3,) * 7, context_starts=(4,)), limits) is None
+    assert "has 5 tokens" in str(explain_sample(make_row((3,) * 7, context_starts=(5,)), limits))

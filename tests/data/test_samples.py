@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import make_sample
 
 from rollouts.data.filters import check_reward_nonzero_std, make_threshold_filter
 from rollouts.data.samples import (
@@ -49,12 +50,6 @@ def make_completion(inputs, outputs, version=0, finish_reason="stop", **changes)
         finish_reason=finish_reason,
         **changes,
     )
-
-
-def make_sample(index=0, group_index=0, num_prompt=2, num_output=3, **changes):
-    n = num_prompt + num_output
-    values = {"tokens": tuple(range(3, 3 + n)), "loss_mask": (0.0,) * num_prompt + (1.0,) * num_output, "reward": 1.0}
-    return Sample(index=index, group_index=group_index, status=Status.COMPLETED, **(values | changes))
 
 
 def test_derive_seed_depends_on_every_key_and_their_order():
@@ -243,7 +238,7 @@ async def test_a_filter_may_be_async_where_it_can_be_awaited():
 
 
 def test_convert_to_batch_and_its_fields():
-    samples = [make_sample(index=1, num_output=2, reward=None, weight_versions=(-1, -1, 3, 5)), make_sample(index=0, num_output=4)]
+    samples = [make_sample(index=1, num_output=2, reward=None, weight_versions=(-1, -1, 3, 5)), make_sample(index=0, num_output=4, reward=1.0)]
     batch = convert_to_batch(samples, {"epoch_id": 7})
     assert [s.index for s in batch.samples] == [0, 1]
     assert batch.response_lengths == [4, 2] == compute_response_lengths(batch.loss_masks)

@@ -139,7 +139,7 @@ def test_filtering_nothing_changes_nothing():
     assert with_consumed(counts, 9).filtered == 0
 
 
-def make_sample(versions: tuple[int, ...], recompute_version: int = -1, index: int = 0) -> Sample:
+def make_aged_sample(versions: tuple[int, ...], recompute_version: int = -1, index: int = 0) -> Sample:
     return Sample(
         tokens=(0,) * len(versions),
         loss_mask=tuple(float(v != -2) for v in versions),
@@ -164,23 +164,23 @@ def make_sample(versions: tuple[int, ...], recompute_version: int = -1, index: i
 def test_staleness(
     versions: tuple[int, ...], recompute_version: int, current: int, max_staleness: int | None, staleness: int, allowed: int
 ):
-    sample = make_sample(versions, recompute_version)
+    sample = make_aged_sample(versions, recompute_version)
     assert compute_staleness(sample, current) == staleness
     assert compute_allowed_staleness(sample, max_staleness) == allowed
     assert is_too_stale(sample, current, max_staleness) == (staleness > allowed)
 
 
 def test_a_stale_sample_drops_its_whole_group():
-    fresh, old = make_sample((5, 5)), make_sample((1, 1), index=1)
+    fresh, old = make_aged_sample((5, 5)), make_aged_sample((1, 1), index=1)
     assert drop_stale_groups([(fresh, old), (fresh, fresh)], 5) == (((fresh, fresh),), ((fresh, old),))
 
 
 def test_ages_of_tokens():
-    assert count_token_ages([make_sample((-2, 3, 5)), make_sample((5, -1))], 5) == {0: 2, 2: 1}
+    assert count_token_ages([make_aged_sample((-2, 3, 5)), make_aged_sample((5, -1))], 5) == {0: 2, 2: 1}
 
 
 def test_tokens_that_are_not_trained_do_not_count():
-    sample = replace(make_sample((1, 3, 4)), loss_mask=(0.0, 1.0, 0.0))
+    sample = replace(make_aged_sample((1, 3, 4)), loss_mask=(0.0, 1.0, 0.0))
     assert compute_staleness(sample, 5) == 2
     assert compute_staleness(replace(sample, recompute_version=5), 5) == 2
     assert count_token_ages([sample], 5) == {2: 1}
@@ -188,20 +188,20 @@ def test_tokens_that_are_not_trained_do_not_count():
 
 def test_versions_are_needed():
     with pytest.raises(AssertionError, match=r"sample 4 .* has no weight_versions"):
-        compute_staleness(replace(make_sample((1,), index=4), weight_versions=None), 2)
+        compute_staleness(replace(make_aged_sample((1,), index=4), weight_versions=None), 2)
 
 
 def test_versions_after_the_newest_are_refused():
-    known = make_sample((-1, 0, 3)), make_sample((4, 4)), replace(make_sample((9,)), weight_versions=None)
+    known = make_aged_sample((-1, 0, 3)), make_aged_sample((4, 4)), replace(make_aged_sample((9,)), weight_versions=None)
     check_versions(known, 4)
     with pytest.raises(EngineProtocolError, match=r"sample 8 .* of weight version 4, but the engines were given none after 3"):
-        check_versions((make_sample((3, 3)), make_sample((2, 4, 1), index=8)), 3)
-    check_versions([replace(make_sample((2, 4)), loss_mask=(1.0, 0.0))], 3)  # what is not trained on has no age
-    check_versions([replace(make_sample((2, 4)), trainable=False)], 3)
+        check_versions((make_aged_sample((3, 3)), make_aged_sample((2, 4, 1), index=8)), 3)
+    check_versions([replace(make_aged_sample((2, 4)), loss_mask=(1.0, 0.0))], 3)  # what is not trained on has no age
+    check_versions([replace(make_aged_sample((2, 4)), trainable=False)], 3)
 
 
 def test_samples_that_are_not_trained_on_are_no_part_of_the_staleness_of_a_batch():
-    trained, greedy = make_sample((3, 4)), replace(make_sample((0, 0)), trainable=False)
+    trained, greedy = make_aged_sample((3, 4)), replace(make_aged_sample((0, 0)), trainable=False)
     assert summarize_staleness((trained, greedy), 4) == summarize_staleness((trained,), 4)
     assert summarize_staleness((trained, greedy), 4)["staleness_max"] == 1.0
     assert drop_stale_groups([(trained, greedy)], 4) == (((trained, greedy),), ()), "nor a reason to drop its group"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import make_sample
 from test_trajectories import finite, json_values, messages
 
 from integration.run.trajectories import TrajectoryWriter, load_condition
@@ -29,31 +30,19 @@ from rollouts.errors import ConfigError, DataError
 from rollouts.steps import StepData
 from rollouts.testing import FakeBackend, FakeEngine, random_answer
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
-from rollouts.types import Message, Prompt, RolloutBatch, Sample, SamplingParams, Status, TrainBatch, Turn
+from rollouts.types import Message, Prompt, RolloutBatch, Sample, SamplingParams, TrainBatch, Turn
 
 
-def make_sample(index: int, *, group: int = 0, reward: float = 0.0, length: int = 3, **changes: Any) -> Sample:
-    return Sample(
-        **{
-            "prompt": "a",
-            "tokens": tuple(range(3, 3 + length + 1)),
-            "loss_mask": (0.0,) + (1.0,) * length,
-            "rollout_log_probs": (0.0,) + (-0.5,) * length,
-            "weight_versions": (-1,) + (0,) * length,
-            "reward": reward,
-            "status": Status.COMPLETED,
-            "index": index,
-            "group_index": group,
-            **changes,
-        }
-    )
+def make_written(index: int, *, group: int = 0, reward: float = 0.0, length: int = 3, **changes: Any) -> Sample:
+    """Return a sample as a run writes it: with its prompt and all columns."""
+    return make_sample(index, 1, length, group, **({"prompt": "a", "reward": reward, "weight_versions": (-1,) + (0,) * length} | changes))
 
 
 SAMPLES = (
-    make_sample(0, reward=1.0, length=2),
-    make_sample(1, reward=0.0, length=4),
-    make_sample(2, group=7, reward=0.3, length=1),
-    make_sample(3, group=7, reward=0.1, length=3),
+    make_written(0, reward=1.0, length=2),
+    make_written(1, reward=0.0, length=4),
+    make_written(2, group=7, reward=0.3, length=1),
+    make_written(3, group=7, reward=0.1, length=3),
 )
 
 
@@ -131,7 +120,7 @@ def steps(draw: st.DrawFn) -> StepData:
 
 @st.composite
 def records(draw: st.DrawFn) -> TrajectoryRecord:
-    sample = make_sample(draw(st.integers(0, 99)), length=draw(st.integers(0, 3)), metadata=draw(st.dictionaries(st.text(), finite)))
+    sample = make_written(draw(st.integers(0, 99)), length=draw(st.integers(0, 3)), metadata=draw(st.dictionaries(st.text(), finite)))
     column = st.none() | st.just(tuple(0.1 * k for k in range(len(sample.tokens))))
     rewards = draw(st.lists(finite, max_size=3).map(tuple))
     known = Estimate(reward=draw(finite), advantages=draw(column), returns=draw(column), values=draw(column), group_rewards=rewards)
@@ -204,10 +193,12 @@ def test_steps_are_kept_by_whole_episodes():
 
 # -- steps of a sample that is an episode
 
-EPISODE = make_sample(
+EPISODE = make_written(
     5,
     group=2,
     length=9,
+    tokens=range(3, 13),
+    rollout_log_probs=(0.0,) + (-0.5,) * 9,
     loss_mask=(0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0),
     turns=(Turn(start=2, end=4, state="s0", reward=0.25), Turn(start=6, end=9, reward=1.0)),
     messages=(

@@ -7,24 +7,21 @@ from functools import partial
 from typing import Any
 
 import pytest
+from samples import make_group
 
 from rollouts.checks import describe_function, is_async_function
 from rollouts.generation.contract import PendingGroup, accepts_partial, bind_generate_fn
 from rollouts.types import Group, Prompt, Sample, Status
 
 
-def make_samples(prompt: Prompt, n: int) -> list[Sample]:
-    return [Sample(prompt=prompt.content, tokens=(1, 2), loss_mask=(0.0, 1.0), status=Status.COMPLETED) for _ in range(n)]
-
-
 async def generate_async(prompt: Prompt, n: int) -> list[Sample]:
     assert threading.current_thread() is threading.main_thread()
-    return make_samples(prompt, n)
+    return list(make_group(prompt.index, n, prompt=prompt.content))
 
 
 def generate_in_thread(prompt: Prompt, n: int) -> list[Sample]:
     assert threading.current_thread() is not threading.main_thread()
-    return make_samples(prompt, n)
+    return list(make_group(prompt.index, n, prompt=prompt.content))
 
 
 class Workflow:
@@ -37,7 +34,7 @@ class Workflow:
 
 def add_argument(prompt: Prompt, n: int, extra: int) -> list[Sample]:
     assert extra == 3
-    return make_samples(prompt, n)
+    return list(make_group(prompt.index, n, prompt=prompt.content))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +60,7 @@ async def test_only_a_function_with_the_parameter_gets_the_unfinished_group() ->
 
     async def continues(prompt: Prompt, n: int, partial: Group = ()) -> list[Sample]:
         seen.append(partial)
-        return make_samples(prompt, n)
+        return list(make_group(prompt.index, n, prompt=prompt.content))
 
     begun = (Sample(tokens=(1,), loss_mask=(0.0,), status=Status.ABORTED, group_index=7),)
     pending = PendingGroup(Prompt(content="p", index=7), begun)

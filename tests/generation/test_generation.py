@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import trio
+from executors import make_buffer
 
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.data.filters import check_reward_nonzero_std, make_threshold_filter
-from rollouts.data.prompts import DataBuffer
 from rollouts.engines.protocol import EngineFeature
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine
@@ -395,13 +395,9 @@ def make_config(**changes: Any) -> RolloutConfig:
     return RolloutConfig(**(defaults | changes))
 
 
-def make_buffer() -> DataBuffer:
-    return DataBuffer([{"prompt": f"{i}=", "ground_truth": str(i)} for i in range(5)], seed=3)
-
-
 def test_batches_without_end_are_deterministic_and_go_over_epochs() -> None:
-    first = list(islice(generate_rollout_batches(make_buffer(), make_config()), 4))
-    assert first == list(islice(generate_rollout_batches(make_buffer(), make_config()), 4))
+    first = list(islice(generate_rollout_batches(make_buffer(5), make_config()), 4))
+    assert first == list(islice(generate_rollout_batches(make_buffer(5), make_config()), 4))
     samples = [sample for batch in first for sample in batch.samples]
     assert [sample.index for sample in samples] == list(range(24))
     assert [sample.group_index for sample in samples] == [i // 2 for i in range(24)]
@@ -411,7 +407,7 @@ def test_batches_without_end_are_deterministic_and_go_over_epochs() -> None:
 
 
 def test_batches_go_on_from_a_saved_position() -> None:
-    buffer, resumed = make_buffer(), make_buffer()
+    buffer, resumed = make_buffer(5), make_buffer(5)
     batches = generate_rollout_batches(buffer, make_config())
     next(batches)
     resumed.load_state(buffer.save_state())
@@ -419,14 +415,14 @@ def test_batches_go_on_from_a_saved_position() -> None:
 
 
 def test_keyword_arguments_reach_the_generate_function() -> None:
-    batch: RolloutBatch = generate_rollout_batch(make_buffer(), make_config(), answer=lambda index, k: 50 + k)
+    batch: RolloutBatch = generate_rollout_batch(make_buffer(5), make_config(), answer=lambda index, k: 50 + k)
     assert batch.rewards == [50.0, 51.0] * 3
 
 
 def test_rewards_come_before_the_filter_and_refused_groups_are_replaced() -> None:
     generate_fn = partial(generate_plain, answer=lambda index, k: 3 + (k if index % 2 else 0))
     config = make_config(generate_fn=generate_fn, filter_fn=check_reward_nonzero_std)
-    batch = generate_rollout_batch(make_buffer(), config)
+    batch = generate_rollout_batch(make_buffer(5), config)
     assert [sample.group_index for sample in batch.samples] == [1, 1, 3, 3, 5, 5]
     assert (batch.metadata["num_groups_generated"], batch.metadata["num_groups_filtered"]) == (6, 3)
 
@@ -434,7 +430,7 @@ def test_rewards_come_before_the_filter_and_refused_groups_are_replaced() -> Non
 def test_a_filter_that_passes_nothing_ends_with_its_name_and_pass_rate() -> None:
     config = make_config(filter_fn=check_reward_nonzero_std, max_filter_attempts=4)
     with pytest.raises(GenerationError) as caught:
-        generate_rollout_batch(make_buffer(), config)
+        generate_rollout_batch(make_buffer(5), config)
     message = str(caught.value)
     assert "check_reward_nonzero_std passed 0 of 12 groups (pass rate 0)" in message
     assert "min 3, mean" in message
@@ -446,17 +442,17 @@ def test_where_nothing_can_be_awaited_an_async_filter_is_refused_and_a_factory_i
         return False
 
     with pytest.raises(ConfigError, match="filter_fn keep is async: use AsyncRolloutManager"):
-        generate_rollout_batch(make_buffer(), make_config(filter_fn=keep))
+        generate_rollout_batch(make_buffer(5), make_config(filter_fn=keep))
     for mistake in (make_threshold_filter, lambda group: keep(group), lambda group: "no"):
         with pytest.raises(GenerationError, match=r"filter_fn .* returned .* for group 0, expected True or False"):
-            generate_rollout_batch(make_buffer(), make_config(filter_fn=mistake))
+            generate_rollout_batch(make_buffer(5), make_config(filter_fn=mistake))
 
 
 def test_groups_with_failed_samples_are_dropped_and_counted() -> None:
     def generate_some(prompt: Prompt, n: int) -> list[Sample]:
         return [Sample(status=Status.FAILED)] * n if prompt.index == 1 else generate_plain(prompt, n)
 
-    batch = generate_rollout_batch(make_buffer(), make_config(generate_fn=generate_some))
+    batch = generate_rollout_batch(make_buffer(5), make_config(generate_fn=generate_some))
     assert [sample.group_index for sample in batch.samples] == [0, 0, 2, 2, 3, 3]
     assert batch.metadata["num_groups_dropped"] == 1
 
@@ -476,7 +472,7 @@ async def generate_async(prompt: Prompt, n: int) -> list[Sample]:
 )
 def test_async_and_missing_functions_are_refused_at_once(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        generate_rollout_batches(make_buffer(), make_config(**changes))
+        generate_rollout_batches(make_buffer(5), make_config(**changes))
 
 
 @pytest.mark.parametrize(
@@ -491,15 +487,15 @@ def test_async_and_missing_functions_are_refused_at_once(changes: dict[str, Any]
 )
 def test_results_that_are_no_group_are_refused_by_name(result: Any, message: str) -> None:
     with pytest.raises(GenerationError, match=message):
-        generate_rollout_batch(make_buffer(), make_config(generate_fn=result))
+        generate_rollout_batch(make_buffer(5), make_config(generate_fn=result))
 
 
 def test_an_error_of_the_users_function_is_raised_as_itself_and_names_the_prompt() -> None:
     def generate_failing(prompt: Prompt, n: int) -> list[Sample]:
         raise LookupError("no such tool")
 
-    buffer = make_buffer()
-    content = make_buffer().get_prompts(1)[0].content
+    buffer = make_buffer(5)
+    content = make_buffer(5).get_prompts(1)[0].content
     with pytest.raises(LookupError, match="no such tool") as caught:
         generate_rollout_batch(buffer, make_config(generate_fn=generate_failing))
     assert caught.value.__notes__ == [f"while working on prompt 0: {content!r}"]

@@ -9,11 +9,12 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import make_group
 
 from rollouts.errors import GenerationError
 from rollouts.generation.contract import PendingGroup
 from rollouts.generation.race import CollectedGroups, collect_groups
-from rollouts.types import Group, Prompt, Sample, Status
+from rollouts.types import Group, Prompt, Status
 
 
 @dataclass
@@ -38,16 +39,12 @@ class Runner:
         except trio.Cancelled:
             self.cancelled.append(i)
             raise
-        return make_group(i, Status.COMPLETED if scope.cancelled_caught else Status.ABORTED)
+        return make_group(i, status=Status.COMPLETED if scope.cancelled_caught else Status.ABORTED)
 
     async def stop(self) -> None:
         self.num_stops += 1
         self.halt.set()
         await trio.lowlevel.checkpoint()
-
-
-def make_group(i: int, status: Status = Status.COMPLETED) -> Group:
-    return tuple(Sample(tokens=(3, 4), loss_mask=(0.0, 1.0), index=2 * i + k, group_index=i, status=status) for k in range(2))
 
 
 def indices(groups: Sequence[Group]) -> list[int]:
@@ -82,7 +79,7 @@ async def test_what_ends_within_the_grace_is_kept_and_the_rest_is_cancelled(auto
     assert indices(collected.overflow) == [1]
     assert pending_indices(collected) == [2, 3]
     assert collected.partial[0].samples == (), "a cancelled group is as it was issued"
-    assert collected.partial[1].samples == make_group(3, Status.ABORTED)
+    assert collected.partial[1].samples == make_group(3, status=Status.ABORTED)
     assert runner.cancelled == [2]
     assert trio.current_time() == 11.0
     assert trio.lowlevel.current_statistics().tasks_living == before

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import trio
+from executors import make_buffer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.data.filters import check_reward_nonzero_std, make_threshold_filter
-from rollouts.data.prompts import DataBuffer
 from rollouts.errors import CheckpointError, ConfigError, DataError, GenerationError
 from rollouts.generation.manager import AsyncRolloutManager, RolloutManager
 from rollouts.generation.single_turn import create_generate_fn
@@ -38,10 +38,6 @@ async def reward_length(sample: Sample) -> float:
 
 def ragged_delay(prompt_tokens: tuple[int, ...], seed: int | None) -> float:
     return 0.5 + derive_seed(0 if seed is None else seed) % 5
-
-
-def make_buffer(num_prompts: int = 7) -> DataBuffer:
-    return DataBuffer([{"prompt": f"{i}=", "ground_truth": str(i)} for i in range(num_prompts)], seed=3)
 
 
 def make_manager(tokenizer: Any, engine: FakeEngine, partial_samples: Sequence[Sample] = (), **changes: Any) -> AsyncRolloutManager:

@@ -270,7 +270,7 @@ async def test_a_reward_that_fails_follows_the_policy():
     assert {sample.status for sample in dropped} == {Status.FAILED}
 
 
-def make_executor(engine: FakeEngine, reward_fn, **asynchronous):
+def make_workflow_executor(engine: FakeEngine, reward_fn, **asynchronous):
     workflow = RLVRWorkflow(reward_fn, PARAMS, TOKENIZER, reward=NO_DEADLINE)
     config = RolloutConfig(batch_size=1, n_samples_per_prompt=2, generate_fn=create_workflow_generate_fn(workflow, [engine]))
     asynchronous = {"max_staleness": 0, "retry_delay_s": 0.0, **asynchronous}
@@ -287,7 +287,7 @@ async def test_an_interruption_during_rewards_loses_no_answer(autojump_clock):
         return 0.5
 
     engine = FakeEngine(script_answer([5, 6, 1]), seconds_per_token=1.0)
-    async with make_executor(engine, judge) as executor:
+    async with make_workflow_executor(engine, judge) as executor:
         await trio.sleep(4)
         assert count_requests(engine) == 2
         await executor.interrupt()
@@ -303,7 +303,7 @@ async def test_a_reward_that_fails_is_no_failed_rollout(on_failure, autojump_clo
         raise ValueError("the judge is ill")
 
     engine = FakeEngine(script_answer([5, 6, 1]))
-    async with make_executor(engine, judge, on_failure=on_failure) as executor:
+    async with make_workflow_executor(engine, judge, on_failure=on_failure) as executor:
         with pytest.raises(RewardError, match="the judge is ill"):
             await executor.wait(1)
         assert count_requests(engine) == 2

@@ -211,7 +211,7 @@ def test_dry_run_says_how_rollouts_are_generated(capsys):
     assert "segment_wise=True" in said
 
 
-def make_batch(*groups: int) -> RolloutBatch:
+def make_rollouts(*groups: int) -> RolloutBatch:
     return RolloutBatch(samples=tuple(Sample(group_index=group, index=2 * group + k) for group in groups for k in range(2)))
 
 
@@ -219,10 +219,10 @@ def test_a_ledger_is_cut_back_to_the_finished_steps(tmp_path: Path):
     path = tmp_path / "rl" / "ledger.jsonl"
     ledger = Ledger(path, finished_steps=0)
     for step in (1, 2, 3):
-        ledger.add(step, make_batch(step, 10 + step))
+        ledger.add(step, make_rollouts(step, 10 + step))
     path.write_text(path.read_text() + '{"step": 4, "pro')  # a kill in the middle of a line
     again = Ledger(path, finished_steps=2)
-    again.add(3, make_batch(5))
+    again.add(3, make_rollouts(5))
     assert read_ledger(path) == [
         {"step": 1, "prompts": [1, 11]},
         {"step": 2, "prompts": [2, 12]},

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from forked import run
+from samples import draw_samples
 
 from benchmarks import memory
 from integration.dry_run.layout import PREFIX_TOKENS, Workload, critic_sizes, largest_microbatch, needed_bytes, plan_roles, plan_traffic
@@ -58,7 +59,6 @@ from rollouts.models.heads import create_reward_model
 from rollouts.models.outputs import OutputOptions, compute_log_probs
 from rollouts.models.packing import use_packed_attention
 from rollouts.testing import create_tiny_model
-from rollouts.types import Sample
 
 GIB = 2**30
 
@@ -86,10 +86,8 @@ def parts_of(sizes: ModelSizes, training: Training) -> dict[str, int]:
     return {part.name: part.size for part in training_parts(sizes, training)}
 
 
-def make_batch(lengths: tuple[int, ...] = (100, 100, 56), vocab_size: int = 50) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    rows = [tuple(torch.randint(3, vocab_size, (n,), generator=generator).tolist()) for n in lengths]
-    return collate_samples([Sample(tokens=row, loss_mask=(0.0, *(1.0,) * (len(row) - 1)), index=i) for i, row in enumerate(rows)])
+def draw_rows(lengths: tuple[int, ...] = (100, 100, 56), vocab_size: int = 50) -> Any:
+    return collate_samples(draw_samples(torch.Generator().manual_seed(0), lengths, vocab_size=vocab_size, group_size=1))
 
 
 # -- sizes
@@ -144,7 +142,7 @@ def test_the_memory_of_one_process_is_the_sum_by_hand(sizes: ModelSizes):
 
 
 def count_saved_bytes(model: Any, precision: str) -> int:
-    """What autograd keeps of a pass over make_batch(), parameters left out."""
+    """What autograd keeps of a pass over draw_rows(), parameters left out."""
     use_packed_attention(model)
     model.train()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -159,7 +157,7 @@ def count_saved_bytes(model: Any, precision: str) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run_rows(model, make_batch(), compute_log_probs, OutputOptions(compute_dtype=getattr(torch, precision)))
+        run_rows(model, draw_rows(), compute_log_probs, OutputOptions(compute_dtype=getattr(torch, precision)))
     return sum(saved.values())
 
 
@@ -193,7 +191,7 @@ def test_a_real_backend_holds_the_bytes_of_the_formula():
     model = create_tiny_model(vocab_size=50)
     sizes = read_sizes(model.config)
     backend = create_pytorch_backend(model, lr=1e-3)
-    backend.forward_backward(replace(make_batch((5, 3)), loss_weights=torch.ones(2, 5)), sft_loss)
+    backend.forward_backward(replace(draw_rows((5, 3)), loss_weights=torch.ones(2, 5)), sft_loss)
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     backend.optim_step()
     moments = sum(
@@ -343,7 +341,7 @@ for settings in test_budget.SETTINGS:
     config=FSDPConfig(**settings),
                                   ranks=Ranks(rank=0, world_size=4, device=torch.device("cpu"), timeout_s=60))
     received = 0.0
-    batch = test_budget.make_batch((5, 3))
+    batch = test_budget.draw_rows((5, 3))
     backend.forward_backward_shard(replace(batch, loss_weights=torch.ones(2, 5)), sft_loss)
     sent = received
     local = [p.to_local() for p in backend.model.parameters()]

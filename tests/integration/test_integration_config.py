@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import make_row
 
 from integration.dry_run.describe import derive_numbers
 from integration.expressions.algorithm import PRESETS, learns_from_single_samples
@@ -36,7 +37,6 @@ from rollouts.config import CheckpointConfig, OptimizerConfig
 from rollouts.config_files import from_dict, to_dict
 from rollouts.data.filters import check_any_success
 from rollouts.errors import ConfigError
-from rollouts.types import Sample
 
 
 def test_the_tree_goes_to_plain_values_and_back():
@@ -179,7 +179,7 @@ def test_a_baseline_is_a_number_of_the_users():
 
 
 def test_a_filter_takes_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    groups = [make_group(0.0, 0.25), make_group(0.5, 0.75)]
+    groups = [[make_row((1, 2), reward=reward) for reward in rewards] for rewards in ((0.0, 0.25), (0.5, 0.75))]
     assert [resolve_filter("min_reward(0.5)")(group) for group in groups] == [False, True]  # type: ignore[misc]
     assert [resolve_filter("min_reward(threshold=0.1)")(group) for group in groups] == [True, True]  # type: ignore[misc]
     assert describe_filter("length(max_tokens=9)") == "length(min_tokens=1, max_tokens=9)" and describe_filter("none") == "none"
@@ -207,10 +207,6 @@ def test_what_is_wrong_with_a_filter_is_found_at_the_start(expression: str, mess
     Path("own.py").write_text("def above(group, least):\n    return True\n")
     with pytest.raises(ConfigError, match=message):
         RLSection(filter=expression)
-
-
-def make_group(*rewards: float) -> tuple[Sample, ...]:
-    return tuple(Sample(prompt="", tokens=(1, 2), loss_mask=(0.0, 1.0), reward=reward) for reward in rewards)
 
 
 def test_run_directories_are_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,6 +17,7 @@ import pytest
 import torch
 import trio
 import trio.testing
+from samples import make_answers
 
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
@@ -25,10 +26,6 @@ from rollouts.rewards.evaluate import compute_reward, create_overlong_penalty, s
 from rollouts.types import Group, Sample, Status
 
 RAISE, DROP, RETRY = RewardConfig(), RewardConfig(on_error="drop"), RewardConfig(on_error="retry", max_retries=2)
-
-
-def make_group(n: int = 4, **changes: Any) -> Group:
-    return tuple(Sample(index=10 + k, group_index=3, **changes) for k in range(n))
 
 
 def rewards(group: Group | None) -> list[float | None]:
@@ -63,7 +60,7 @@ FUNCTIONS = [
 @pytest.mark.parametrize("reward_fn", FUNCTIONS, ids=["sync", "async", "lambda", "partial", "async partial", "object"])
 @pytest.mark.parametrize("config", [None, RAISE, DROP, RETRY, RewardConfig(timeout_s=None)])
 async def test_sync_and_async_functions_score_in_order(reward_fn, config):
-    group = make_group()
+    group = make_answers(*["4"] * 4)
     assert rewards(await score_group(group, reward_fn, config)) == [10.0, 11.0, 12.0, 13.0]
     assert rewards(group) == [None] * 4
 
@@ -88,7 +85,7 @@ async def test_any_finite_number_is_a_reward(value, expected):
 )  # fmt: skip
 async def test_anything_else_is_an_error_and_never_trained(value, message):
     with pytest.raises(RewardError, match=message):
-        await score_group(make_group(), lambda sample: value)
+        await score_group(make_answers(*["4"] * 4), lambda sample: value)
 
 
 def broken(sample: Sample) -> float:
@@ -105,15 +102,15 @@ async def broken_async(sample: Sample) -> float:
 @pytest.mark.parametrize("reward_fn", [broken, broken_async])
 async def test_raise_names_the_first_sample_that_failed(reward_fn, autojump_clock):
     with pytest.raises(RewardError, match=r"reward function broken\w* raised KeyError for sample 11 \(group 3\): 'answer 11'") as caught:
-        await score_group(make_group(), reward_fn, RewardConfig(timeout_s=None))
+        await score_group(make_answers(*["4"] * 4), reward_fn, RewardConfig(timeout_s=None))
     assert isinstance(caught.value.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("reward_fn", [broken, broken_async])
 async def test_drop_loses_the_whole_group_and_says_why(reward_fn, caplog, autojump_clock):
     with caplog.at_level(logging.WARNING):
-        assert await score_group(make_group(), reward_fn, RewardConfig(timeout_s=None, on_error="drop")) is None
-        assert rewards(await score_group(make_group(1), reward_fn, RewardConfig(timeout_s=None, on_error="drop"))) == [1.0]
+        assert await score_group(make_answers(*["4"] * 4), reward_fn, RewardConfig(timeout_s=None, on_error="drop")) is None
+        assert rewards(await score_group(make_answers(*["4"] * 1), reward_fn, RewardConfig(timeout_s=None, on_error="drop"))) == [1.0]
     (record,) = caplog.records
     assert "group 3 is dropped: reward function broken" in record.getMessage()
 
@@ -133,7 +130,7 @@ async def test_retry_tries_again_and_then_raises(num_failures, num_retries, is_a
         return flaky(sample)
 
     config = RewardConfig(on_error="retry", max_retries=num_retries)
-    score = functools.partial(score_group, make_group(), flaky_async if is_async else flaky, config)
+    score = functools.partial(score_group, make_answers(*["4"] * 4), flaky_async if is_async else flaky, config)
     if num_failures <= num_retries:
         assert rewards(await score()) == [1.0] * 4
         assert calls == {10: 1, 11: 1, 12: num_failures + 1, 13: 1}
@@ -149,10 +146,10 @@ async def test_an_async_function_has_a_deadline(autojump_clock):
         return 1.0
 
     with pytest.raises(RewardError, match=r"reward function \S*hang did not return within 30 s for sample 11 .*\(--reward.timeout-s\)"):
-        await score_group(make_group(), hang)
+        await score_group(make_answers(*["4"] * 4), hang)
     assert trio.current_time() == pytest.approx(30)
-    assert rewards(await score_group(make_group(), hang, RewardConfig(timeout_s=61))) == [1.0] * 4
-    assert await score_group(make_group(), hang, DROP) is None
+    assert rewards(await score_group(make_answers(*["4"] * 4), hang, RewardConfig(timeout_s=61))) == [1.0] * 4
+    assert await score_group(make_answers(*["4"] * 4), hang, DROP) is None
 
 
 async def test_a_deadline_of_the_functions_own_is_its_own_error():
@@ -189,7 +186,7 @@ async def test_a_sync_function_that_hangs_is_left_behind_and_only_its_sample_fai
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pass_time)
         with pytest.raises(RewardError, match=rf"hang did not return within 0.2 s for sample {hanging} "):
-            await score_group(make_group(), hang, RewardConfig(timeout_s=0.2))
+            await score_group(make_answers(*["4"] * 4), hang, RewardConfig(timeout_s=0.2))
     assert not release.is_set()
     assert sorted(calls) == [10, 11, 12, 13]  # the others were scored, and once only
     release.set()
@@ -214,7 +211,7 @@ async def test_the_event_loop_runs_while_a_sync_function_does():
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(answer)
-        assert rewards(await score_group(make_group(2), wait_for_the_loop, RewardConfig(timeout_s=None))) == [1.0] * 2
+        assert rewards(await score_group(make_answers(*["4"] * 2), wait_for_the_loop, RewardConfig(timeout_s=None))) == [1.0] * 2
 
 
 async def test_slow_sync_functions_run_beside_each_other():
@@ -227,13 +224,13 @@ async def test_slow_sync_functions_run_beside_each_other():
             all_others.wait(60)
         return 1.0
 
-    assert rewards(await score_group(make_group(16), slow, RewardConfig(timeout_s=None))) == [1.0] * 16
+    assert rewards(await score_group(make_answers(*["4"] * 16), slow, RewardConfig(timeout_s=None))) == [1.0] * 16
 
 
 async def test_cheap_sync_functions_share_a_thread(monkeypatch: pytest.MonkeyPatch):
     use_clock(monkeypatch, lambda: 0.0)
     threads = set()
-    await score_group(make_group(8), lambda sample: threads.add(threading.get_ident()) or 1.0)
+    await score_group(make_answers(*["4"] * 8), lambda sample: threads.add(threading.get_ident()) or 1.0)
     assert len(threads) == 1
 
 
@@ -243,7 +240,7 @@ async def test_failed_and_aborted_samples_are_not_scored(reward_fn):
     expected = {Status.FAILED: None, Status.ABORTED: None}
     scored = await score_group(group, reward_fn)
     assert rewards(scored) == [expected.get(status, float(k)) for k, status in enumerate(Status)]
-    nothing = make_group(2, status=Status.FAILED)
+    nothing = make_answers(*["4"] * 2, status=Status.FAILED)
     assert await score_group(nothing, broken) == nothing
     assert await score_group((), broken) == ()
 
@@ -254,14 +251,14 @@ async def test_cancelling_stops_the_scoring(autojump_clock):
         return 1.0
 
     with trio.move_on_after(5) as scope:
-        await score_group(make_group(), hang)
+        await score_group(make_answers(*["4"] * 4), hang)
     assert scope.cancelled_caught
 
 
 @pytest.mark.parametrize(("metadata", "expected"), [({"correct": True}, 1.0), ({"correct": False}, 0.0), ({}, 0.0), ({"correct": 1}, 1.0)])
 async def test_the_default_reward_reads_metadata(metadata, expected):
     assert compute_reward(Sample(metadata=metadata)) == expected
-    assert rewards(await score_group(make_group(2, metadata=metadata), compute_reward)) == [expected] * 2
+    assert rewards(await score_group(make_answers(*["4"] * 2, metadata=metadata), compute_reward)) == [expected] * 2
 
 
 def make_long_sample(length: int) -> Sample:

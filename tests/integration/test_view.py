@@ -138,7 +138,7 @@ def test_the_tokenizer_is_that_of_the_run_or_the_one_that_is_named(capsys, finis
 TOKENS = (31, 6, 43, 6, 1)  # s3=3<|eos|>
 
 
-def make_sample(index: int, group: int, reward: float | None, **changes: Any) -> Sample:
+def make_shown(index: int, group: int, reward: float | None, **changes: Any) -> Sample:
     known = {"tokens": TOKENS, "loss_mask": (0.0, 0.0, 0.0, 1.0, 1.0), "prompt": "s3=", "response": "3", "status": Status.COMPLETED}
     return Sample(**(known | {"index": index, "group_index": group, "reward": reward} | changes))
 
@@ -146,7 +146,7 @@ def make_sample(index: int, group: int, reward: float | None, **changes: Any) ->
 @pytest.fixture
 def samples(tmp_path: Path) -> Path:
     path = tmp_path / "samples.jsonl"
-    write_samples(path, [make_sample(k, k // 2, reward) for k, reward in enumerate((0.0, 1.0, 0.5, None, 0.25, 0.25))])
+    write_samples(path, [make_shown(k, k // 2, reward) for k, reward in enumerate((0.0, 1.0, 0.5, None, 0.25, 0.25))])
     return path
 
 
@@ -178,7 +178,7 @@ def test_a_choice_that_takes_nothing_says_so(capsys, samples: Path, tmp_path: Pa
 
 def test_a_group_has_the_statistics_of_all_its_samples_where_the_file_knows_them(capsys, tmp_path: Path):
     known = Estimate(reward=0.75, advantages=(0.0, 0.0, 0.0, 0.5, 0.25), group_rewards=(1.0, 0.0, 0.0, 0.75))
-    write_records(tmp_path / "f.jsonl", [TrajectoryRecord(sample=make_sample(3, 7, 1.0), estimate=known)])
+    write_records(tmp_path / "f.jsonl", [TrajectoryRecord(sample=make_shown(3, 7, 1.0), estimate=known)])
     out = see(capsys, tmp_path / "f.jsonl")
     assert "group 7: 4 samples, reward mean 0.4375, std 0.4463, from 0 to 1; 1 shown\n" in out
     assert "  sample 3: completed, reward 1, shaped to 0.75, advantage +0.25 to +0.5, 5 tokens, 2 trained\n" in out
@@ -186,8 +186,8 @@ def test_a_group_has_the_statistics_of_all_its_samples_where_the_file_knows_them
 
 def test_a_conversation_is_shown_message_by_message(capsys, tmp_path: Path, tokenizer_dir: Path):
     prompt = (Message(role="system", content="sort\nwell"), Message(role="user", content="3"))
-    baseline = make_sample(1, 0, 0.0, prompt=prompt, trainable=False, metadata={"ground_truth": "3"})
-    write_samples(tmp_path / "f.jsonl", [make_sample(0, 0, 1.0, prompt=prompt), baseline])
+    baseline = make_shown(1, 0, 0.0, prompt=prompt, trainable=False, metadata={"ground_truth": "3"})
+    write_samples(tmp_path / "f.jsonl", [make_shown(0, 0, 1.0, prompt=prompt), baseline])
     out = see(capsys, tmp_path / "f.jsonl", "--tokenizer", tokenizer_dir)
     assert out.split("\n\n")[2:] == [
         "  sample 0: completed, reward 1, 5 tokens, 2 trained\n"
@@ -445,7 +445,7 @@ sys.exit(main([sys.argv[1]]))
 
 def test_text_that_would_steer_the_terminal_is_shown_instead(capsys, tmp_path: Path):
     steering = "\x1b]0;title\x07\x1b[2J\r\u202eabc\n\tend"
-    sample = make_sample(0, 0, 1.0, prompt=steering, response=steering, metadata={"ground_truth": steering})
+    sample = make_shown(0, 0, 1.0, prompt=steering, response=steering, metadata={"ground_truth": steering})
     write_records(
         tmp_path / "f.jsonl", [TrajectoryRecord(sample=sample, steps=(StepData(system_step_index=0, step_info={"state": steering}),))]
     )
@@ -478,6 +478,6 @@ ROWS = [
     for record in (
         *episode_records(),
         *(replace(record, steps=derive_steps(record)) for record in episode_records()),
-        TrajectoryRecord(sample=make_sample(0, 0, 1.0, prompt=(Message(role="user", content="3"),))),
+        TrajectoryRecord(sample=make_shown(0, 0, 1.0, prompt=(Message(role="user", content="3"),))),
     )
 ]

@@ -38,7 +38,7 @@ from rollouts.training.rollout_batch import select_values
 from rollouts.types import KLControl, Sample, SamplingParams, TrainBatch
 
 
-def make_batch(seed: int = 0, rows: int = 6) -> TrainBatch:
+def draw_valued_batch(seed: int = 0, rows: int = 6) -> TrainBatch:
     batch = draw_batch(seed, rows)
     returns = torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(seed))
     return replace(batch, returns=returns, values=torch.zeros_like(returns))
@@ -56,7 +56,7 @@ async def values_of(critic: Any, batch: TrainBatch) -> torch.Tensor:
 
 
 async def test_the_value_at_a_token_is_read_before_it_and_depends_on_nothing_later():
-    critic, batch = make_critic(), make_batch()
+    critic, batch = make_critic(), draw_valued_batch()
     values = await values_of(critic, batch)
     assert values.dtype == torch.float32
     pads = torch.arange(batch.tokens.shape[1]) >= batch.lengths[:, None]
@@ -74,13 +74,13 @@ async def test_the_value_at_a_token_is_read_before_it_and_depends_on_nothing_lat
 
 
 async def test_a_critic_has_no_log_probs():
-    found = await make_critic().forward(make_batch(), lambda outputs: outputs.log_probs).result()
+    found = await make_critic().forward(draw_valued_batch(), lambda outputs: outputs.log_probs).result()
     assert float(found.abs().sum()) == 0
-    assert found.shape == make_batch().tokens.shape
+    assert found.shape == draw_valued_batch().tokens.shape
 
 
 async def test_micro_batches_do_not_change_the_gradient_of_the_value_loss():
-    batch, gradients = make_batch(), []
+    batch, gradients = draw_valued_batch(), []
     for parts in ([batch], [select_rows(batch, rows) for rows in ([4, 0], [2], [5, 3], [1])]):
         critic = make_critic()
         for part in parts:
@@ -92,7 +92,7 @@ async def test_micro_batches_do_not_change_the_gradient_of_the_value_loss():
 
 
 async def test_a_critic_learns_the_returns_of_a_batch():
-    batch, critic, losses = make_batch(), make_critic(), []
+    batch, critic, losses = draw_valued_batch(), make_critic(), []
     for _ in range(40):
         losses.append((await critic.forward_backward(batch, partial(value_loss, clip=None)).result())["loss"])
         await critic.optim_step().result()
@@ -100,7 +100,7 @@ async def test_a_critic_learns_the_returns_of_a_batch():
 
 
 async def test_bfloat16_values_are_float32_and_close():
-    batch = make_batch()
+    batch = draw_valued_batch()
     exact, rounded = await values_of(make_critic(), batch), await values_of(make_critic(compute_dtype="bfloat16"), batch)
     assert rounded.dtype == torch.float32
     assert 0 < float((exact - rounded).abs().max()) < 0.1
@@ -110,7 +110,7 @@ async def test_bfloat16_values_are_float32_and_close():
 
 
 async def test_the_head_comes_from_the_seed_alone_and_is_small(tmp_path: Path):
-    batch = make_batch()
+    batch = draw_valued_batch()
     first = await values_of(make_critic(), batch)
     state = torch.get_rng_state()
     assert torch.equal(await values_of(make_critic(), batch), first)
@@ -129,7 +129,7 @@ async def test_the_head_comes_from_the_seed_alone_and_is_small(tmp_path: Path):
 
 
 async def test_a_critic_shares_no_weight_with_the_policy_it_was_made_from():
-    model, batch = create_tiny_model(), make_batch()
+    model, batch = create_tiny_model(), draw_valued_batch()
     before = copy.deepcopy(model.state_dict())
     critic = create_critic_backend(model, lr=1e-1)
     await critic.forward_backward(batch, value_loss).result()
@@ -140,7 +140,7 @@ async def test_a_critic_shares_no_weight_with_the_policy_it_was_made_from():
 async def test_a_saved_critic_opens_as_a_hugging_face_model_and_as_a_critic(tmp_path: Path):
     from transformers import AutoModelForTokenClassification
 
-    critic, batch = make_critic(), make_batch()
+    critic, batch = make_critic(), draw_valued_batch()
     await critic.forward_backward(batch, value_loss).result()
     await critic.optim_step().result()
     await critic.save_checkpoint(tmp_path).result()
@@ -155,7 +155,7 @@ async def test_a_critics_steps_a_checkpoint_and_steps_are_all_steps_bit_for_bit(
     async def train(critic: PyTorchTrainingBackend, steps: range) -> list[dict[str, float]]:
         out = []
         for step in steps:
-            loss = await critic.forward_backward(make_batch(step), value_loss).result()
+            loss = await critic.forward_backward(draw_valued_batch(step), value_loss).result()
             out.append(loss | await critic.optim_step().result())
         return out
 

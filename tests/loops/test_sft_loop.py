@@ -4,6 +4,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from samples import make_row
 
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.config import SFTTrainingConfig
@@ -14,9 +15,9 @@ from rollouts.training.metrics import JSONLLogger
 from rollouts.types import Sample
 
 
-def make_samples(num: int) -> list[Sample]:
+def make_ragged(num: int) -> list[Sample]:
     """Ragged rows whose first token is their index."""
-    return [Sample(tokens=(i, *range(2, 3 + i % 4)), loss_mask=(0.0, *(1.0,) * (1 + i % 4)), index=i) for i in range(num)]
+    return [make_row((i, *range(2, 3 + i % 4)), index=i) for i in range(num)]
 
 
 def method_names(backend: FakeBackend) -> list[str]:
@@ -37,7 +38,7 @@ class RecordingLogger:
 
 
 def test_rows_of_a_step_are_a_pure_function_of_the_step_and_cover_each_epoch_once():
-    samples = make_samples(10)
+    samples = make_ragged(10)
     one_epoch = [s.index for step in range(5) for s in select_sft_rows(samples, step, 2, seed=3)]
     assert sorted(one_epoch) == list(range(10))
     assert select_sft_rows(samples, 4, 2, seed=3) == select_sft_rows(samples, 4, 2, seed=3)
@@ -50,7 +51,7 @@ async def test_a_step_collates_trains_updates_logs_and_checkpoints_in_this_order
     backend = FakeBackend()
     logger = RecordingLogger(calls)
     config = SFTTrainingConfig(num_steps=2, batch_size=4, checkpoint_every=1)
-    history = await run_sft_training(backend, make_samples(8), config, logger, checkpoint_dir=tmp_path)
+    history = await run_sft_training(backend, make_ragged(8), config, logger, checkpoint_dir=tmp_path)
     assert method_names(backend) == ["forward_backward", "optim_step", "save_checkpoint"] * 2
     assert [step for step, _ in logger.lines] == [1, 2]
     assert [line for _, line in logger.lines] == history
@@ -69,39 +70,39 @@ class SkippingBackend(FakeBackend):
 
 async def test_while_updates_are_skipped_no_checkpoint_is_written_and_none_is_deleted(tmp_path: Path):
     config = SFTTrainingConfig(num_steps=8, batch_size=4, checkpoint_every=1)
-    await run_sft_training(SkippingBackend(), make_samples(8), config, checkpoint_dir=tmp_path, keep_last_n=2)
+    await run_sft_training(SkippingBackend(), make_ragged(8), config, checkpoint_dir=tmp_path, keep_last_n=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_0002", "step_0005", "step_0008"]  # 8 is the last, though skipped
 
 
 async def test_metrics_are_optional_and_runs_with_the_same_arguments_agree():
     config = SFTTrainingConfig(num_steps=3, batch_size=4)
-    runs = [await run_sft_training(FakeBackend(), make_samples(8), config, clock=lambda c=count(): float(next(c))) for _ in range(2)]
+    runs = [await run_sft_training(FakeBackend(), make_ragged(8), config, clock=lambda c=count(): float(next(c))) for _ in range(2)]
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("log_every", [1, 2, 3])
 async def test_log_every_counts_finished_steps_and_always_logs_the_last(log_every: int):
     logger = RecordingLogger([])
-    await run_sft_training(FakeBackend(), make_samples(8), SFTTrainingConfig(num_steps=5, batch_size=2, log_every=log_every), logger)
+    await run_sft_training(FakeBackend(), make_ragged(8), SFTTrainingConfig(num_steps=5, batch_size=2, log_every=log_every), logger)
     assert [step for step, _ in logger.lines] == sorted({s for s in range(1, 6) if s % log_every == 0} | {5})
 
 
 async def test_a_batch_over_the_token_limit_is_split_and_trains_every_row_once():
     backend = FakeBackend()
     config = SFTTrainingConfig(num_steps=1, batch_size=8, max_tokens_per_microbatch=10)
-    history = await run_sft_training(backend, make_samples(8), config)
+    history = await run_sft_training(backend, make_ragged(8), config)
     rows = [call.arguments["rows"] for call in backend.calls if call.method == "forward_backward"]
     assert len(rows) > 1
     assert sum(rows) == 8
-    assert history[0]["num_tokens"] == sum(sum(m > 0 for m in s.loss_mask) for s in make_samples(8))
+    assert history[0]["num_tokens"] == sum(sum(m > 0 for m in s.loss_mask) for s in make_ragged(8))
 
 
 async def test_a_resumed_run_continues_with_the_rows_of_its_step():
     config = SFTTrainingConfig(num_steps=6, batch_size=3)
-    straight = await run_sft_training(FakeBackend(), make_samples(7), config, clock=lambda: 0.0)
+    straight = await run_sft_training(FakeBackend(), make_ragged(7), config, clock=lambda: 0.0)
     backend = FakeBackend()
-    first = await run_sft_training(backend, make_samples(7), SFTTrainingConfig(num_steps=4, batch_size=3), clock=lambda: 0.0)
-    rest = await run_sft_training(backend, make_samples(7), config, start_step=4, clock=lambda: 0.0)
+    first = await run_sft_training(backend, make_ragged(7), SFTTrainingConfig(num_steps=4, batch_size=3), clock=lambda: 0.0)
+    rest = await run_sft_training(backend, make_ragged(7), config, start_step=4, clock=lambda: 0.0)
     assert first + rest == straight
 
 
@@ -114,14 +115,14 @@ async def test_evaluation_joins_the_line_of_its_step():
         return {"eval_accuracy": calls / 10}
 
     config = SFTTrainingConfig(num_steps=5, batch_size=2, eval_every=2)
-    history = await run_sft_training(FakeBackend(), make_samples(8), config, evaluate=evaluate)
+    history = await run_sft_training(FakeBackend(), make_ragged(8), config, evaluate=evaluate)
     assert [m.get("eval_accuracy") for m in history] == [None, 0.1, None, 0.2, 0.3]
 
 
 async def test_a_stop_request_ends_the_run_with_a_checkpoint_of_the_finished_step(tmp_path: Path):
     asked = iter([False, True])
     config = SFTTrainingConfig(num_steps=100, batch_size=2)
-    history = await run_sft_training(FakeBackend(), make_samples(8), config, checkpoint_dir=tmp_path, should_stop=lambda: next(asked))
+    history = await run_sft_training(FakeBackend(), make_ragged(8), config, checkpoint_dir=tmp_path, should_stop=lambda: next(asked))
     assert len(history) == 2
     assert [p.name for p in tmp_path.iterdir()] == ["step_0002"]
 
@@ -132,7 +133,7 @@ async def test_a_stop_request_is_true_or_false():
 
     for asked, found in ((later, "<coroutine .*it is async"), (lambda: 0, r"0 \(int\)")):
         with pytest.raises(ConfigError, match=f"should_stop returned {found}"):
-            await run_sft_training(FakeBackend(), make_samples(8), SFTTrainingConfig(num_steps=2, batch_size=2), should_stop=asked)
+            await run_sft_training(FakeBackend(), make_ragged(8), SFTTrainingConfig(num_steps=2, batch_size=2), should_stop=asked)
 
 
 async def test_no_samples_is_an_error_that_says_so():
@@ -145,7 +146,7 @@ async def test_a_backend_that_cannot_checkpoint_is_refused_before_training(tmp_p
         forward = forward_backward = optim_step = get_weights = load_weights = None
 
     with pytest.raises(ConfigError, match="Bare lacks the feature checkpoints"):
-        await run_sft_training(Bare(), make_samples(4), SFTTrainingConfig(num_steps=1, batch_size=1), checkpoint_dir=tmp_path)
+        await run_sft_training(Bare(), make_ragged(4), SFTTrainingConfig(num_steps=1, batch_size=1), checkpoint_dir=tmp_path)
 
 
 async def test_the_checkpoint_knows_how_long_the_metrics_file_was(tmp_path: Path):
@@ -153,7 +154,7 @@ async def test_the_checkpoint_knows_how_long_the_metrics_file_was(tmp_path: Path
 
     logger = JSONLLogger(tmp_path / "metrics.jsonl")
     config = SFTTrainingConfig(num_steps=2, batch_size=2, checkpoint_every=1)
-    await run_sft_training(FakeBackend(), make_samples(8), config, logger, checkpoint_dir=tmp_path / "checkpoints")
+    await run_sft_training(FakeBackend(), make_ragged(8), config, logger, checkpoint_dir=tmp_path / "checkpoints")
     sizes = [load_run_state(tmp_path / "checkpoints" / f"step_{s:04d}")["metrics_bytes"] for s in (1, 2)]
     assert sizes[1] == (tmp_path / "metrics.jsonl").stat().st_size
     assert 0 < sizes[0] < sizes[1]

@@ -21,7 +21,7 @@ from rollouts.rewards.answers import (
 from rollouts.types import Sample, Status
 
 
-def make_sample(response: str, truth: Any, status: Status = Status.COMPLETED) -> Sample:
+def make_answer(response: str, truth: Any, status: Status = Status.COMPLETED) -> Sample:
     return Sample(response=response, status=status, metadata={"ground_truth": truth})
 
 
@@ -68,7 +68,7 @@ def test_gsm8k_answers(text, expected, strict):
      ("#### none, though 8", "8", 1.0), ("eight", "8", 0.0), ("#### -8", "8", 0.0), ("#### 88", "8", 0.0)],
 )  # fmt: skip
 def test_gsm8k_reward(response, truth, reward):
-    assert gsm8k_reward(make_sample(response, truth)) == reward
+    assert gsm8k_reward(make_answer(response, truth)) == reward
 
 
 @pytest.mark.more
@@ -79,7 +79,7 @@ def test_gsm8k_reference_answers_are_all_found():
     for answer in answers:
         number = extract_gsm8k_answer(answer, strict=True)
         assert number is not None and float(number) == float(answer.rpartition("####")[2].replace(",", ""))
-        assert gsm8k_reward(make_sample(answer, answer)) == 1.0
+        assert gsm8k_reward(make_answer(answer, answer)) == 1.0
 
 
 @pytest.mark.parametrize("metadata", [{}, {"answer": "8"}])
@@ -91,7 +91,7 @@ def test_a_missing_ground_truth_is_an_error_not_a_zero(reward_fn, metadata):
 
 def test_a_ground_truth_without_a_number_is_an_error_not_a_zero():
     with pytest.raises(RewardError, match="has no number: 'many'"):
-        gsm8k_reward(make_sample("8", "many"))
+        gsm8k_reward(make_answer("8", "many"))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_ground_truth_without_a_number_is_an_error_not_a_zero():
      ("A", "a", Status.COMPLETED, 0.0)],
 )  # fmt: skip
 def test_exact_match(response, truth, status, reward):
-    assert exact_match(make_sample(response, truth, status)) == reward
+    assert exact_match(make_answer(response, truth, status)) == reward
 
 
 def test_functions_are_loaded_from_modules_and_files(tmp_path):

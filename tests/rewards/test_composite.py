@@ -10,6 +10,7 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import make_answers
 
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
@@ -20,15 +21,10 @@ from rollouts.rewards.composite import check_weights, create_composite_reward, w
 from rollouts.rewards.evaluate import score_group, score_now, summarize_rewards
 from rollouts.rewards.results import EvaluateResult
 from rollouts.rewards.reward_functions import reward_function
-from rollouts.types import Group, Sample, Status
+from rollouts.types import Sample
 
 NO_DEADLINE = RewardConfig(timeout_s=None)
-
-
-def make_group(*responses: str) -> Group:
-    return tuple(
-        Sample(response=response, status=Status.COMPLETED, index=k, metadata={"ground_truth": "4"}) for k, response in enumerate(responses)
-    )
+TRUTH = {"ground_truth": "4"}
 
 
 def length(sample: Sample) -> float:
@@ -48,10 +44,10 @@ def longest(conversations: list[Any]) -> list[float]:
 
 async def test_a_composite_is_the_weighted_sum_and_logs_each_part():
     composite = create_composite_reward({"right": (exact_match, 0.75), "length": (length, 0.25)})
-    group = score_now(make_group("4", "444"), composite)
+    group = score_now(make_answers("4", "444", metadata=TRUTH), composite)
     assert [sample.reward for sample in group] == [1.0, 0.75]
     assert summarize_rewards(group) == {"reward/right": 0.5, "reward/length": 2.0}
-    assert group == await score_group(make_group("4", "444"), composite, NO_DEADLINE)
+    assert group == await score_group(make_answers("4", "444", metadata=TRUTH), composite, NO_DEADLINE)
     assert not isinstance(composite, GroupReward)
 
 
@@ -59,10 +55,10 @@ async def test_a_composite_is_the_weighted_sum_and_logs_each_part():
 async def test_parts_may_be_async_or_of_the_whole_group(other):
     composite = create_composite_reward({"right": (exact_match, 0.5), "other": (other, 0.5)})
     assert isinstance(composite, GroupReward)
-    group = await score_group(make_group("4", "444"), composite, NO_DEADLINE)
+    group = await score_group(make_answers("4", "444", metadata=TRUTH), composite, NO_DEADLINE)
     assert group is not None
     assert [sample.reward for sample in group] == ([1.0, 1.5] if other is length_async else [0.5, 0.5])
-    assert (await composite(make_group("4")[0])).score == 1.0
+    assert (await composite(make_answers("4", metadata=TRUTH)[0])).score == 1.0
 
 
 @pytest.mark.parametrize("further", [length, length_async, longest])
@@ -74,18 +70,18 @@ async def test_a_part_that_fails_fails_its_sample_only(further):
 
     composite = create_composite_reward({"picky": (picky, 0.5), "further": (further, 0.5)})
     with pytest.raises(RewardError, match=r"component picky.*raised ValueError.*: no number"):
-        await score_group(make_group("4", "bad"), composite, NO_DEADLINE)
-    group = await score_group(make_group("4", "bad", "5"), composite, RewardConfig(timeout_s=None, on_error="zero"))
+        await score_group(make_answers("4", "bad", metadata=TRUTH), composite, NO_DEADLINE)
+    group = await score_group(make_answers("4", "bad", "5", metadata=TRUTH), composite, RewardConfig(timeout_s=None, on_error="zero"))
     assert group is not None and [bool(sample.reward_details and sample.reward_details.error) for sample in group] == [False, True, False]
     nan = create_composite_reward({"nan": (lambda sample: math.nan, 0.5), "further": (further, 0.5)})
     with pytest.raises(RewardError, match=r"component nan\W.*returned nan"):
-        await score_group(make_group("4"), nan, NO_DEADLINE)
+        await score_group(make_answers("4", metadata=TRUTH), nan, NO_DEADLINE)
 
 
 async def test_composites_nest_and_keep_the_metrics_of_their_parts():
     inner = create_composite_reward({"right": (exact_match, 1.0)})
     outer = create_composite_reward({"inner": (inner, 2.0), "length": (length, -1.0)})
-    (sample,) = score_now(make_group("4"), outer)
+    (sample,) = score_now(make_answers("4", metadata=TRUTH), outer)
     assert sample.reward == 1.0
     assert list(sample.reward_details.metrics) == ["inner", "inner/right", "length"]
 
@@ -100,7 +96,7 @@ async def test_a_part_that_bounds_its_own_time_may_wait_for_it(autojump_clock):
 
     composite = create_composite_reward({"waits": (Waits(), 1.0)})
     for function in (Waits(), composite):
-        scored = await score_group(make_group("4"), function, RewardConfig(timeout_s=30))
+        scored = await score_group(make_answers("4", metadata=TRUTH), function, RewardConfig(timeout_s=30))
         assert scored is not None and scored[0].reward == 1.0
 
 
@@ -118,7 +114,7 @@ async def test_beside_a_part_that_bounds_its_own_time_the_others_keep_their_dead
 
     inner = create_composite_reward({"waits": (Waits(), 0.5), "hangs": (hangs, 0.5)})
     for composite in (inner, create_composite_reward({"inner": (inner, 0.5), "length": (length_async, 0.5)})):
-        scored = await score_group(make_group("4", "bad"), composite, RewardConfig(timeout_s=30, on_error="zero"))
+        scored = await score_group(make_answers("4", "bad", metadata=TRUTH), composite, RewardConfig(timeout_s=30, on_error="zero"))
         assert scored is not None and [sample.reward for sample in scored] == [1.0, 0.0]
         assert "did not return within 30 s" in scored[1].reward_details.error
     assert trio.current_time() < 1000
@@ -132,12 +128,12 @@ def test_step_outputs_are_weighted_and_added():
         return EvaluateResult(0.0, step_outputs=(StepOutput(0, 3.0, reason="b"),))
 
     composite = create_composite_reward({"first": (first, 0.25), "second": (second, 0.5), "third": (length, 0.25)})
-    result = composite(make_group("4")[0])
+    result = composite(make_answers("4", metadata=TRUTH)[0])
     assert result.step_outputs == (
         StepOutput(0, 0.25 + 1.5, {"first/m": MetricResult(1.0)}, "first: a; second: b"),
         StepOutput(1, 0.5),
     )
-    assert create_composite_reward({"third": (length, 1.0)})(make_group("4")[0]).step_outputs is None
+    assert create_composite_reward({"third": (length, 1.0)})(make_answers("4", metadata=TRUTH)[0]).step_outputs is None
 
 
 @pytest.mark.parametrize(("first", "second"), [(1.7e308, 1.7e308), (1e308, 1e308 * 1.5)])
@@ -153,7 +149,7 @@ async def test_a_sum_beyond_floats_fails_its_sample_only(first, second):
 
     for parts in ((huge, async_huge), (huge_steps, length_async), (huge, huge)):
         composite = create_composite_reward({f"part{k}": (part, 10.0) for k, part in enumerate(parts)}, total=None)
-        group = await score_group(make_group("4", "huge"), composite, RewardConfig(timeout_s=None, on_error="zero"))
+        group = await score_group(make_answers("4", "huge", metadata=TRUTH), composite, RewardConfig(timeout_s=None, on_error="zero"))
         assert group is not None and [bool(sample.reward_details and sample.reward_details.error) for sample in group] == [False, True]
         assert "beyond the range of floats" in group[1].reward_details.error
     metrics = {"a": MetricResult(first), "b": MetricResult(second)}
@@ -173,12 +169,12 @@ async def test_sources_among_the_parts_are_opened_and_closed():
     composite = create_composite_reward({"right": (exact_match, 0.5), "source": (Source(), 0.5)})
     assert isinstance(composite, RewardSource)
     with pytest.raises(ConfigError, match="CompositeSource must be opened first"):
-        await score_group(make_group("4"), composite, RewardConfig(timeout_s=None, on_error="zero"))
+        await score_group(make_answers("4", metadata=TRUTH), composite, RewardConfig(timeout_s=None, on_error="zero"))
     with pytest.raises(ConfigError, match="must be opened first"):
-        score_now(make_group("4"), composite)
+        score_now(make_answers("4", metadata=TRUTH), composite)
     async with composite.open_reward() as reward_fn:
         assert events == ["opened"]
-        group = await score_group(make_group("4", "55"), reward_fn, NO_DEADLINE)
+        group = await score_group(make_answers("4", "55", metadata=TRUTH), reward_fn, NO_DEADLINE)
         assert group is not None and [sample.reward for sample in group] == [1.0, 1.0]
     assert events == ["opened", "closed"]
 
@@ -227,7 +223,7 @@ def test_any_weights_give_their_weighted_sum_and_every_score(parts):
         return lambda sample: value
 
     components = {f"c{k}": (constant(score), weight) for k, (score, weight) in enumerate(parts)}
-    result = create_composite_reward(components, total=None)(make_group("4")[0])
+    result = create_composite_reward(components, total=None)(make_answers("4", metadata=TRUTH)[0])
     assert result.score == pytest.approx(sum(score * weight for score, weight in parts), abs=1e-9)
     assert [metric.score for metric in result.metrics.values()] == [score for score, _ in parts]
     total = math.fsum(weight for _, weight in parts)

@@ -12,6 +12,7 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import make_answers
 
 from rollouts.config import RewardConfig
 from rollouts.data.samples import apply_sample_transforms, sample_messages, select_trainable, with_reward
@@ -31,13 +32,6 @@ DROP = RewardConfig(timeout_s=None, on_error="drop")
 
 def find_error(sample: Sample) -> str | None:
     return None if sample.reward_details is None else sample.reward_details.error
-
-
-def make_group(*responses: str, **metadata: Any) -> Group:
-    return tuple(
-        Sample(prompt="2+2=", response=response, status=Status.COMPLETED, index=10 + k, group_index=3, metadata=metadata)
-        for k, response in enumerate(responses)
-    )
 
 
 def rewards(group: Group | None) -> list[float | None]:
@@ -73,7 +67,7 @@ async def shortest_wins_async(conversations: list[list[Message]], ground_truth: 
 
 @pytest.mark.parametrize("function", [is_right, is_right_async])
 async def test_pointwise_functions_are_rewards_of_samples(function):
-    group = make_group("4", "5", ground_truth="4", unused=1)
+    group = make_answers("4", "5", metadata={"ground_truth": "4", "unused": 1})
     assert rewards(await score_group(group, function, NO_DEADLINE)) == [1.0, 0.0]
     direct = function([{"role": "assistant", "content": "4"}], ground_truth="4")
     assert (await direct if function is is_right_async else direct).score == 1.0
@@ -82,7 +76,7 @@ async def test_pointwise_functions_are_rewards_of_samples(function):
 
 @pytest.mark.parametrize("function", [shortest_wins, shortest_wins_async])
 async def test_batch_functions_see_the_whole_group(function):
-    group = make_group("444", "4", "55", ground_truth="4")
+    group = make_answers("444", "4", "55", metadata={"ground_truth": "4"})
     assert rewards(await score_group(group, function, NO_DEADLINE)) == [0.0, 1.0, 0.0]
     failed = replace(group[1], status=Status.FAILED)
     assert rewards(await score_group((group[0], failed, group[2]), function, NO_DEADLINE)) == [0.0, None, 1.0]
@@ -92,14 +86,14 @@ async def test_batch_functions_see_the_whole_group(function):
 
 
 def test_sync_functions_work_without_an_event_loop():
-    group = make_group("444", "4", ground_truth="4")
+    group = make_answers("444", "4", metadata={"ground_truth": "4"})
     assert rewards(score_now(group, is_right)) == [0.0, 1.0] and rewards(score_now(group, shortest_wins)) == [0.0, 1.0]
     assert [sample.reward for sample in apply_sample_transforms(group, is_right)] == [0.0, 1.0]
     assert is_right.__name__ == "is_right" and is_right.__doc__ == "Compares."
 
 
 def test_what_a_function_says_is_kept_and_summarized():
-    group = score_now(make_group("444", "4", ground_truth="4"), is_right)
+    group = score_now(make_answers("444", "4", metadata={"ground_truth": "4"}), is_right)
     assert group[0].reward_details == RewardDetails(metrics={"length": MetricResult(3)}, reason="compared")
     assert summarize_rewards(group) == {"reward/length": 2.0}
     again = with_reward(group[0], EvaluateResult(0.5))
@@ -117,7 +111,7 @@ def test_functions_get_the_metadata_that_they_name():
     def with_default(messages, answer, *, unit="m", other=7):
         return float((answer, unit, other) == (1, "km", 7))
 
-    (sample,) = make_group("x", answer=1, unit="km", messages=[{"role": "assistant", "content": "x"}])
+    (sample,) = make_answers("x", metadata={"answer": 1, "unit": "km", "messages": [{"role": "assistant", "content": "x"}]})
     assert all_of_it(sample).score == with_default(sample).score == 1.0
     with pytest.raises(RewardError, match=r"is_right needs \['ground_truth'\], but the metadata of sample 10 .* has \['answer'"):
         is_right(sample)
@@ -160,7 +154,7 @@ async def test_a_bad_result_fails_its_sample_by_policy_and_no_other(bad, message
         return [one(messages) if messages[-1].content != "bad" else bad for messages in conversations]
 
     function: Any = one if mode == "pointwise" else several
-    group = make_group("a", "bad", "c")
+    group = make_answers("a", "bad", "c")
     with pytest.raises(RewardError, match=message) as caught:
         await score_group(group, function, NO_DEADLINE)
     assert "sample 11" in str(caught.value) or "conversation 1" in str(caught.value)
@@ -182,7 +176,7 @@ async def test_a_batch_of_another_length_fails_the_group(values, policy):
     def wrong(conversations):
         return values
 
-    group = make_group("a", "b", "c")
+    group = make_answers("a", "b", "c")
     if policy is NO_DEADLINE:
         with pytest.raises(RewardError, match=r"reward function \S*wrong returned .* expected (one for each|a list of 3)"):
             await score_group(group, wrong, policy)
@@ -199,11 +193,11 @@ async def test_a_batch_is_tried_again_as_a_whole_and_retries_are_counted():
         num_calls += 1
         return [num_calls, math.nan if num_calls < 3 else 0.0]
 
-    scored = await score_group(make_group("a", "b"), flaky, RETRY)
+    scored = await score_group(make_answers("a", "b"), flaky, RETRY)
     assert rewards(scored) == [3.0, 0.0] and num_calls == 3  # never the results of two calls beside each other
     assert scored is not None and summarize_rewards(scored) == {"num_reward_retries": 2.0}, "two calls, and not one for each sample"
     num_calls = 0
-    greedy, *others = make_group("a", "b")
+    greedy, *others = make_answers("a", "b")
     scored = await score_group((replace(greedy, trainable=False), *others), flaky, RETRY)
     assert scored is not None and summarize_rewards(select_trainable(scored)) == {"num_reward_retries": 2.0}
 
@@ -215,9 +209,9 @@ async def test_a_batch_has_a_deadline(autojump_clock):
         return [1.0] * len(conversations)
 
     with pytest.raises(RewardError, match=r"hang did not return within 30 s for 2 samples of group 3"):
-        await score_group(make_group("a", "b"), hang)
-    assert await score_group(make_group("a", "b"), hang, RewardConfig(on_error="drop")) is None
-    assert rewards(await score_group(make_group("a", "b"), hang, RewardConfig(timeout_s=61))) == [1.0, 1.0]
+        await score_group(make_answers("a", "b"), hang)
+    assert await score_group(make_answers("a", "b"), hang, RewardConfig(on_error="drop")) is None
+    assert rewards(await score_group(make_answers("a", "b"), hang, RewardConfig(timeout_s=61))) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("messages", ["text", None, 5, [5], [{"content": "no role"}], [{"role": "user", "unknown": 1}], {"role": "user"}])
@@ -245,8 +239,8 @@ def test_functions_come_from_files_and_modules(tmp_path: Path):
         "def mine(conversations):\n    return [0.5] * len(conversations)\n"
         "def plain(sample):\n    return 0.25\n"
     )
-    assert rewards(score_now(make_group("a", "b"), load_reward(f"{file}:mine"))) == [0.5, 0.5]
-    assert rewards(score_now(make_group("a"), load_reward(f"{file}:plain"))) == [0.25]
+    assert rewards(score_now(make_answers("a", "b"), load_reward(f"{file}:mine"))) == [0.5, 0.5]
+    assert rewards(score_now(make_answers("a"), load_reward(f"{file}:plain"))) == [0.25]
     assert load_reward("rollouts.rewards.answers:exact_match").__name__ == "exact_match"
     with pytest.raises(ConfigError, match="no function 'min': did you mean 'mine'"):
         load_reward(f"{file}:min")
@@ -369,10 +363,10 @@ def test_evaluations_survive_json():
 def test_numbers_beyond_floats_are_no_scores_and_end_nothing():
     assert EvaluateResult(10**400, is_score_valid=False).to_dict()["score"] is None
     largest = EvaluateResult(1.0, metrics={"a": MetricResult(1.7e308)})
-    group = tuple(largest.apply_to(sample) for sample in make_group("a", "b"))
+    group = tuple(largest.apply_to(sample) for sample in make_answers("a", "b"))
     assert summarize_rewards(group) == {"reward/a": 1.7e308}
     for huge in (10**400, 10**5000):  # the digits of the second are more than Python writes
-        zeroed = trio.run(score_group, make_group("a"), lambda sample, huge=huge: huge, ZERO)
+        zeroed = trio.run(score_group, make_answers("a"), lambda sample, huge=huge: huge, ZERO)
         assert "expected a number" in find_error(zeroed[0])
 
 
@@ -393,7 +387,7 @@ def test_whatever_a_function_returns_is_a_finite_reward_or_a_reward_error(value)
     def several(conversations):
         return [0.25, value]
 
-    group = make_group("a", "b")
+    group = make_answers("a", "b")
     for function, expected in ((one, None), (several, 0.25)):
         scored = trio.run(score_group, group, function, ZERO)
         assert all(sample.reward is not None and math.isfinite(sample.reward) for sample in scored)

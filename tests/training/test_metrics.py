@@ -18,6 +18,7 @@ import trio
 from forked import Child
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import make_row
 
 from rollouts.backends.optim.optimizers import create_adamw_optimizer
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
@@ -271,13 +272,13 @@ def test_durations_add_up_and_end_in_s():
     assert durations == {"generate_s": 2.5, "train_s": 1.0}
 
 
-def make_sample(reward: float | None, group: int = 0, length: int = 2, status: Status = Status.COMPLETED) -> Sample:
-    return Sample(tokens=(1,) * (length + 1), loss_mask=(0.0, *(1.0,) * length), reward=reward, group_index=group, status=status)
+def make_scored(reward: float | None, group: int = 0, length: int = 2, status: Status = Status.COMPLETED) -> Sample:
+    return make_row((1,) * (length + 1), reward=reward, group_index=group, status=status)
 
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.integers(0, 3), st.integers(0, 4), st.sampled_from(Status)), min_size=1, max_size=12))
 def test_summary_equals_numpy(rows):
-    summary = summarize_samples([make_sample(*row) for row in rows])
+    summary = summarize_samples([make_scored(*row) for row in rows])
     rewards, groups, lengths, statuses = (list(column) for column in zip(*rows, strict=True))
     for name in ("mean", "std", "min", "max"):
         assert summary[f"reward_{name}"] == pytest.approx(getattr(np, name)(rewards), abs=1e-12)
@@ -290,12 +291,12 @@ def test_summary_equals_numpy(rows):
 
 
 def test_equal_rewards_have_no_spread_despite_rounding():
-    assert summarize_samples([make_sample(0.1)] * 3)["zero_std_fraction"] == 1.0
+    assert summarize_samples([make_scored(0.1)] * 3)["zero_std_fraction"] == 1.0
 
 
 @pytest.mark.parametrize("rewards", [[None, 1.0], [1.0, None], [1.0, None, 2.0]])
 def test_a_missing_reward_is_not_a_number(rewards):
-    summary = summarize_samples([make_sample(reward) for reward in rewards])
+    summary = summarize_samples([make_scored(reward) for reward in rewards])
     assert all(math.isnan(summary[f"reward_{name}"]) for name in ("mean", "std", "min", "max"))
     assert summary["zero_std_fraction"] == 0.0
 

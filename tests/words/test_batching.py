@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import make_sample
 
 from rollouts.batches import (
     plan_microbatches,
@@ -28,19 +29,7 @@ from rollouts.types import RewardComponents, Sample, TrainBatch, Turns
 LENGTHS = st.lists(st.integers(2, 12), min_size=1, max_size=20)
 
 
-def make_sample(index=0, num_prompt=2, num_output=3, group_index=0, **changes) -> Sample:
-    n = num_prompt + num_output
-    values = {
-        "tokens": tuple(100 * (index + 1) + t for t in range(n)),
-        "loss_mask": (0.0,) * num_prompt + (1.0,) * num_output,
-        "rollout_log_probs": (0.0,) * num_prompt + tuple(-0.1 * (t + 1) for t in range(num_output)),
-        "weight_versions": (-1,) * num_prompt + (index,) * num_output,
-        "reward": float(index),
-    }
-    return Sample(index=index, group_index=group_index, **(values | changes))
-
-
-def make_batch(lengths: list[int]) -> TrainBatch:
+def collate_lengths(lengths: list[int]) -> TrainBatch:
     return collate_samples([make_sample(i, 1, length - 1, group_index=i // 2) for i, length in enumerate(lengths)])
 
 
@@ -143,7 +132,7 @@ def test_metrics_of_rewards_are_components_and_what_is_missing_or_invalid_is_nan
 
 @given(LENGTHS, st.data())
 def test_selected_rows_are_the_rows_trimmed_to_the_longest(lengths, data):
-    batch = make_batch(lengths)
+    batch = collate_lengths(lengths)
     turns = Turns(
         ids=torch.arange(batch.tokens.numel()).view_as(batch.tokens), states=batch.lengths[:, None], rewards=batch.lengths[:, None].float()
     )
@@ -167,7 +156,7 @@ def test_selected_rows_are_the_rows_trimmed_to_the_longest(lengths, data):
 
 
 def test_select_rows_refuses_positions_out_of_range():
-    batch = make_batch([3, 4])
+    batch = collate_lengths([3, 4])
     for index in ([], [2], [-1]):
         with pytest.raises(AssertionError, match="index"):
             select_rows(batch, index)
@@ -175,7 +164,7 @@ def test_select_rows_refuses_positions_out_of_range():
 
 @given(LENGTHS, st.integers(1, 8), st.integers(0, 2**63 - 1), st.booleans())
 def test_minibatches_hold_every_row_once(lengths, num, seed, whole_groups):
-    batch = make_batch(lengths)
+    batch = collate_lengths(lengths)
     num = min(num, int(batch.group_ids.max()) + 1 if whole_groups else batch.num_rows)
     plan = plan_minibatches(batch.group_ids.tolist(), num, seed=seed, whole_groups=whole_groups)
     parts = [select_rows(batch, rows) for rows in plan]
@@ -223,7 +212,7 @@ def test_microbatches_are_balanced():
 
 @given(LENGTHS, st.integers(1, 40))
 def test_microbatches_conserve_every_column(lengths, max_tokens):
-    batch = make_batch(lengths)
+    batch = collate_lengths(lengths)
     parts = split_microbatches(batch, max_tokens=max_tokens)
     assert sorted(all_rows(parts)) == sorted(all_rows([batch]))
     for name in ("loss_mask", "rollout_log_probs", "rewards", "lengths"):
@@ -233,7 +222,7 @@ def test_microbatches_conserve_every_column(lengths, max_tokens):
 
 
 def test_gradient_of_a_weighted_sum_is_equal_to_the_unsplit_one():
-    batch = make_batch([5, 3, 8, 2, 6])
+    batch = collate_lengths([5, 3, 8, 2, 6])
     batch = replace(batch, loss_weights=batch.loss_mask / batch.loss_mask.sum())
 
     def gradient(parts: list[TrainBatch]) -> torch.Tensor:
@@ -251,7 +240,7 @@ def test_gradient_of_a_weighted_sum_is_equal_to_the_unsplit_one():
 
 @given(LENGTHS, st.integers(1, 5))
 def test_shards_hold_every_row_once_balanced(lengths, num_shards):
-    batch = make_batch(lengths)
+    batch = collate_lengths(lengths)
     num_shards = min(num_shards, batch.num_rows)
     shards = [select_rows(batch, rows) for rows in plan_shards(batch.lengths.tolist(), num_shards)]
     assert len(shards) == num_shards

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import make_batch
 
 from rollouts.config import GenerationConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts.engines.launch.commands import ServerConfig
@@ -172,43 +173,31 @@ def test_sampling_params_derivation():
         params.new(greedy=True, temperature=1.0)
 
 
-def make_train_batch(**changes) -> TrainBatch:
-    values = {
-        "tokens": torch.zeros(2, 3, dtype=torch.int64),
-        "lengths": torch.tensor([3, 2]),
-        "loss_mask": torch.ones(2, 3),
-        "rewards": torch.zeros(2),
-        "group_ids": torch.zeros(2, dtype=torch.int64),
-        "trainable": torch.ones(2, dtype=torch.bool),
-    }
-    return TrainBatch(**(values | changes))
-
-
 PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "policy_versions"}
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(TrainBatch) if f.name not in ("tokens", "turns", "reward_components", "dropout")])
 def test_columns_of_the_wrong_shape_are_refused_by_name(name):
-    assert make_train_batch().num_rows == 2
+    assert make_batch(torch.ones(2, 3)).num_rows == 2
     right, wrong = ((2,), (3,)) if name in PER_ROW else ((2, 3), (2, 2))
-    make_train_batch(**{name: torch.ones(right)})
+    make_batch(torch.ones(2, 3), **{name: torch.ones(right)})
     with pytest.raises(AssertionError, match=rf"{name} has shape \({wrong[0]},.*expected"):
-        make_train_batch(**{name: torch.ones(wrong)})
+        make_batch(torch.ones(2, 3), **{name: torch.ones(wrong)})
 
 
 def test_reward_components_of_the_wrong_shape_are_refused():
-    make_train_batch(reward_components=RewardComponents(names=("a",), scores=torch.zeros(2, 1)))
+    make_batch(torch.ones(2, 3), reward_components=RewardComponents(names=("a",), scores=torch.zeros(2, 1)))
     with pytest.raises(AssertionError, match=r"reward_components has shape \(2, 3\)"):
-        make_train_batch(reward_components=RewardComponents(names=("a", "b"), scores=torch.zeros(2, 3)))
+        make_batch(torch.ones(2, 3), reward_components=RewardComponents(names=("a", "b"), scores=torch.zeros(2, 3)))
 
 
 def test_tokens_and_turns_of_the_wrong_shape_are_refused():
     with pytest.raises(AssertionError, match="tokens"):
-        make_train_batch(tokens=torch.zeros(3, dtype=torch.int64))
+        make_batch(torch.ones(2, 3), tokens=torch.zeros(3, dtype=torch.int64))
     ids, states, rewards = torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2, 4)
-    make_train_batch(turns=Turns(ids=ids, states=states, rewards=rewards))
+    make_batch(torch.ones(2, 3), turns=Turns(ids=ids, states=states, rewards=rewards))
     with pytest.raises(AssertionError, match="turns_rewards"):
-        make_train_batch(turns=Turns(ids=ids, states=states, rewards=rewards[:, :3]))
+        make_batch(torch.ones(2, 3), turns=Turns(ids=ids, states=states, rewards=rewards[:, :3]))
 
 
 # -- what a user constructs: converted, or refused with the value
