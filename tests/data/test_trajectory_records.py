@@ -197,7 +197,7 @@ EPISODE = make_written(
     5,
     group=2,
     length=9,
-    tokens=range(3, 13),
+    tokens=tuple(range(3, 13)),
     rollout_log_probs=(0.0,) + (-0.5,) * 9,
     loss_mask=(0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0),
     turns=(Turn(start=2, end=4, state="s0", reward=0.25), Turn(start=6, end=9, reward=1.0)),
