@@ -238,7 +238,8 @@ async def test_a_filter_may_be_async_where_it_can_be_awaited():
 
 
 def test_convert_to_batch_and_its_fields():
-    samples = [make_sample(index=1, num_output=2, reward=None, weight_versions=(-1, -1, 3, 5)), make_sample(index=0, num_output=4, reward=1.0)]
+    newest = make_sample(index=1, num_output=2, reward=None, weight_versions=(-1, -1, 3, 5))
+    samples = [newest, make_sample(index=0, num_output=4, reward=1.0, weight_versions=None)]
     batch = convert_to_batch(samples, {"epoch_id": 7})
     assert [s.index for s in batch.samples] == [0, 1]
     assert batch.response_lengths == [4, 2] == compute_response_lengths(batch.loss_masks)
