@@ -2,5 +2,6 @@
 
 from .char_tokenizer import create_char_tokenizer as create_char_tokenizer
 from .tokenize import (
+    prepare_sft_sample as prepare_sft_sample,
     tokenize_conversation as tokenize_conversation,
 )
