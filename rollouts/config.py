@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from functools import wraps
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args, runtime_checkable
 
 from rollouts.config_files import is_number, is_whole, suggest
 from rollouts.errors import ConfigError
 from rollouts.types import Algorithm, FilterFn, KLControl, Sample, SamplingParams
 
+C = TypeVar("C")
 Schedule = Literal["constant", "linear", "cosine"]
 OnRewardError = Literal["raise", "retry", "drop", "zero"]
 WeightSync = Literal["checkpoint", "memory", "channel"]
@@ -63,6 +65,29 @@ def check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
     value = getattr(config, name)
     if value not in choices:
         raise ConfigError(f"{type(config).__name__}.{name} is {value!r}: {suggest(str(value), choices)}")
+
+
+def convert_fields(**converters: Callable[[Any], Any]) -> Callable[[type[C]], type[C]]:
+    """Decorate a dataclass that takes keyword arguments only: values given for these fields are converted before it is made.
+
+    A frozen value then never changes, not even in its own __post_init__.
+    """
+
+    def decorate(cls: type[C]) -> type[C]:
+        make = cls.__init__
+
+        @wraps(make)
+        def convert_and_make(self: C, **values: Any) -> None:
+            make(self, **{name: converters[name](value) if name in converters else value for name, value in values.items()})
+
+        cls.__init__ = convert_and_make
+        return cls
+
+    return decorate
+
+
+def _freeze_list(value: Any) -> Any:
+    return tuple(cast("list[Any]", value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +274,10 @@ def take_apart(config: RolloutConfig) -> RolloutConfig:
     return replace(config, generate_fn=scoring.unscored, reward_fn=scoring.reward_fn, reward=scoring.reward or config.reward)
 
 
+@convert_fields(
+    stop=lambda stop: SamplingParams(stop=stop).stop,  # raises ConfigError for one text, and the like
+    stop_token_ids=lambda ids: SamplingParams(stop_token_ids=ids).stop_token_ids,
+)
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
     """Sampling of responses."""
@@ -271,9 +300,6 @@ class GenerationConfig:
         check_setting(is_number(self.top_p) and 0 < self.top_p <= 1, "GenerationConfig.top_p", self.top_p, "more than 0, at most 1")
         check_setting(is_number(self.min_p) and 0 <= self.min_p <= 1, "GenerationConfig.min_p", self.min_p, "at least 0, at most 1")
         check_flags(self, "greedy")
-        params = self.sampling_params()  # raises ConfigError for a stop that is one text, and the like
-        object.__setattr__(self, "stop", params.stop)
-        object.__setattr__(self, "stop_token_ids", params.stop_token_ids)
 
     def new(self, **changes: Any) -> GenerationConfig:
         """Return a copy with some fields changed."""
@@ -298,6 +324,7 @@ class GenerationConfig:
         )
 
 
+@convert_fields(betas=_freeze_list)
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW, gradient clipping and the learning-rate schedule."""
@@ -317,9 +344,8 @@ class OptimizerConfig:
         norm = self.max_grad_norm
         check_setting(is_number(norm) and norm > 0, "OptimizerConfig.max_grad_norm", norm, "more than 0 (inf = no clipping)")
         betas: Any = self.betas
-        good = isinstance(betas, list | tuple) and len(self.betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        good = isinstance(betas, tuple) and len(self.betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         check_setting(good, "OptimizerConfig.betas", self.betas, "two numbers in [0, 1)")
-        object.__setattr__(self, "betas", tuple(self.betas))
         check_choice(self, "schedule", get_args(Schedule))
         check_setting(self.min_lr_ratio <= 1, "OptimizerConfig.min_lr_ratio", self.min_lr_ratio, "a number in [0, 1]")
 

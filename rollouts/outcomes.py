@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, cast
 
 from rollouts.checks import is_finite, is_finite_number, show_value, take_int, take_number, take_text, take_tuple
@@ -278,6 +279,20 @@ def score_to_json(value: float) -> float | None:
 
 # -- files
 
+_OWN_FIELDS = ("trainable", "truncated_sampling", "log_prob_kind", "untempered_log_probs", "messages", "action_messages")
+_DETAIL_KEYS = MappingProxyType({f.name: f"reward_{f.name}" for f in fields(RewardDetails)} | {"num_retries": "num_reward_retries"})
+
+FIELD_OF_KEY: Mapping[str, str] = MappingProxyType(
+    {name: f"Sample.{name}" for name in _OWN_FIELDS}
+    | {
+        name: f"Sample.episode, an EpisodeOutcome with {name}"
+        for name in ("stop_reason", "environment_reward", "num_cut_actions", "num_reformatted")
+    }
+    | {key: f"Sample.reward_details, a RewardDetails with {name}" for name, key in _DETAIL_KEYS.items()}
+)
+"""Keys that the metadata of a sample in an old file has for what is a field, with the field. In the metadata of a generated sample they
+would be read by nothing, and generation/contract.py refuses them. The words steps, error and failure are left to the user."""
+
 
 def read_metadata_of_old_files(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a sample from a file, each under its own field.
@@ -292,15 +307,14 @@ def read_metadata_of_old_files(data: Mapping[str, Any]) -> dict[str, Any]:
     if "trainable" in values or not values.get("metadata"):
         return values
     old = values["metadata"] = dict(values["metadata"])
-    for name in ("trainable", "truncated_sampling", "log_prob_kind", "untempered_log_probs", "messages", "action_messages"):
+    for name in _OWN_FIELDS:
         if name in old:
             values[name] = old.pop(name)
     if "stop_reason" in old:
         old.pop("num_turns", None)  # the number of steps
         names = [f.name for f in fields(EpisodeOutcome) if f.name in old]
         values["episode"] = {name: old.pop(name) for name in names}
-    keys = {f.name: f"reward_{f.name}" for f in fields(RewardDetails)} | {"num_retries": "num_reward_retries"}
-    details = {name: old.pop(key) for name, key in keys.items() if key in old}
+    details = {name: old.pop(key) for name, key in _DETAIL_KEYS.items() if key in old}
     if details:
         values["reward_details"] = details
     return values

@@ -189,13 +189,12 @@ def create_algorithm(call: PresetCall, max_tokens: int, expression: str | None =
     return algorithm
 
 
-def describe_algorithm(expression: str, max_tokens: int) -> str:
-    """Return the expression with all arguments, defaults included: dapo -> dapo(clip_low=0.2, clip_high=0.28, epsilon=0.0001)."""
-    return describe_call(parse_algorithm(expression), max_tokens)
-
-
 def describe_call(call: PresetCall, max_tokens: int | None = None) -> str:
-    """Return describe_algorithm of a parsed expression. max_tokens: None = an expression without a token budget."""
+    """Return the expression with all arguments, defaults included: dapo -> dapo(clip_low=0.2, clip_high=0.28, epsilon=0.0001, dual=None).
+
+    Args:
+        max_tokens: token budget; None = an expression without one.
+    """
     given = _complete(call, max_tokens)
     parameters = _parameters(call.function, call.num_filled)
     defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}

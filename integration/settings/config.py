@@ -37,7 +37,7 @@ from integration.settings.sections import (
     SFTSection,
     TrajectorySection,
 )
-from integration.settings.segment_wise import SWITCH, derive_algorithm_call, resolve_async_config
+from integration.settings.segment_wise import OPTION, SWITCH, derive_algorithm_call, resolve_async_config
 from rollouts.agents.config import EpisodeConfig
 from rollouts.asynchronous.config import AsyncConfig, check_async_config
 from rollouts.config import (
@@ -158,7 +158,7 @@ def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
     if "segment_log_probs" in algorithm.requires and not config.asynchronous.segment_wise:
         raise ConfigError(
             f"rl.algorithm {name!r} requires segment_log_probs, which rollouts have only with segment-wise PPO: add "
-            f"--rl.asynchronous.enabled --{SWITCH}"
+            f"--rl.asynchronous.enabled {OPTION}"
         )
     unknown = sorted(algorithm.requires - FILLABLE)
     if unknown:

@@ -10,6 +10,7 @@ from rollouts.asynchronous.config import AsyncConfig
 from rollouts.errors import ConfigError
 
 SWITCH = "enable_segment_wise_ppo"
+OPTION = "--enable-segment-wise-ppo"  # as the command reads it
 
 
 def resolve_async_config(asynchronous: AsyncConfig, *, segment_wise: bool) -> AsyncConfig:
@@ -19,13 +20,13 @@ def resolve_async_config(asynchronous: AsyncConfig, *, segment_wise: bool) -> As
     """
     if asynchronous.enable_segment_wise_ppo is not None and asynchronous.enable_segment_wise_ppo != segment_wise:
         raise ConfigError(
-            f"rl.asynchronous.{SWITCH} is {asynchronous.enable_segment_wise_ppo}, but it follows from the switch --{SWITCH}, which is "
+            f"rl.asynchronous.{SWITCH} is {asynchronous.enable_segment_wise_ppo}, but it follows from the switch {OPTION}, which is "
             f"{segment_wise}: set the switch and leave rl.asynchronous.{SWITCH} out"
         )
     if segment_wise and not asynchronous.enabled:
         raise ConfigError(
             f"{SWITCH} is True, but rollouts are synchronous, so all tokens have one weight version: add --rl.asynchronous.enabled, "
-            f"or leave --{SWITCH} out"
+            f"or leave {OPTION} out"
         )
     if not asynchronous.enabled and (changed := _find_changes(asynchronous)):
         raise ConfigError(
@@ -58,7 +59,7 @@ def derive_algorithm_call(call: PresetCall, asynchronous: AsyncConfig) -> Preset
     given = call.arguments.get("segment_wise") if call.name == "decoupled" else None
     if not asynchronous.segment_wise:
         if given:
-            raise ConfigError(f"rl.algorithm {call.text!r} is segment-wise, but {SWITCH} is off: add --{SWITCH}, which sets it")
+            raise ConfigError(f"rl.algorithm {call.text!r} is segment-wise, but {SWITCH} is off: add {OPTION}, which sets it")
         return call
     if given is False:
         raise ConfigError(f"rl.algorithm {call.text!r} says segment_wise=False, but {SWITCH} is True: leave one of them out")

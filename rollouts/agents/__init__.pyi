@@ -1,7 +1,6 @@
 """The public names of this package: the only list of them, for editors, type checkers and, by rollouts/_lazy.py, at run time."""
 
 from .config import EpisodeConfig as EpisodeConfig
-from .conversation import MultiTurnInferenceEngine as MultiTurnInferenceEngine
 from .episode import Episode as Episode
 from .policies import (
     ActionRequest as ActionRequest,
@@ -16,6 +15,5 @@ from .run import (
     run_episode as run_episode,
     run_episode_group as run_episode_group,
 )
-from .samples import agent_rollout_to_sample as agent_rollout_to_sample, trajectory_to_sample as trajectory_to_sample
+from .samples import trajectory_to_sample as trajectory_to_sample
 from .setting import EpisodeSetting as EpisodeSetting
-from .worker import RLRolloutWorker as RLRolloutWorker, TaskDefinitionModel as TaskDefinitionModel

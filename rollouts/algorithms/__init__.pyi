@@ -5,7 +5,6 @@ from .corrections import anchor_to_proximal as anchor_to_proximal
 from .estimators import estimate_gigpo as estimate_gigpo, estimate_group_relative as estimate_group_relative
 from .anchors import GiGPOSettings as GiGPOSettings, hash_observation as hash_observation
 from .gigpo_steps import (
-    with_step_levels as with_step_levels,
     system_apply_gigpo_to_batch_steps as system_apply_gigpo_to_batch_steps,
     with_step_advantages as with_step_advantages,
 )
@@ -18,8 +17,6 @@ from .loss_weights import (
 )
 from .losses import (
     KLTerm as KLTerm,
-    compute_policy_loss as compute_policy_loss,
-    compute_value_loss as compute_value_loss,
     grpo_loss as grpo_loss,
     policy_loss as policy_loss,
     ppo_loss as ppo_loss,

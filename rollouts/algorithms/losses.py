@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rollouts.algorithms.kl import KLEstimator
-from rollouts.algorithms.logprobs import entropy_from_logits, finite_exp, token_log_probs
+from rollouts.algorithms.logprobs import finite_exp, token_log_probs
 from rollouts.algorithms.statistics import masked_mean
 from rollouts.algorithms.surrogates import (
     LOG_RATIO_BOUND,
@@ -438,20 +438,6 @@ def compute_value_loss(
     batch = plain_batch(torch.zeros_like(response_mask, dtype=torch.int64), response_mask, returns)
     batch = replace(batch, returns=returns, values=old_values)
     return value_loss(TokenOutputs(log_probs=torch.zeros_like(vpreds), values=vpreds), batch, clip=cliprange_value)
-
-
-def compute_entropy_loss(entropy_or_logits: Tensor, mask: Tensor) -> LossOutput:
-    """Mean over trained tokens of minus the entropy, in nats: minimized, it keeps the policy from collapsing.
-
-    Args:
-        entropy_or_logits: # [B, T] of the distribution that each token was drawn from, or # [B, T, V] logits, each position's own.
-        mask: # [B, T], aligned with the first argument.
-
-    Returns: the loss; `entropy` among the metrics is the mean entropy. 0 for a batch that is masked out.
-    """
-    entropy = entropy_from_logits(entropy_or_logits) if entropy_or_logits.dim() == 3 else entropy_or_logits
-    batch = plain_batch(torch.zeros_like(mask, dtype=torch.int64), mask, torch.zeros_like(entropy))
-    return entropy_loss(TokenOutputs(log_probs=torch.zeros_like(entropy), entropy=entropy), batch, coef=1.0)
 
 
 # -- parts

@@ -15,7 +15,6 @@ from .futures import ImmediateTrainFuture as ImmediateTrainFuture, TrainFuture a
 from .jax.backend import (
     JAXTrainingBackend as JAXTrainingBackend,
     create_jax_backend as create_jax_backend,
-    create_torchax_backend as create_torchax_backend,
 )
 from .lora.adapters import LoRAConfig as LoRAConfig
 from .lora.reference import create_lora_reference as create_lora_reference
@@ -26,7 +25,6 @@ from .pytorch.backend import PyTorchTrainingBackend as PyTorchTrainingBackend
 from .ranks.distributed import (
     init_distributed as init_distributed,
     leave_distributed as leave_distributed,
-    masked_normalization as masked_normalization,
 )
-from .ranks.group import RankGroup as RankGroup, join_ranks as join_ranks
+from .ranks.group import join_ranks as join_ranks
 from .reward_models import create_reward_model_backend as create_reward_model_backend

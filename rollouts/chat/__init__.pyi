@@ -2,7 +2,6 @@
 
 from .char_tokenizer import create_char_tokenizer as create_char_tokenizer
 from .tokenize import (
-    compute_loss_mask as compute_loss_mask,
     prepare_sft_sample as prepare_sft_sample,
     tokenize_conversation as tokenize_conversation,
 )

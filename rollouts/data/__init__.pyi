@@ -1,7 +1,7 @@
 """The public names of this package: the only list of them, for editors, type checkers and, by rollouts/_lazy.py, at run time."""
 
 from .collate import collate_samples as collate_samples, prepare_grpo_batch as prepare_grpo_batch
-from .datasets import load_jsonl as load_jsonl, load_rl_prompts as load_rl_prompts, load_sft_conversations as load_sft_conversations
+from .datasets import load_rl_prompts as load_rl_prompts, load_sft_conversations as load_sft_conversations
 from .filters import (
     check_any_success as check_any_success,
     check_min_reward as check_min_reward,
@@ -16,12 +16,6 @@ from .preference_pairs import load_preference_pairs as load_preference_pairs, pr
 from .prompts import DataBuffer as DataBuffer
 from .records import TrajectoryRecord as TrajectoryRecord, attach_estimates as attach_estimates, derive_steps as derive_steps
 from .samples import (
-    apply_sample_transforms as apply_sample_transforms,
-    build_batch_metadata as build_batch_metadata,
-    compute_response_lengths as compute_response_lengths,
-    convert_to_batch as convert_to_batch,
-    extract_sample_fields as extract_sample_fields,
-    mask_truncated as mask_truncated,
     with_reward as with_reward,
 )
 from .trajectories import (

@@ -6,7 +6,6 @@ from .single_turn import (
     create_generate_fn as create_generate_fn,
     evaluate_prompts as evaluate_prompts,
     generate_group as generate_group,
-    generate_rollout_batch as generate_rollout_batch,
     generate_rollout_batches as generate_rollout_batches,
 )
 from .workflows import (

@@ -25,9 +25,10 @@ from typing import Any, TypeAlias
 
 import trio
 
-from rollouts.checks import describe_function, is_async_function
+from rollouts.checks import describe_function, is_async_function, show_value
 from rollouts.config import RolloutConfig
 from rollouts.errors import CheckpointError, GenerationError, locate_error
+from rollouts.outcomes import FIELD_OF_KEY
 from rollouts.types import Group, Prompt, Sample, Status
 from rollouts.user_code import is_passed_on
 
@@ -139,7 +140,7 @@ def check_generated_group(
 
     Returns: sample k has group_index = prompt.index and index = prompt.index * (num_samples + num_baseline) + k; the last num_baseline
         have trainable = False.
-    Raises: GenerationError if it is not num_samples + num_baseline Samples.
+    Raises: GenerationError if it is not num_samples + num_baseline Samples, or metadata has what a field of Sample is for.
     """
     size = num_samples + num_baseline
     samples = tuple(result) if isinstance(result, Sequence) else (result,)
@@ -162,9 +163,21 @@ def check_generated_group(
                 f"{function_name} returned a sample of prompt {prompt.index} with {len(sample.tokens)} tokens and status pending: "
                 "set status to COMPLETED, TRUNCATED, or ABORTED if it is to be continued"
             )
+        if isinstance(sample, Sample) and not FIELD_OF_KEY.keys().isdisjoint(sample.metadata):
+            _check_metadata(sample, prompt, function_name)
     return tuple(
         _put_in_place(sample, prompt.index, size, k, k < num_samples) for k, sample in enumerate(samples) if isinstance(sample, Sample)
     )
+
+
+def _check_metadata(sample: Sample, prompt: Prompt, function_name: str) -> None:
+    """Raise GenerationError if metadata has an entry that is a field of Sample, unless the prompt has it: a column of the user's data."""
+    for key in sorted((FIELD_OF_KEY.keys() & sample.metadata.keys()) - prompt.metadata.keys()):
+        value = show_value(dict(sample.metadata)[key])
+        raise GenerationError(
+            f"{function_name} returned a sample of prompt {prompt.index} with metadata[{key!r}] = {value}, which nothing reads there: "
+            f"set {FIELD_OF_KEY[key]}, or give a value of your own another key"
+        )
 
 
 def _put_in_place(sample: Sample, group_index: int, size: int, k: int, trainable: bool) -> Sample:

@@ -64,12 +64,6 @@ def has_checkpoints(directory: Path) -> bool:
     return bool(list_checkpoints(directory))
 
 
-def latest_step(directory: Path) -> int | None:
-    """Return the number of the newest checkpoint that verifies; None if there are no checkpoints. Raises as latest_checkpoint."""
-    path = latest_checkpoint(directory)
-    return None if path is None else int(path.name.removeprefix("step_"))
-
-
 def latest_checkpoint(directory: Path) -> Path | None:
     """Return the newest checkpoint that verifies; None if there are no step_* directories. find_damaged lists the skipped ones.
 

@@ -18,7 +18,6 @@ from rollouts.algorithms.loss_weights import fixed_length_mean, group_token_mean
 from rollouts.algorithms.losses import (
     KLTerm,
     clipped_policy_loss,
-    compute_entropy_loss,
     compute_policy_loss,
     compute_value_loss,
     dft_loss,
@@ -360,20 +359,6 @@ def test_compute_value_loss_is_the_clipped_loss_by_hand():
     assert float(metrics["value_clip_fraction"]) == 0.5
     assert float(compute_value_loss(vpreds, returns, None, mask, cliprange_value=None).loss) == pytest.approx(0.5 * (0.5**2 + 0.9**2) / 2)
     assert float(compute_value_loss(vpreds, returns, old, torch.zeros(1, 3)).loss) == 0
-
-
-def test_compute_entropy_loss_falls_as_the_entropy_rises():
-    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
-    p = logits.detach().softmax(-1)
-    entropy = -(p * p.log()).sum(-1)
-    loss, metrics = compute_entropy_loss(logits, mask)
-    assert float(loss.detach()) == pytest.approx(-float(entropy[mask > 0].mean()))
-    assert float(metrics["entropy"]) == pytest.approx(float(entropy[mask > 0].mean()))
-    assert float(compute_entropy_loss(entropy, mask).loss) == pytest.approx(float(loss.detach()))
-    assert float(compute_entropy_loss(torch.where(mask > 0, entropy, math.nan), mask).loss) == pytest.approx(float(loss.detach()))
-    (gradient,) = torch.autograd.grad(loss, logits)
-    assert float(compute_entropy_loss(logits.detach() - 0.1 * gradient, mask).metrics["entropy"]) > float(metrics["entropy"])
 
 
 @pytest.mark.parametrize("dual", [None, 1.5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 from samples import make_group
 
 from rollouts.checks import describe_function, is_async_function
+from rollouts.errors import GenerationError
 from rollouts.generation.contract import PendingGroup, accepts_partial, bind_generate_fn
+from rollouts.generation.workflows import WorkflowData, create_workflow_generate_fn
+from rollouts.outcomes import FIELD_OF_KEY, read_metadata_of_old_files
+from rollouts.testing import FakeEngine, script_answer
 from rollouts.types import Group, Prompt, Sample, Status
 
 
@@ -69,6 +74,37 @@ async def test_only_a_function_with_the_parameter_gets_the_unfinished_group() ->
     await bind_generate_fn(continues, 1)(pending)
     await bind_generate_fn(generate_async, 1)(pending)
     assert seen == [begun]
+
+
+@pytest.mark.parametrize("key", FIELD_OF_KEY)
+async def test_metadata_for_which_a_sample_has_a_field_is_refused(key: str) -> None:
+    """Else such an entry is read by nothing: a baseline with metadata={"trainable": False} would be trained on."""
+    field = FIELD_OF_KEY[key].split(",")[0].removeprefix("Sample.")
+    assert field in {f.name for f in fields(Sample)}
+
+    async def generate(prompt: Prompt, n: int) -> list[Sample]:
+        return [replace(sample, metadata={**prompt.metadata, key: False}) for sample in make_samples(prompt, n)]
+
+    with pytest.raises(GenerationError, match=rf"generate returned .* metadata\['{key}'\] = False, .* set Sample\.{field}"):
+        await bind_generate_fn(generate, 1)(PendingGroup(Prompt(content="p", index=7)))
+    column = PendingGroup(Prompt(content="p", index=7, metadata={key: False}))  # of the user's data
+    (sample,) = await bind_generate_fn(generate, 1)(column)
+    assert sample.metadata == {key: False} and sample.trainable
+
+
+async def test_metadata_of_a_workflow_is_checked_as_well() -> None:
+    async def run(engine: Any, data: WorkflowData) -> Sample:
+        return replace(make_samples(data.prompt, 1)[0], metadata={"trainable": False})
+
+    generate_fn = create_workflow_generate_fn(run, [FakeEngine(script_answer([1]))])
+    with pytest.raises(GenerationError, match=r"set Sample\.trainable"):
+        await bind_generate_fn(generate_fn, 1)(PendingGroup(Prompt(content="p", index=7)))
+
+
+def test_the_refused_keys_are_those_that_leave_the_metadata_of_old_files() -> None:
+    values = read_metadata_of_old_files({"metadata": dict.fromkeys([*FIELD_OF_KEY, "mine"], 0)})
+    assert values.pop("metadata") == {"mine": 0}
+    assert set(values) == {name.split(",")[0].removeprefix("Sample.") for name in FIELD_OF_KEY.values()}
 
 
 def test_pending_groups_round_trip() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.expressions.algorithm import MAX_DEPTH, MAX_LENGTH, PRESETS, describe_algorithm, parse_algorithm, resolve_algorithm
+from integration.expressions.algorithm import MAX_DEPTH, MAX_LENGTH, PRESETS, describe_call, parse_algorithm, resolve_algorithm
 from integration.train import main
 from rollouts.algorithms import presets as algorithms
 from rollouts.algorithms.anchors import interpolate
@@ -103,7 +103,7 @@ def test_each_preset_alone_or_around_grpo_is_an_algorithm(name: str):
     if name == "gdpo":  # which cannot know the names of a user's rewards
         short, called = "gdpo('right form=0.5')", "gdpo(components='right form=0.5')"
     assert isinstance(resolve(short), Algorithm)
-    assert describe_algorithm(short, 8) == describe_algorithm(called, 8)
+    assert describe_call(parse_algorithm(short), 8) == describe_call(parse_algorithm(called), 8)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def test_the_token_budget_goes_where_it_is_asked_for_and_not_given(own: Path):
 
 
 def test_the_description_writes_every_argument_out(own: Path):
-    assert describe_algorithm("dapo(clip_high=0.3)", 8) == "dapo(clip_low=0.2, clip_high=0.3, epsilon=0.0001, dual=None)"
-    assert "kl=k1" in describe_algorithm("reinforce_plus_plus", 8)
-    assert describe_algorithm("dr_grpo", 8).startswith("dr_grpo(max_tokens=8, ")
-    text = describe_algorithm("own.py:around(dr_grpo(clip_low=0.1))", 8)
+    assert describe_call(parse_algorithm("dapo(clip_high=0.3)"), 8) == "dapo(clip_low=0.2, clip_high=0.3, epsilon=0.0001, dual=None)"
+    assert "kl=k1" in describe_call(parse_algorithm("reinforce_plus_plus"), 8)
+    assert describe_call(parse_algorithm("dr_grpo"), 8).startswith("dr_grpo(max_tokens=8, ")
+    text = describe_call(parse_algorithm("own.py:around(dr_grpo(clip_low=0.1))"), 8)
     assert text.startswith(
         "own.py:around(algorithm=dr_grpo(max_tokens=8, clip_low=0.1, clip_high=0.2), cap=5.0, strict=True, level='token'"
     )
-    assert describe_algorithm(text, 5) == text, "a description is an expression of the same algorithm"
+    assert describe_call(parse_algorithm(text), 5) == text, "a description is an expression of the same algorithm"
 
 
 def test_parsing_calls_nothing(own: Path):
@@ -404,11 +404,11 @@ def test_any_text_is_an_algorithm_or_one_refusal(text: str):
 def test_numbers_arrive_exactly(low: float, high: float, epsilon: float):
     expression = f"dapo(clip_low={low!r}, clip_high={high!r}, epsilon={epsilon!r}, dual=None)"
     assert repr(resolve(expression)) == repr(algorithms.dapo(low, high, epsilon))
-    assert describe_algorithm(expression, 8) == expression
+    assert describe_call(parse_algorithm(expression), 8) == expression
 
 
 def test_an_interpolation_is_named():
     expression = "decoupled(grpo, segment_wise=True, missed_as_proximal=True, approximate=interpolate_probs)"
     expected = algorithms.decoupled(algorithms.grpo(), segment_wise=True, missed_as_proximal=True, approximate=interpolate_probs)
     assert repr(resolve_algorithm(expression, 8)) == repr(expected)
-    assert "approximate=interpolate_probs" in describe_algorithm(expression, 8)
+    assert "approximate=interpolate_probs" in describe_call(parse_algorithm(expression), 8)

@@ -364,7 +364,7 @@ async def test_other_models_can_be_named(start: Callable[..., Config], same_toke
         ("ppo(kl_coef=0.1)", {"rl": {"kl_control": KLControlSection(kl_coef=0.0, target=0.1)}}, "which no factor can change"),
         ("ppo(kl_coef=0.1)", {"rl": {"kl_control": KLControlSection(target=-0.1)}}, "target is -0.1"),
         ("ppo", {"critic": CriticSection(value_clip=0.0)}, "value_clip is 0.0"),
-        ("decoupled(grpo, segment_wise=True)", {}, "is segment-wise, but enable_segment_wise_ppo is off: add --enable_segment_wise_ppo"),
+        ("decoupled(grpo, segment_wise=True)", {}, "is segment-wise, but enable_segment_wise_ppo is off: add --enable-segment-wise-ppo"),
         ("dapo", {"rl": {"overlong_buffer": 9}}, "rl.overlong_buffer is 9, expected at most the token budget of a response, 8"),
         ("dapo", {"rl": {"overlong_buffer": -1}}, "overlong_buffer is -1"),
         ("dapo", {"rl": {"overlong_penalty": -1.0}}, "overlong_penalty is -1.0"),

@@ -56,7 +56,7 @@ def test_the_code_of_write_your_own_runs(tmp_path):
     code = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))"
     status, out, error = run(code, "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider", file, folder=tmp_path / "run")
     assert status == 0, out[-3000:] + error[-1000:]
-    assert "18 passed" in out, out[-500:]
+    assert "20 passed" in out, out[-500:]
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path):
     code = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))"
     status, out, error = run(code, "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider", file, folder=tmp_path / "run")
     assert status == 0, out[-3000:] + error[-1000:]
-    assert "4 passed" in out, out[-500:]
+    assert "5 passed" in out, out[-500:]
 
 
 def test_the_rows_of_the_page_are_pairs():

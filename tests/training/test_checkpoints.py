@@ -25,7 +25,6 @@ from rollouts.training.checkpoints import (
     checkpoint_name,
     find_damaged,
     latest_checkpoint,
-    latest_step,
     list_checkpoints,
     load_run_state,
     lock_run_directory,
@@ -43,6 +42,11 @@ def writer(text: str = "weights", size: int = 1000) -> Write:
         (directory / "tokenizer" / "vocab.json").write_text("{}")
 
     return write
+
+
+def latest_step(directory: Path) -> int | None:
+    path = latest_checkpoint(directory)
+    return None if path is None else int(path.name.removeprefix("step_"))
 
 
 async def save(directory: Path, step: int, text: str = "weights", **options: Any) -> Path:
@@ -278,10 +282,11 @@ async def test_a_cancelled_save_leaves_nothing(tmp_path, autojump_clock):
 KILLED = """
 import sys, trio
 from pathlib import Path
-from rollouts.training.checkpoints import latest_step, save_checkpoint
+from rollouts.training.checkpoints import latest_checkpoint, save_checkpoint
 
 async def main(directory):
-    first = (latest_step(directory) or 0) + 1
+    newest = latest_checkpoint(directory)
+    first = (0 if newest is None else int(newest.name.removeprefix("step_"))) + 1
     print(first - 1)
     for step in range(first, first + 100000):
         async def write(temporary):
@@ -320,7 +325,7 @@ FULL_DISK = """
 import sys, torch, trio
 from pathlib import Path
 from safetensors.torch import save_file
-from rollouts.training.checkpoints import latest_step, save_checkpoint
+from rollouts.training.checkpoints import latest_checkpoint, save_checkpoint
 from rollouts.errors import CheckpointError
 
 async def main(directory):
@@ -337,7 +342,7 @@ async def main(directory):
         try:
             await save_checkpoint(directory, 2, write=write, run_state={}, keep_last_n=1)
         except CheckpointError as error:
-            print(write.__name__, latest_step(directory), [p.name for p in directory.iterdir()], error)
+            print(write.__name__, latest_checkpoint(directory).name, [p.name for p in directory.iterdir()], error)
 
 trio.run(main, Path(sys.argv[1]))
 """
@@ -352,7 +357,7 @@ def test_a_disk_that_is_really_full(tmp_path):
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["plain", "tensors", "pickled"], done.stdout
     for line in lines:
-        assert " 1 ['step_0001'] the disk is full: a checkpoint in " in line
+        assert " step_0001 ['step_0001'] the disk is full: a checkpoint in " in line
         assert "needs about 31" in line and " bytes free" in line
 
 
