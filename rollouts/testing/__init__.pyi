@@ -6,4 +6,6 @@ from .models import create_tiny_model as create_tiny_model
 from .servers.http import Fault as Fault
 from .servers.models import ScriptedModel as ScriptedModel
 from .servers.sglang.server import FakeSGLangServer as FakeSGLangServer
+from .servers.sglang.settings import SGLangSettings as SGLangSettings
 from .servers.vllm.server import FakeVLLMServer as FakeVLLMServer
+from .servers.vllm.settings import VLLMSettings as VLLMSettings

@@ -17,7 +17,7 @@ from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.text.batch import BatchInferenceManager, GeneratedText, collect_texts, count_seeds, generate_results, generate_texts
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.errors import ConfigError, DataError, EngineError
-from rollouts.testing import FakeEngine, FakeSGLangServer, FakeVLLMServer, Fault, create_tiny_model, random_answer
+from rollouts.testing import FakeEngine, FakeSGLangServer, FakeVLLMServer, Fault, SGLangSettings, create_tiny_model, random_answer
 from rollouts.types import Completion, Message, SamplingParams
 
 PROMPTS = [f"{i}+{i}=" for i in range(10)]
@@ -179,7 +179,8 @@ async def open_embedded(tokenizer: Any) -> AsyncIterator[Any]:
 @asynccontextmanager
 async def open_sglang(tokenizer: Any) -> AsyncIterator[Any]:
     fault = Fault("status", path="/generate", after=4, status=500)  # the first request is the engine's own
-    async with FakeSGLangServer(create_tiny_model(vocab_size=99), tokenizer=tokenizer, faults=[fault], deterministic=True) as server:
+    model, settings = create_tiny_model(vocab_size=99), SGLangSettings(deterministic=True)
+    async with FakeSGLangServer(model, settings, tokenizer=tokenizer, faults=[fault]) as server:
         async with SGLangEngine(server.url, vocab_size=99) as engine:
             yield engine
 

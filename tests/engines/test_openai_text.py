@@ -17,11 +17,12 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.http.endpoint import Deadlines, RetryPolicy
 from rollouts.engines.text.openai import OpenAITextEngine
 from rollouts.errors import ConfigError, DataError, EngineError, EngineProtocolError, EngineStatusError, EngineTimeout
-from rollouts.testing import FakeSGLangServer, FakeVLLMServer, Fault
+from rollouts.testing import FakeSGLangServer, FakeVLLMServer, Fault, SGLangSettings, VLLMSettings
 from rollouts.types import Message
 
 CHAT = "/v1/chat/completions"
 KINDS = {"sglang": FakeSGLangServer, "vllm": FakeVLLMServer}
+SETTINGS = {"sglang": SGLangSettings, "vllm": VLLMSettings}
 NAMES = {"sglang": "fake-model", "vllm": "m"}
 both = pytest.mark.parametrize("kind", ["sglang", "vllm"])
 
@@ -38,9 +39,9 @@ def tokenizer() -> Any:
 
 
 @asynccontextmanager
-async def open_engine(kind: str, tokenizer: Any, settings: dict[str, Any] | None = None, **options: Any) -> AsyncIterator[Any]:
+async def open_engine(kind: str, tokenizer: Any, fake: dict[str, Any] | None = None, **options: Any) -> AsyncIterator[Any]:
     """An engine, and its fake server as engine.fake."""
-    server: Any = KINDS[kind](script, tokenizer=tokenizer, **(settings or {}))
+    server: Any = KINDS[kind](script, tokenizer=tokenizer, **(fake or {}))
     async with server, OpenAITextEngine(server.url, options.pop("model", NAMES[kind]), **options) as engine:
         yield engine, server
 
@@ -116,7 +117,8 @@ async def test_a_list_of_models_is_not_needed_where_it_is_not_asked_for(tokenize
 
 async def test_a_checkpoint_does_not_cut_the_distribution_unless_it_may(tokenizer: Any) -> None:
     """Both servers take what a chat request does not name from generation_config.json."""
-    async with open_engine("vllm", tokenizer, {"generation_config": {"top_k": 1, "repetition_penalty": 1.3}}) as (engine, server):
+    settings = VLLMSettings(generation_config={"top_k": 1, "repetition_penalty": 1.3})
+    async with open_engine("vllm", tokenizer, {"settings": settings}) as (engine, server):
         await engine.complete(USER)
         assert {name: body_of(server)[name] for name in ("top_k", "min_p", "repetition_penalty")} == {
             "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
@@ -130,10 +132,11 @@ async def test_a_checkpoint_does_not_cut_the_distribution_unless_it_may(tokenize
 
 @both
 async def test_a_key_is_sent_and_its_absence_reported_in_the_servers_words(kind: str, tokenizer: Any) -> None:
-    async with open_engine(kind, tokenizer, {"api_key": "secret"}, api_key="secret") as (engine, _):
+    settings = SETTINGS[kind](api_key="secret")
+    async with open_engine(kind, tokenizer, {"settings": settings}, api_key="secret") as (engine, _):
         assert (await engine.complete(USER)).text
     with pytest.raises(EngineStatusError, match="Unauthorized") as caught:
-        async with open_engine(kind, tokenizer, {"api_key": "secret"}):
+        async with open_engine(kind, tokenizer, {"settings": settings}):
             pass
     assert caught.value.status == 401
 

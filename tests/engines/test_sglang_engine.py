@@ -39,7 +39,7 @@ from rollouts.engines.sglang.protocol import (
     sglang_tensor_payload,
 )
 from rollouts.errors import EngineError, EngineProtocolError
-from rollouts.testing import FakeSGLangServer, Fault
+from rollouts.testing import FakeSGLangServer, Fault, SGLangSettings
 from rollouts.types import Completion, SamplingParams
 
 NOT_FLUSHED = "Weights were updated, but the cache was not flushed because requests are still running or queued. "
@@ -380,7 +380,7 @@ async def generate_in(nursery: trio.Nursery, engine: SGLangEngine, found: list[A
 
 async def test_seeds_decide_where_the_server_runs_deterministically(weights, recwarn):
     params = SamplingParams(max_tokens=20, seed=3)
-    async with FakeSGLangServer(weights[0], deterministic=True) as server, SGLangEngine(server.url) as engine:
+    async with FakeSGLangServer(weights[0], SGLangSettings(deterministic=True)) as server, SGLangEngine(server.url) as engine:
         first, second = [await engine.generate(PROMPT, params) for _ in range(2)]
         group = await engine.generate_group(PROMPT, params, 4)
         again = await engine.generate_group(PROMPT, params, 4)
@@ -401,7 +401,7 @@ async def test_without_determinism_seeds_are_not_sent_and_the_user_is_told_once(
 
 @pytest.mark.parametrize("original", [False, True])
 async def test_the_kind_of_log_probs_is_measured(weights, original):
-    async with FakeSGLangServer(weights[0], original_logprob=original) as server, SGLangEngine(server.url) as engine:
+    async with FakeSGLangServer(weights[0], SGLangSettings(original_logprob=original)) as server, SGLangEngine(server.url) as engine:
         info = await engine.describe_server()
         plain = await engine.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0.5))
         cut = await engine.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0.5, top_p=0.9))
@@ -411,18 +411,18 @@ async def test_the_kind_of_log_probs_is_measured(weights, original):
 
 
 async def test_a_wrong_belief_about_log_probs_is_refused(weights):
-    async with FakeSGLangServer(weights[0], original_logprob=True) as server:
+    async with FakeSGLangServer(weights[0], SGLangSettings(original_logprob=True)) as server:
         with pytest.raises(EngineError, match="gives untempered log-probs, expected tempered"):
             async with SGLangEngine(server.url, log_prob_kind="tempered"):
                 pass
 
 
 async def test_a_version_that_was_not_tested_is_warned_of_and_an_older_one_refused(weights):
-    async with FakeSGLangServer(weights[0], version="0.6.1") as server:
+    async with FakeSGLangServer(weights[0], SGLangSettings(version="0.6.1")) as server:
         with pytest.warns(UserWarning, match=r"0\.6\.1.*tested with 0\.5\.23"):
             async with SGLangEngine(server.url):
                 pass
-    async with FakeSGLangServer(weights[0], version="0.5.22") as server:
+    async with FakeSGLangServer(weights[0], SGLangSettings(version="0.5.22")) as server:
         with pytest.raises(EngineError, match=r"older than 0\.5\.23"):
             async with SGLangEngine(server.url):
                 pass
@@ -470,7 +470,7 @@ async def test_a_temperature_that_the_server_takes_for_greedy_is_refused(weights
 
 
 async def test_without_the_size_of_the_vocabulary_nothing_is_sent():
-    async with FakeSGLangServer(endless, model_path="/nowhere/here") as server:
+    async with FakeSGLangServer(endless, SGLangSettings(model_path="/nowhere/here")) as server:
         with pytest.raises(EngineError, match="pass vocab_size"):
             async with SGLangEngine(server.url):
                 pass
@@ -481,7 +481,8 @@ async def test_without_the_size_of_the_vocabulary_nothing_is_sent():
 
 
 async def test_a_full_queue_is_waited_for(weights):
-    async with FakeSGLangServer(weights[0], seconds_per_token=0.002, max_running_requests=2, max_queued_requests=2) as server:
+    full = SGLangSettings(max_running_requests=2, max_queued_requests=2)
+    async with FakeSGLangServer(weights[0], full, seconds_per_token=0.002) as server:
         async with SGLangEngine(server.url) as engine:
             found: list[Any] = []
             with trio.fail_after(PATIENCE_S):

@@ -30,7 +30,7 @@ from rollouts.engines.vllm.protocol import (
     vllm_payload,
 )
 from rollouts.errors import EngineError, EngineProtocolError, EngineTimeout
-from rollouts.testing import FakeVLLMServer, Fault, create_tiny_model
+from rollouts.testing import FakeVLLMServer, Fault, VLLMSettings, create_tiny_model
 from rollouts.types import Completion, SamplingParams
 from rollouts.weight_specs import describe_weights
 
@@ -324,18 +324,18 @@ async def test_the_engine_knows_its_server(model_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("options", "engine_options", "message"),
+    ("settings", "engine_options", "message"),
     [
-        ({"dev_mode": False}, {}, "VLLM_SERVER_DEV_MODE=1"),
-        ({"scale_out": False}, {}, "--enable-scale-out"),
-        ({"api_key": "right"}, {"api_key": "wrong"}, "pass api_key"),
-        ({"version": "0.31.0"}, {}, r"version 0\.31\.0 of its server, older than 0\.32"),
-        ({}, {"expected_model": "qwen"}, "expected 'qwen'"),
-        ({}, {"vocab_size": 100}, "vocabulary of 64 tokens, expected 100"),
+        (VLLMSettings(dev_mode=False), {}, "VLLM_SERVER_DEV_MODE=1"),
+        (VLLMSettings(scale_out=False), {}, "--enable-scale-out"),
+        (VLLMSettings(api_key="right"), {"api_key": "wrong"}, "pass api_key"),
+        (VLLMSettings(version="0.31.0"), {}, r"version 0\.31\.0 of its server, older than 0\.32"),
+        (VLLMSettings(), {"expected_model": "qwen"}, "expected 'qwen'"),
+        (VLLMSettings(), {"vocab_size": 100}, "vocabulary of 64 tokens, expected 100"),
     ],
 )
-async def test_a_server_that_cannot_be_used_is_refused_at_the_door(model_path: Path, options, engine_options, message: str):
-    async with FakeVLLMServer(model_path, **options) as server:
+async def test_a_server_that_cannot_be_used_is_refused_at_the_door(model_path: Path, settings, engine_options, message: str):
+    async with FakeVLLMServer(model_path, settings) as server:
         with pytest.raises(EngineError, match=message):
             async with open_engine(server, **engine_options):
                 raise AssertionError("the engine was opened")
@@ -348,7 +348,7 @@ async def test_no_server_and_another_server_are_said_to_be_such():
 
 
 async def test_an_unknown_version_is_warned_of_and_used():
-    async with FakeVLLMServer(count_up, version="0.33.1") as server:
+    async with FakeVLLMServer(count_up, VLLMSettings(version="0.33.1")) as server:
         with pytest.warns(UserWarning, match=r"version 0\.33\.1"):
             async with open_engine(server) as engine:
                 assert (await engine.generate(PROMPT, SamplingParams(max_tokens=2))).output_tokens == (10, 11)
@@ -375,7 +375,7 @@ async def test_log_probs_are_those_of_the_distribution_sampled_from(model_path: 
 
 
 async def test_a_server_in_raw_mode_is_warned_of_and_recorded_as_such(model_path: Path):
-    async with FakeVLLMServer(model_path, logprobs_mode="raw_logprobs") as server:
+    async with FakeVLLMServer(model_path, VLLMSettings(logprobs_mode="raw_logprobs")) as server:
         with pytest.warns(UserWarning, match="processed_logprobs"):
             async with open_engine(server) as engine:
                 params = SamplingParams(max_tokens=12, temperature=0.5, seed=1, untempered_log_probs=True)
@@ -398,7 +398,7 @@ async def test_groups_come_in_one_request():
 
 
 async def test_seeds_that_would_end_a_server_on_a_cpu_are_not_sent(model_path: Path):
-    async with FakeVLLMServer(model_path, device="cpu") as server, open_engine(server) as engine:
+    async with FakeVLLMServer(model_path, VLLMSettings(device="cpu")) as server, open_engine(server) as engine:
         with pytest.warns(UserWarning, match="gets no seeds"):
             await engine.generate(PROMPT, SamplingParams(max_tokens=2, seed=3))
         (request,) = [request for request in server.received if request.path == "/inference/v1/generate"]
@@ -429,7 +429,7 @@ async def test_stop_strings_need_the_servers_tokenizer(model_path: Path):
 async def test_aborts_reach_running_and_queued_requests_of_this_engine_only():
     found: dict[str, Completion] = {}
     params = SamplingParams(max_tokens=400)
-    async with FakeVLLMServer(count_up, max_num_seqs=2) as server:
+    async with FakeVLLMServer(count_up, VLLMSettings(max_num_seqs=2)) as server:
         async with open_engine(server) as engine, open_engine(server) as other:
             server.scheduler.hold_tokens(5)
 
@@ -460,7 +460,7 @@ async def test_aborts_reach_running_and_queued_requests_of_this_engine_only():
 
 
 async def test_cancelled_requests_end_on_the_server_too():
-    async with FakeVLLMServer(count_up, max_num_seqs=1) as server, open_engine(server) as engine:
+    async with FakeVLLMServer(count_up, VLLMSettings(max_num_seqs=1)) as server, open_engine(server) as engine:
         server.scheduler.hold_tokens(5)
         with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
@@ -529,7 +529,7 @@ async def test_keys_and_values_of_the_old_weights_are_dropped_twice(model_path: 
 async def test_a_tied_output_head_is_loaded_on_a_cpu_too(model_path: Path, tmp_path: Path):
     model = export(tmp_path / "1", 1)
     greedy = SamplingParams(max_tokens=8, temperature=0.0)
-    async with FakeVLLMServer(model_path, device="cpu") as server, open_engine(server) as engine:
+    async with FakeVLLMServer(model_path, VLLMSettings(device="cpu")) as server, open_engine(server) as engine:
         await engine.update_weights_from_checkpoint(tmp_path / "1")
         completion = await engine.generate(PROMPT, greedy)
         async with HTTPEndpoint(server.url) as raw:
@@ -721,7 +721,7 @@ async def test_a_server_that_hangs_is_a_timeout(model_path: Path, tmp_path: Path
 
 
 async def test_a_dead_engine_says_so_in_the_servers_words(model_path: Path):
-    async with FakeVLLMServer(model_path, keep_alive_on_engine_death=True) as server, open_engine(server) as engine:
+    async with FakeVLLMServer(model_path, VLLMSettings(keep_alive_on_engine_death=True)) as server, open_engine(server) as engine:
         server.core.is_dead = True
         with pytest.raises(EngineError, match="EngineCore encountered an issue"):
             await engine.generate(PROMPT, SamplingParams(max_tokens=3))
@@ -758,7 +758,7 @@ async def test_weights_can_be_brought_in_another_way_while_requests_run(model_pa
     """Between start and finish the server has no weights, and a generation there would be its end."""
     model = export(tmp_path / "1", 1)
     found: list[Completion] = []
-    async with FakeVLLMServer(model_path, weight_transfer="disk") as server, open_engine(server) as engine:
+    async with FakeVLLMServer(model_path, VLLMSettings(weight_transfer="disk")) as server, open_engine(server) as engine:
 
         async def load(routes: HTTPEndpoint, label: str) -> None:
             assert label == "5"
@@ -796,7 +796,7 @@ async def test_on_a_cpu_weights_in_memory_need_the_output_head(model_path: Path)
         raise AssertionError("nothing should be sent")
 
     weights = {name: tensor for name, tensor in create_model(1).state_dict().items() if name != "lm_head.weight"}
-    async with FakeVLLMServer(model_path, device="cpu") as server, open_engine(server) as engine:
+    async with FakeVLLMServer(model_path, VLLMSettings(device="cpu")) as server, open_engine(server) as engine:
         with pytest.raises(EngineError, match=r"no lm_head\.weight, and on a CPU vLLM would go on with the old one"):
             await engine.update_weights_with(load, describe_weights(weights), 5)
         assert server.count("/pause") == 0

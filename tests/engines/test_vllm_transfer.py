@@ -33,7 +33,7 @@ from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.engines.weights.nccl import NCCLCommunicator, NCCLSender, join_communicator
 from rollouts.engines.weights.torch_groups import GroupSender, open_rendezvous
 from rollouts.errors import BackendError, EngineError
-from rollouts.testing import FakeVLLMServer, Fault
+from rollouts.testing import FakeVLLMServer, Fault, VLLMSettings
 from rollouts.testing.servers.vllm.transfer import GPU, GROUP_NAME
 from rollouts.types import SamplingParams
 from rollouts.weight_specs import describe_weights, plan_weights
@@ -69,10 +69,8 @@ async def meet_over_gloo(world_size: int, *, timeout_s: float = 30.0) -> Meeting
 async def open_servers(directory: Path, transport: Any, num: int = 2, **options: Any):
     """Fake servers and engines named s0, s1, ..."""
     async with AsyncExitStack() as stack:
-        servers = [
-            await stack.enter_async_context(FakeVLLMServer(directory, weight_transfer=transport, allow_insecure_serialization=True))
-            for _ in range(num)
-        ]
+        settings = VLLMSettings(weight_transfer=transport, allow_insecure_serialization=True)
+        servers = [await stack.enter_async_context(FakeVLLMServer(directory, settings)) for _ in range(num)]
         engines = [await stack.enter_async_context(VLLMEngine(server.url, name=f"s{i}", **options)) for i, server in enumerate(servers)]
         yield servers, engines
 

@@ -29,7 +29,7 @@ from rollouts.generation.single_turn import (
     summarize_evaluation,
 )
 from rollouts.seeds import derive_seed
-from rollouts.testing import FakeEngine, FakeSGLangServer, FakeVLLMServer, random_answer, script_answer
+from rollouts.testing import FakeEngine, FakeSGLangServer, FakeVLLMServer, SGLangSettings, random_answer, script_answer
 from rollouts.testing.engines import Call
 from rollouts.types import Completion, Group, Message, Prompt, RolloutBatch, Sample, SamplingParams, Status
 
@@ -285,7 +285,7 @@ def count_up(prompt_tokens: tuple[int, ...], index: int, num_loads: int, seed: i
 async def test_a_server_gets_one_request_for_a_group(kind: str, tokenizer: Any) -> None:
     server: Any
     if kind == "sglang":
-        server, path = FakeSGLangServer(count_up, deterministic=True, seconds_per_token=0.02), "/generate"
+        server, path = FakeSGLangServer(count_up, SGLangSettings(deterministic=True), seconds_per_token=0.02), "/generate"
     else:
         server, path = FakeVLLMServer(count_up, seconds_per_token=0.02), "/inference/v1/generate"
     async with server, (SGLangEngine if kind == "sglang" else VLLMEngine)(server.url, vocab_size=128) as engine:

@@ -28,7 +28,7 @@ from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.engines.weights.path_map import PathMap
 from rollouts.errors import ConfigError, EngineError
-from rollouts.testing import FakeSGLangServer, FakeVLLMServer, Fault, create_tiny_model
+from rollouts.testing import FakeSGLangServer, FakeVLLMServer, Fault, VLLMSettings, create_tiny_model
 from rollouts.training.served_weights import publish_weights, write_weight_version
 from rollouts.types import SamplingParams
 
@@ -193,7 +193,8 @@ async def test_every_engine_loads_a_directory_of_several_files_also_under_anothe
             assert server.core.model_path == str(there / "new")
     else:
         device = "cpu" if kind.endswith("cpu") else "cuda"
-        async with FakeVLLMServer(there / "initial", device=device) as server, VLLMEngine(server.url, path_map=paths) as engine:
+        settings = VLLMSettings(device=device)
+        async with FakeVLLMServer(there / "initial", settings) as server, VLLMEngine(server.url, path_map=paths) as engine:
             await check(engine)
             (body,) = [request.json() for request in server.received if request.path == "/collective_rpc"]
             assert body["kwargs"]["weights_path"].startswith(str(there / "new"))

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from rollouts.testing import FakeSGLangServer, FakeVLLMServer, create_tiny_model
+from rollouts.testing import FakeSGLangServer, FakeVLLMServer, SGLangSettings, VLLMSettings, create_tiny_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from engine_recordings import Seen, compare, read_events
@@ -267,17 +267,15 @@ async def test_the_fake_vllm_answers_as_the_real_one(vllm_server, tmp_path):
         settings = (await client.get("/server_info?config_format=json")).json()["vllm_config"]
     questions = vllm_questions(save_other_weights(tmp_path / "other"), save_with_head(tmp_path / "with_head"), name)
     real = await ask_all(vllm_server.url, questions)
-    fake_server = FakeVLLMServer(
-        path,
+    same = VLLMSettings(
         model_name=name,
         device=settings["device_config"]["device"],
-        tokenizer=AutoTokenizer.from_pretrained(path),
         logprobs_mode=settings["model_config"]["logprobs_mode"],
         block_size=settings["cache_config"]["block_size"],
         prompt_tokens_details=real["greedy"].body["usage"]["prompt_tokens_details"] is not None,
         max_num_seqs=64,
     )
-    async with fake_server as server:
+    async with FakeVLLMServer(path, same, tokenizer=AutoTokenizer.from_pretrained(path)) as server:
         fake = await ask_all(server.url, questions)
     problems = find_differences(real, fake)
     expected = EXCEPTIONS["vllm"]
@@ -290,7 +288,8 @@ async def test_the_fake_sglang_answers_as_the_real_one(sglang_server, tmp_path):
     path = str(sglang_server.model_path)
     questions = sglang_questions(save_other_weights(tmp_path / "other"), path)
     real = await ask_all(sglang_server.url, questions)
-    async with FakeSGLangServer(path, tokenizer=AutoTokenizer.from_pretrained(path), max_running_requests=64) as server:
+    settings = SGLangSettings(max_running_requests=64)
+    async with FakeSGLangServer(path, settings, tokenizer=AutoTokenizer.from_pretrained(path)) as server:
         fake = await ask_all(server.url, questions)
     problems = find_differences(real, fake)
     expected = EXCEPTIONS["sglang"]

@@ -8,6 +8,7 @@ import pickle
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import trio.testing
 from server_waits import PATIENCE_S, wait_for_tokens, wait_until
 from torch.nn.functional import log_softmax
 
-from rollouts.testing import FakeSGLangServer, FakeVLLMServer, Fault, ScriptedModel, create_tiny_model
+from rollouts.errors import ConfigError
+from rollouts.testing import FakeSGLangServer, FakeVLLMServer, Fault, ScriptedModel, SGLangSettings, VLLMSettings, create_tiny_model
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
@@ -145,10 +147,15 @@ class Client:
         await wait_for_tokens(self.server, count, num_sequences)
 
 
+SETTINGS_OF = {FakeSGLangServer: SGLangSettings, FakeVLLMServer: VLLMSettings}
+
+
 @asynccontextmanager
-async def serve(kind: type, model: Any, **settings: Any) -> AsyncIterator[Client]:
+async def serve(kind: type, model: Any, settings: Any = None, **options: Any) -> AsyncIterator[Client]:
+    """A server, both kinds with a prefix cache that takes single tokens."""
     limits = httpx.Limits(max_keepalive_connections=0)
-    server = kind(model, **({"block_size": 1, **settings} if kind is FakeVLLMServer else settings))
+    settings = settings or SETTINGS_OF[kind]()
+    server = kind(model, replace(settings, block_size=1) if kind is FakeVLLMServer else settings, **options)
     async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False, timeout=PATIENCE_S, limits=limits) as http:
         yield Client(server, http)
 
@@ -168,14 +175,14 @@ async def test_greedy_tokens_and_log_probs_are_those_of_the_model(kind, models):
 @pytest.mark.parametrize(
     "kind, settings, is_tempered",
     [
-        (FakeSGLangServer, {}, True),
-        (FakeSGLangServer, {"original_logprob": True}, False),
-        (FakeVLLMServer, {}, True),
-        (FakeVLLMServer, {"logprobs_mode": "raw_logprobs"}, False),
+        (FakeSGLangServer, SGLangSettings(), True),
+        (FakeSGLangServer, SGLangSettings(original_logprob=True), False),
+        (FakeVLLMServer, VLLMSettings(), True),
+        (FakeVLLMServer, VLLMSettings(logprobs_mode="raw_logprobs"), False),
     ],
 )
 async def test_log_probs_are_of_the_kind_of_the_server(kind, settings, is_tempered, models):
-    async with serve(kind, models[0], **settings) as client:
+    async with serve(kind, models[0], settings) as client:
         found = await client.generate(16, temperature=0.5)
     expected = log_probs_of(models[0], PROMPT + found["tokens"], 0.5 if is_tempered else 1.0)[-16:]
     other = log_probs_of(models[0], PROMPT + found["tokens"], 1.0 if is_tempered else 0.5)[-16:]
@@ -395,7 +402,7 @@ async def test_a_dead_server_refuses_until_it_is_revived(kind):
 @both
 async def test_idle_connections_are_closed(kind):
     for keep_alive_s in (0.05, 600.0):
-        server = kind(script, keep_alive_s=keep_alive_s)
+        server = kind(script, SETTINGS_OF[kind](keep_alive_s=keep_alive_s))
         async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False) as http:
             await http.get("/health")
             if keep_alive_s < 1:
@@ -406,16 +413,16 @@ async def test_idle_connections_are_closed(kind):
 
 
 async def test_only_the_version_that_is_asked_for_is_told():
-    async with serve(FakeVLLMServer, script, version="9.9.9", model_name="other") as client:
+    async with serve(FakeVLLMServer, script, VLLMSettings(version="9.9.9", model_name="other")) as client:
         assert (await client.http.get("/version")).json() == {"version": "9.9.9"}
         assert (await client.http.get("/v1/models")).json()["data"][0]["id"] == "other"
-    async with serve(FakeSGLangServer, script, version="9.9.9", model_path="/models/other") as client:
+    async with serve(FakeSGLangServer, script, SGLangSettings(version="9.9.9", model_path="/models/other")) as client:
         assert (await client.http.get("/server_info")).json()["version"] == "9.9.9"
         assert (await client.http.get("/model_info")).json()["model_path"] == "/models/other"
 
 
 async def test_gates_of_vllm():
-    async with serve(FakeVLLMServer, script, dev_mode=False, scale_out=False) as client:
+    async with serve(FakeVLLMServer, script, VLLMSettings(dev_mode=False, scale_out=False)) as client:
         assert (await client.post("/pause")).status_code == 404
         response = await client.post("/inference/v1/generate", {"token_ids": [5], "sampling_params": {}})
         assert (response.status_code, response.json()["error"]["type"]) == (403, "PermissionDeniedError")
@@ -424,7 +431,8 @@ async def test_gates_of_vllm():
 async def test_completions_of_vllm_take_what_they_are_not_told_from_the_generation_config(models, tmp_path):
     from rollouts.chat.char_tokenizer import create_char_tokenizer
 
-    async with serve(FakeVLLMServer, models[0], tokenizer=create_char_tokenizer(64), generation_config={"top_k": 1}) as client:
+    greedy = VLLMSettings(generation_config={"top_k": 1})
+    async with serve(FakeVLLMServer, models[0], greedy, tokenizer=create_char_tokenizer(64)) as client:
         body = {"model": "m", "prompt": PROMPT, "temperature": 1.0, "max_tokens": 8, "return_token_ids": True, "ignore_eos": True}
         found = (await client.post("/v1/completions", body)).json()["choices"][0]["token_ids"]
         assert found == greedy_tokens(models[0], PROMPT, 8)
@@ -443,7 +451,7 @@ async def test_seeds_work_on_vllm_and_not_on_sglang(models):
         choices = (await client.post("/inference/v1/generate", body)).json()["choices"]
         assert len({tuple(choice["token_ids"]) for choice in choices}) == 3
     for deterministic in (False, True):
-        async with serve(FakeSGLangServer, models[0], deterministic=deterministic) as client:
+        async with serve(FakeSGLangServer, models[0], SGLangSettings(deterministic=deterministic)) as client:
             options = {"temperature": 1.0, "sampling_seed": 7}
             same = (await client.generate(12, **options))["tokens"] == (await client.generate(12, **options))["tokens"]
             assert same == deterministic
@@ -597,7 +605,7 @@ async def test_vllm_on_a_cpu_keeps_the_old_head_of_a_model_that_ties_it(models, 
 
     weights = load_file(f"{new_weights}/model.safetensors")
     save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
-    async with serve(FakeVLLMServer, models[0], device="cpu") as client:
+    async with serve(FakeVLLMServer, models[0], VLLMSettings(device="cpu")) as client:
         await client.load(new_weights, "1")
         found = await client.generate()
         expected = log_probs_of(models[1], PROMPT + found["tokens"])[-8:]
@@ -651,7 +659,7 @@ async def test_requests_of_nonsense_are_refused(kind):
 
 
 async def test_many_requests_at_once():
-    async with serve(FakeVLLMServer, script, seconds_per_token=0.005, max_num_seqs=100) as client:
+    async with serve(FakeVLLMServer, script, VLLMSettings(max_num_seqs=100), seconds_per_token=0.005) as client:
         found: list[dict[str, Any]] = []
 
         async def generate(i: int) -> None:
@@ -687,7 +695,7 @@ async def test_prompt_log_probs(models):
 
 
 async def test_time_of_tokens_and_of_a_place():
-    async with serve(FakeVLLMServer, script, seconds_per_token=0.02, max_num_seqs=1) as client:
+    async with serve(FakeVLLMServer, script, VLLMSettings(max_num_seqs=1), seconds_per_token=0.02) as client:
         started = trio.current_time()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.generate, 5)
@@ -712,5 +720,24 @@ exec(compile(GUIDE_CODE, "the code of docs/testing.md", "exec"), GUIDE_TESTS)
 globals().update({f"{name}_as_in_the_guide": test for name, test in GUIDE_TESTS.items() if name.startswith("test_")})
 
 
+@pytest.mark.parametrize(
+    "settings, options, message",
+    [
+        (VLLMSettings, {"max_num_seqs": 0}, "VLLMSettings.max_num_seqs is 0, expected at least 1"),
+        (VLLMSettings, {"max_num_queued_reqs": -1}, "VLLMSettings.max_num_queued_reqs is -1, expected at least 0"),
+        (VLLMSettings, {"max_logprobs": -2}, "VLLMSettings.max_logprobs is -2, expected at least -1"),
+        (VLLMSettings, {"block_size": 0}, "VLLMSettings.block_size is 0, expected at least 1"),
+        (VLLMSettings, {"keep_alive_s": 0}, "VLLMSettings.keep_alive_s is 0, expected more than 0"),
+        (SGLangSettings, {"max_running_requests": 0}, "SGLangSettings.max_running_requests is 0, expected at least 1"),
+        (SGLangSettings, {"max_queued_requests": -1}, "SGLangSettings.max_queued_requests is -1, expected at least 0"),
+        (SGLangSettings, {"health_timeout_s": 0}, "SGLangSettings.health_timeout_s is 0, expected more than 0"),
+        (SGLangSettings, {"poll_s": -0.1}, "SGLangSettings.poll_s is -0.1, expected more than 0"),
+    ],
+)
+def test_settings_that_no_server_takes_are_refused(settings, options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        settings(**options)
+
+
 def test_the_guide_has_a_test_for_each_thing_that_fakes_reproduce():
-    assert len([name for name in GUIDE_TESTS if name.startswith("test_")]) == 12
+    assert len([name for name in GUIDE_TESTS if name.startswith("test_")]) == 13

@@ -27,7 +27,7 @@ from engine_recordings import Letters, Seen, compare, load_recordings, load_sele
 from safetensors.torch import load_file, save_file
 from server_waits import PATIENCE_S, wait_for_tokens, wait_until
 
-from rollouts.testing import FakeSGLangServer, ScriptedModel, create_tiny_model
+from rollouts.testing import FakeSGLangServer, ScriptedModel, SGLangSettings, create_tiny_model
 
 pytestmark = pytest.mark.more
 RECORDINGS = load_recordings("sglang")
@@ -145,7 +145,7 @@ def answers_of(name: str) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def open_session(name: str, model: Any, directories: Path, **settings: Any):
+async def open_session(name: str, model: Any, directories: Path, settings: SGLangSettings = SGLangSettings()):
     """A server that says what was recorded under that name, where something was said."""
     tokens = next((answer["output_ids"] for answer in answers_of(name)), None) or ([40] if "stream" in name else None)
     if name == "tok_stop_string":  # the text of the last token only is one of the stop strings
@@ -153,7 +153,7 @@ async def open_session(name: str, model: Any, directories: Path, **settings: Any
     if tokens and name != "generate_input_logprobs":
         model = ScriptedModel(lambda prompt, i, loads, seed: (tokens[i % len(tokens)], -4.5))
     with_text = name.startswith("tok_") or name in {"queue_abort_prefill_time", "server_info_after_disconnect"}
-    server = FakeSGLangServer(model, tokenizer=Letters() if with_text else None, **settings)
+    server = FakeSGLangServer(model, settings, tokenizer=Letters() if with_text else None)
     limits = httpx.Limits(max_keepalive_connections=0)
     async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False, timeout=PATIENCE_S, limits=limits) as client:
         yield Session(server, client, directories)
@@ -412,51 +412,47 @@ async def replay_groups(session: Session) -> None:
 
 
 Replay = Callable[[Session], Awaitable[None]]
-TOGETHER: list[tuple[Replay, tuple[str, ...], dict[str, Any]]] = [
-    (lambda s: replay_aborts(s, "abort_request", "aborted_by_rid"), ("abort_request", "aborted_by_rid"), {}),
+TOGETHER: list[tuple[Replay, tuple[str, ...]]] = [
+    (lambda s: replay_aborts(s, "abort_request", "aborted_by_rid"), ("abort_request", "aborted_by_rid")),
     (
         lambda s: replay_aborts(s, "abort_request_prefix", "aborted_prefix_exact", "aborted_prefix_other"),
         ("abort_request_prefix", "aborted_prefix_exact", "aborted_prefix_other"),
-        {},
     ),
-    (lambda s: replay_aborts(s, "abort_request_stream", "aborted_stream"), ("abort_request_stream", "aborted_stream"), {}),
-    (lambda s: replay_aborts(s, "abort_all", "aborted_all_a", "aborted_all_n2"), ("abort_all", "aborted_all_a", "aborted_all_n2"), {}),
+    (lambda s: replay_aborts(s, "abort_request_stream", "aborted_stream"), ("abort_request_stream", "aborted_stream")),
+    (lambda s: replay_aborts(s, "abort_all", "aborted_all_a", "aborted_all_n2"), ("abort_all", "aborted_all_a", "aborted_all_n2")),
     (
         replay_queue_abort,
         ("abort_all_queue", *(f"aborted_queue_{i}" for i in range(20))),
-        {"max_running_requests": 16},
     ),
     (replay_pause_abort, tuple(f"pause_abort{part}" for part in (
         "", "_back", "_continue", "_flush", "_idle_reset", "_inflight", "_model_info", "_new_request", "_update"
-    )), {}),
+    ))),
     (replay_pause_retract, tuple(f"pause_retract{part}" for part in (
         "", "_back", "_continue", "_flush", "_idle_reset", "_inflight", "_model_info", "_new_request", "_update"
-    )), {}),
+    ))),
     (replay_pause_in_place, tuple(f"pause_in_place{part}" for part in (
         "", "_back", "_continue", "_flush", "_idle_reset", "_inflight", "_model_info", "_new_request", "_update"
-    )), {}),
+    ))),
     (replay_pause_in_place_2, tuple(f"pause_in_place{part}" for part in (
         "2", "_abort_while_paused", "_continue2", "_inflight2", "_model_info2", "_update_flush_true"
-    )), {}),
+    ))),
     (
         replay_update_while_running,
         ("inflight_during_plain_update", "queued_behind_update", "update_disk_while_running"),
-        {},
     ),
-    (replay_update_abort_all, ("inflight_during_abort_update", "update_disk_abort_all"), {}),
-    (replay_flush_busy, ("flush_busy_gen", "flush_cache_busy", "flush_cache_busy_timeout"), {}),
-    (replay_health_paused, ("health_paused", "pause_h"), {"health_timeout_s": 0.05}),
-    (lambda s: replay_death(s, "update_ck_badshape", "gen_after_ck_badshape"), ("update_ck_badshape", "gen_after_ck_badshape"), {}),
-    (lambda s: replay_death(s, "update_ck_trunc", "gen_after_ck_trunc"), ("update_ck_trunc", "gen_after_ck_trunc"), {}),
-    (lambda s: replay_death(s, "err_update_bad_load_format"), ("err_update_bad_load_format",), {}),
-    (replay_bad_token, ("err_bad_token_id",), {}),
+    (replay_update_abort_all, ("inflight_during_abort_update", "update_disk_abort_all")),
+    (replay_flush_busy, ("flush_busy_gen", "flush_cache_busy", "flush_cache_busy_timeout")),
+    (replay_health_paused, ("health_paused", "pause_h")),
+    (lambda s: replay_death(s, "update_ck_badshape", "gen_after_ck_badshape"), ("update_ck_badshape", "gen_after_ck_badshape")),
+    (lambda s: replay_death(s, "update_ck_trunc", "gen_after_ck_trunc"), ("update_ck_trunc", "gen_after_ck_trunc")),
+    (lambda s: replay_death(s, "err_update_bad_load_format"), ("err_update_bad_load_format",)),
+    (replay_bad_token, ("err_bad_token_id",)),
     (
         replay_tensors,
         (
             "tensor_nosession", "begin_weight_update_b", "tensor_plain_pickle", "gen_after_tensor_plain", "tensor_file_system",
             "gen_after_tensor_fs",
         ),
-        {},
     ),
     (
         replay_groups,
@@ -464,9 +460,11 @@ TOGETHER: list[tuple[Replay, tuple[str, ...], dict[str, Any]]] = [
             "init_weights_update_group", "begin_weight_update_c", "update_weights_from_distributed", "gen_after_dist",
             "update_weights_from_distributed_bucket", "gen_after_dist_bucket", "destroy_group", "destroy_group_bad",
         ),
-        {},
     ),
 ]  # fmt: skip
+
+
+SETTINGS = {replay_queue_abort: SGLangSettings(max_running_requests=16), replay_health_paused: SGLangSettings(health_timeout_s=0.05)}
 
 
 @pytest.fixture(scope="module")
@@ -478,10 +476,10 @@ def finished() -> dict[str, Seen]:
 async def replay(name: str, model: Any, directories: Path, finished: dict[str, Seen]) -> Seen:
     if name in finished:
         return finished[name]
-    for play, names, settings in TOGETHER:
+    for play, names in TOGETHER:
         if name in names and set(names) <= set(RECORDINGS):
             speaker = "" if play is replay_groups else next((n for n in names if isinstance(RECORDINGS[n], dict) and answers_of(n)), "")
-            async with open_session(speaker, model, directories, **settings) as session:
+            async with open_session(speaker, model, directories, SETTINGS.get(play, SGLangSettings())) as session:
                 await play(session)
             finished.update(session.found)
             return finished.get(name, Seen(None))
@@ -495,7 +493,7 @@ def keep_known(recorded: Any, found: Any) -> Any:
     )
 
 
-INCOMPLETE = {name for _, names, _ in TOGETHER if not set(names) <= set(RECORDINGS) for name in names}
+INCOMPLETE = {name for _, names in TOGETHER if not set(names) <= set(RECORDINGS) for name in names}
 """Recordings whose replay has others that are not in the selection."""
 
 

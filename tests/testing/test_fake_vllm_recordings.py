@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,35 +20,38 @@ from engine_recordings import Letters, Seen, compare, load_recordings, load_sele
 from safetensors.torch import load_file, save_file
 from server_waits import PATIENCE_S, wait_for_tokens, wait_until
 
-from rollouts.testing import FakeVLLMServer, ScriptedModel, create_tiny_model
+from rollouts.testing import FakeVLLMServer, ScriptedModel, VLLMSettings, create_tiny_model
 
 pytestmark = pytest.mark.more
 RECORDINGS = load_recordings("vllm")
 
 EXCEPTIONS: dict[str, str] = {}
 
-DISK = {"weight_transfer": "disk"}
-NCCL = {"weight_transfer": "nccl"}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "02_generate_logprobs_full_vocab": {"max_logprobs": -1, "prompt_tokens_details": False},
-    "02_tokens_only_generate": {"tokenizer": None, "prompt_tokens_details": False},
-    "02_tokens_only_completions": {"tokenizer": None},
-    "02_tokens_only_stop_string": {"tokenizer": None},
-    "03_ext_collective_rpc": {"worker_methods": {"rollouts_ping": lambda x: {"rank": 0, "x": x}}},
+CPU = VLLMSettings(device="cpu")
+NCCL = replace(CPU, weight_transfer="nccl")
+KEY = replace(CPU, api_key="key")
+STAYS = replace(CPU, keep_alive_on_engine_death=True)
+UNCOUNTED = replace(CPU, prompt_tokens_details=False)
+WITHOUT_TOKENIZER = {"02_tokens_only_generate", "02_tokens_only_completions", "02_tokens_only_stop_string"}
+SETTINGS: dict[str, VLLMSettings] = {
+    "02_generate_logprobs_full_vocab": replace(UNCOUNTED, max_logprobs=-1),
+    "02_tokens_only_generate": UNCOUNTED,
+    "03_ext_collective_rpc": replace(CPU, worker_methods={"rollouts_ping": lambda x: {"rank": 0, "x": x}}),
     "03_generate_while_update_open": NCCL,
     "03_nccl_on_cpu_init": NCCL,
     "03_nccl_on_cpu_init_bad_fields": NCCL,
     "03_nccl_on_cpu_init_missing": NCCL,
     "03_nccl_on_cpu_update_before_init": NCCL,
-    "04_abort_queued_response": {"prompt_tokens_details": False},
-    "05_dead_engine_generate": {"keep_alive_on_engine_death": True},
-    "05_dead_engine_health": {"keep_alive_on_engine_death": True},
-    "05_dev_route_without_key": {"api_key": "key"},
-    "05_dev_rpc_without_key": {"api_key": "key"},
-    "05_err_bad_api_key": {"api_key": "key"},
-    "05_err_gen_n_over_max_num_seqs": {"max_num_seqs": 128},
-    "05_err_no_api_key": {"api_key": "key"},
-    **{name: DISK for name in RECORDINGS if name.startswith("03_disk")},
+    "04_abort_queued_response": UNCOUNTED,
+    "05_dead_engine_generate": STAYS,
+    "05_dead_engine_health": STAYS,
+    "05_dev_route_without_key": KEY,
+    "05_dev_rpc_without_key": KEY,
+    "05_err_bad_api_key": KEY,
+    "05_err_gen_n_over_max_num_seqs": replace(CPU, max_num_seqs=128),
+    "05_err_no_api_key": KEY,
+    "05_overload_queue_cap": replace(CPU, max_num_seqs=4, max_num_queued_reqs=6),
+    **{name: replace(CPU, weight_transfer="disk") for name in RECORDINGS if name.startswith("03_disk")},
 }
 
 START = ("POST", "/start_weight_update", None)
@@ -102,13 +106,12 @@ def recorded_tokens(body: Any) -> list[int]:
     return choice.get("token_ids") or []
 
 
-def create_server(name: str, model: Any, response: Any, **settings: Any) -> FakeVLLMServer:
+def create_server(name: str, model: Any, response: Any) -> FakeVLLMServer:
     """A fake that says what was recorded, where something was said; else one with a real model."""
     tokens = recorded_tokens(response)
-    options = {"tokenizer": Letters(), "device": "cpu", **SETTINGS.get(name, {}), **settings}
     if tokens and "logprobs_full_vocab" not in name:
         model = ScriptedModel(lambda prompt, i, loads, seed: (tokens[i % len(tokens)], -4.5))
-    return FakeVLLMServer(model, **options)
+    return FakeVLLMServer(model, SETTINGS.get(name, CPU), tokenizer=None if name in WITHOUT_TOKENIZER else Letters())
 
 
 def seen_of(response: dict[str, Any]) -> Seen:
@@ -265,8 +268,7 @@ async def replay_overload(name: str, recording: dict[str, Any], model: Any, dire
     async def generate() -> None:
         found.append(await ask(client, "POST", "/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 20}}))
 
-    server = create_server(name, model, None, max_num_seqs=4, max_num_queued_reqs=6)
-    async with server, open_client(server) as client:
+    async with create_server(name, model, None) as server, open_client(server) as client:
         server.scheduler.hold_tokens(0)
         async with trio.open_nursery() as nursery:
             for _ in range(40):

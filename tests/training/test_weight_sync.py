@@ -18,7 +18,7 @@ from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.errors import CheckpointError, ConfigError, EngineError, EngineTimeout
-from rollouts.testing import FakeEngine, FakeSGLangServer, FakeVLLMServer, Fault
+from rollouts.testing import FakeEngine, FakeSGLangServer, FakeVLLMServer, Fault, SGLangSettings, VLLMSettings
 from rollouts.training.weight_sync import WeightProbe, sync_weights_in_memory, sync_weights_to_engines
 from rollouts.types import Completion, SamplingParams
 
@@ -261,12 +261,12 @@ async def test_requests_that_a_full_queue_refused_wait_for_their_repeat_across_a
     weights, models, create_server, create_engine, load_route
 ) -> None:
     full = (
-        {"max_num_seqs": 1, "max_num_queued_reqs": 1}
+        VLLMSettings(max_num_seqs=1, max_num_queued_reqs=1)
         if create_server is FakeVLLMServer
-        else {"max_running_requests": 2, "max_queued_requests": 0}
+        else SGLangSettings(max_running_requests=2, max_queued_requests=0)
     )
     found: list[Completion] = []
-    async with create_server(weights[0], **full) as server, create_engine(server.url) as engine:
+    async with create_server(weights[0], full) as server, create_engine(server.url) as engine:
         route = "/inference/v1/generate" if create_server is FakeVLLMServer else "/generate"
         server.scheduler.hold_tokens(5)
         num_before = server.count(route)

@@ -92,47 +92,53 @@ class PrefixCache:
         self._entries.clear()
 
 
+@dataclass(frozen=True)
+class SchedulerRules:
+    """Capacity, pace and peculiarities of one server's scheduler.
+
+    Args:
+        max_running: maximum number of sequences that run at the same time; more wait.
+        seconds_per_token: seconds between two tokens of a sequence, also before the first.
+        log_prob_kind: distribution whose log-probs are reported.
+        block_size: tokens in a block of the prefix cache.
+        step_after_abort: whether a running sequence that is aborted gets one more token.
+        shares_prompts: whether a prompt that is wholly in the prefix cache is taken from there once its first token is sampled.
+        seed: seed of requests without their own.
+    """
+
+    max_running: int
+    seconds_per_token: float
+    log_prob_kind: LogProbKind
+    block_size: int
+    step_after_abort: bool
+    shares_prompts: bool
+    seed: int
+
+
 class Scheduler:
     """Sequences and the operations on them. Independent of HTTP."""
 
     def __init__(
         self,
         model: FakeModel,
+        rules: SchedulerRules,
         *,
-        max_running: int,
-        seconds_per_token: float,
-        log_prob_kind: LogProbKind,
-        block_size: int,
-        step_after_abort: bool,
-        shares_prompts: bool,
-        seed: int,
         check_step: Callable[[Sequence_], None] = lambda sequence: None,
         find_stop: Callable[[Sequence_], str | None] = lambda sequence: None,
     ) -> None:
         """
         Args:
-            max_running: maximum number of sequences that run at the same time; more wait.
-            seconds_per_token: seconds between two tokens of a sequence, also before the first.
-            block_size: tokens in a block of the prefix cache.
-            step_after_abort: whether a running sequence that is aborted gets one more token.
-            shares_prompts: whether a prompt that is wholly in the prefix cache is taken from there once its first token is sampled.
-            seed: seed of requests without their own.
             check_step: called before each token; an exception from it ends the request.
             find_stop: returns the stop string that a sequence has reached.
         """
         self.label = "default"  # the weight version
         self.frozen = False  # no sequence gets a token
         self.admitting = True  # waiting sequences may start
-        self.cache = PrefixCache(block_size)
+        self.cache = PrefixCache(rules.block_size)
         self.running: list[Sequence_] = []
         self.waiting: list[Sequence_] = []
         self._model = model
-        self._max_running = max_running
-        self._seconds_per_token = seconds_per_token
-        self._kind: LogProbKind = log_prob_kind
-        self._step_after_abort = step_after_abort
-        self._shares_prompts = shares_prompts
-        self._seed = seed
+        self._rules = rules
         self._check_step = check_step
         self._find_stop = find_stop
         self._num_sequences = 0
@@ -165,12 +171,12 @@ class Scheduler:
         """Generate until the sequence is finished."""
         self._num_sequences += 1
         seed = sequence.sampling.seed
-        uniforms = UniformStream(derive_seed(self._seed, self._num_sequences) if seed is None else derive_seed(seed))
+        uniforms = UniformStream(derive_seed(self._rules.seed, self._num_sequences) if seed is None else derive_seed(seed))
         self.waiting.append(sequence)
         try:
             self.admit()
             while sequence.finish is None:
-                if sequence.aborted and (sequence not in self.running or not self._step_after_abort):
+                if sequence.aborted and (sequence not in self.running or not self._rules.step_after_abort):
                     sequence.finish = "abort"
                     break
                 is_held = self._most_tokens is not None and len(sequence.draws) >= self._most_tokens and not sequence.aborted
@@ -184,7 +190,7 @@ class Scheduler:
                     break
                 with trio.move_on_at(sequence.next_token_at):
                     await sequence.changed.wait()
-                is_due = self._step_after_abort if sequence.aborted else trio.current_time() >= sequence.next_token_at
+                is_due = self._rules.step_after_abort if sequence.aborted else trio.current_time() >= sequence.next_token_at
                 if is_due and not self.frozen and sequence in self.running and sequence.kv is not None:
                     self._step(sequence, uniforms)
         finally:
@@ -200,9 +206,9 @@ class Scheduler:
 
     def admit(self) -> None:
         """Start waiting sequences while slots are free."""
-        while self.admitting and not self.frozen and self.waiting and len(self.running) < self._max_running:
+        while self.admitting and not self.frozen and self.waiting and len(self.running) < self._rules.max_running:
             sequence = self.waiting.pop(0)
-            sequence.next_token_at = trio.current_time() + self._seconds_per_token
+            sequence.next_token_at = trio.current_time() + self._rules.seconds_per_token
             self.running.append(sequence)
             sequence.wake()
 
@@ -279,14 +285,14 @@ class Scheduler:
         self._check_step(sequence)
         sampling, output, kv = sequence.sampling, sequence.tokens, sequence.kv
         assert kv is not None, f"{sequence.rid} has no keys and values"
-        draw = self._model.draw(sequence.prompt, output, kv, sampling, uniforms[len(output)], self._kind)
-        if not output and self._shares_prompts:
+        draw = self._model.draw(sequence.prompt, output, kv, sampling, uniforms[len(output)], self._rules.log_prob_kind)
+        if not output and self._rules.shares_prompts:
             known = self.cache.take(sequence.salt, sequence.prompt, len(sequence.prompt))
             if known is not None and known.length == len(sequence.prompt):
                 kv = sequence.kv = known
         sequence.draws.append(draw)
         sequence.labels.append(self.label)
-        sequence.next_token_at = trio.current_time() + self._seconds_per_token
+        sequence.next_token_at = trio.current_time() + self._rules.seconds_per_token
         token, count = draw.chosen.token, len(sequence.draws)
         may_stop = count > sampling.min_tokens or sampling.min_tokens == 0
         if may_stop and token in sampling.stop_token_ids:

@@ -11,6 +11,7 @@ import trio
 from rollouts.testing.servers.models import FakeModel
 from rollouts.testing.servers.scheduler import Scheduler, Sequence_
 from rollouts.testing.servers.sglang.payloads import refuse
+from rollouts.testing.servers.sglang.settings import SGLangSettings
 from rollouts.testing.servers.weight_groups import WeightGroup
 
 NOT_FLUSHED = (
@@ -22,19 +23,11 @@ NOT_FLUSHED = (
 class SGLangCore:
     """Single instances of the server: scheduler, weights, pause, the lock between generations and updates, the update session."""
 
-    def __init__(
-        self,
-        model: FakeModel,
-        scheduler: Scheduler,
-        *,
-        seconds_per_update: float,
-        poll_s: float,
-        model_path: str | None,
-    ) -> None:
-        """See FakeSGLangServer."""
+    def __init__(self, model: FakeModel, scheduler: Scheduler, settings: SGLangSettings, *, seconds_per_update: float) -> None:
+        """seconds_per_update: seconds that loading weights takes."""
         self.model = model
         self.scheduler = scheduler
-        self.model_path = model.path if model_path is None else model_path
+        self.model_path = model.path if settings.model_path is None else settings.model_path
         self.tokenizer_path = self.model_path
         self.label = "default"  # label of the HTTP side; the scheduler stamps tokens with its own
         self.is_paused = False
@@ -42,7 +35,7 @@ class SGLangCore:
         self.session_is_open = False
         self.num_races = 0  # number of next updates that find requests that have just ended
         self.groups: dict[str, WeightGroup] = {}
-        self._seconds_per_update, self._poll_s = seconds_per_update, poll_s
+        self._seconds_per_update, self._poll_s = seconds_per_update, settings.poll_s
         self._pause_lock = trio.Lock()
         self._continued = trio.Event()
         self._continued.set()

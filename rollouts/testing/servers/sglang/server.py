@@ -17,15 +17,17 @@ from rollouts.testing.servers import payloads as openai
 from rollouts.testing.servers.http import Answer, EventStream, Fault, LoopbackServer, Request, Response, ServerDied, json_response
 from rollouts.testing.servers.models import FakeModel, Sampling, Script, create_model
 from rollouts.testing.servers.payloads import Refused, Tokenizer
-from rollouts.testing.servers.scheduler import Scheduler, Sequence_
+from rollouts.testing.servers.scheduler import Scheduler, SchedulerRules, Sequence_
 from rollouts.testing.servers.sglang import payloads
 from rollouts.testing.servers.sglang.control import SGLangControl
 from rollouts.testing.servers.sglang.engine import SGLangCore
 from rollouts.testing.servers.sglang.payloads import Generation, error_object, parse_generate, read_json, refuse
+from rollouts.testing.servers.sglang.settings import SGLangSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_DEFAULTS = SGLangSettings()
 
 RunAll = Callable[[Mapping[str, Any], Sequence[Sequence_]], Awaitable[None]]
 
@@ -146,64 +148,40 @@ class FakeSGLangServer(LoopbackServer):
     def __init__(
         self,
         model: FakeModel | Script | PreTrainedModel | Path | str,
+        settings: SGLangSettings = _DEFAULTS,
         *,
-        model_path: str | None = None,
-        version: str = "0.5.23",
         tokenizer: Tokenizer | None = None,
-        original_logprob: bool = False,
-        deterministic: bool = False,
         seconds_per_token: float = 0.0,
         seconds_per_update: float = 0.0,
-        max_running_requests: int = 256,
-        max_queued_requests: int | None = None,
-        health_generates: bool = True,
-        health_timeout_s: float = 20.0,
-        poll_s: float = 0.02,
-        api_key: str | None = None,
         seed: int = 0,
         faults: Sequence[Fault] = (),
-        keep_alive_s: float = 5.0,
         port: int = 0,
     ) -> None:
         """
         Args:
             model: model to sample from: a script, a model of transformers (a copy is taken), or a model directory.
-            model_path: path that /model_info reports before the first update; None = the model's own.
-            version: version that /server_info reports.
+            settings: options of the server.
             tokenizer: None = as with --skip-tokenizer-init: no text, no stop strings.
-            original_logprob: log-probs at temperature 1, as with SGLANG_RETURN_ORIGINAL_LOGPROB=1.
-            deterministic: whether sampling_seed has an effect, as with --enable-deterministic-inference.
             seconds_per_token: seconds between two tokens of a request, also before the first.
             seconds_per_update: seconds that loading weights takes.
-            max_running_requests: maximum number of samples that run at the same time; more wait.
-            max_queued_requests: queue length beyond which requests get 503; None = no limit.
-            health_generates: whether /health runs a token through the engine, as it does by default.
-            health_timeout_s: seconds after which /health answers 503.
-            poll_s: seconds between two checks whether a pause, or /health, is done; 1 s on the real server.
-            api_key: key required on every route but /health.
             seed: seed of requests without one.
             faults: see LoopbackServer.add_fault.
-            keep_alive_s: seconds after which an idle connection is closed.
             port: 0 = any free one.
         """
-        super().__init__(self._handle, detached=_is_control, faults=faults, keep_alive_s=keep_alive_s, port=port)
+        super().__init__(self._handle, detached=_is_control, faults=faults, keep_alive_s=settings.keep_alive_s, port=port)
         self.model = create_model(model)
-        self.scheduler = Scheduler(
-            self.model,
-            max_running=max_running_requests,
+        rules = SchedulerRules(
+            max_running=settings.max_running_requests,
             seconds_per_token=seconds_per_token,
-            log_prob_kind="untempered" if original_logprob else "tempered",
+            log_prob_kind="untempered" if settings.original_logprob else "tempered",
             block_size=1,
             step_after_abort=True,
             shares_prompts=True,
             seed=seed,
-            check_step=self._check_step,
-            find_stop=self._find_stop,
         )
-        self.core = SGLangCore(self.model, self.scheduler, seconds_per_update=seconds_per_update, poll_s=poll_s, model_path=model_path)
-        self._version, self._api_key, self._tokenizer = version, api_key, tokenizer
-        self._deterministic, self._max_running, self._max_queued = deterministic, max_running_requests, max_queued_requests
-        self._health_generates, self._health_timeout_s, self._poll_s = health_generates, health_timeout_s, poll_s
+        self.scheduler = Scheduler(self.model, rules, check_step=self._check_step, find_stop=self._find_stop)
+        self.core = SGLangCore(self.model, self.scheduler, settings, seconds_per_update=seconds_per_update)
+        self._settings, self._tokenizer = settings, tokenizer
         self._is_healthy = True
         control = SGLangControl(self.core, self._describe_server)
         completions = SGLangCompletions(self._run, tokenizer)
@@ -223,8 +201,8 @@ class FakeSGLangServer(LoopbackServer):
         self.core.num_races += 1
 
     async def _handle(self, request: Request) -> Answer:
-        is_open = self._api_key is None or request.path in ("/health", "/health_generate", "/ready")
-        if not is_open and request.headers.get("authorization") != f"Bearer {self._api_key}":
+        is_open = self._settings.api_key is None or request.path in ("/health", "/health_generate", "/ready")
+        if not is_open and request.headers.get("authorization") != f"Bearer {self._settings.api_key}":
             return json_response({"error": "Unauthorized"}, 401)
         methods = self._routes.get(request.path)
         if methods is None:
@@ -308,13 +286,13 @@ class FakeSGLangServer(LoopbackServer):
         """Check a request whose turn has come. Raises Refused."""
         for sequence in sequences:
             sampling = payloads.check_sample(sequence.prompt, sequence.sampling, body, self.model.context_length, self._tokenizer)
-            sequence.sampling = sampling if self._deterministic else replace(sampling, seed=None)
+            sequence.sampling = sampling if self._settings.deterministic else replace(sampling, seed=None)
         if len({sequence.prompt for sequence in sequences}) < len(sequences):
             for sequence in sequences:
                 self.scheduler.warm(sequence)
-        if self._max_queued is not None:
-            room = self._max_running - len(self.scheduler.running)
-            if len(self.scheduler.waiting) + len(sequences) - room > self._max_queued:
+        if self._settings.max_queued_requests is not None:
+            room = self._settings.max_running_requests - len(self.scheduler.running)
+            if len(self.scheduler.waiting) + len(sequences) - room > self._settings.max_queued_requests:
                 raise Refused(payloads.error_object(503, "The request queue is full.", "503"))
 
     def _describe(self, sequence: Sequence_, generation: Generation, started_at: float, *, is_final: bool = True) -> dict[str, Any]:
@@ -341,10 +319,10 @@ class FakeSGLangServer(LoopbackServer):
         return next((stop for stop in sequence.sampling.stop if stop in text), None)
 
     async def _get_health(self, request: Request) -> Answer:
-        if request.path == "/health" and not self._health_generates:
+        if request.path == "/health" and not self._settings.health_generates:
             return Response(200, content_type=None)
-        with trio.move_on_after(self._health_timeout_s) as scope:
-            await trio.sleep(self._poll_s)
+        with trio.move_on_after(self._settings.health_timeout_s) as scope:
+            await trio.sleep(self._settings.poll_s)
             await self.core.wait_until_continued()
             if not self.scheduler.running:
                 await self.scheduler.run(Sequence_(f"HEALTH_CHECK_{uuid.uuid4().hex}", (0,), Sampling(max_tokens=1, temperature=0.0)))
@@ -373,9 +351,9 @@ class FakeSGLangServer(LoopbackServer):
             "tp_size": 1,
             "dp_size": 1,
             "weight_version": "default",
-            "max_running_requests": self._max_running,
-            "max_queued_requests": self._max_queued,
-            "enable_deterministic_inference": self._deterministic,
+            "max_running_requests": self._settings.max_running_requests,
+            "max_queued_requests": self._settings.max_queued_requests,
+            "enable_deterministic_inference": self._settings.deterministic,
             "incremental_streaming_output": False,
             "allow_auto_truncate": False,
         }
@@ -386,7 +364,7 @@ class FakeSGLangServer(LoopbackServer):
             "max_total_num_tokens": 8192,
             "max_req_input_len": self.model.context_length - 6,
             "internal_states": [state],
-            "version": self._version,
+            "version": self._settings.version,
         }
 
 

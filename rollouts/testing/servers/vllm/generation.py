@@ -25,23 +25,10 @@ Send = Callable[[str], Awaitable[None]]
 class VLLMGeneration:
     """Route /inference/v1/generate, and the parts shared with other generation routes."""
 
-    def __init__(
-        self,
-        core: VLLMEngineCore,
-        limits: Limits,
-        tokenizer: Tokenizer | None,
-        *,
-        max_queued: int | None,
-        with_details: bool,
-    ) -> None:
-        """
-        Args:
-            max_queued: maximum number of samples that wait or run; None = no limit.
-            with_details: whether usage includes the number of cached prompt tokens.
-        """
+    def __init__(self, core: VLLMEngineCore, limits: Limits, tokenizer: Tokenizer | None) -> None:
         self.num_in_flight = 0
         self._core, self._limits, self._tokenizer = core, limits, tokenizer
-        self._max_queued, self._with_details = max_queued, with_details
+        self._max_queued, self._with_details = limits.settings.max_num_queued_reqs, limits.settings.prompt_tokens_details
 
     async def generate(self, request: Request) -> Answer:
         """POST /inference/v1/generate."""
@@ -57,7 +44,7 @@ class VLLMGeneration:
         await self.run(sequences)
         usage = self.describe_usage(sequences)
         choices = [style.describe(i, sequence) for i, sequence in enumerate(sequences)]
-        answer = payloads.describe_generation(rid, self._limits.model_name, choices, usage, style.mode)
+        answer = payloads.describe_generation(rid, self._limits.settings.model_name, choices, usage, style.mode)
         if prompt_count is not None:
             answer["prompt_logprobs"] = self.score(prompt, prompt_count)
         if body.get("return_token_ids"):

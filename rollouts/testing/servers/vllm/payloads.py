@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollouts.testing.servers.http import Request, Response, json_response
 from rollouts.testing.servers.models import Draw, Ranked, Sampling
 from rollouts.testing.servers.payloads import Refused, Tokenizer, decode_output, order_top
 from rollouts.testing.servers.scheduler import Sequence_
+from rollouts.testing.servers.vllm.settings import VLLMSettings
 
 FINGERPRINT = "vllm-0.32.0-76e5817c"
 
@@ -20,11 +21,9 @@ FINGERPRINT = "vllm-0.32.0-76e5817c"
 class Limits:
     """Limits against which requests are checked."""
 
-    model_name: str
+    settings: VLLMSettings
     vocab_size: int
     context_length: int
-    max_num_seqs: int
-    max_log_probs: int  # -1 = no limit
     has_tokenizer: bool
 
 
@@ -106,8 +105,8 @@ def _has_right_types(options: Mapping[str, Any]) -> bool:
 
 def check_model_name(name: Any, limits: Limits) -> None:
     """Raise Refused if the given name is not served."""
-    if name is not None and name != limits.model_name:
-        message = f"The model `{name}` does not exist. Valid aliases: {limits.model_name}."
+    if name is not None and name != limits.settings.model_name:
+        message = f"The model `{name}` does not exist. Valid aliases: {limits.settings.model_name}."
         raise Refused(error_response(404, message, "NotFoundError", "model"))
 
 
@@ -134,35 +133,63 @@ def parse_sampling(options: Mapping[str, Any], prompt: Sequence[int], limits: Li
     """Parse fields of a request to sampling and n; max_tokens is cut to the context. Raises Refused. Unknown fields are ignored."""
     if not _has_right_types(options):
         raise refuse_field("int_parsing", "body", "Input should be a valid number or list", options)
-    n, temperature = _get(options, "n", 1), float(_get(options, "temperature", 1.0))
-    top_p, max_tokens = float(_get(options, "top_p", 1.0)), _get(options, "max_tokens", default_max_tokens)
-    log_probs = options.get("logprobs")
+    n, log_probs = _get(options, "n", 1), options.get("logprobs")
+    given = Sampling(
+        max_tokens=_get(options, "max_tokens", default_max_tokens),
+        temperature=float(_get(options, "temperature", 1.0)),
+        top_p=float(_get(options, "top_p", 1.0)),
+        top_k=_get(options, "top_k", 0),
+        min_p=float(_get(options, "min_p", 0.0)),
+        allowed=tuple(_get(options, "allowed_token_ids", ())),
+        min_tokens=_get(options, "min_tokens", 0),
+        ignore_eos=bool(options.get("ignore_eos")),
+        seed=options.get("seed"),
+        num_top=0 if log_probs is None else log_probs,
+    )
+    _check_ranges(given, n)
+    _check_counts(n, log_probs, limits)
+    stop_ids, stop = _parse_stops(options, limits)
+    max_tokens = max(1, min(given.max_tokens, limits.context_length - len(prompt)))
+    return replace(given, max_tokens=max_tokens, top_k=max(0, given.top_k), stop_token_ids=stop_ids, stop=stop), n
+
+
+def _check_ranges(given: Sampling, n: int) -> None:
+    """Raise Refused if a number is refused by every server."""
+    temperature, top_p, log_probs, max_tokens = given.temperature, given.top_p, given.num_top, given.max_tokens
     if n < 1:
         raise refuse(f"n must be at least 1, got {n}.")
     if temperature < 0:
         raise refuse(f"temperature must be non-negative, got {temperature}. (parameter=temperature, value={temperature})", "temperature")
     if not 0 < top_p <= 1:
         raise refuse(f"top_p must be in (0, 1], got {top_p}. (parameter=top_p, value={top_p})", "top_p")
-    top_k, min_p = _get(options, "top_k", 0), float(_get(options, "min_p", 0.0))
-    if top_k < -1:
-        raise refuse(f"top_k must be 0 (disable), or at least 1, got {top_k}.")
-    if not 0 <= min_p <= 1:
-        raise refuse(f"min_p must be in [0, 1], got {min_p}.")
-    if log_probs is not None and log_probs < -1:
+    if given.top_k < -1:
+        raise refuse(f"top_k must be 0 (disable), or at least 1, got {given.top_k}.")
+    if not 0 <= given.min_p <= 1:
+        raise refuse(f"min_p must be in [0, 1], got {given.min_p}.")
+    if log_probs < -1:
         raise refuse(f"logprobs must be non-negative or -1, got {log_probs}. (parameter=logprobs, value={log_probs})", "logprobs")
     if max_tokens < 1:
         raise refuse(f"max_tokens must be at least 1, got {max_tokens}. (parameter=max_tokens, value={max_tokens})", "max_tokens")
     if n > 1 and temperature < 1e-5:
         raise refuse(f"n must be 1 when using greedy sampling, got {n}.")
-    if n > limits.max_num_seqs:
-        raise refuse(f"sampling_params.n must be at most the server's max_num_seqs ({limits.max_num_seqs}), got {n}.")
-    if log_probs is not None and limits.max_log_probs >= 0 and not 0 <= log_probs <= limits.max_log_probs:
+
+
+def _check_counts(n: int, log_probs: int | None, limits: Limits) -> None:
+    """Raise Refused if more samples or log-probs are requested than this server gives."""
+    most_seqs, most_log_probs = limits.settings.max_num_seqs, limits.settings.max_logprobs
+    if n > most_seqs:
+        raise refuse(f"sampling_params.n must be at most the server's max_num_seqs ({most_seqs}), got {n}.")
+    if log_probs is not None and most_log_probs >= 0 and not 0 <= log_probs <= most_log_probs:
         wanted = limits.vocab_size if log_probs < 0 else log_probs
         raise refuse(
-            f"Requested sample logprobs of {wanted}, which is greater than max allowed: {limits.max_log_probs} "
+            f"Requested sample logprobs of {wanted}, which is greater than max allowed: {most_log_probs} "
             f"(parameter=logprobs, value={log_probs})",
             "logprobs",
         )
+
+
+def _parse_stops(options: Mapping[str, Any], limits: Limits) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Parse stop tokens and stop strings. Raises Refused."""
     stop_ids = tuple(_get(options, "stop_token_ids", ()))
     unknown = [token for token in stop_ids if token >= limits.vocab_size]
     if unknown:
@@ -178,20 +205,7 @@ def parse_sampling(options: Mapping[str, Any], prompt: Sequence[int], limits: Li
             "stop strings are not supported on a --tokens-only server because detokenization is disabled. Check stop strings on the "
             "coordinator, or use stop_token_ids."
         )
-    return Sampling(
-        max_tokens=max(1, min(max_tokens, limits.context_length - len(prompt))),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=max(0, top_k),
-        min_p=min_p,
-        allowed=tuple(_get(options, "allowed_token_ids", ())),
-        min_tokens=_get(options, "min_tokens", 0),
-        ignore_eos=bool(options.get("ignore_eos")),
-        stop_token_ids=stop_ids,
-        stop=stop,
-        seed=options.get("seed"),
-        num_top=0 if log_probs is None else log_probs,
-    ), n
+    return stop_ids, stop
 
 
 def _get(options: Mapping[str, Any], name: str, default: Any) -> Any:

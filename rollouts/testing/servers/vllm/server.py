@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -14,12 +14,13 @@ from rollouts.testing.servers import payloads as openai
 from rollouts.testing.servers.http import Answer, EventStream, Fault, LoopbackServer, Request, Response, json_response
 from rollouts.testing.servers.models import FakeModel, Sampling, Script, create_model
 from rollouts.testing.servers.payloads import Refused, Tokenizer
-from rollouts.testing.servers.scheduler import Scheduler, Sequence_, follow
+from rollouts.testing.servers.scheduler import Scheduler, SchedulerRules, Sequence_, follow
 from rollouts.testing.servers.vllm import payloads
 from rollouts.testing.servers.vllm.engine import DEAD, EngineDead, Route, VLLMControl, VLLMEngineCore
 from rollouts.testing.servers.vllm.generation import VLLMGeneration, random_id
 from rollouts.testing.servers.vllm.payloads import FINGERPRINT, Limits, error_response, read_json, refuse, refuse_field
-from rollouts.testing.servers.vllm.transfer import Transport, VLLMWeightTransfer
+from rollouts.testing.servers.vllm.settings import VLLMSettings
+from rollouts.testing.servers.vllm.transfer import VLLMWeightTransfer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +62,7 @@ class VLLMCompletions:
         await self._generation.run(sequences)
         choices = [self._describe(i, sequence, body, tokenizer) for i, sequence in enumerate(sequences)]
         usages = [self._generation.describe_usage(sequences[i : i + n]) for i in range(0, len(sequences), n)]
-        return json_response(payloads.describe_completion(rid, self._limits.model_name, choices, openai.add_usage(usages)))
+        return json_response(payloads.describe_completion(rid, self._limits.settings.model_name, choices, openai.add_usage(usages)))
 
     async def chat(self, request: Request) -> Answer:
         """POST /v1/chat/completions."""
@@ -83,7 +84,7 @@ class VLLMCompletions:
         usage = self._generation.describe_usage(sequences)
         if usage["prompt_tokens_details"]:
             usage["prompt_tokens_details"]["created_cache_tokens"] = 0
-        return json_response(payloads.describe_chat(rid, self._limits.model_name, sequences, tokenizer, usage))
+        return json_response(payloads.describe_chat(rid, self._limits.settings.model_name, sequences, tokenizer, usage))
 
     def _parse_prompts(self, body: Mapping[str, Any], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
         prompt = body.get("prompt")
@@ -136,7 +137,7 @@ class VLLMCompletions:
         tokenizer: Tokenizer,
         send: Callable[[str], Awaitable[None]],
     ) -> None:
-        head = payloads.describe_completion(rid, self._limits.model_name, [], {})
+        head = payloads.describe_completion(rid, self._limits.settings.model_name, [], {})
         head = {key: head[key] for key in ("id", "object", "created", "model")}
 
         async def stream_one(index: int, sequence: Sequence_) -> None:
@@ -162,6 +163,7 @@ class VLLMCompletions:
         await send("[DONE]")
 
 
+_DEFAULTS = VLLMSettings()
 _SCALE_OUT = frozenset({"/inference/v1/generate", "/inference/v1/abort_requests"})
 
 
@@ -175,99 +177,49 @@ class FakeVLLMServer(LoopbackServer):
     def __init__(
         self,
         model: FakeModel | Script | PreTrainedModel | Path | str,
+        settings: VLLMSettings = _DEFAULTS,
         *,
-        model_name: str = "m",
-        version: str = "0.32.0",
         tokenizer: Tokenizer | None = None,
-        device: Literal["cuda", "cpu"] = "cuda",
-        logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "processed_logprobs",
         seconds_per_token: float = 0.0,
         seconds_per_update: float = 0.0,
-        max_num_seqs: int = 256,
-        max_num_queued_reqs: int | None = None,
-        max_logprobs: int = 20,
-        block_size: int = 128,
-        prompt_tokens_details: bool = True,
-        dev_mode: bool = True,
-        scale_out: bool = True,
-        api_key: str | None = None,
-        weight_transfer: Transport | None = None,
-        allow_insecure_serialization: bool = False,
-        worker_methods: Mapping[str, Callable[..., Any]] | None = None,
-        generation_config: Mapping[str, Any] | None = None,
-        keep_alive_on_engine_death: bool = False,
         seed: int = 0,
         faults: Sequence[Fault] = (),
-        keep_alive_s: float = 5.0,
         port: int = 0,
     ) -> None:
         """
         Args:
             model: model to sample from: a script, a model of transformers (a copy is taken), or a model directory.
-            model_name: name of the served model; requests that name another are refused.
-            version: version that /version reports.
+            settings: options of the server.
             tokenizer: None = as with --tokens-only --skip-tokenizer-init: no text, no stop strings.
-            device: "cpu" = linear weights are packed: they have no checksums, and an output head that is tied to the embedding stays the
-                old one unless a checkpoint has it under its own name.
-            logprobs_mode: raw = log-probs of the logits as they are; processed = of the distribution sampled from.
             seconds_per_token: seconds between two tokens of a request, also before the first.
             seconds_per_update: seconds that loading weights takes.
-            max_num_seqs: maximum number of samples that run at the same time; more wait.
-            max_num_queued_reqs: number of running and waiting samples beyond which requests get 503; None = no limit.
-            max_logprobs: maximum `logprobs` of a request; -1 = no limit.
-            block_size: tokens in a block of the prefix cache.
-            prompt_tokens_details: whether usage includes the number of cached prompt tokens.
-            dev_mode: whether the routes for training exist.
-            scale_out: whether /inference/* may be used.
-            api_key: key required on /v1/* and /inference/*, and nowhere else.
-            weight_transfer: transport of the weight-transfer routes, see Transport in transfer.py.
-            allow_insecure_serialization: as with VLLM_ALLOW_INSECURE_SERIALIZATION=1, required by "ipc".
-            worker_methods: methods for /collective_rpc besides the server's own, as a worker extension adds them.
-            generation_config: defaults of /v1/completions; None = those of the model's directory, if any.
-            keep_alive_on_engine_death: answer 500, and /health 503, when the engine is dead, instead of ending.
             seed: seed of requests without one.
             faults: see LoopbackServer.add_fault.
-            keep_alive_s: seconds after which an idle connection is closed.
             port: 0 = any free one.
         """
-        super().__init__(self._handle, detached=_is_control, faults=faults, keep_alive_s=keep_alive_s, port=port)
-        self.model = create_model(model, keeps_tied_head=device == "cpu")
-        self.scheduler = Scheduler(
-            self.model,
-            max_running=max_num_seqs,
+        super().__init__(self._handle, detached=_is_control, faults=faults, keep_alive_s=settings.keep_alive_s, port=port)
+        self.model = create_model(model, keeps_tied_head=settings.device == "cpu")
+        rules = SchedulerRules(
+            max_running=settings.max_num_seqs,
             seconds_per_token=seconds_per_token,
-            log_prob_kind="untempered" if logprobs_mode == "raw_logprobs" else "sampled",
-            block_size=block_size,
+            log_prob_kind="untempered" if settings.logprobs_mode == "raw_logprobs" else "sampled",
+            block_size=settings.block_size,
             step_after_abort=False,
             shares_prompts=False,
             seed=seed,
-            check_step=self._check_step,
-            find_stop=self._find_stop,
         )
+        self.scheduler = Scheduler(self.model, rules, check_step=self._check_step, find_stop=self._find_stop)
         self.core = VLLMEngineCore(self.model, self.scheduler, seconds_per_update=seconds_per_update)
-        self._limits = Limits(
-            model_name, self.model.vocab_size, self.model.context_length, max_num_seqs, max_logprobs, tokenizer is not None
-        )
-        if generation_config is None:
-            generation_config = _read_generation_config(Path(self.model.path))
-        self._generation = VLLMGeneration(
-            self.core,
-            self._limits,
-            tokenizer,
-            max_queued=max_num_queued_reqs,
-            with_details=prompt_tokens_details,
-        )
-        self._completions = VLLMCompletions(self._generation, self._limits, tokenizer, generation_config)
-        self._version, self._api_key, self._tokenizer, self._device = version, api_key, tokenizer, device
-        self._logprobs_mode, self._scale_out = logprobs_mode, scale_out
-        self._stays_when_dead = keep_alive_on_engine_death
+        self._settings, self._tokenizer = settings, tokenizer
+        self._limits = Limits(settings, self.model.vocab_size, self.model.context_length, tokenizer is not None)
+        self._generation = VLLMGeneration(self.core, self._limits, tokenizer)
+        defaults = settings.generation_config
+        defaults = _read_generation_config(Path(self.model.path)) if defaults is None else defaults
+        self._completions = VLLMCompletions(self._generation, self._limits, tokenizer, defaults)
         self._root, self._created = self.model.path, int(time.time())
-        transfer = VLLMWeightTransfer(self.core, weight_transfer, allows_pickles=allow_insecure_serialization)
-        self._routes = self._create_routes(dev_mode, transfer, worker_methods or {})
+        self._routes = self._create_routes()
 
-    def _create_routes(
-        self, dev_mode: bool, transfer: VLLMWeightTransfer, worker_methods: Mapping[str, Callable[..., Any]]
-    ) -> dict[str, dict[str, Route]]:
+    def _create_routes(self) -> dict[str, dict[str, Route]]:
         routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": self._get_health},
             "/ping": {"GET": self._get_health, "POST": self._get_health},
@@ -279,21 +231,23 @@ class FakeVLLMServer(LoopbackServer):
             "/inference/v1/generate": {"POST": self._generation.generate},
             "/inference/v1/abort_requests": {"POST": self._abort_requests},
         }
-        if dev_mode:
-            control = VLLMControl(self.core, self._describe_server, worker_methods, on_cpu=self._device == "cpu")
+        settings = self._settings
+        if settings.dev_mode:
+            control = VLLMControl(self.core, self._describe_server, settings.worker_methods, on_cpu=settings.device == "cpu")
+            transfer = VLLMWeightTransfer(self.core, settings.weight_transfer, allows_pickles=settings.allow_insecure_serialization)
             routes |= control.routes() | transfer.routes()
         return routes
 
     async def _handle(self, request: Request) -> Answer:
-        needs_key = self._api_key is not None and request.path.startswith(("/v1/", "/inference/"))
-        if needs_key and request.headers.get("authorization") != f"Bearer {self._api_key}":
+        needs_key = self._settings.api_key is not None and request.path.startswith(("/v1/", "/inference/"))
+        if needs_key and request.headers.get("authorization") != f"Bearer {self._settings.api_key}":
             return json_response({"error": "Unauthorized"}, 401)
         methods = self._routes.get(request.path)
         if methods is None:
             return json_response({"detail": "Not Found"}, 404)
         if request.method not in methods:
             return json_response({"detail": "Method Not Allowed"}, 405)
-        if request.path in _SCALE_OUT and not self._scale_out:
+        if request.path in _SCALE_OUT and not self._settings.scale_out:
             text = "The scale-out APIs are disabled. Start the server with --enable-scale-out."
             return error_response(403, text, "PermissionDeniedError")
         try:
@@ -301,7 +255,7 @@ class FakeVLLMServer(LoopbackServer):
         except Refused as refused:
             return refused.response
         except EngineDead:
-            if not self._stays_when_dead:
+            if not self._settings.keep_alive_on_engine_death:
                 await self.die_after(0.05)
             return error_response(500, DEAD, "InternalServerError", hang_up=True)
 
@@ -309,7 +263,7 @@ class FakeVLLMServer(LoopbackServer):
         return Response(503 if self.core.is_dead else 200, content_type=None)
 
     async def _get_version(self, request: Request) -> Answer:
-        return json_response({"version": self._version})
+        return json_response({"version": self._settings.version})
 
     async def _get_load(self, request: Request) -> Answer:
         return json_response({"server_load": self._generation.num_in_flight})
@@ -330,7 +284,7 @@ class FakeVLLMServer(LoopbackServer):
             "is_blocking": False,
         }
         model = {
-            "id": self._limits.model_name,
+            "id": self._limits.settings.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "vllm",
@@ -349,17 +303,17 @@ class FakeVLLMServer(LoopbackServer):
         """Return the part of /server_info that a trainer's client reads; any config_format but "json" gives text."""
         model_config = {
             "model": self._root,
-            "served_model_name": [self._limits.model_name],
+            "served_model_name": [self._limits.settings.model_name],
             "max_model_len": self._limits.context_length,
-            "max_logprobs": self._limits.max_log_probs,
-            "logprobs_mode": self._logprobs_mode,
+            "max_logprobs": self._settings.max_logprobs,
+            "logprobs_mode": self._settings.logprobs_mode,
             "skip_tokenizer_init": self._tokenizer is None,
             "dtype": "torch.float32",
         }
         config = {
             "model_config": model_config,
-            "scheduler_config": {"max_num_seqs": self._limits.max_num_seqs, "enable_chunked_prefill": True},
-            "device_config": {"device": self._device},
+            "scheduler_config": {"max_num_seqs": self._settings.max_num_seqs, "enable_chunked_prefill": True},
+            "device_config": {"device": self._settings.device},
             "instance_id": "fake",
         }
         return {"vllm_config": config if config_format == "json" else str(config), "vllm_env": {}, "system_env": {}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,11 +15,8 @@ from rollouts.testing.servers.models import LoadError, read_safetensors
 from rollouts.testing.servers.payloads import read_buffers
 from rollouts.testing.servers.vllm.engine import Route, VLLMEngineCore, worker_failed
 from rollouts.testing.servers.vllm.payloads import read_json
+from rollouts.testing.servers.vllm.settings import Transport
 from rollouts.testing.servers.weight_groups import WeightGroup
-
-Transport: TypeAlias = Literal["disk", "nccl", "gloo", "ipc"]
-"""disk: takes {"path": directory}, and checks it first. nccl: as on a machine without a GPU, where it cannot start. gloo: the server's
-behaviour with nccl, over gloo. ipc: its behaviour with CUDA IPC, with the bytes of the buffer in place of its handle."""
 
 GROUP_NAME = "vllm"
 """Name of the group over gloo; NCCL has no such name."""
