@@ -19,7 +19,6 @@ from rollouts.engines.http.checks import (
     ServerInfo,
     check_request,
     check_server,
-    check_tokens,
     check_version,
     classify_log_probs,
     gives_untempered_log_probs,
@@ -35,6 +34,7 @@ from rollouts.engines.http.requests import (
     params_of_rest,
     version_of,
 )
+from rollouts.engines.request_checks import check_tokens
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.errors import EngineError, EngineProtocolError

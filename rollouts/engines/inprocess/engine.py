@@ -22,10 +22,10 @@ from torch import Tensor
 
 from rollouts.algorithms.logprobs import gather_log_probs
 from rollouts.data.model_limits import find_context_length
-from rollouts.engines.http.checks import check_params, check_tokens
 from rollouts.engines.inprocess.sampling import SamplingRows, UniformStream, sample_tokens
 from rollouts.engines.inprocess.slots import Prefix, SlotModel
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, EngineFeature
+from rollouts.engines.request_checks import check_params, check_tokens
 from rollouts.errors import CheckpointError, ConfigError, EngineContextError, EngineError, EngineRequestError
 from rollouts.models.weights import check_weights_fit, copy_weights, read_weights
 from rollouts.seeds import derive_seed

@@ -15,10 +15,11 @@ import httpx
 import trio
 from torch import Tensor
 
-from rollouts.engines.http.checks import INITIAL_LABEL, ServerInfo, check_request, check_tokens
+from rollouts.engines.http.checks import INITIAL_LABEL, ServerInfo, check_request
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http.requests import Generated, RequestsInFlight, Send, WireRequest, version_of
 from rollouts.engines.protocol import EngineFeature
+from rollouts.engines.request_checks import check_tokens
 from rollouts.engines.sglang.control import SGLangWeights
 from rollouts.engines.sglang.facts import MeasuredKind, ask_facts, read_facts
 from rollouts.engines.sglang.protocol import (

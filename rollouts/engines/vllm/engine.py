@@ -15,10 +15,11 @@ from typing import Any, Literal, Self
 import httpx
 import trio
 
-from rollouts.engines.http.checks import INITIAL_LABEL, ServerInfo, check_request, check_server, check_tokens, check_version
+from rollouts.engines.http.checks import INITIAL_LABEL, ServerInfo, check_request, check_server, check_version
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http.requests import Generated, RequestsInFlight, WireRequest, version_of
 from rollouts.engines.protocol import EngineFeature
+from rollouts.engines.request_checks import check_tokens
 from rollouts.engines.vllm.output_head import stage_output_head
 from rollouts.engines.vllm.protocol import (
     GENERATE,
