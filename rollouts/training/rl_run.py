@@ -19,7 +19,7 @@ from rollouts.algorithms.estimators import estimate_group_relative
 from rollouts.algorithms.kl_control import update_kl_control
 from rollouts.algorithms.presets import grpo
 from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
-from rollouts.config import RLTrainingConfig, check_rl_batch_sizes
+from rollouts.config import RLTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.data.prompts import DataBuffer
 from rollouts.data.samples import select_trainable, with_reward
@@ -36,7 +36,7 @@ from rollouts.seeds import derive_seed
 from rollouts.training.checkpoints import load_run_state
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
-from rollouts.training.requirements import ConfiguredSource, check_requirements
+from rollouts.training.requirements import ConfiguredSource, check_requirements, check_rl_batch_sizes
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
 from rollouts.training.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.training.steps import (
