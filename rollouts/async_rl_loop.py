@@ -24,9 +24,10 @@ from rollouts.data.samples import select_trainable
 from rollouts.data.segments import find_missed_tokens
 from rollouts.engines.protocol import InferenceEngine, WeightChannel
 from rollouts.errors import CheckpointError, ConfigError, GenerationTimeout, RolloutsError, raise_single_errors
-from rollouts.training.metrics import MetricsLogger, summarize_mismatch
+from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rl_run import OnEstimates, OnRollouts, ResumePoint, RLParts, RLRun
 from rollouts.training.steps import EvaluateFn, Metrics
+from rollouts.training.summaries import summarize_mismatch
 from rollouts.types import RolloutBatch
 
 _STOP_S = 30.0  # seconds for rollouts and evaluations to stop when a run has failed

@@ -361,13 +361,3 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         check_count(self, "sft_every", "rl_every")
         check_positive(self, "keep_last_n")
-
-
-def check_rl_batch_sizes(rollout: RolloutConfig, training: RLTrainingConfig) -> None:
-    """Raise ConfigError unless a rollout batch divides into minibatches of one size; unequal ones would weigh rows unequally."""
-    rows = rollout.batch_size * rollout.n_samples_per_prompt
-    if rows % training.num_minibatches:
-        raise ConfigError(
-            f"a rollout batch of {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} samples = {rows} rows does not divide into "
-            f"num_minibatches = {training.num_minibatches}: choose a divisor of {rows}"
-        )

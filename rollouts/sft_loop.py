@@ -17,7 +17,6 @@ from rollouts.data.collate import collate_samples
 from rollouts.data.model_limits import check_samples
 from rollouts.data.prompts import stream_positions
 from rollouts.errors import DataError
-from rollouts.training.learning_signs import Signs, look
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.steps import (
     EvaluateFn,
@@ -29,6 +28,7 @@ from rollouts.training.steps import (
     save_training_checkpoint,
     submit_optimizer_step,
 )
+from rollouts.training.summaries import Signs, look
 from rollouts.types import Sample
 
 

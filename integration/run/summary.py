@@ -10,7 +10,7 @@ from integration.run.display import name_measure
 from integration.settings.config import Config
 from integration.settings.episodes import EPISODE_TASKS
 from rollouts.data.trajectories import read_samples
-from rollouts.training.learning_signs import find_warnings
+from rollouts.training.summaries import find_warnings
 from rollouts.types import Sample
 
 NUM_SHOWN = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -82,32 +82,6 @@ def score_now(group: Group, reward_fn: RewardFn) -> Group:
     return tuple(parse_result(value, sample, name).apply_to(sample) for sample, value in zip(group, values, strict=True))
 
 
-def summarize_rewards(samples: Sequence[Sample]) -> dict[str, float]:
-    """Summarize what reward functions reported besides scores; only keys with values.
-
-    Returns: reward/NAME, the mean score of each metric over the samples with a valid one; num_invalid/NAME, the samples with an invalid
-        one; num_rewards_zeroed, failed rewards that count as 0 by policy; num_reward_retries.
-    """
-    scores: dict[str, list[float]] = {}
-    counts: dict[str, float] = {}
-    for sample in samples:
-        details = sample.reward_details
-        if details is None:
-            continue
-        for name, metric in details.metrics.items():
-            if metric.is_score_valid:
-                scores.setdefault(f"reward/{name}", []).append(metric.score)
-            else:
-                counts[f"num_invalid/{name}"] = counts.get(f"num_invalid/{name}", 0.0) + 1.0
-        for name, count in (
-            ("num_rewards_zeroed", float(details.error is not None)),
-            ("num_reward_retries", float(details.num_retries)),
-        ):
-            if count:
-                counts[name] = counts.get(name, 0.0) + count
-    return {name: _mean(values) for name, values in scores.items()} | counts
-
-
 def create_overlong_penalty(*, max_tokens: int, buffer: int, factor: float = 1.0) -> Callable[[Sample], float]:
     """Create the reward of a sample minus DAPO's soft penalty of long answers, for RLTrainingConfig.shape_reward.
 
@@ -131,13 +105,6 @@ def _penalize_overlong(sample: Sample, *, max_tokens: int, buffer: int, factor: 
     rewards = torch.tensor([sample.reward], dtype=torch.float64)
     lengths = torch.tensor(compute_response_lengths([sample.loss_mask]))
     return float(penalize_overlong(rewards, lengths, max_tokens=max_tokens, buffer=buffer, factor=factor))
-
-
-def _mean(values: Sequence[float]) -> float:
-    try:
-        return math.fsum(values) / len(values)
-    except OverflowError:  # only the sum overflows: the mean of floats is a float
-        return math.fsum(value / len(values) for value in values)
 
 
 def _count_retries(judgement: Judgement) -> Sample:

@@ -1,4 +1,4 @@
-"""Metrics: loggers, and pure summaries of rollouts.
+"""Loggers of metrics, and their files.
 
 Keys of durations end in `_s` (seconds); all other values are functions of config and seed.
 """
@@ -9,7 +9,6 @@ import importlib
 import json
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any, Protocol, TypeAlias, cast
 
 from rollouts.errors import ConfigError, DataError
 from rollouts.output_files import append_text, explain_writes, flush_file
-from rollouts.types import Sample, Status
 
 Value: TypeAlias = "float | str"
 
@@ -204,48 +202,6 @@ def measure(durations: dict[str, float], name: str, clock: Callable[[], float] =
         yield
     finally:
         durations[f"{name}_s"] = durations.get(f"{name}_s", 0.0) + clock() - started
-
-
-def summarize_samples(samples: Sequence[Sample]) -> dict[str, float]:
-    """Compute statistics of one batch of rollouts.
-
-    Args:
-        samples: at least one; of any number of groups, in any order.
-
-    Returns: reward_mean, _std (population), _min, _max (all NaN if a sample has no reward); zero_std_fraction, the fraction of groups with
-        equal rewards, which have no group-relative advantage; response_length_mean, _min, _max in trained tokens; truncated_fraction;
-        num_samples.
-    """
-    assert samples, "expected at least one sample"
-    n = len(samples)
-    rewards = [math.nan if sample.reward is None else sample.reward for sample in samples]
-    mean = math.fsum(rewards) / n
-    by_group: defaultdict[int, list[float]] = defaultdict(list)
-    for sample, reward in zip(samples, rewards, strict=True):
-        by_group[sample.group_index].append(reward)
-    lengths = [sum(mask > 0 for mask in sample.loss_mask) for sample in samples]
-    return {
-        "reward_mean": mean,
-        "reward_std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / n),
-        "reward_min": math.nan if math.isnan(mean) else min(rewards),
-        "reward_max": math.nan if math.isnan(mean) else max(rewards),
-        "zero_std_fraction": sum(all(reward == group[0] for reward in group) for group in by_group.values()) / len(by_group),
-        "response_length_mean": sum(lengths) / n,
-        "response_length_min": float(min(lengths)),
-        "response_length_max": float(max(lengths)),
-        "truncated_fraction": sum(sample.status is Status.TRUNCATED for sample in samples) / n,
-        "num_samples": float(n),
-    }
-
-
-def summarize_mismatch(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Summarize the mismatch of rollout and trainer policy from the metrics of a step (losses.policy_loss).
-
-    Returns: mismatch_kl, an estimate of KL(rollout || trainer): rollout_kl or, if the ratio's anchor is the rollout itself, approx_kl (with
-        several updates on a batch, their mean); empty if the metrics have neither.
-    """
-    found = metrics.get("rollout_kl", metrics.get("approx_kl"))
-    return {} if found is None else {"mismatch_kl": found}
 
 
 def _cut_torn_line(path: Path) -> None:

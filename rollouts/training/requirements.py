@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from rollouts.backends.protocol import TrainingBackend, find_outputs, find_token_spec
-from rollouts.config import RolloutConfig
+from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.errors import ConfigError
 from rollouts.generation.contract import gives_turns
 from rollouts.models.tokens import explain_token_differences
@@ -112,4 +112,14 @@ def _check_source(algorithm: Algorithm, source: object) -> None:
         raise ConfigError(
             "the algorithm requires segment_log_probs: set segment_wise=False, or pass a rollout_manager whose samples carry them "
             f"(rollouts.asynchronous.recompute) and whose RolloutConfig(segment_log_probs=True) says so{declared}"
+        )
+
+
+def check_rl_batch_sizes(rollout: RolloutConfig, training: RLTrainingConfig) -> None:
+    """Raise ConfigError unless a rollout batch divides into minibatches of one size; unequal ones would weigh rows unequally."""
+    rows = rollout.batch_size * rollout.n_samples_per_prompt
+    if rows % training.num_minibatches:
+        raise ConfigError(
+            f"a rollout batch of {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} samples = {rows} rows does not divide into "
+            f"num_minibatches = {training.num_minibatches}: choose a divisor of {rows}"
         )

@@ -14,17 +14,16 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from rollouts.agents.metrics import summarize_episodes
 from rollouts.algorithms.advantages import compute_advantages
 from rollouts.algorithms.estimators import estimate_group_relative
 from rollouts.algorithms.kl_control import update_kl_control
 from rollouts.algorithms.presets import grpo
 from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
-from rollouts.config import RLTrainingConfig, check_rl_batch_sizes
+from rollouts.config import RLTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.data.prompts import DataBuffer
 from rollouts.data.samples import select_trainable, with_reward
-from rollouts.data.staleness import check_versions, count_token_ages
+from rollouts.data.staleness import check_versions
 from rollouts.engines.protocol import (
     EngineFeature,
     InferenceEngine,
@@ -33,13 +32,11 @@ from rollouts.engines.protocol import (
     require_engine_feature,
 )
 from rollouts.errors import CheckpointError, ConfigError, DataError
-from rollouts.rewards.evaluate import summarize_rewards
 from rollouts.seeds import derive_seed
 from rollouts.training.checkpoints import load_run_state
-from rollouts.training.learning_signs import Signs, look
-from rollouts.training.metrics import MetricsLogger, log_offset, summarize_samples
+from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
-from rollouts.training.requirements import ConfiguredSource, check_requirements
+from rollouts.training.requirements import ConfiguredSource, check_requirements, check_rl_batch_sizes
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
 from rollouts.training.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.training.steps import (
@@ -52,6 +49,7 @@ from rollouts.training.steps import (
     require_checkpointing,
     save_training_checkpoint,
 )
+from rollouts.training.summaries import Signs, look, summarize_rollouts, summarize_samples
 from rollouts.types import Algorithm, KLControl, RolloutBatch, Sample, Status, TrainBatch
 
 CRITIC_DIRECTORY = "critic"
@@ -459,20 +457,3 @@ async def _write_beside_policy(directory: Path, *, served: ServedWeights | None,
     if critic is not None:
         (directory / CRITIC_DIRECTORY).mkdir()
         await critic.save_checkpoint(directory / CRITIC_DIRECTORY).result()
-
-
-def summarize_rollouts(rollouts: RolloutBatch, weight_version: int) -> Metrics:
-    """Compute reward and length statistics, the manager's counts, and staleness_max: the age of the oldest token in weight versions.
-
-    The statistics cover the trained samples; baseline_reward_mean covers the other samples, if there are any.
-    """
-    trained = select_trainable(rollouts.samples)
-    others = [sample.reward or 0.0 for sample in rollouts.samples if not sample.trainable]
-    baseline = {"baseline_reward_mean": sum(others) / len(others)} if others else {}
-    ages = count_token_ages((sample for sample in trained if sample.weight_versions is not None), weight_version)
-    counts = {key: float(value) for key, value in rollouts.metadata.items() if isinstance(value, int | float)}
-    staleness = {"staleness_max": float(max(ages))} if ages else {}
-    counts.update(summarize_samples(trained or rollouts.samples))  # num_samples, which both have, excludes baseline samples
-    counts.update(summarize_rewards(trained or rollouts.samples))
-    counts.update(summarize_episodes(trained or rollouts.samples))
-    return counts | baseline | staleness | {"weight_version": float(weight_version)}

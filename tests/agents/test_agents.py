@@ -12,7 +12,6 @@ from loopback import serve
 
 from rollouts.agents.config import EpisodeConfig
 from rollouts.agents.conversation import MultiTurnInferenceEngine
-from rollouts.agents.metrics import summarize_episodes
 from rollouts.agents.policies import AgentAction, EngineAgentPolicy, OpenAIAgentPolicy, ScriptedAgentPolicy, to_openai_messages
 from rollouts.agents.run import run_episode, run_episode_group
 from rollouts.agents.samples import (
@@ -40,6 +39,7 @@ from rollouts.rewards.results import EvaluateResult, align_rewards_with_step_dat
 from rollouts.rewards.trajectory_rewards import sample_trajectory
 from rollouts.steps import StepData
 from rollouts.testing import FakeEngine, create_tiny_model, random_answer
+from rollouts.training.summaries import summarize_episodes
 from rollouts.types import Message, Prompt, Sample, SamplingParams, Status
 
 TOKENIZER = create_char_tokenizer()

@@ -13,7 +13,6 @@ import trio
 from chat_templates import CHATML, QWEN3, create_tokenizer, encode
 
 from rollouts.agents.config import EpisodeConfig
-from rollouts.agents.metrics import summarize_episodes
 from rollouts.agents.policies import ActionRequest, AgentAction, EngineAgentPolicy, ScriptedAgentPolicy
 from rollouts.agents.run import create_episode_generate_fn, create_policy_generate_fn, run_episode, run_episode_group
 from rollouts.agents.setting import EpisodeSetting, observation_key
@@ -39,6 +38,7 @@ from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.outcomes import Failure, StopReason
 from rollouts.seeds import derive_seed
 from rollouts.testing import FakeEngine, random_answer, script_answer
+from rollouts.training.summaries import summarize_episodes
 from rollouts.types import Message, Prompt, SamplingParams, Status
 
 TOKENIZER = create_char_tokenizer()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.agents.metrics import summarize_episodes
 from rollouts.agents.samples import sample_to_steps
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.asynchronous.executor import create_workflow_executor
@@ -18,7 +17,7 @@ from rollouts.data.samples import find_actions, sample_messages
 from rollouts.data.trajectories import read_samples, write_samples
 from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.outcomes import Failure, MetricResult, RewardDetails, StepOutput, StopReason, read_metadata_of_old_files
-from rollouts.rewards.evaluate import summarize_rewards
+from rollouts.training.summaries import summarize_episodes, summarize_rewards
 from rollouts.types import Message, Prompt, Sample, Status
 
 FILES = Path(__file__).parent / "old_files"

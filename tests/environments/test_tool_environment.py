@@ -31,11 +31,11 @@ from rollouts import (
     run_episode,
     step_environment,
 )
-from rollouts.agents.metrics import summarize_episodes
 from rollouts.environments.tools.environment import ToolRules, cut_middle
 from rollouts.environments.tools.schemas import create_schema, fit_value
 from rollouts.environments.tools.tool import Tool, call_tool
 from rollouts.errors import ConfigError, DataError
+from rollouts.training.summaries import summarize_episodes
 
 
 def search(

@@ -19,9 +19,10 @@ from rollouts.data.samples import apply_sample_transforms, sample_messages, sele
 from rollouts.errors import ConfigError, DataError, RewardError
 from rollouts.outcomes import EpisodeOutcome, MetricResult, RewardDetails, StepOutput, StopReason
 from rollouts.rewards.calls import GroupReward
-from rollouts.rewards.evaluate import score_group, score_now, summarize_rewards
+from rollouts.rewards.evaluate import score_group, score_now
 from rollouts.rewards.results import EvaluateResult
 from rollouts.rewards.reward_functions import load_reward, parse_messages, reward_function
+from rollouts.training.summaries import summarize_rewards
 from rollouts.types import Group, Message, Sample, Status, Turn
 
 NO_DEADLINE = RewardConfig(timeout_s=None)

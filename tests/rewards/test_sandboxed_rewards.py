@@ -17,10 +17,11 @@ from rollouts.rewards.code.sandboxed import SandboxedReward, parse_json_result
 from rollouts.rewards.code.separation import Separation, separate
 from rollouts.rewards.code.unit_tests import CodeReward, CodeTest, code_reward, compare_value, extract_program, parse_tests, plan_tests
 from rollouts.rewards.composite import create_composite_reward
-from rollouts.rewards.evaluate import score_group, score_now, summarize_rewards
+from rollouts.rewards.evaluate import score_group, score_now
 from rollouts.rewards.reward_functions import load_reward
 from rollouts.sandbox.limits import SandboxLimits
 from rollouts.sandbox.reward_code import execute_user_reward_code, open_code_pool
+from rollouts.training.summaries import summarize_rewards
 from rollouts.types import Group, Prompt, Sample, Status
 
 UNHURRIED = RewardConfig(timeout_s=0.001)  # waiting for a worker counts against no deadline: the sandbox has its own

@@ -20,8 +20,8 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import SFTTrainingConfig
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import create_tiny_model
-from rollouts.training.learning_signs import PATIENCE, find_warnings
 from rollouts.training.metrics import JSONLLogger, read_metrics
+from rollouts.training.summaries import PATIENCE, find_warnings
 from rollouts.types import Sample
 
 GOOD = {

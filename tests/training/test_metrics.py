@@ -36,10 +36,9 @@ from rollouts.training.metrics import (
     log_offset,
     measure,
     read_metrics,
-    summarize_mismatch,
-    summarize_samples,
     truncate_log,
 )
+from rollouts.training.summaries import summarize_mismatch, summarize_samples
 from rollouts.types import Sample, Status
 
 

@@ -14,7 +14,7 @@ from rollouts.backends.factory import create_critic_backend, create_pytorch_back
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.chat.char_tokenizer import create_char_tokenizer
-from rollouts.config import RolloutConfig
+from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data.prompts import DataBuffer
 from rollouts.errors import ConfigError
 from rollouts.generation.contract import gives_turns
@@ -22,7 +22,7 @@ from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.generation.single_turn import create_generate_fn
 from rollouts.models.outputs import compute_scores
 from rollouts.testing import FakeBackend, FakeEngine, create_tiny_model
-from rollouts.training.requirements import FILLABLE, check_requirements
+from rollouts.training.requirements import FILLABLE, check_requirements, check_rl_batch_sizes
 from rollouts.types import Algorithm, SamplingParams
 
 
@@ -152,3 +152,12 @@ def test_single_answers_have_no_turns_to_compare():
 def test_every_column_that_may_be_required_is_one_that_somebody_fills():
     for column in FILLABLE - {"ref_log_probs", "values"}:
         check_requirements(replace(grpo(), requires=frozenset({column})), None)
+
+
+def test_batch_sizes_must_divide():
+    rollout = RolloutConfig(batch_size=6, n_samples_per_prompt=4)
+    check_rl_batch_sizes(rollout, RLTrainingConfig(num_minibatches=8))
+    with pytest.raises(
+        ConfigError, match=r"6 prompts x 4 samples = 24 rows does not divide into num_minibatches = 7: choose a divisor of 24"
+    ):
+        check_rl_batch_sizes(rollout, RLTrainingConfig(num_minibatches=7))

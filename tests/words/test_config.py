@@ -23,7 +23,6 @@ from rollouts.config import (
     RLTrainingConfig,
     RolloutConfig,
     SFTTrainingConfig,
-    check_rl_batch_sizes,
 )
 from rollouts.config_files import from_dict, load_config, save_config, to_dict
 from rollouts.errors import ConfigError
@@ -129,15 +128,6 @@ BAD_VALUES = [
 def test_values_out_of_range_are_named(cls, values, message):
     with pytest.raises(ConfigError, match=message):
         cls(**values)
-
-
-def test_batch_sizes_must_divide():
-    rollout = RolloutConfig(batch_size=6, n_samples_per_prompt=4)
-    check_rl_batch_sizes(rollout, RLTrainingConfig(num_minibatches=8))
-    with pytest.raises(
-        ConfigError, match=r"6 prompts x 4 samples = 24 rows does not divide into num_minibatches = 7: choose a divisor of 24"
-    ):
-        check_rl_batch_sizes(rollout, RLTrainingConfig(num_minibatches=7))
 
 
 def test_generation_config_derives_and_gives_sampling_params():
