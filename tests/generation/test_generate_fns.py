@@ -83,7 +83,7 @@ async def test_metadata_for_which_a_sample_has_a_field_is_refused(key: str) -> N
     assert field in {f.name for f in fields(Sample)}
 
     async def generate(prompt: Prompt, n: int) -> list[Sample]:
-        return [replace(sample, metadata={**prompt.metadata, key: False}) for sample in make_samples(prompt, n)]
+        return [replace(sample, metadata={**prompt.metadata, key: False}) for sample in make_group(prompt.index, n)]
 
     with pytest.raises(GenerationError, match=rf"generate returned .* metadata\['{key}'\] = False, .* set Sample\.{field}"):
         await bind_generate_fn(generate, 1)(PendingGroup(Prompt(content="p", index=7)))
@@ -94,7 +94,7 @@ async def test_metadata_for_which_a_sample_has_a_field_is_refused(key: str) -> N
 
 async def test_metadata_of_a_workflow_is_checked_as_well() -> None:
     async def run(engine: Any, data: WorkflowData) -> Sample:
-        return replace(make_samples(data.prompt, 1)[0], metadata={"trainable": False})
+        return replace(make_group(data.prompt.index, 1)[0], metadata={"trainable": False})
 
     generate_fn = create_workflow_generate_fn(run, [FakeEngine(script_answer([1]))])
     with pytest.raises(GenerationError, match=r"set Sample\.trainable"):
