@@ -3,14 +3,87 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from rollouts.asynchronous.capacity import RolloutCounts
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.asynchronous.queue import TimedResult
 from rollouts.generation.contract import PendingGroup
 from rollouts.types import Group
+
+Value = TypeVar("Value")
+
+_BLOCK_SIZE = 64
+
+
+def change(value: Value, **changes: Any) -> Value:
+    """Return a copy of a dataclass with these fields changed, as dataclasses.replace does; its other fields are not set one by one.
+
+    For dataclasses without slots, __post_init__ and fields outside __init__.
+    """
+    copied, fields = object.__new__(type(value)), vars(value)
+    assert changes.keys() <= fields.keys(), f"{type(value).__name__} has no {sorted(changes.keys() - fields.keys())}"
+    vars(copied).update(fields, **changes)
+    return copied
+
+
+class ByIndex(Mapping[int, Value], Generic[Value]):
+    """Immutable mapping from the index of a prompt, iterated in the order of index. A changed copy shares the other blocks."""
+
+    __slots__ = ("_blocks", "_size")
+
+    def __init__(self, items: Iterable[tuple[int, Value]] = ()) -> None:
+        self._blocks: dict[int, dict[int, Value]] = {}  # by index // _BLOCK_SIZE; none is empty
+        for index, value in items:
+            self._blocks.setdefault(index // _BLOCK_SIZE, {})[index] = value
+        self._size = sum(map(len, self._blocks.values()))
+
+    def __getitem__(self, index: int) -> Value:
+        return self._blocks[index // _BLOCK_SIZE][index]
+
+    def __iter__(self) -> Iterator[int]:
+        return (index for number in sorted(self._blocks) for index in sorted(self._blocks[number]))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self)})"
+
+    @property
+    def first(self) -> float:
+        """Lowest index; infinity if there is none."""
+        return min(self._blocks[min(self._blocks)]) if self._blocks else math.inf
+
+    def having(self, items: Mapping[int, Value]) -> ByIndex[Value]:
+        """Return the mapping with these items added or replaced."""
+        return self._edit(items, items)
+
+    def without(self, indices: Iterable[int]) -> ByIndex[Value]:
+        """Return the mapping without those of these indices that it has."""
+        return self._edit(indices, {})
+
+    def _edit(self, indices: Iterable[int], items: Mapping[int, Value]) -> ByIndex[Value]:
+        edited, changed = ByIndex[Value](), dict[int, dict[int, Value]]()
+        edited._size = self._size
+        for index in indices:
+            number = index // _BLOCK_SIZE
+            block = changed.get(number)
+            if block is None:
+                block = changed[number] = self._blocks.get(number, {}).copy()
+            edited._size -= len(block)
+            if index in items:
+                block[index] = items[index]
+            else:
+                block.pop(index, None)
+            edited._size += len(block)
+        edited._blocks = {**self._blocks, **changed}
+        for number, block in changed.items():
+            if not block:
+                del edited._blocks[number]
+        return edited
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +106,6 @@ class Waiting:
 
     pending: PendingGroup
     begun_version: int | None = None  # lower bound of the first token's weight version; None = there is no token
-    start_at: float = -math.inf  # earliest start, in seconds of trio's clock
 
 
 @dataclass(frozen=True)
@@ -104,10 +176,13 @@ class RolloutState:
     """
 
     version: int = 0  # weight version that generates
-    waiting: Mapping[int, Waiting] = field(default_factory=dict[int, Waiting])  # by index of the prompt
-    running: Mapping[int, Running] = field(default_factory=dict[int, Running])  # by index of the prompt, in the order of start
+    waiting: ByIndex[Waiting] = field(default_factory=ByIndex[Waiting])
+    delayed: ByIndex[float] = field(
+        default_factory=ByIndex[float]
+    )  # earliest start of those that wait and have one, in seconds of trio's clock
+    running: ByIndex[Running] = field(default_factory=ByIndex[Running])
     held: tuple[TimedResult, ...] = ()  # finished groups that wait for their turn or for space in the queue, the next one first
-    attempts: Mapping[int, Attempts] = field(default_factory=dict[int, Attempts])  # by index, of prompts that have any
+    attempts: ByIndex[Attempts] = field(default_factory=ByIndex[Attempts])  # of prompts that have any
     edited: frozenset[int] = frozenset()  # indices whose samples are being edited: they neither start nor end
     is_edited: bool = False  # an edit is in progress: nothing is collected or handed out
     interrupted: bool = False  # no rollout starts
@@ -136,7 +211,7 @@ class RolloutState:
     @property
     def first_open(self) -> float:
         """Lowest index that waits or runs: no group before it can still arrive. Infinity if there is none."""
-        return min(min(self.waiting, default=math.inf), min(self.running, default=math.inf))
+        return min(self.waiting.first, self.running.first)
 
     @property
     def num_open(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import trio
@@ -13,7 +12,7 @@ from rollouts.asynchronous import transitions
 from rollouts.asynchronous.create import ExecutorParts
 from rollouts.asynchronous.finished import drain, edit_result, edit_results, is_beyond, load_results, read_results, refuses, take_out
 from rollouts.asynchronous.queue import FinishedRollout, TimedResult
-from rollouts.asynchronous.state import Attempts, Failed, RolloutState, Scored, Stopped, Waiting
+from rollouts.asynchronous.state import Attempts, ByIndex, Failed, RolloutState, Scored, Stopped, Waiting, change
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.generation.contract import PendingGroup, check_saved_groups
 from rollouts.types import Group
@@ -38,14 +37,14 @@ class RolloutStore:
         for warning in state.warnings:
             logging.getLogger(__name__).warning("%s", warning)
         has_closed = state.num_open < self.state.num_open
-        self.state = replace(state, warnings=()) if state.warnings else state
+        self.state = change(state, warnings=()) if state.warnings else state
         self.parts.manager.follow(self.state.counts)
         if has_closed:
             self._pass_on()
 
     def update(self, **changes: Any) -> None:
         """Replace these fields of the state."""
-        self.set(replace(self.state, **changes))
+        self.set(change(self.state, **changes))
 
     @property
     def num_ready(self) -> int:
@@ -65,8 +64,8 @@ class RolloutStore:
     @property
     def unfinished(self) -> dict[int, Group]:
         """Samples of unfinished groups not being generated: groups being scored first, then waiting ones, by index."""
-        scoring = {index: run.pending.samples for index, run in sorted(self.state.running.items()) if run.scoring}
-        return scoring | {index: group.pending.samples for index, group in sorted(self.state.waiting.items())}
+        scoring = {index: run.pending.samples for index, run in self.state.running.items() if run.scoring}
+        return scoring | {index: group.pending.samples for index, group in self.state.waiting.items()}
 
     # -- how rollouts start and end
 
@@ -109,18 +108,20 @@ class RolloutStore:
     # -- finished groups
 
     def _pass_on(self) -> None:
-        queue, rules = self.parts.queue, self.parts.rules
-        while (result := transitions.find_due(rules, self.state, self._clock())) is not None:
+        queue, rules, num_passed = self.parts.queue, self.parts.rules, 0
+        for result in transitions.find_due(rules, self.state, self._clock()) if self.state.held else ():
             if rules.asynchronous.when_queue_full == "wait" and queue.full():
-                return
+                break
             try:
                 queue.put_nowait(result)
             except ConfigError as error:  # the queue is full
                 self.update(failures=(*self.state.failures, error))
-                return
-            self.set(transitions.pass_on(self.state))
+                break
+            num_passed += 1
             if self.state.num_wanted and queue.full():  # wait() has requested more than is ready
                 drain(queue, self.parts.cache)
+        if num_passed:
+            self.set(transitions.pass_on(self.state, num_passed))
 
     def collect(self) -> None:
         """Purge the queue (if the version rose), move it into the cache, filter the cache; begin stale groups anew, or give them up."""
@@ -128,9 +129,10 @@ class RolloutStore:
         dropped, purged = parts.strategy.purge_stale_samples_from_queue(parts.queue, version, self.state.purged_version)
         self.update(purged_version=purged, collected_version=version)
         drain(parts.queue, parts.cache)
-        while (result := transitions.find_due(rules, self.state, self._clock())) is not None:  # there is space now
+        due = transitions.find_due(rules, self.state, self._clock())
+        for result in due:  # there is space for them
             parts.cache.add(result)
-            self.set(transitions.pass_on(self.state))
+        self.set(transitions.pass_on(self.state, len(due)))
         dropped += parts.strategy.filter_stale_from_cache(parts.cache, version)
         dropped += take_out(parts.cache, lambda rollout: is_beyond(rollout, version, rules.asynchronous.max_staleness))
         if dropped:
@@ -188,8 +190,8 @@ class RolloutStore:
             "buffer": parts.data_buffer.save_state(),
             "pending": [pending[index].to_dict() for index in sorted(pending)],
             "begun": [list(item) for item in sorted(begun.items())],
-            "attempts": [[index, attempts.failed] for index, attempts in sorted(state.attempts.items()) if attempts.failed],
-            "stale_attempts": [[index, attempts.stale] for index, attempts in sorted(state.attempts.items()) if attempts.stale],
+            "attempts": [[index, attempts.failed] for index, attempts in state.attempts.items() if attempts.failed],
+            "stale_attempts": [[index, attempts.stale] for index, attempts in state.attempts.items() if attempts.stale],
             "finished": {
                 "ready": [result.data.to_dict() for result in ready],
                 "held": [result.data.to_dict() for result in held],
@@ -218,11 +220,13 @@ class RolloutStore:
         counts = parts.manager.get_stats()
         begun, failed, stale = (_load_pairs(saved.get(name, ())) for name in ("begun", "attempts", "stale_attempts"))
         groups = [PendingGroup.from_dict(group) for group in saved["pending"]]
-        self.state = replace(
-            RolloutState(version=int(saved["version"]), accepted=counts.accepted, rejected=counts.rejected),
-            waiting={group.prompt.index: Waiting(group, begun.get(group.prompt.index)) for group in groups},
+        self.state = RolloutState(
+            version=int(saved["version"]),
+            accepted=counts.accepted,
+            rejected=counts.rejected,
+            waiting=ByIndex((group.prompt.index, Waiting(group, begun.get(group.prompt.index))) for group in groups),
             held=tuple(TimedResult(-0.5, rollout) for rollout in held),
-            attempts={index: Attempts(failed.get(index, 0), stale.get(index, 0)) for index in {*failed, *stale}},
+            attempts=ByIndex((index, Attempts(failed.get(index, 0), stale.get(index, 0))) for index in {*failed, *stale}),
             num_batches=int(saved.get("num_batches", 0)),
             interrupted=self.state.interrupted,
             idle_since=self.state.idle_since,

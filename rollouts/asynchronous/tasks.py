@@ -12,7 +12,7 @@ import trio
 
 from rollouts.asynchronous import transitions
 from rollouts.asynchronous.messages import describe_cut
-from rollouts.asynchronous.state import Failed, Scored, Stopped
+from rollouts.asynchronous.state import Failed, Scored, Stopped, change
 from rollouts.asynchronous.store import RolloutStore
 from rollouts.data.samples import ask_filter, describe_sample
 from rollouts.data.segments import start_segments
@@ -124,7 +124,7 @@ class RolloutTasks:
                     self._start(index)
                 self._on_change()
             # a group that was due before and did not start waits for capacity, not for a time that has passed
-            due = min((group.start_at for group in self._store.state.waiting.values() if group.start_at > now), default=math.inf)
+            due = transitions.find_next_start(self._store.state, now)
             if due == math.inf:  # a cancel scope costs more than the rest of this function
                 await self._work.park()
                 continue
@@ -174,7 +174,7 @@ class RolloutTasks:
             group = pending.samples
             if not group or not is_finished(group):
                 group = await self._generate(pending)
-            run = replace(store.state.running[index], pending=PendingGroup(pending.prompt, group), scoring=is_finished(group))
+            run = change(store.state.running[index], pending=PendingGroup(pending.prompt, group), scoring=is_finished(group))
             store.set(transitions.update_run(store.state, index, run))
             if not run.scoring:
                 was_told = run.timed_out or run.outdated or store.state.interrupted
@@ -183,7 +183,7 @@ class RolloutTasks:
             self._check_versions(group)
             if config.segment_log_probs:
                 group = tuple(start_segments(sample) for sample in group)
-                run = replace(store.state.running[index], pending=PendingGroup(pending.prompt, group))
+                run = change(store.state.running[index], pending=PendingGroup(pending.prompt, group))
                 store.set(transitions.update_run(store.state, index, run))
             scored = await score_generated_group(group, config.reward_fn, config.reward)
             passes = scored is not None and await ask_filter(scored, config.filter_fn)
@@ -201,7 +201,7 @@ class RolloutTasks:
 
     def set_error(self, index: int, error: Exception) -> Failed:
         """Note that a rollout raised; return its outcome."""
-        run = replace(self._store.state.running[index], failed=True)
+        run = change(self._store.state.running[index], failed=True)
         self._store.set(transitions.update_run(self._store.state, index, run))
         return Failed(error, may_be_outage=all(_may_be_outage(one) for one in flatten_errors(error)))
 
@@ -236,7 +236,7 @@ class RolloutTasks:
             return
         for index in transitions.find_outdated(self._store.parts.rules, self._store.state):
             run, task = self._store.state.running[index], self._tasks[index]
-            self._store.set(transitions.update_run(self._store.state, index, replace(run, outdated=True)))
+            self._store.set(transitions.update_run(self._store.state, index, change(run, outdated=True)))
             if run.scoring:
                 task.scope.cancel()
             else:
@@ -247,7 +247,7 @@ class RolloutTasks:
         with trio.move_on_after(timeout_s):
             await task.generated.wait()
         if not task.generated.is_set():
-            run = replace(self._store.state.running[index], timed_out=True)
+            run = change(self._store.state.running[index], timed_out=True)
             self._store.set(transitions.update_run(self._store.state, index, run))
             await self._stop(index, task)
 

@@ -6,7 +6,8 @@ import math
 from bisect import insort
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
-from typing import TypeVar
+from itertools import islice, takewhile
+from typing import Any
 
 from rollouts.asynchronous.messages import (
     create_attempts_error,
@@ -16,34 +17,36 @@ from rollouts.asynchronous.messages import (
     describe_silence,
 )
 from rollouts.asynchronous.queue import FinishedRollout, TimedResult, find_oldest_version
-from rollouts.asynchronous.state import Attempts, Failed, Refused, RolloutRules, RolloutState, Running, Scored, Stopped, Waiting
+from rollouts.asynchronous.state import (
+    Attempts,
+    ByIndex,
+    Failed,
+    Refused,
+    RolloutRules,
+    RolloutState,
+    Running,
+    Scored,
+    Stopped,
+    Waiting,
+    change,
+)
 from rollouts.errors import RewardError
 from rollouts.generation.contract import PendingGroup
 from rollouts.types import Group, Prompt, Sample
 
-Value = TypeVar("Value")
-
 _OUTAGE_RETRY_S = 0.5  # minimum seconds between two attempts while no engine answers
-
-
-def _with(mapping: Mapping[int, Value], index: int, value: Value) -> dict[int, Value]:
-    return {**mapping, index: value}
-
-
-def _without(mapping: Mapping[int, Value], index: int) -> dict[int, Value]:
-    return {key: value for key, value in mapping.items() if key != index}
 
 
 def count(state: RolloutState, name: str) -> RolloutState:
     """Count one more event of this name since the last batch."""
-    return replace(state, events={**state.events, name: state.events.get(name, 0) + 1})
+    return change(state, events={**state.events, name: state.events.get(name, 0) + 1})
 
 
 def warn(state: RolloutState, cause: str, text: str) -> RolloutState:
     """Add a warning to log, once for each cause."""
     if cause in state.warned:
         return state
-    return replace(state, warned=state.warned | {cause}, warnings=(*state.warnings, text))
+    return change(state, warned=state.warned | {cause}, warnings=(*state.warnings, text))
 
 
 # -- how rollouts start
@@ -51,7 +54,7 @@ def warn(state: RolloutState, cause: str, text: str) -> RolloutState:
 
 def add_prompts(state: RolloutState, prompts: Iterable[Prompt]) -> RolloutState:
     """Add prompts from the data to the waiting ones."""
-    return replace(state, waiting={**state.waiting, **{prompt.index: Waiting(PendingGroup(prompt)) for prompt in prompts}})
+    return change(state, waiting=state.waiting.having({prompt.index: Waiting(PendingGroup(prompt)) for prompt in prompts}))
 
 
 def start(rules: RolloutRules, state: RolloutState, room: int, now: float) -> tuple[RolloutState, tuple[int, ...]]:
@@ -63,21 +66,24 @@ def start(rules: RolloutRules, state: RolloutState, room: int, now: float) -> tu
     """
     started: list[int] = []
     while True:
-        ready = sorted(index for index, group in state.waiting.items() if group.start_at <= now and index not in state.edited)
-        ready = ready[: max(0, room - len(started))]
+        due = (i for i in state.waiting if i not in state.edited and state.delayed.get(i, now) <= now)
+        ready = tuple(islice(due, max(0, room - len(started))))
         young = [index for index in ready if not _is_outdated(rules, state, state.waiting[index])]
         running = {index: _create_run(state.waiting[index], state.version) for index in young}
         if running and state.idle_since is not None:
-            state = replace(state, idle_s=state.idle_s + now - state.idle_since, idle_since=None)
-        waiting = {index: group for index, group in state.waiting.items() if index not in running}
-        state = replace(state, waiting=waiting, running={**state.running, **running})
+            state = change(state, idle_s=state.idle_s + now - state.idle_since, idle_since=None)
+        waiting, delayed = state.waiting.without(ready), state.delayed.without(ready)
+        before, state = state.waiting, change(state, waiting=waiting, delayed=delayed, running=state.running.having(running))
         started += young
         if len(young) == len(ready):
             return state, tuple(started)
         for index in sorted(set(ready).difference(young)):
-            prompt = state.waiting[index].pending.prompt
-            state = replace(state, waiting=_without(state.waiting, index), rejected=state.rejected + 1)
-            state = begin_anew(rules, state, prompt)
+            state = begin_anew(rules, change(state, rejected=state.rejected + 1), before[index].pending.prompt)
+
+
+def find_next_start(state: RolloutState, now: float) -> float:
+    """Return the earliest time after now at which a waiting group may start; infinity if there is none."""
+    return min((start_at for start_at in state.delayed.values() if start_at > now), default=math.inf)
 
 
 def _create_run(group: Waiting, version: int) -> Running:
@@ -102,12 +108,12 @@ def _exceeds(rules: RolloutRules, state: RolloutState, run: Running) -> bool:
 def update_run(state: RolloutState, index: int, run: Running) -> RolloutState:
     """Replace the record of a running rollout."""
     assert index in state.running, f"the rollout of prompt {index} does not run; those that do: {list(state.running)}"
-    return replace(state, running=_with(state.running, index, run))
+    return change(state, running=state.running.having({index: run}))
 
 
 def cut(state: RolloutState, index: int, warning: str) -> RolloutState:
     """Note that a rollout was cancelled because it did not obey an abort."""
-    return warn(update_run(state, index, replace(state.running[index], cut=True)), "cut", warning)
+    return warn(update_run(state, index, change(state.running[index], cut=True)), "cut", warning)
 
 
 def find_outdated(rules: RolloutRules, state: RolloutState) -> tuple[int, ...]:
@@ -134,7 +140,7 @@ def stop(rules: RolloutRules, state: RolloutState, index: int, stopped: Stopped,
     if stopped.unchanged and attempts.unchanged_at == state.version:
         return fail(rules, state, index, Failed(create_unchanged_error(index)), now)
     if stopped.unchanged:
-        state = replace(state, attempts=_with(state.attempts, index, replace(attempts, unchanged_at=state.version)))
+        state = change(state, attempts=state.attempts.having({index: replace(attempts, unchanged_at=state.version)}))
     return wait_again(state, index, now)
 
 
@@ -143,7 +149,7 @@ def fail(rules: RolloutRules, state: RolloutState, index: int, failed: Failed, n
     asynchronous, error = rules.asynchronous, failed.error
     if state.running[index].scoring or isinstance(error, RewardError):
         return _end_run(state, index, error, now)
-    state = count(replace(state, last_error=error), "failures")
+    state = count(change(state, last_error=error), "failures")
     if asynchronous.on_failure == "raise":
         return _end_run(state, index, error, now)
     attempts = state.attempts.get(index, Attempts())
@@ -170,16 +176,16 @@ def finish(rules: RolloutRules, state: RolloutState, index: int, scored: Scored,
         is_stale: whether the strategy refuses the group for its staleness.
     """
     prompt, rollout = state.running[index].pending.prompt, create_finished(state, index, scored)
-    attempts = replace(state.attempts.get(index, Attempts()), unchanged_at=None, silent_since=None)
-    state = replace(state, num_ended=state.num_ended + 1, last_end=now, attempts=_with_attempts(state, index, attempts))
+    ended = {**_leaving(state, index, now), "num_ended": state.num_ended + 1, "last_end": now}
+    if index in state.attempts:
+        ended["attempts"] = _with_attempts(state, index, replace(state.attempts[index], unchanged_at=None, silent_since=None))
     if rollout is None:
-        return _refuse(rules, _reject(state, index, now), index, scored.group)
+        return _refuse(rules, change(state, **ended, rejected=state.rejected + 1), index, scored.group)
     if is_stale:
-        return begin_anew(rules, _reject(state, index, now), prompt)
-    state = _leave(state, index, now)
+        return begin_anew(rules, change(state, **ended, rejected=state.rejected + 1), prompt)
     held = list(state.held)
     insort(held, TimedResult(now, rollout), key=lambda result: _turn(rules, result))
-    return replace(state, accepted=state.accepted + 1, held=tuple(held))
+    return change(state, **ended, accepted=state.accepted + 1, held=tuple(held))
 
 
 def create_finished(state: RolloutState, index: int, scored: Scored) -> FinishedRollout | None:
@@ -191,33 +197,36 @@ def create_finished(state: RolloutState, index: int, scored: Scored) -> Finished
     return FinishedRollout(run.pending.prompt, group, find_oldest_version(group, begun=run.begun_version, newest=state.version))
 
 
-def wait_again(state: RolloutState, index: int, now: float, start_at: float = -math.inf) -> RolloutState:
+def wait_again(state: RolloutState, index: int, now: float, start_at: float | None = None) -> RolloutState:
     """Make a running rollout wait again, with its samples."""
     run, samples = state.running[index], state.running[index].pending.samples
     has_tokens = any(sample.tokens for sample in samples)
     begun = find_oldest_version(samples, begun=run.begun_version, newest=state.version) if has_tokens else None
-    return replace(_leave(state, index, now), waiting=_with(state.waiting, index, Waiting(run.pending, begun, start_at)))
+    delayed = state.delayed if start_at is None else state.delayed.having({index: start_at})
+    waiting = state.waiting.having({index: Waiting(run.pending, begun)})
+    return change(state, **_leaving(state, index, now), waiting=waiting, delayed=delayed)
 
 
 def begin_anew(rules: RolloutRules, state: RolloutState, prompt: Prompt) -> RolloutState:
     """Make a prompt whose group was too old wait again, without that group, or give it up."""
     asynchronous, attempts = rules.asynchronous, state.attempts.get(prompt.index, Attempts())
-    state = count(replace(state, refused=replace(state.refused, num_stale=state.refused.num_stale + 1)), "purged")
+    state = count(change(state, refused=replace(state.refused, num_stale=state.refused.num_stale + 1)), "purged")
     most = math.inf if asynchronous.max_stale_attempts is None else asynchronous.max_stale_attempts
     if asynchronous.on_stale == "drop" or attempts.stale + 1 >= most:
         state = warn(state, "given up", describe_given_up(prompt.index, asynchronous))
-        return count(replace(state, attempts=_without(state.attempts, prompt.index)), "given_up")
+        return count(change(state, attempts=state.attempts.without([prompt.index])), "given_up")
     attempts = _with_attempts(state, prompt.index, replace(attempts, stale=attempts.stale + 1))
     return count(replace(add_prompts(state, [prompt]), attempts=attempts), "retried")
 
 
-def _leave(state: RolloutState, index: int, now: float) -> RolloutState:
-    running = _without(state.running, index)
-    return replace(state, running=running, idle_since=state.idle_since if running else now)
+def _leaving(state: RolloutState, index: int, now: float) -> dict[str, Any]:
+    """Return the changes of the state when a rollout runs no longer."""
+    running = state.running.without([index])
+    return {"running": running, "idle_since": state.idle_since if running else now}
 
 
 def _reject(state: RolloutState, index: int, now: float) -> RolloutState:
-    return replace(_leave(state, index, now), rejected=state.rejected + 1)
+    return change(state, **_leaving(state, index, now), rejected=state.rejected + 1)
 
 
 def _refuse(rules: RolloutRules, state: RolloutState, index: int, filtered: Group | None = None) -> RolloutState:
@@ -225,25 +234,23 @@ def _refuse(rules: RolloutRules, state: RolloutState, index: int, filtered: Grou
     before, is_dropped = state.refused, filtered is None
     groups = before.filtered if filtered is None else (*before.filtered, filtered)[-rules.max_refused :]
     refused = replace(before, num_refused=before.num_refused + 1, num_dropped=before.num_dropped + is_dropped, filtered=groups)
-    return count(replace(state, refused=refused, attempts=_without(state.attempts, index)), "failed" if is_dropped else "filtered")
+    return count(change(state, refused=refused, attempts=state.attempts.without([index])), "failed" if is_dropped else "filtered")
 
 
 def _end_run(state: RolloutState, index: int, error: Exception, now: float) -> RolloutState:
     """Record an error that is to end the run. The prompt waits again, in case the run continues."""
     attempts = replace(state.attempts.get(index, Attempts()), failed=0, stale=0)
-    state = replace(state, failures=(*state.failures, error), attempts=_with_attempts(state, index, attempts))
+    state = change(state, failures=(*state.failures, error), attempts=_with_attempts(state, index, attempts))
     return wait_again(state, index, now)
 
 
 def _retry_later(state: RolloutState, index: int, attempts: Attempts, *, now: float, start_at: float) -> RolloutState:
-    state = replace(state, rejected=state.rejected + 1, attempts=_with_attempts(state, index, attempts))
+    state = change(state, rejected=state.rejected + 1, attempts=_with_attempts(state, index, attempts))
     return count(wait_again(state, index, now, start_at), "retried")
 
 
-def _with_attempts(state: RolloutState, index: int, attempts: Attempts) -> Mapping[int, Attempts]:
-    if attempts != Attempts():
-        return _with(state.attempts, index, attempts)
-    return _without(state.attempts, index) if index in state.attempts else state.attempts
+def _with_attempts(state: RolloutState, index: int, attempts: Attempts) -> ByIndex[Attempts]:
+    return state.attempts.without([index]) if attempts == Attempts() else state.attempts.having({index: attempts})
 
 
 def _add_edits(scored: Group, before: Group, edited: Group) -> Group:
@@ -268,16 +275,17 @@ def _turn(rules: RolloutRules, result: TimedResult) -> tuple[float, int]:
     return (0.0, result.data.prompt.index) if rules.in_order else result.order
 
 
-def find_due(rules: RolloutRules, state: RolloutState, now: float) -> TimedResult | None:
-    """Return the held group whose turn has come, if any. In strict order its time becomes `now`, which keeps the order of prompts."""
-    if not state.held or (rules.in_order and state.held[0].data.prompt.index >= state.first_open):
-        return None
-    return TimedResult(now, state.held[0].data) if rules.in_order else state.held[0]
+def find_due(rules: RolloutRules, state: RolloutState, now: float) -> tuple[TimedResult, ...]:
+    """Return the held groups whose turn has come. In strict order their time becomes `now`, which keeps the order of prompts."""
+    if not rules.in_order:
+        return state.held
+    due = takewhile(lambda result: result.data.prompt.index < state.first_open, state.held)
+    return tuple(TimedResult(now, result.data) for result in due)
 
 
-def pass_on(state: RolloutState) -> RolloutState:
-    """Remove the first held group, which is now in the queue or the cache."""
-    return replace(state, held=state.held[1:])
+def pass_on(state: RolloutState, num_passed: int) -> RolloutState:
+    """Remove the first held groups, which are in the queue or the cache."""
+    return change(state, held=state.held[num_passed:])
 
 
 def purge(rules: RolloutRules, state: RolloutState, dropped: Iterable[FinishedRollout]) -> RolloutState:
@@ -289,13 +297,13 @@ def purge(rules: RolloutRules, state: RolloutState, dropped: Iterable[FinishedRo
 
 def recall(rules: RolloutRules, state: RolloutState, results: Iterable[TimedResult]) -> RolloutState:
     """Hold groups of the cache again that must wait for an earlier prompt begun anew."""
-    return replace(state, held=tuple(sorted((*state.held, *results), key=lambda result: _turn(rules, result))))
+    return change(state, held=tuple(sorted((*state.held, *results), key=lambda result: _turn(rules, result))))
 
 
 def hand_out(state: RolloutState, rollouts: Iterable[FinishedRollout]) -> RolloutState:
     """Forget the attempts at these prompts, and the refusals before them."""
-    indices = {rollout.prompt.index for rollout in rollouts}
-    return replace(state, refused=Refused(), attempts={i: attempts for i, attempts in state.attempts.items() if i not in indices})
+    indices = [rollout.prompt.index for rollout in rollouts if rollout.prompt.index in state.attempts]
+    return change(state, refused=Refused(), attempts=state.attempts.without(indices))
 
 
 def is_starving(rules: RolloutRules, state: RolloutState) -> bool:
@@ -309,15 +317,19 @@ def is_starving(rules: RolloutRules, state: RolloutState) -> bool:
 def begin_edit(state: RolloutState) -> RolloutState:
     """Keep the samples held here and not being generated in place until end_edit()."""
     scoring = {index for index, run in state.running.items() if run.scoring}
-    return replace(state, is_edited=True, edited=frozenset(scoring.union(i for i, group in state.waiting.items() if group.pending.samples)))
+    return change(state, is_edited=True, edited=frozenset(scoring.union(i for i, group in state.waiting.items() if group.pending.samples)))
 
 
 def end_edit(state: RolloutState, groups: Mapping[int, Group]) -> RolloutState:
     """Release the kept samples, edited, so that they can start and end again."""
-    waiting = {i: replace(group, pending=_edit(group.pending, groups)) for i, group in state.waiting.items()}
-    running = {i: replace(run, pending=_edit(run.pending, groups)) for i, run in state.running.items()}
-    return replace(state, waiting=waiting, running=running, is_edited=False, edited=frozenset())
+    waiting = {
+        i: replace(state.waiting[i], pending=_edit(state.waiting[i].pending, group)) for i, group in groups.items() if i in state.waiting
+    }
+    running = {
+        i: replace(state.running[i], pending=_edit(state.running[i].pending, group)) for i, group in groups.items() if i in state.running
+    }
+    return change(state, waiting=state.waiting.having(waiting), running=state.running.having(running), is_edited=False, edited=frozenset())
 
 
-def _edit(pending: PendingGroup, groups: Mapping[int, Group]) -> PendingGroup:
-    return replace(pending, samples=groups[pending.prompt.index]) if pending.prompt.index in groups else pending
+def _edit(pending: PendingGroup, group: Group) -> PendingGroup:
+    return replace(pending, samples=group)
