@@ -6,6 +6,7 @@ from .factory import (
     create_cross_entropy_loss as create_cross_entropy_loss,
     create_pytorch_backend as create_pytorch_backend,
     create_reference_backend as create_reference_backend,
+    create_reward_model_backend as create_reward_model_backend,
 )
 from .fsdp.backend import FSDPTrainingBackend as FSDPTrainingBackend
 from .fsdp.config import FSDPConfig as FSDPConfig
@@ -29,4 +30,3 @@ from .ranks.distributed import (
     masked_normalization as masked_normalization,
 )
 from .ranks.group import RankGroup as RankGroup, join_ranks as join_ranks
-from .reward_models import create_reward_model_backend as create_reward_model_backend
