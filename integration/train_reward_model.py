@@ -38,8 +38,8 @@ from integration.settings.command_line import MODEL_DIRECTORY, parse_flags, read
 from integration.settings.config import Config, create_output_dir
 from integration.settings.reward_model import RewardModelConfig
 from integration.tasks.preference_pairs import create_task_pairs
+from rollouts.backends.factory import create_reward_model_backend
 from rollouts.backends.futures import open_pipeline
-from rollouts.backends.reward_models import create_reward_model_backend
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.data.model_limits import read_limits
 from rollouts.data.preference_pairs import PreferencePair, load_preference_pairs

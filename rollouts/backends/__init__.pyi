@@ -6,6 +6,7 @@ from .factory import (
     create_cross_entropy_loss as create_cross_entropy_loss,
     create_pytorch_backend as create_pytorch_backend,
     create_reference_backend as create_reference_backend,
+    create_reward_model_backend as create_reward_model_backend,
 )
 from .fsdp.backend import FSDPTrainingBackend as FSDPTrainingBackend
 from .fsdp.config import FSDPConfig as FSDPConfig
@@ -27,4 +28,3 @@ from .ranks.distributed import (
     leave_distributed as leave_distributed,
 )
 from .ranks.group import join_ranks as join_ranks
-from .reward_models import create_reward_model_backend as create_reward_model_backend

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, cast
 
@@ -14,6 +13,7 @@ from rollouts.backends.lora.adapters import LoRAConfig, add_adapters
 from rollouts.backends.optim.optimizers import (
     AdamW,
     AdamWArguments,
+    EndingAdamWArguments,
     ScheduledAdamWArguments,
     create_idle_optimizer,
     create_rule,
@@ -21,11 +21,9 @@ from rollouts.backends.optim.optimizers import (
 )
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.ranks.distributed import count_launched
-from rollouts.backends.weights.read import merge_adapters
-from rollouts.config import Schedule
-from rollouts.models.heads import create_critic_model, load_critic_model
+from rollouts.models.heads import open_critic, open_reward_model
 from rollouts.models.loading import open_model, parse_dtype
-from rollouts.models.outputs import ComputeOutputs, compute_log_probs, compute_values
+from rollouts.models.outputs import ComputeOutputs, compute_log_probs, compute_scores, compute_values
 from rollouts.types import LossFn
 
 if TYPE_CHECKING:
@@ -59,22 +57,21 @@ def create_pytorch_backend(
     return assemble_backend(model, rule, device, compute_dtype, tokenizer, lora=lora, scheduled=False)
 
 
-@takes(AdamWArguments)
+@takes(EndingAdamWArguments, schedule="cosine")
 def create_backend_with_scheduler(
     model: str | Path | PreTrainedModel,
     *,
-    total_steps: int,
-    warmup_steps: int = 0,
-    min_lr_ratio: float = 0.0,
-    schedule: Schedule = "cosine",
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
     lora: LoRAConfig | None = None,
-    **adamw: Unpack[AdamWArguments],
+    **adamw: Unpack[EndingAdamWArguments],
 ) -> PyTorchTrainingBackend:
-    """Create a backend as create_pytorch_backend does, with a learning-rate schedule over total_steps optimizer steps."""
-    rule = create_rule(schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps, min_lr_ratio=min_lr_ratio, **adamw)
+    """Create a backend as create_pytorch_backend does, with a learning-rate schedule over total_steps optimizer steps: a cosine, unless
+    another is named.
+    """
+    adamw.setdefault("schedule", "cosine")
+    rule = create_rule(**adamw)
     model, tokenizer = open_model(model, tokenizer)
     return assemble_backend(model, rule, device, compute_dtype, tokenizer, lora=lora)
 
@@ -100,10 +97,33 @@ def create_critic_backend(
         lr and the other arguments of AdamW and its schedule: see optimizers.ScheduledAdamWArguments; steps are the critic's.
     """
     rule = create_rule(**adamw)
-    model, tokenizer = open_model(model, tokenizer, partial(load_critic_model, seed=seed, head_std=head_std))
-    if model.get_output_embeddings() is not None:
-        model = create_critic_model(model, seed=seed, head_std=head_std, merged=merge_adapters(model))
+    model, tokenizer = open_critic(model, tokenizer, seed=seed, head_std=head_std)
     return assemble_backend(model, rule, device, compute_dtype, tokenizer, compute_outputs=compute_values)
+
+
+@takes(ScheduledAdamWArguments)
+def create_reward_model_backend(
+    model: str | Path | PreTrainedModel,
+    *,
+    seed: int = 0,
+    head_std: float | None = None,
+    device: str | torch.device = "cpu",
+    compute_dtype: str | torch.dtype = "float32",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **adamw: Unpack[ScheduledAdamWArguments],
+) -> PyTorchTrainingBackend:
+    """Create a backend for train_reward_model: its outputs.values are scores, of tokens[:, :t + 1] at position t.
+
+    Its exports and checkpoints are complete directories of a sequence-classification model.
+
+    Args:
+        model: a directory of a causal language model (its backbone with a fresh head) or of a reward model (as it is), or such a model. A
+            language model is copied.
+        Other arguments: as in create_critic_backend.
+    """
+    rule = create_rule(**adamw)
+    model, tokenizer = open_reward_model(model, tokenizer, seed=seed, head_std=head_std)
+    return assemble_backend(model, rule, device, compute_dtype, tokenizer, compute_outputs=compute_scores)
 
 
 def create_reference_backend(

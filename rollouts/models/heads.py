@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
 
 from rollouts.errors import ConfigError
-from rollouts.models.loading import check_model_directory, explain_loading, load_hf_model, parse_dtype
+from rollouts.models.loading import check_model_directory, explain_loading, load_hf_model, open_model, parse_dtype
 from rollouts.models.outputs import get_value_head
 from rollouts.models.packing import get_decoder
-from rollouts.models.weights import has_adapters
+from rollouts.models.weights import merge_adapters
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load_critic_model(
@@ -62,48 +62,31 @@ def load_critic_model(
     return model
 
 
-def create_critic_model(
-    model: PreTrainedModel, *, seed: int = 0, head_std: float | None = None, merged: Mapping[str, Tensor] | None = None
-) -> PreTrainedModel:
+def create_critic_model(model: PreTrainedModel, *, seed: int = 0, head_std: float | None = None) -> PreTrainedModel:
     """Create a critic from a copy of a causal language model's backbone and a fresh value head; shares no weight with `model`.
 
     Args:
         seed, head_std: for the head, see init_value_head.
-        merged: of a model with adapters its weights with the adapters merged: dict(backends.weights.read.stream_weights(model)).
 
     Raises: ConfigError if transformers has no token-classification model for this architecture.
     """
     from transformers import AutoModelForTokenClassification
 
-    return create_model_with_head(
-        AutoModelForTokenClassification, model, {"classifier_dropout": 0.0}, seed=seed, head_std=head_std, merged=merged
-    )
+    return create_model_with_head(AutoModelForTokenClassification, model, {"classifier_dropout": 0.0}, seed=seed, head_std=head_std)
 
 
 def create_model_with_head(
-    kind: Any,
-    model: PreTrainedModel,
-    settings: Mapping[str, Any],
-    *,
-    seed: int,
-    head_std: float | None,
-    merged: Mapping[str, Tensor] | None = None,
+    kind: Any, model: PreTrainedModel, settings: Mapping[str, Any], *, seed: int, head_std: float | None
 ) -> PreTrainedModel:
-    """Create a model with one label from a copy of a causal language model's backbone and a fresh head.
+    """Create a model with one label from a copy of a causal language model's backbone, adapters merged, and a fresh head.
 
     Args:
         kind: transformers class, AutoModelForTokenClassification or AutoModelForSequenceClassification.
         settings: configuration values, besides those of `model`.
         seed, head_std: for the head, see init_value_head.
-        merged: see create_critic_model.
 
-    Raises: ConfigError if transformers has no model of this kind for this architecture, or for adapters without merged weights.
+    Raises: ConfigError if transformers has no model of this kind for this architecture.
     """
-    if has_adapters(model) and merged is None:
-        raise ConfigError(
-            f"this {type(model).__name__} has adapters, which a copy of its backbone would lack: pass merged=dict(stream_weights(model)) "
-            "of rollouts.backends.weights.read"
-        )
     config = copy.deepcopy(model.config)
     for name, value in {"num_labels": 1, **settings}.items():
         setattr(config, name, value)
@@ -112,6 +95,7 @@ def create_model_with_head(
             made = cast("PreTrainedModel", kind.from_config(config))
     except ValueError as error:
         raise ConfigError(f"transformers has no {kind.__name__} for {type(model).__name__}: {error}") from error
+    merged = merge_adapters(model)
     names = get_decoder(made).state_dict().keys()
     prefix = f"{model.base_model_prefix}."
     weights = get_decoder(model).state_dict() if merged is None else {name: merged[prefix + name] for name in names}
@@ -140,22 +124,17 @@ READS_TURN_END = "rollouts_reads_turn_end"
 """Configuration key: true if the score is read at an answer's end-of-turn token, not behind the template's text after it."""
 
 
-def create_reward_model(
-    model: PreTrainedModel, *, seed: int = 0, head_std: float | None = None, merged: Mapping[str, Tensor] | None = None
-) -> PreTrainedModel:
+def create_reward_model(model: PreTrainedModel, *, seed: int = 0, head_std: float | None = None) -> PreTrainedModel:
     """Create a reward model from a copy of a causal language model's backbone and a fresh head; shares no weight with `model`.
 
     Args:
         seed, head_std: for the head, see init_value_head.
-        merged: see create_critic_model.
 
     Raises: ConfigError if transformers has no sequence-classification model for this architecture.
     """
     from transformers import AutoModelForSequenceClassification
 
-    return create_model_with_head(
-        AutoModelForSequenceClassification, model, {READS_TURN_END: True}, seed=seed, head_std=head_std, merged=merged
-    )
+    return create_model_with_head(AutoModelForSequenceClassification, model, {READS_TURN_END: True}, seed=seed, head_std=head_std)
 
 
 def load_reward_model(
@@ -240,6 +219,36 @@ def load_reward_start(
     if is_reward_model(config):
         return load_reward_model(directory, trust_remote_code=trust_remote_code)
     return create_reward_model(load_hf_model(directory, trust_remote_code=trust_remote_code), seed=seed, head_std=head_std)
+
+
+def open_critic(
+    model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, seed: int, head_std: float | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Open the starting point of a critic, and its tokenizer as open_model does: load_critic_model, or create_critic_model of a given
+    language model; a given critic as it is.
+    """
+    return _open_with_head(model, tokenizer, load_critic_model, create_critic_model, seed, head_std)
+
+
+def open_reward_model(
+    model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, seed: int, head_std: float | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Open the starting point of a reward model as open_critic does: load_reward_start, or create_reward_model."""
+    return _open_with_head(model, tokenizer, load_reward_start, create_reward_model, seed, head_std)
+
+
+def _open_with_head(
+    model: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    load: Callable[..., PreTrainedModel],
+    create: Callable[..., PreTrainedModel],
+    seed: int,
+    head_std: float | None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    model, tokenizer = open_model(model, tokenizer, partial(load, seed=seed, head_std=head_std))
+    if model.get_output_embeddings() is not None:
+        model = create(model, seed=seed, head_std=head_std)
+    return model, tokenizer
 
 
 def _check_score_head(model: PreTrainedModel, directory: Path) -> None:

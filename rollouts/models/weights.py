@@ -1,15 +1,16 @@
-"""Weights of a Hugging Face model as a mapping of tensors: read from a directory, checked against a model, copied into it.
+"""Weights of a Hugging Face model as a mapping of tensors: read from a directory, checked against a model, copied into it, read out of it.
 
-Shared by training backends and the in-process engine. A bad set of weights is refused before anything is overwritten.
+Shared by training backends and the in-process engine. A bad set of weights is refused before anything is overwritten. Weights that are read
+out are whole, also those of a sharded model, and have the adapters of the model, if any, merged into them: W + scale * B A.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -18,9 +19,17 @@ from torch import Tensor
 
 from rollouts.checks import find_non_finite
 from rollouts.errors import CheckpointError
+from rollouts.weight_specs import WeightSpec, describe_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+ADAPTER_NAME = "default"
+"""Peft's name of the model's one adapter."""
+
 _PART = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -92,6 +101,50 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
+def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Iterate over (name in the plain model, layer of peft) of each layer with an adapter; nothing if has_adapters is False."""
+    if has_adapters(model):
+        for name, module in model.named_modules():
+            if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+                yield plain_name(name), module
+
+
+def adapted_weights(model: torch.nn.Module) -> dict[str, Any]:
+    """Return peft's layer by the name of its weight in the plain model, for each layer with an adapter."""
+    return {f"{name}.weight": layer for name, layer in adapted_layers(model)}
+
+
+def adapter_of(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return the parameters A [rank, in] and B [out, rank] of a layer."""
+    return layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
+
+
+def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale * B A, computed in float32, in the dtype of W. weight: # [out, in]; a: # [rank, in]; b: # [out, rank]."""
+    return (weight.float() + (b.float() @ a.float()) * scale).to(weight.dtype)
+
+
+def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Map each name of state_dict(keep_vars=True) to the first name of the same tensor; tied weights are one object there."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(value), name) for name, value in weights.items()}
+
+
+def check_architecture(model: PreTrainedModel, directory: Path) -> None:
+    """Raise CheckpointError if the directory's config.json is missing or describes a model with other sizes."""
+    try:
+        found = cast("dict[str, Any]", json.loads((directory / "config.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory} has no readable config.json: it is not a model directory ({error})") from error
+    expected = model.config.to_dict()
+    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    differing = [f"{n} is {found[n]!r}, expected {expected[n]!r}" for n in names if n in found and found[n] != expected.get(n)]
+    if differing:
+        raise CheckpointError(
+            f"{directory} is a checkpoint of another architecture: {'; '.join(differing)}. Go on with the model of the run that wrote it"
+        )
+
+
 def check_weights_fit(model: torch.nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Raise CheckpointError unless the weights are finite and have the model's names and shapes; tied ones may appear once."""
     own = base_weights(model, keep_vars=True)
@@ -133,3 +186,66 @@ def copy_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in weights.items():
             own[name].copy_(value)
+
+
+def describe_model_weights(model: PreTrainedModel) -> tuple[WeightSpec, ...]:
+    """Return name, dtype and whole shape of each weight in the order of the state dict; tied ones once, by first name. Moves nothing."""
+    own = base_weights(model, keep_vars=True)
+    seen: set[int] = set()
+    first = [(name, value) for name, value in own.items() if id(value) not in seen and not seen.add(id(value))]
+    return tuple(describe_tensor(name, value) for name, value in first)
+
+
+def stream_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over (name, tensor) of each weight in the order of the state dict, tied ones under each of their names, adapters merged.
+
+    At most one whole tensor exists at a time, besides tensors that the caller keeps. Weights of a sharded model are gathered from all
+    ranks, so all ranks must iterate together.
+
+    Yields: copies on the CPU.
+    """
+    layers = adapted_weights(model)
+    for name, value in base_weights(model).items():
+        yield name, whole_weight(value, layers.get(name))
+
+
+def gather_model_weights(model: PreTrainedModel, names: Sequence[str], *, keep_device: bool = False) -> dict[str, Tensor]:
+    """Return whole copies of the weights with these names, in this order. All ranks of a sharded model call it with the same names.
+
+    Args:
+        keep_device: leave the copies on the model's device instead of the CPU.
+    """
+    own, layers = base_weights(model), adapted_weights(model)
+    unknown = [name for name in names if name not in own]
+    assert not unknown, f"the model has no weights {unknown[:3]}"
+    return {name: whole_weight(own[name], layers.get(name), keep_device=keep_device) for name in names}
+
+
+def merge_adapters(model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """Return the weights of a model with its adapters merged, on the CPU; None if it has no adapters."""
+    return dict(stream_weights(model)) if has_adapters(model) else None
+
+
+def whole_weight(value: Tensor, adapted_layer: Any | None, *, keep_device: bool = False) -> Tensor:
+    """Return whole_tensor of a weight, with the adapter of its layer, if any, merged into it in float32."""
+    whole = whole_tensor(value, keep_device=keep_device)
+    if adapted_layer is None:
+        return whole
+    a, b = (whole_tensor(part, keep_device=keep_device) for part in adapter_of(adapted_layer))
+    return merge_weight(whole, a, b, adapted_layer.scaling[ADAPTER_NAME])
+
+
+def whole_tensor(value: Tensor, *, keep_device: bool = False) -> Tensor:
+    """Copy a tensor to the CPU, or on its own device; a DTensor is gathered, so all ranks must call it together."""
+    value = value.detach()
+    full = getattr(value, "full_tensor", None)
+    if full is None:
+        return value.clone() if keep_device else value.to("cpu", copy=True)
+    whole = cast("Tensor", full())
+    whole = whole.clone() if _shares_memory(whole, value) else whole
+    return whole if keep_device else whole.to("cpu")
+
+
+def _shares_memory(whole: Tensor, value: Any) -> bool:
+    """Whether gathering returned the shard itself, as it does if one rank has the whole tensor."""
+    return whole.untyped_storage().data_ptr() == value.to_local().untyped_storage().data_ptr()

@@ -21,8 +21,6 @@ from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.lora.adapters import (
     LoRAConfig,
-    adapted_layers,
-    adapter_of,
     adapters_off,
     add_adapters,
     copy_without_adapters,
@@ -34,6 +32,7 @@ from rollouts.backends.lora.reference import create_lora_reference
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.models.heads import create_critic_model
+from rollouts.models.weights import adapted_layers, adapter_of
 from rollouts.testing import create_tiny_model
 
 LORA = LoRAConfig(rank=4, alpha=12.0)

@@ -10,13 +10,17 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from rollouts.backends.factory import create_backend_with_scheduler, create_critic_backend, create_pytorch_backend
+from rollouts.backends.factory import (
+    create_backend_with_scheduler,
+    create_critic_backend,
+    create_pytorch_backend,
+    create_reward_model_backend,
+)
 from rollouts.backends.fsdp.factory import create_fsdp_backend, create_fsdp_critic_backend, create_fsdp_reward_model_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.jax.backend import create_jax_backend
 from rollouts.backends.optim.optimizers import ScheduledAdamWArguments, create_adamw_optimizer, create_rule
 from rollouts.backends.optim.schedules import create_scheduler
-from rollouts.backends.reward_models import create_reward_model_backend
 from rollouts.config import OptimizerConfig
 from rollouts.errors import ConfigError
 from rollouts.testing import create_tiny_model
@@ -47,7 +51,9 @@ def test_what_a_configuration_says_of_an_optimizer_is_what_a_factory_takes():
 def test_each_argument_is_named_with_its_default(create):
     parameters = inspect.signature(create).parameters
     defaults = {field.name: field.default for field in fields(OptimizerConfig)} | {"lr": inspect.Parameter.empty, "total_steps": None}
-    own = defaults if create in SCHEDULED else {name: defaults[name] for name in ADAMW}
+    own = {name: defaults[name] for name in ADAMW} if create is create_pytorch_backend else defaults
+    if create is create_backend_with_scheduler:
+        own |= {"schedule": "cosine", "total_steps": inspect.Parameter.empty}
     assert {name: parameters[name].default for name in own} == own
     assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
     assert "weight_decay: float = 0.0" in pydoc.render_doc(create)

@@ -19,10 +19,9 @@ from rollouts.backends.ranks.distributed import init_distributed
 from rollouts.backends.weights import fill as weight_sources
 from rollouts.backends.weights.export import alone, export_sharded, plan_files
 from rollouts.backends.weights.fill import FileWeights
-from rollouts.backends.weights.read import stream_weights
 from rollouts.engines.weights.checkpoint_check import check_checkpoint, read_checkpoint_layout
 from rollouts.errors import CheckpointError
-from rollouts.models.weights import read_weights
+from rollouts.models.weights import read_weights, stream_weights
 from rollouts.weight_specs import WeightSpec
 
 CODE = """

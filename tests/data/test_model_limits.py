@@ -18,10 +18,9 @@ from integration.settings.sections import GenerationSection, ModelSection
 from integration.tasks.task import OwnData, create_jsonl_task
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
-from rollouts.backends.factory import create_pytorch_backend
+from rollouts.backends.factory import create_pytorch_backend, create_reward_model_backend
 from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
-from rollouts.backends.reward_models import create_reward_model_backend
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardModelTrainingConfig, SFTTrainingConfig
 from rollouts.data.collate import collate_samples

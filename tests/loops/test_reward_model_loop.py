@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollouts.backends.factory import create_critic_backend, create_pytorch_backend
+from rollouts.backends.factory import create_critic_backend, create_pytorch_backend, create_reward_model_backend
 from rollouts.backends.futures import open_pipeline
-from rollouts.backends.reward_models import create_reward_model_backend
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardModelTrainingConfig
 from rollouts.data.preference_pairs import PreferencePair, prepare_preference_pair

@@ -18,12 +18,11 @@ from integration.parts.models import check_dropout
 from integration.settings.config import Config, rl_training_config, sft_training_config
 from integration.settings.sections import LoRASection, RLSection, SFTSection
 from rollouts.algorithms.presets import reinforce
-from rollouts.backends.factory import create_critic_backend, create_pytorch_backend, create_reference_backend
+from rollouts.backends.factory import create_critic_backend, create_pytorch_backend, create_reference_backend, create_reward_model_backend
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.jax.backend import create_jax_backend
-from rollouts.backends.reward_models import create_reward_model_backend
 from rollouts.config import RLTrainingConfig, SFTTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.engine import InProcessEngine

@@ -12,16 +12,15 @@ import pytest
 import torch
 import trio
 
-from rollouts.backends.factory import create_critic_backend
-from rollouts.backends.lora.adapters import LoRAConfig, adapted_layers, adapter_of, add_adapters
-from rollouts.backends.reward_models import create_reward_model_backend
-from rollouts.backends.weights.read import merge_adapters
+from rollouts.backends.factory import create_critic_backend, create_reward_model_backend
+from rollouts.backends.lora.adapters import LoRAConfig, add_adapters
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig
 from rollouts.data.collate import collate_samples
 from rollouts.errors import ConfigError, DataError, RewardError
 from rollouts.models.heads import create_reward_model, load_reward_model, reads_turn_end
 from rollouts.models.loading import load_tokenizer
+from rollouts.models.weights import adapted_layers, adapter_of
 from rollouts.rewards.evaluate import score_group
 from rollouts.rewards.gathering import gather_calls
 from rollouts.rewards.models.local import (
@@ -151,7 +150,7 @@ def test_a_reward_model_begins_with_what_adapters_have_learned():
     (name, layer), *_ = adapted_layers(policy)
     with torch.no_grad():
         adapter_of(layer)[1].fill_(0.5)
-    made = create_reward_model(policy, merged=merge_adapters(policy)).state_dict()
+    made = create_reward_model(policy).state_dict()
     assert not torch.equal(made[f"{name}.weight"], weights[f"{name}.weight"])
     assert all(torch.equal(value, weights[other]) for other, value in made.items() if other in weights and other != f"{name}.weight")
 

@@ -24,7 +24,12 @@ from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss, value_loss
 from rollouts.algorithms.preferences import pair_mean, score_loss
 from rollouts.algorithms.presets import decoupled, grpo, ppo
-from rollouts.backends.factory import create_backend_with_scheduler, create_critic_backend, create_reference_backend
+from rollouts.backends.factory import (
+    create_backend_with_scheduler,
+    create_critic_backend,
+    create_reference_backend,
+    create_reward_model_backend,
+)
 from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.factory import (
@@ -35,7 +40,6 @@ from rollouts.backends.fsdp.factory import (
 )
 from rollouts.backends.optim.optimizers import create_adamw_optimizer
 from rollouts.backends.ranks.distributed import barrier, init_distributed, leave_distributed
-from rollouts.backends.reward_models import create_reward_model_backend
 from rollouts.batches import plan_sharded_microbatches, select_rows
 from rollouts.data.collate import collate_samples
 from rollouts.errors import BackendError

@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.fsdp.factory import create_fsdp_backend
-from rollouts.backends.lora.adapters import LoRAConfig, adapted_layers, adapter_of
+from rollouts.backends.lora.adapters import LoRAConfig
 from rollouts.backends.lora.files import fingerprint_base
 from rollouts.backends.ranks.distributed import init_distributed, leave_distributed
 from rollouts.errors import CheckpointError
+from rollouts.models.weights import adapted_layers, adapter_of
 
 LORA = LoRAConfig(rank=3, alpha=12.0)  # 3 rows on two ranks: shards are not equal
 SETTINGS = {"lr": 1e-2, "eps": 1e-5}  # an eps above rounding: with a smaller one a gradient that is only rounding moves a weight as far

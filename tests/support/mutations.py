@@ -484,7 +484,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("rewards/test_reward_model.py::test_scores_are_those_of_transformers_at_the_last_token",),
     ),
     Mutation(
-        "backends/weights/read.py",
+        "backends/weights/fill.py",
         "every rank reads the first rows of a weight",
         "slice(start, start + size) for start, size in zip(offset, shape",
         "slice(0, size) for start, size in zip(offset, shape",
@@ -520,7 +520,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("backends/test_fsdp.py::test_two_ranks_train_as_one_process_does[sft]",),
     ),
     Mutation(
-        "backends/lora/adapters.py",
+        "models/weights.py",
         "merged weights lack the scale of the adapters",
         "(b.float() @ a.float()) * scale)",
         "(b.float() @ a.float()))",

@@ -27,9 +27,9 @@ from rollouts.backends.optim.optimizers import create_adamw_optimizer
 from rollouts.backends.ranks.distributed import barrier, init_distributed, leave_distributed
 from rollouts.backends.weights.export import export_sharded
 from rollouts.backends.weights.fill import FileWeights
-from rollouts.backends.weights.read import describe_model_weights, stream_weights
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.heads import create_critic_model, create_reward_model, init_value_head, load_critic_model
+from rollouts.models.weights import describe_model_weights, stream_weights
 from rollouts.testing import create_tiny_model
 
 FILE_BYTES = 6000  # of a file of an export: several files, each with several tensors

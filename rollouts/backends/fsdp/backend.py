@@ -45,7 +45,6 @@ from rollouts.backends.optim.updates import (
 from rollouts.backends.protocol import BackendFeature, Future, OutputFn
 from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_values, init_distributed
 from rollouts.backends.weights.export import export_sharded
-from rollouts.backends.weights.read import describe_model_weights, gather_model_weights, stream_weights
 from rollouts.batches import plan_shards, select_rows
 from rollouts.data.model_limits import check_batch, read_limits
 from rollouts.errors import BackendError
@@ -53,7 +52,7 @@ from rollouts.models.forward import check_head, move_batch, run_rows, training_m
 from rollouts.models.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.models.packing import use_packed_attention
 from rollouts.models.tokens import TokenSpec, describe_tokens
-from rollouts.models.weights import base_weights, check_weights_fit
+from rollouts.models.weights import base_weights, check_weights_fit, describe_model_weights, gather_model_weights, stream_weights
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 from rollouts.weight_specs import WeightSpec
 

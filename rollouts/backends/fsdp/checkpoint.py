@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -41,11 +40,11 @@ from rollouts.backends.optim.state import OptimizerState, plan_state, read_optim
 from rollouts.backends.optim.updates import Scheduler, UpdateCounts
 from rollouts.backends.pytorch.files import SHARDED_DIRECTORY, TRAINER_FILE, name_tensors
 from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_values
-from rollouts.backends.weights.export import MAX_FILE_BYTES, Piece, agree, alone, collect_pieces, export_pieces, export_sharded
+from rollouts.backends.weights.export import MAX_FILE_BYTES, Piece, agree, alone, call_agreed, collect_pieces, export_pieces, export_sharded
 from rollouts.backends.weights.fill import FileWeights, check_shapes_fit, fill_weights
-from rollouts.backends.weights.read import check_architecture
 from rollouts.checks import find_non_finite
 from rollouts.errors import CheckpointError
+from rollouts.models.weights import check_architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -72,6 +71,16 @@ class Snapshot:
     tensors: dict[str, Tensor]  # optimizer state, by parameter/key
     common: dict[str, Any]  # state that is the same on every rank
     rng: dict[str, Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A checkpoint as one rank restores it, without weights."""
+
+    adapters: SavedAdapters | None
+    common: Mapping[str, Any]  # state that is the same on every rank
+    state: OptimizerState  # tensors of common["tensors"] are still to be read into it
+    rng: Mapping[str, Tensor | None]
 
 
 def save_sharded(
@@ -118,7 +127,7 @@ def take_snapshot(
     bad = find_non_finite([*model.named_parameters(), *name_tensors(state.values)])
     problem = None if bad is None else CheckpointError(f"{bad} is not finite: a checkpoint never holds a NaN. Older ones are as they were")
     agree(ranks, problem, "looking for weights that are not finite")
-    tensors = {f"{name}/{key}": x for name, values in state.values.items() for key, x in values.items() if isinstance(x, Tensor)}
+    tensors = {name: x for name, x in _flatten(state) if isinstance(x, Tensor)}
     others = {name: {key: x for key, x in values.items() if not isinstance(x, Tensor)} for name, values in state.values.items()}
     common = {
         "format": _FORMAT,
@@ -158,15 +167,14 @@ def write_snapshot(
     """
     export_pieces(snapshot.pieces, model, directory, tokenizer, ranks=ranks, max_file_bytes=max_file_bytes)
     target = directory / SHARDED_DIRECTORY
-    problem: Exception | None = None
-    try:
+
+    def write() -> None:
         target.mkdir(exist_ok=True)
         torch.save(snapshot.rng, target / _rng_file(ranks.rank))
         if ranks.rank == 0:
             torch.save(snapshot.common, target / _COMMON_FILE)
-    except (OSError, RuntimeError) as error:  # torch.save raises either
-        problem = error
-    agree(ranks, problem, f"writing the trainer's state to {target}")
+
+    call_agreed(ranks, f"writing the trainer's state to {target}", write, OSError, RuntimeError)  # torch.save raises either
     with explain_failures(ranks, f"writing optimizer state to {target}"):
         _save_tensors(snapshot.tensors, target, ranks)
 
@@ -194,57 +202,57 @@ def load_sharded(
     Raises: CheckpointError, on all ranks alike and before anything is changed, if the directory is damaged or does not fit.
     """
     ranks = ranks or alone()
-    problem: CheckpointError | None = None
-    common: dict[str, Any] = {}
-    state = OptimizerState([], {})
-    saved: SavedAdapters | None = None
     if adapters is not None:
         adapters.fingerprint()  # ranks exchange messages for it: before one rank alone can fail
-    try:
-        check_architecture(model, directory)
-        with FileWeights(directory) as files:
-            check_shapes_fit(model, files.shapes, str(directory))
-        if adapters is None:
-            check_has_no_adapters(directory)
-        else:
-            saved = adapters.read(directory)
-        common = _read_common(directory)
-        state = plan_state(model, optimizer, common, directory)
-        rng = _read_rng(directory, common, ranks.rank)
-    except CheckpointError as error:
-        problem, rng = error, {}
-    agree(ranks, problem, f"looking at the checkpoint {directory}")
-    targets = {
-        f"{name}/{key}": x for name, values in state.values.items() for key, x in values.items() if f"{name}/{key}" in common["tensors"]
-    }
-    if targets:
-        source = directory / SHARDED_DIRECTORY
-        try:  # each rank alone: the reads follow from the index and its own shards
-            with _explain_dcp(f"{source} cannot be read"):
-                load_dcp(targets, checkpoint_id=source, no_dist=True)
-        except CheckpointError as error:
-            problem = error
-        agree(ranks, problem, f"reading optimizer state from {source}")
-    try:
+    examine = partial(_examine, model, optimizer, directory, ranks.rank, adapters)
+    found = call_agreed(ranks, f"looking at the checkpoint {directory}", examine, CheckpointError)
+    source = directory / SHARDED_DIRECTORY
+    targets = {name: x for name, x in _flatten(found.state) if name in found.common["tensors"]}
+    if targets:  # each rank alone: the reads follow from the index and its own shards
+        read = partial(_read_tensors, targets, source)
+        call_agreed(ranks, f"reading optimizer state from {source}", read, CheckpointError)
+
+    def restore() -> None:
         fill_base = partial(_fill_base, model, ranks)
-        if adapters is None or saved is None:
-            fill_base(directory)
-        else:
-            adapters.restore(saved, fill_base)
-        write_optimizer(model, optimizer, state)
-        if scheduler is not None and common["scheduler"] is not None:
-            scheduler.load_state_dict(common["scheduler"])
-    except CheckpointError as error:
-        problem = error
-    except _READ_ERRORS as error:
-        problem = CheckpointError(f"{directory} cannot be restored into this {type(optimizer).__name__}: {error}")
-    agree(ranks, problem, f"restoring the checkpoint {directory}")
-    torch.set_rng_state(cast("Tensor", rng["cpu"]))
-    if rng["cuda"] is not None and ranks.device.type == "cuda":
-        torch.cuda.set_rng_state(rng["cuda"], ranks.device)
+        try:
+            if adapters is None or found.adapters is None:
+                fill_base(directory)
+            else:
+                adapters.restore(found.adapters, fill_base)
+            write_optimizer(model, optimizer, found.state)
+            if scheduler is not None and found.common["scheduler"] is not None:
+                scheduler.load_state_dict(found.common["scheduler"])
+        except _READ_ERRORS as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{directory} cannot be restored into this {type(optimizer).__name__}: {error}") from error
+
+    call_agreed(ranks, f"restoring the checkpoint {directory}", restore, CheckpointError)
+    torch.set_rng_state(cast("Tensor", found.rng["cpu"]))
+    if found.rng["cuda"] is not None and ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(found.rng["cuda"], ranks.device)
     optimizer.zero_grad(set_to_none=True)
-    counts = UpdateCounts(int(common["num_updates"]), int(common["num_skipped_in_a_row"]))
-    return Progress(counts, int(common["weight_version"]))
+    counts = UpdateCounts(int(found.common["num_updates"]), int(found.common["num_skipped_in_a_row"]))
+    return Progress(counts, int(found.common["weight_version"]))
+
+
+def _examine(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path, rank: int, adapters: Adapters | None) -> _Found:
+    """Read and check what a rank restores, besides weights and tensors of optimizer state. Raises CheckpointError; changes nothing."""
+    check_architecture(model, directory)
+    with FileWeights(directory) as files:
+        check_shapes_fit(model, files.shapes, str(directory))
+    saved: SavedAdapters | None = None
+    if adapters is None:
+        check_has_no_adapters(directory)
+    else:
+        saved = adapters.read(directory)
+    common = _read_common(directory)
+    return _Found(saved, common, plan_state(model, optimizer, common, directory), _read_rng(directory, common, rank))
+
+
+def _flatten(state: OptimizerState) -> Iterator[tuple[str, Any]]:
+    """Iterate over the values of optimizer state, by parameter/key."""
+    return ((f"{name}/{key}", x) for name, values in state.values.items() for key, x in values.items())
 
 
 def save_adapters(adapters: Adapters, model: PreTrainedModel, directory: Path, *, ranks: Ranks | None = None) -> None:
@@ -253,12 +261,8 @@ def save_adapters(adapters: Adapters, model: PreTrainedModel, directory: Path, *
     Raises: CheckpointError on all ranks if rank 0 cannot write.
     """
     ranks = ranks or alone()
-    problem: Exception | None = None
-    try:
-        adapters.save(directory, lambda base: _export_base(model, base, ranks), writes=ranks.rank == 0)
-    except (OSError, SafetensorError) as error:
-        problem = error
-    agree(ranks, problem, f"writing adapters to {directory}")
+    save = partial(adapters.save, directory, lambda base: _export_base(model, base, ranks), writes=ranks.rank == 0)
+    call_agreed(ranks, f"writing adapters to {directory}", save, OSError, SafetensorError)
 
 
 def _export_base(model: PreTrainedModel, directory: Path, ranks: Ranks) -> None:
@@ -408,17 +412,16 @@ def _make_result(
     return WriteResult(_make_index(name, offset, index), num_bytes, _StorageInfo(path, begin, length))
 
 
-@contextmanager
-def _explain_dcp(what: str) -> Generator[None]:
-    """Raise an error of torch.distributed.checkpoint as a CheckpointError, on all ranks alike."""
+def _read_tensors(targets: dict[str, Any], source: Path) -> None:
+    """Read optimizer state into the targets. Raises CheckpointError."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
-            yield
+            load_dcp(targets, checkpoint_id=source, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
         failures = cast("dict[int, tuple[BaseException, Any]]", error.failures)
         causes = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(failures.items()))
-        raise CheckpointError(f"{what}: {causes}") from error
+        raise CheckpointError(f"{source} cannot be read: {causes}") from error
 
 
 def _rng_file(rank: int) -> str:

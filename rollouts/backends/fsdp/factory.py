@@ -6,6 +6,7 @@ No rank ever holds the whole model of a directory: shapes come first, then shard
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, cast
@@ -17,12 +18,11 @@ from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.load import load_critic_on_meta, load_hf_model_on_meta, materialize_critic, materialize_from_hf
 from rollouts.backends.fsdp.model import create_mesh, shard_model
 from rollouts.backends.lora.adapters import LoRAConfig, add_adapters, init_adapters
-from rollouts.backends.optim.optimizers import ScheduledAdamWArguments, create_idle_optimizer, create_rule, takes
+from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_idle_optimizer, create_rule, takes
 from rollouts.backends.ranks.distributed import Ranks, init_distributed
-from rollouts.backends.weights.read import merge_adapters
-from rollouts.models.heads import create_critic_model, create_reward_model, load_reward_start
-from rollouts.models.loading import load_tokenizer, open_model
-from rollouts.models.outputs import compute_scores, compute_values
+from rollouts.models.heads import open_critic, open_reward_model
+from rollouts.models.loading import load_tokenizer
+from rollouts.models.outputs import ComputeOutputs, compute_log_probs, compute_scores, compute_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -55,29 +55,17 @@ def create_fsdp_backend(
         lr and the other arguments of AdamW and its schedule: see optimizers.ScheduledAdamWArguments.
     """
     rule = create_rule(**adamw)
-    ranks, config = _arrange(device, ranks, config)
+    place = _arrange(model, tokenizer, device, ranks, config)
     if isinstance(model, str | Path):
-        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         empty = load_hf_model_on_meta(model)
         if lora is not None:
             add_adapters(empty, lora)
-        model = _load_sharded(empty, ranks, config, partial(materialize_from_hf, directory=model))
+        model = _load_sharded(empty, place, partial(materialize_from_hf, directory=model))
         if lora is not None:
             init_adapters(model, lora.seed)
     elif lora is not None:
         add_adapters(model, lora)
-    return FSDPTrainingBackend(
-        model,
-        rule.create_optimizer,
-        create_schedule=rule.create_scheduler,
-        max_grad_norm=rule.max_grad_norm,
-        config=config,
-        ranks=ranks,
-        tokenizer=tokenizer,
-        rows_per_unit=rows_per_unit,
-        save_in_background=save_in_background,
-        lora=lora,
-    )
+    return _assemble(model, rule, place, rows_per_unit=rows_per_unit, save_in_background=save_in_background, lora=lora)
 
 
 @takes(ScheduledAdamWArguments)
@@ -102,24 +90,13 @@ def create_fsdp_critic_backend(
         Other arguments: as in create_fsdp_backend.
     """
     rule = create_rule(**adamw)
-    ranks, config = _arrange(device, ranks, config)
+    place = _arrange(model, tokenizer, device, ranks, config)
     if isinstance(model, str | Path):
-        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         fill = partial(materialize_critic, directory=model, seed=seed, head_std=head_std)
-        model = _load_sharded(load_critic_on_meta(model), ranks, config, fill)
-    elif model.get_output_embeddings() is not None:
-        model = create_critic_model(model, seed=seed, head_std=head_std, merged=merge_adapters(model))
-    return FSDPTrainingBackend(
-        model,
-        rule.create_optimizer,
-        create_schedule=rule.create_scheduler,
-        max_grad_norm=rule.max_grad_norm,
-        config=config,
-        ranks=ranks,
-        tokenizer=tokenizer,
-        compute_outputs=compute_values,
-        save_in_background=save_in_background,
-    )
+        model = _load_sharded(load_critic_on_meta(model), place, fill)
+    else:
+        model, _ = open_critic(model, place.tokenizer, seed=seed, head_std=head_std)
+    return _assemble(model, rule, place, compute_outputs=compute_values, save_in_background=save_in_background)
 
 
 def create_fsdp_reference_backend(
@@ -136,12 +113,11 @@ def create_fsdp_reference_backend(
         model: a directory, or a model. The model is frozen: pass a copy of a policy.
         Other arguments: as in create_fsdp_backend.
     """
-    ranks, config = _arrange(device, ranks, config)
+    place = _arrange(model, tokenizer, device, ranks, config)
     if isinstance(model, str | Path):
-        tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         frozen = _freeze(load_hf_model_on_meta(model))
-        model = _load_sharded(frozen, ranks, config, partial(materialize_from_hf, directory=model))
-    return FSDPTrainingBackend(_freeze(model), create_idle_optimizer, config=config, ranks=ranks, tokenizer=tokenizer)
+        model = _load_sharded(frozen, place, partial(materialize_from_hf, directory=model))
+    return FSDPTrainingBackend(_freeze(model), create_idle_optimizer, config=place.config, ranks=place.ranks, tokenizer=place.tokenizer)
 
 
 @takes(ScheduledAdamWArguments)
@@ -165,37 +141,68 @@ def create_fsdp_reward_model_backend(
         Other arguments: as in create_fsdp_backend.
     """
     rule = create_rule(**adamw)
-    ranks, config = _arrange(device, ranks, config)
-    model, tokenizer = open_model(model, tokenizer, partial(load_reward_start, seed=seed, head_std=head_std))
-    if model.get_output_embeddings() is not None:
-        model = create_reward_model(model, seed=seed, head_std=head_std, merged=merge_adapters(model))
-    return FSDPTrainingBackend(
-        model,
-        rule.create_optimizer,
-        create_schedule=rule.create_scheduler,
-        max_grad_norm=rule.max_grad_norm,
-        config=config,
-        ranks=ranks,
-        tokenizer=tokenizer,
-        compute_outputs=compute_scores,
-        rows_per_unit=2,
-    )
+    place = _arrange(model, tokenizer, device, ranks, config)
+    model, _ = open_reward_model(model, place.tokenizer, seed=seed, head_std=head_std)
+    return _assemble(model, rule, place, compute_outputs=compute_scores, rows_per_unit=2)
 
 
-def _arrange(device: str | torch.device, ranks: Ranks | None, config: FSDPConfig | None) -> tuple[Ranks, FSDPConfig]:
-    """Fill in the arguments that were not given."""
-    return init_distributed(device) if ranks is None else ranks, FSDPConfig() if config is None else config
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Ranks that hold a model, its sharding among them, and its tokenizer: arguments of a factory, with defaults for those not given."""
+
+    ranks: Ranks
+    config: FSDPConfig
+    tokenizer: PreTrainedTokenizerBase | None
 
 
-def _load_sharded(model: PreTrainedModel, ranks: Ranks, config: FSDPConfig, materialize: Callable[..., object]) -> PreTrainedModel:
+def _arrange(
+    model: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: str | torch.device,
+    ranks: Ranks | None,
+    config: FSDPConfig | None,
+) -> _Place:
+    ranks = init_distributed(device) if ranks is None else ranks
+    if tokenizer is None and isinstance(model, str | Path):
+        tokenizer = load_tokenizer(model)
+    return _Place(ranks, FSDPConfig() if config is None else config, tokenizer)
+
+
+def _load_sharded(model: PreTrainedModel, place: _Place, materialize: Callable[..., object]) -> PreTrainedModel:
     """Shard a model on meta, then give each rank its part of the weights.
 
     Args:
         materialize: called with the model and device=, the device of the shards.
     """
-    model = shard_model(model, create_mesh(config, ranks.device, ranks.world_size), config)
-    materialize(model, device=torch.device("cpu") if config.cpu_offload else ranks.device)
+    model = shard_model(model, create_mesh(place.config, place.ranks.device, place.ranks.world_size), place.config)
+    materialize(model, device=torch.device("cpu") if place.config.cpu_offload else place.ranks.device)
     return model
+
+
+def _assemble(
+    model: PreTrainedModel,
+    rule: AdamW,
+    place: _Place,
+    *,
+    compute_outputs: ComputeOutputs = compute_log_probs,
+    rows_per_unit: int = 1,
+    save_in_background: bool = False,
+    lora: LoRAConfig | None = None,
+) -> FSDPTrainingBackend:
+    """Create a backend that trains a model, or adapters on it, by a rule."""
+    return FSDPTrainingBackend(
+        model,
+        rule.create_optimizer,
+        create_schedule=rule.create_scheduler,
+        max_grad_norm=rule.max_grad_norm,
+        config=place.config,
+        ranks=place.ranks,
+        tokenizer=place.tokenizer,
+        compute_outputs=compute_outputs,
+        rows_per_unit=rows_per_unit,
+        save_in_background=save_in_background,
+        lora=lora,
+    )
 
 
 def _freeze(model: PreTrainedModel) -> PreTrainedModel:

@@ -18,7 +18,6 @@ from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, c
 from rollouts.backends.optim.updates import UpdateCounts, check_skipped_updates, check_updated
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import export_model, read_trainer_state, write_trainer_state
-from rollouts.backends.weights.read import check_architecture, describe_model_weights, gather_model_weights, stream_weights
 from rollouts.data.model_limits import read_limits
 from rollouts.errors import CheckpointError
 from rollouts.models.forward import admit_batch, check_head, run_rows, training_mode
@@ -26,7 +25,14 @@ from rollouts.models.loading import open_model, parse_dtype
 from rollouts.models.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.models.packing import use_packed_attention
 from rollouts.models.tokens import TokenSpec, describe_tokens
-from rollouts.models.weights import check_weights_fit, read_weights
+from rollouts.models.weights import (
+    check_architecture,
+    check_weights_fit,
+    describe_model_weights,
+    gather_model_weights,
+    read_weights,
+    stream_weights,
+)
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 from rollouts.weight_specs import WeightSpec
 

@@ -39,14 +39,13 @@ from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, c
 from rollouts.backends.optim.updates import UpdateCounts, check_skipped_updates, check_updated
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import check_written, finish_export, read_trainer_state, write_trainer_state
-from rollouts.backends.weights.read import check_architecture, describe_model_weights, first_names
 from rollouts.data.model_limits import read_limits
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.forward import admit_batch
 from rollouts.models.loading import open_model, parse_dtype
 from rollouts.models.packing import check_same, native_attention, probe_attention
 from rollouts.models.tokens import TokenSpec, describe_tokens
-from rollouts.models.weights import check_weights_fit, read_weights
+from rollouts.models.weights import check_architecture, check_weights_fit, describe_model_weights, first_names, read_weights
 from rollouts.types import LossFn, TrainBatch
 from rollouts.weight_specs import WeightSpec
 

@@ -3,8 +3,8 @@
     y = W x + scale * B (A dropout(x)),    scale = alpha / rank,    B = 0 at the beginning (Hu et al. 2021, section 4.1)
 
 peft adds the adapters to the Hugging Face model in place, so a forward pass, packed or not, is called as before. Weights that leave a
-backend (snapshots, exports, the top of a checkpoint) are W + scale * B A under the names of the plain model, see weight_stream; the
-adapters themselves are in a checkpoint's directory "adapter", see files.py.
+backend (snapshots, exports, the top of a checkpoint) are W + scale * B A under the names of the plain model, see
+models/weights.py; the adapters themselves are in a checkpoint's directory "adapter", see files.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -23,15 +23,13 @@ from torch import Tensor
 
 from rollouts.config import check_count, check_not_negative, check_positive, check_setting
 from rollouts.errors import ConfigError
-from rollouts.models.weights import has_adapters, plain_name
+from rollouts.models.weights import ADAPTER_NAME, adapted_layers, adapter_of, has_adapters, merge_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 ALL_LINEAR = "all-linear"
-ADAPTER_NAME = "default"
-"""Peft's name of the model's one adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,24 +177,6 @@ def init_adapters(model: torch.nn.Module, seed: int) -> None:
                 assign(linear.weight, value)
 
 
-def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Iterate over (name in the plain model, layer of peft) of each layer with an adapter; nothing if has_adapters is False."""
-    if has_adapters(model):
-        for name, module in model.named_modules():
-            if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
-                yield plain_name(name), module
-
-
-def adapted_weights(model: torch.nn.Module) -> dict[str, Any]:
-    """Return peft's layer by the name of its weight in the plain model, for each layer with an adapter."""
-    return {f"{name}.weight": layer for name, layer in adapted_layers(model)}
-
-
-def adapter_of(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return the parameters A [rank, in] and B [out, rank] of a layer."""
-    return layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
-
-
 def assign(parameter: Tensor, value: Tensor) -> None:
     """Overwrite a parameter (or, of a DTensor, this rank's shard) by a whole tensor that every rank has. Sends nothing."""
     mesh = getattr(parameter, "device_mesh", None)
@@ -220,11 +200,6 @@ def adapters_off(model: torch.nn.Module) -> Generator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + scale * B A, computed in float32, in the dtype of W. weight: # [out, in]; a: # [rank, in]; b: # [out, rank]."""
-    return (weight.float() + (b.float() @ a.float()) * scale).to(weight.dtype)
 
 
 def copy_without_adapters(model: PreTrainedModel) -> PreTrainedModel:

@@ -21,11 +21,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollouts.backends.lora.adapters import ADAPTER_NAME, LoRAConfig, adapted_layers, adapter_of, assign, init_adapters
+from rollouts.backends.lora.adapters import LoRAConfig, assign, init_adapters
 from rollouts.backends.weights.fill import FileWeights
-from rollouts.backends.weights.read import first_names, whole_tensor
 from rollouts.errors import CheckpointError, ConfigError
-from rollouts.models.weights import base_weights, check_finite_weights, check_weights_fit, has_adapters
+from rollouts.models.weights import (
+    ADAPTER_NAME,
+    adapted_layers,
+    adapter_of,
+    base_weights,
+    check_finite_weights,
+    check_weights_fit,
+    first_names,
+    has_adapters,
+    whole_tensor,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Required, TypedDict, TypeVar, Unpack, cast, get_type_hints
+from typing import Any, Required, TypedDict, TypeVar, Unpack, cast, get_origin, get_type_hints
 
 import torch
 
@@ -28,13 +28,22 @@ class AdamWArguments(TypedDict, total=False):
     max_grad_norm: float  # norm that larger gradients are scaled down to; inf = no clipping
 
 
-class ScheduledAdamWArguments(AdamWArguments, total=False):
-    """Keyword arguments of factories: an optimizer and a schedule, constant by default."""
-
+class _ScheduleArguments(AdamWArguments, total=False):
     schedule: Schedule  # schedule after the warm-up
     warmup_steps: int  # optimizer steps until the peak
+    min_lr_ratio: float  # learning rate at the end of the schedule, relative to the peak
+
+
+class ScheduledAdamWArguments(_ScheduleArguments, total=False):
+    """Keyword arguments of factories: an optimizer and a schedule, constant by default."""
+
     total_steps: int | None  # optimizer steps until the end of the schedule, warm-up included; required for linear and cosine
-    min_lr_ratio: float  # learning rate at that end, relative to the peak
+
+
+class EndingAdamWArguments(_ScheduleArguments, total=False):
+    """Keyword arguments of factories: an optimizer and a schedule with a known end."""
+
+    total_steps: Required[int]  # optimizer steps until the end of the schedule, warm-up included
 
 
 @dataclass(frozen=True)
@@ -76,16 +85,19 @@ def create_rule(**arguments: Unpack[ScheduledAdamWArguments]) -> AdamW:
     return AdamW(config.lr, config.betas, config.eps, config.weight_decay, config.max_grad_norm, factor)
 
 
-def takes(arguments: type) -> Callable[[F], F]:
+def takes(arguments: type, **changed: Any) -> Callable[[F], F]:
     """Give a function with last parameter `**name: Unpack[arguments]` a signature with each argument and its default; refuse others.
 
     Type checkers read Unpack; this is for help(), inspect.signature and calls: a missing or unknown argument is a TypeError with the
     function's name, as for parameters that are written out.
 
     Args:
-        arguments: AdamWArguments or ScheduledAdamWArguments.
+        arguments: AdamWArguments, ScheduledAdamWArguments or EndingAdamWArguments.
+        changed: defaults that are not those of OptimizerConfig.
     """
-    defaults = {f.name: f.default for f in fields(OptimizerConfig)} | {"lr": inspect.Parameter.empty, "total_steps": None}
+    known = {f.name: f.default for f in fields(OptimizerConfig)} | {"total_steps": None} | changed
+    required = [name for name, hint in get_type_hints(arguments, include_extras=True).items() if get_origin(hint) is Required]
+    defaults = known | dict.fromkeys(required, inspect.Parameter.empty)
 
     def decorate(function: F) -> F:
         own = inspect.signature(function)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rollouts.backends.pytorch.files import TRAINER_FILE
-from rollouts.backends.weights.read import local_part
+from rollouts.backends.weights.fill import local_part
 from rollouts.errors import CheckpointError
 
 

@@ -31,13 +31,20 @@ from rollouts.backends.pytorch.files import (
     write_trainer_state,
 )
 from rollouts.backends.ranks.distributed import Ranks
-from rollouts.backends.weights.read import check_architecture, describe_model_weights, gather_model_weights, stream_weights
 from rollouts.data.model_limits import read_limits
 from rollouts.models.forward import admit_batch, check_head, run_rows, training_mode
 from rollouts.models.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.models.packing import use_packed_attention
 from rollouts.models.tokens import TokenSpec, describe_tokens
-from rollouts.models.weights import check_weights_fit, copy_weights, read_weights
+from rollouts.models.weights import (
+    check_architecture,
+    check_weights_fit,
+    copy_weights,
+    describe_model_weights,
+    gather_model_weights,
+    read_weights,
+    stream_weights,
+)
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 from rollouts.weight_specs import WeightSpec
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from rollouts.backends.weights.read import first_names, stream_weights
 from rollouts.checks import find_non_finite
 from rollouts.errors import CheckpointError
-from rollouts.models.weights import base_weights, has_adapters
+from rollouts.models.weights import base_weights, first_names, has_adapters, stream_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

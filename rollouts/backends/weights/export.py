@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rollouts.backends.lora.adapters import adapted_weights
 from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_values
-from rollouts.backends.weights.fill import Part
-from rollouts.backends.weights.read import first_names, local_part, whole_weight
+from rollouts.backends.weights.fill import Part, local_part
 from rollouts.errors import CheckpointError
-from rollouts.models.weights import INDEX_FILE, WEIGHTS_FILE, base_weights
+from rollouts.models.weights import INDEX_FILE, WEIGHTS_FILE, adapted_weights, base_weights, first_names, whole_weight
 from rollouts.weight_specs import WeightSpec, describe_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+
+T = TypeVar("T")
 
 MAX_FILE_BYTES = 4 << 30
 _PARTIAL = ".partial"  # suffix of incomplete files, so that nothing loads them as weights
@@ -332,6 +332,18 @@ def _publish(files: Sequence[WeightFile], directory: Path) -> None:
 
 def _size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else -1
+
+
+def call_agreed(ranks: Ranks, operation: str, call: Callable[[], T], *errors: type[Exception]) -> T:
+    """Call a function on every rank and wait for all of them; if one raised one of these errors, all raise as agree does."""
+    problem: Exception | None = None
+    result: T | None = None
+    try:
+        result = call()
+    except errors as error:
+        problem = error
+    agree(ranks, problem, operation)
+    return cast("T", result)
 
 
 def agree(ranks: Ranks, problem: Exception | None, operation: str) -> None:

@@ -6,16 +6,18 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, TypeAlias, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rollouts.backends.weights.read import Shape, first_names, local_part
 from rollouts.errors import CheckpointError
-from rollouts.models.weights import INDEX_FILE, base_weights, check_finite_weights, check_weights_fit, find_weight_files
+from rollouts.models.weights import INDEX_FILE, base_weights, check_finite_weights, check_weights_fit, find_weight_files, first_names
+
+Shape: TypeAlias = tuple[int, ...]
+"""Shape of a whole tensor."""
 
 Part = tuple[slice, ...]
 """Part of a tensor: one slice with both ends for each dimension; () for a tensor without dimensions."""
@@ -176,3 +178,13 @@ def _replace_parameters(model: torch.nn.Module, made: Mapping[int, torch.nn.Para
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in made:
                 setattr(module, name, made[id(parameter)])
+
+
+def local_part(value: Tensor) -> tuple[slice, ...]:
+    """Return this process's part of the whole tensor: all of it, unless it is a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = tuple(value.shape), (0,) * value.dim()
+    if isinstance(value, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
