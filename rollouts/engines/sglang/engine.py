@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rollouts.engines.http.checks import ServerInfo, check_request
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
-from rollouts.engines.http.requests import Generated, RequestsInFlight, Send, WireRequest
+from rollouts.engines.http.requests import RequestsInFlight, Send, WireRequest
+from rollouts.engines.http.samples import Generated
 from rollouts.engines.http.scoring import check_scoring, score_tokens
 from rollouts.engines.protocol import EngineFeature
 from rollouts.engines.sglang.control import SGLangWeights

@@ -15,7 +15,8 @@ import trio
 
 from rollouts.engines.http.checks import ServerInfo, check_request
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
-from rollouts.engines.http.requests import Generated, RequestsInFlight, WireRequest
+from rollouts.engines.http.requests import RequestsInFlight, WireRequest
+from rollouts.engines.http.samples import Generated
 from rollouts.engines.http.scoring import check_scoring, score_tokens
 from rollouts.engines.protocol import EngineFeature
 from rollouts.engines.vllm.control import VLLMWeights

@@ -10,7 +10,8 @@ from typing import Any
 import trio
 
 from rollouts.engines.http.checks import INITIAL_LABEL, ServerInfo
-from rollouts.engines.http.requests import RequestsInFlight, version_of
+from rollouts.engines.http.requests import RequestsInFlight
+from rollouts.engines.http.samples import version_of
 from rollouts.engines.weights.checkpoint_check import (
     CheckpointLayout,
     check_checkpoint,
