@@ -84,7 +84,7 @@ async def test_one_failure_is_reported_at_its_prompt_and_the_others_are_kept(
     assert (texts.sequences[3], texts.lengths[3]) == ("", 0)
     assert all(texts.lengths[i] >= 1 for i in range(11) if i not in (3, 5))
     with pytest.raises(EngineError, match="lost"):
-        await generate_texts(engine, tokenizer, PROMPTS, seed=0)
+        await generate_texts(engine, tokenizer, PROMPTS, SamplingParams(max_tokens=256, seed=0))
     assert engine.pending_requests == ()
 
 

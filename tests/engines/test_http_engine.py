@@ -25,15 +25,8 @@ from rollouts.engines.http.checks import (
     parse_version,
     temperature_of_log_probs,
 )
-from rollouts.engines.http.requests import (
-    Generated,
-    RequestsInFlight,
-    WireRequest,
-    count_tokens_to_keep,
-    expand_spans,
-    params_of_rest,
-    version_of,
-)
+from rollouts.engines.http.requests import RequestsInFlight, WireRequest, count_tokens_to_keep, params_of_rest
+from rollouts.engines.http.samples import Generated, expand_spans, version_of
 from rollouts.engines.request_checks import check_tokens
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine

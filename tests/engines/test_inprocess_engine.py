@@ -242,8 +242,8 @@ async def test_architectures(architecture):
 async def test_texts_come_back_in_the_order_of_the_prompts():
     tokenizer = create_char_tokenizer()
     engine = InProcessEngine(create_tiny_model(), tokenizer, max_slots=2)
-    texts = await generate_texts(engine, tokenizer, ["s12=", "s9=", "s456="], max_tokens=6, seed=1)
-    alone = await generate_texts(engine, tokenizer, ["s9="], max_tokens=6, seed=2)
+    texts = await generate_texts(engine, tokenizer, ["s12=", "s9=", "s456="], SamplingParams(max_tokens=6, seed=1))
+    alone = await generate_texts(engine, tokenizer, ["s9="], SamplingParams(max_tokens=6, seed=2))
     assert texts.sequences[1] == alone.sequences[0]
     assert texts.tokens.shape == (3, max(texts.lengths))
     assert [c.input_tokens for c in texts.completions] == [tuple(tokenizer.encode(p)) for p in ("s12=", "s9=", "s456=")]

@@ -12,6 +12,7 @@ from engine_recordings import read_events
 
 from rollouts.engines.text.protocol import (
     ChatCompletion,
+    ChatSettings,
     ServedModel,
     TokenUsage,
     chat_payload,
@@ -93,7 +94,7 @@ def test_tool_calls_become_a_message_that_can_be_sent_back(kind: str, name: str)
     assert len(answer.tool_calls) >= 1
     assert Message.from_dict(answer.message.to_dict()) == answer.message
     sent = chat_payload(
-        "m", [*USER, answer.message.to_dict(), {"role": "tool", "content": "3", "tool_call_id": answer.tool_calls[0]["id"]}]
+        "m", [*USER, answer.message.to_dict(), {"role": "tool", "content": "3", "tool_call_id": answer.tool_calls[0]["id"]}], ChatSettings()
     )
     assert sent["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [dict(call) for call in answer.tool_calls]}
 
@@ -163,17 +164,14 @@ def test_sglang_answers_whatever_model_it_is_asked_for() -> None:
 
 
 def test_a_payload_says_what_was_asked_and_nothing_else() -> None:
-    assert chat_payload("m", USER) == {"model": "m", "messages": USER}
+    assert chat_payload("m", USER, ChatSettings()) == {"model": "m", "messages": USER}
     body = chat_payload(
         "m",
         [Message(role="system", content="Judge."), *USER],
-        max_tokens=8,
-        temperature=0.0,
-        top_p=0.9,
-        stop="\n",
-        seed=3,
-        tools=[{"type": "function", "function": {"name": "add"}}],
-        extra={"top_k": -1, "tool_choice": "required"},
+        ChatSettings(
+            max_tokens=8, temperature=0.0, top_p=0.9, stop="\n", seed=3, tools=[{"type": "function", "function": {"name": "add"}}]
+        ),
+        {"top_k": -1, "tool_choice": "required"},
         stream=True,
     )
     assert body == {
@@ -190,13 +188,13 @@ def test_a_payload_says_what_was_asked_and_nothing_else() -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    assert chat_payload("m", USER, temperature=0.5, extra={"temperature": 0.7})["temperature"] == 0.7
+    assert chat_payload("m", USER, ChatSettings(temperature=0.5), {"temperature": 0.7})["temperature"] == 0.7
 
 
 def test_arguments_of_tool_calls_are_sent_as_text_and_the_message_is_left_as_it_was() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     message = Message(role="assistant", tool_calls=(call,))
-    (sent,) = chat_payload("m", [message])["messages"]
+    (sent,) = chat_payload("m", [message], ChatSettings())["messages"]
     assert sent["tool_calls"] == [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
     assert message.tool_calls == ({"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},)
 
@@ -216,13 +214,13 @@ def test_arguments_of_tool_calls_are_sent_as_text_and_the_message_is_left_as_it_
 )
 def test_settings_that_a_server_would_refuse_are_not_sent(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        chat_payload("m", USER, **settings)
+        chat_payload("m", USER, ChatSettings(**settings))
 
 
 @pytest.mark.parametrize("messages", [[], "1+2=", [{"content": "1"}], [{"role": "user", "content": [{"type": "text", "text": "1"}]}]])
 def test_messages_that_are_none_or_not_text_are_refused(messages: Any) -> None:
     with pytest.raises(DataError):
-        chat_payload("m", messages)
+        chat_payload("m", messages, ChatSettings())
 
 
 @pytest.mark.parametrize("field", ["model", "messages", "stream", "n"])
@@ -230,7 +228,7 @@ def test_fields_of_the_engine_are_not_the_callers(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         check_extra({field: 1})
     with pytest.raises(ConfigError, match=field):
-        chat_payload("m", USER, extra={field: 1})
+        chat_payload("m", USER, ChatSettings(), {field: 1})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rollouts.engines.http.checks import check_request
 from rollouts.engines.http.endpoint import HTTPEndpoint, describe_server_error
-from rollouts.engines.http.requests import Generated
+from rollouts.engines.http.samples import Generated
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.sglang.protocol import (
     create_sample_ids,

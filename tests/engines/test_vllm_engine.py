@@ -649,7 +649,7 @@ async def test_where_that_fails_too_pending_and_later_requests_fail_until_a_sync
         with pytest.raises(EngineError, match="cannot be used"):
             await engine.generate(PROMPT, SamplingParams())
         with pytest.raises(EngineError, match="cannot be used"):
-            await engine.compute_prompt_log_probs(PROMPT)
+            await engine.recompute_output_log_probs(PROMPT, 1)
         await engine.update_weights_from_checkpoint(tmp_path / "1")
         completion = await engine.generate(PROMPT, SamplingParams(max_tokens=3))
         assert set(completion.output_versions) == {1}
@@ -806,11 +806,11 @@ async def test_on_a_cpu_weights_in_memory_need_the_output_head(model_path: Path)
 async def test_scores_wait_for_a_sync_and_are_of_the_new_weights(model_path: Path, tmp_path: Path, in_flight):
     model = export(tmp_path / "1", 1)
     tokens = (5, 6, 7, 8, 9, 10)
-    found: list[list[float]] = []
+    found: list[tuple[float, ...]] = []
     async with FakeVLLMServer(model_path) as server, open_engine(server, in_flight=in_flight) as engine:
 
         async def score() -> None:
-            found.append(await engine.compute_prompt_log_probs(tokens, 2))
+            found.append(await engine.recompute_output_log_probs(tokens, 2))
 
         async def score_while_loading() -> None:
             await wait_until(lambda: server.count("/pause") > 0)
@@ -828,9 +828,9 @@ async def test_scores_wait_for_a_sync_and_are_of_the_new_weights(model_path: Pat
         with pytest.raises(EngineError, match="temperature 1 only"):
             await engine.recompute_output_log_probs(tokens, 2, temperature=0.7)
         with pytest.raises(EngineError, match="less tokens than the context"):
-            await engine.compute_prompt_log_probs((5,) * 512)
+            await engine.recompute_output_log_probs((5,) * 512, 1)
         with pytest.raises(EngineError, match="start_index is 0"):
-            await engine.compute_prompt_log_probs(tokens, 0)
+            await engine.recompute_output_log_probs(tokens, 0)
     with torch.no_grad():
         expected = gather_log_probs(model(torch.tensor([tokens])).logits[0, 1:-1], torch.tensor(tokens[2:])).tolist()
     assert found == [pytest.approx(expected, abs=1e-4)] * 2

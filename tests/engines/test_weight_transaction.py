@@ -10,7 +10,8 @@ import trio
 import trio.testing
 from cancellation import cancel_at_step
 
-from rollouts.engines.http.requests import Generated, RequestsInFlight, WireRequest
+from rollouts.engines.http.requests import RequestsInFlight, WireRequest
+from rollouts.engines.http.samples import Generated
 from rollouts.engines.weights.checkpoint_check import read_fingerprint
 from rollouts.engines.weights.transaction import ServedDirectory, ServerControls, WeightTransaction
 from rollouts.errors import EngineError

@@ -172,7 +172,7 @@ async def test_given_tokens_are_scored_as_the_trainer_does(sglang_server, weight
             logits = load_model(weights[0])(torch.tensor([tokens])).logits[0, :-1]
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
         for index in (1, found.input_len, len(tokens) - 1, len(tokens)):
-            scored = await engine.compute_prompt_log_probs(tokens, index)
+            scored = await engine.recompute_output_log_probs(tokens, index)
             assert scored == pytest.approx(expected[index - 1 :], abs=TOLERANCE)
         assert await engine.recompute_output_log_probs(tokens, found.input_len) == pytest.approx(found.output_log_probs, abs=TOLERANCE)
         with pytest.raises(EngineError, match=r"at temperature 1 only, not 0.5"):

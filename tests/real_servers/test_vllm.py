@@ -181,7 +181,7 @@ async def test_after_each_of_ten_syncs_greedy_outputs_are_those_of_the_new_weigh
                 assert list(completion.output_tokens) == generate_greedily(model, prompt, 24)
                 assert set(completion.output_versions) == {version}
                 assert completion.output_log_probs == pytest.approx(compute_log_probs(model, completion, 1.0), abs=TOLERANCE)
-                scores = await engine.compute_prompt_log_probs(completion.input_tokens + completion.output_tokens, completion.input_len)
+                scores = await engine.recompute_output_log_probs(completion.input_tokens + completion.output_tokens, completion.input_len)
                 assert scores == pytest.approx(completion.output_log_probs, abs=TOLERANCE)
             seen.add(tuple(c.output_tokens for c in found))
     assert len(seen) == 10
@@ -479,10 +479,10 @@ async def test_a_load_that_fails_on_the_server_brings_back_the_old_weights(vllm_
             shutil.rmtree(bad) if how == "nowhere" else break_checkpoint(bad, how)
             return layout
 
-        from rollouts.engines.vllm import engine as vllm
+        from rollouts.engines.weights import server_weights
 
-        real_check = vllm.check_checkpoint
-        monkeypatch.setattr(vllm, "check_checkpoint", check_then_break)
+        real_check = server_weights.check_checkpoint
+        monkeypatch.setattr(server_weights, "check_checkpoint", check_then_break)
         in_flight: list[Completion] = []
 
         async def generate() -> None:

@@ -600,7 +600,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("engines/test_vllm_transfer.py::test_no_server_confirms_before_all_have_everything",),
     ),
     Mutation(
-        "engines/http/requests.py",
+        "engines/http/samples.py",
         "tokens of older weights than the confirmed ones are accepted",
         "if oldest <= lowest and",
         "if",

@@ -15,7 +15,8 @@ import trio
 
 from rollouts.engines.fleet.members import Call, FleetConfig, Member, MemberState, Roster
 from rollouts.engines.fleet.routing import Ask, Cost
-from rollouts.engines.http.requests import check_order, count_tokens_to_keep, params_of_rest
+from rollouts.engines.http.requests import count_tokens_to_keep, params_of_rest
+from rollouts.engines.http.samples import check_order
 from rollouts.engines.protocol import EngineFeature, InferenceEngine, require_engine_feature
 from rollouts.errors import EngineError, EngineProtocolError, EngineRequestError, EngineStatusError, raise_single_errors
 from rollouts.types import Completion, SamplingParams

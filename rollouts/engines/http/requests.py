@@ -6,18 +6,17 @@ and returns one completion whose tokens carry the versions of both parts.
 
 from __future__ import annotations
 
-import math
-import sys
 import uuid
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise, repeat
-from typing import Any, TypeVar
+from itertools import chain, repeat
+from typing import TypeVar
 
 import trio
 
-from rollouts.engines.http.checks import INITIAL_LABEL, classify_log_probs, temperature_of_log_probs
+from rollouts.engines.http.checks import classify_log_probs, temperature_of_log_probs
+from rollouts.engines.http.samples import Generated, check_generated, check_order, version_of
 from rollouts.errors import EngineError, EngineProtocolError, raise_single_errors
 from rollouts.seeds import derive_seed
 from rollouts.types import Completion, FinishReason, LogProbKind, SamplingParams
@@ -37,142 +36,11 @@ class WireRequest:
     n: int
 
 
-@dataclass(frozen=True)
-class Generated:
-    """Result of one HTTP request for one sample."""
-
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    labels: tuple[str, ...]  # the server's label of the weights that sampled each token
-    finish_reason: FinishReason
-
-    def __post_init__(self) -> None:
-        n = len(self.tokens)
-        assert len(self.log_probs) == n, f"{len(self.log_probs)} log-probs for {n} tokens"
-        assert len(self.labels) == n, f"{len(self.labels)} labels for {n} tokens"
-
-
 Send = Callable[[WireRequest], Awaitable[Sequence[Generated]]]
 """f(request) -> its n results, in order. Raises EngineError."""
 
 AbortOnServer = Callable[[Sequence[str]], Awaitable[None]]
 """f(wire ids): the server ends these requests with their tokens so far. Unknown ids are no error."""
-
-
-# -- versions
-
-
-def label_of(version: int) -> str:
-    """Return the server's label for a version."""
-    return str(version)
-
-
-def version_of(name: str, label: str, initial_version: int | None) -> int:
-    """Return the version for a server's label.
-
-    Args:
-        initial_version: version of the weights that the server was started with; None = it has got others since, so INITIAL_LABEL means
-            that it was restarted.
-
-    Raises: EngineProtocolError for an unknown label.
-    """
-    if label == INITIAL_LABEL:
-        if initial_version is None:
-            raise EngineProtocolError(
-                f"{name} serves its initial weights, although it had confirmed newer ones: it was started again. Sync the weights before "
-                "generating"
-            )
-        return initial_version
-    if not (label.isascii() and label.isdecimal()):
-        raise EngineProtocolError(
-            f"{name} labels its weights {label!r}, expected {INITIAL_LABEL!r} or a number: another program updates this server"
-        )
-    return int(label)
-
-
-def expand_spans(name: str, spans: Iterable[tuple[str, int, int]], num_tokens: int) -> tuple[str, ...]:
-    """Return one label per token from half-open spans (label, start, end). Raises EngineProtocolError unless they cover all tokens."""
-    labels: list[str] = []
-    spans = list(spans)
-    for label, start, end in spans:
-        if start != len(labels) or end < start:
-            break
-        labels.extend([label] * (end - start))
-    if len(labels) != num_tokens:
-        raise EngineProtocolError(
-            f"{name} says which weights sampled {len(labels)} of {num_tokens} tokens: its spans are {spans!r}, expected to follow one "
-            "another from 0 to the end"
-        )
-    return tuple(labels)
-
-
-# -- checks of a server's samples
-
-
-def read_token_ids(values: Iterable[Any]) -> tuple[int, ...]:
-    """Read token ids from JSON. Raises EngineProtocolError for anything but a whole number, such as 7.9 or true."""
-    ids = tuple(values)
-    wrong = [value for value in ids if type(value) is not int]
-    if wrong:
-        raise EngineProtocolError(f"it gave the token id {wrong[0]!r}, expected a whole number")
-    return ids
-
-
-def read_log_prob(value: Any, floor: float = -math.inf) -> float:
-    """Read a log-prob from JSON. Raises EngineProtocolError unless it is finite, above the floor and at most 0 (1e-4 for rounding)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not max(floor, -sys.float_info.max) < value <= 1e-4:
-        lowest = "" if floor == -math.inf else f" and above {floor:g}, which stands for -inf and NaN"
-        raise EngineProtocolError(
-            f"it gave the log-prob {value!r}, expected a finite number of at most 0{lowest}: look whether the logits of the server's model "
-            "are finite"
-        )
-    return float(value)
-
-
-def check_generated(result: Generated, params: SamplingParams, vocab_size: int | None) -> None:
-    """Raise EngineProtocolError for a sample that the trained model cannot have given, or that was not requested.
-
-    Args:
-        vocab_size: rows of the model's embedding; None = unknown.
-    """
-    if len(result.tokens) > params.max_tokens:
-        raise EngineProtocolError(f"it gave {len(result.tokens)} tokens, but at most {params.max_tokens} were asked for")
-    outside = [token for token in result.tokens if token < 0 or (vocab_size is not None and token >= vocab_size)]
-    if outside:
-        size = "" if vocab_size is None else f" of {vocab_size}"
-        raise EngineProtocolError(
-            f"it gave the token id {outside[0]}, outside the vocabulary{size}: it serves another model than is trained"
-        )
-
-
-def check_order(answer: str, versions: Sequence[int], oldest: int, newest: float = math.inf, *, may_fall: bool = False) -> None:
-    """Refuse an answer that the server's weights cannot have given in this order.
-
-    Args:
-        answer: subject of the message: "the server sampled tokens of the request".
-        versions: versions of the tokens of one answer, in order.
-        oldest: oldest version confirmed when the request was sent, or given to the server since.
-        newest: newest version ever given to the server.
-        may_fall: whether older weights were given to the server while it answered.
-
-    Raises: EngineProtocolError.
-    """
-    if not versions:
-        return
-    lowest, highest = min(versions), max(versions)
-    falls = lowest != highest and not may_fall and any(later < earlier for earlier, later in pairwise(versions))
-    if oldest <= lowest and highest <= newest and not falls:
-        return
-    if falls:
-        wrong = f"with versions that fall, from {highest} to {versions[-1]}, although no older weights were given to it"
-    elif lowest < oldest:
-        wrong = f"with weight version {lowest}, but {oldest} was confirmed before"
-    else:
-        wrong = f"with weight version {highest}, but it was given none after {newest}"
-    raise EngineProtocolError(
-        f"{answer} {wrong}: it was started again, or another program updates it. Sync the weights before generating, and let "
-        "one run alone update a server"
-    )
 
 
 # -- parts of a completion

@@ -7,7 +7,7 @@ sequences occupy slots 0 .. A - 1, so a decode step computes nothing for free sl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -64,21 +64,20 @@ class Prefix:
         return self.keys.shape[2]
 
 
+@dataclass(frozen=True, eq=False)
+class Prefill:
+    """Input of attention over packed prompts, and each layer's keys and values # [Hk, N, D], filled in as the layers run."""
+
+    packed: PackedRows
+    captured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
+
+
 def attend_and_capture(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    *,
-    packed: PackedRows,
-    captured: dict[int, tuple[Tensor, Tensor]],
+    module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None, *, prefill: Prefill
 ) -> Tensor:
-    """Run attend_packed, and store each layer's keys and values, # [Hk, N, D], in `captured`."""
-    captured[cast("int", module.layer_idx)] = (key[0], value[0])
-    return attend_packed(module, query, key, value, scaling, dropout, window, packed=packed)
+    """Run attend_packed, and store the layer's keys and values."""
+    prefill.captured[cast("int", module.layer_idx)] = (key[0], value[0])
+    return attend_packed(module, query, key, value, scaling, dropout, window, packed=prefill.packed)
 
 
 def attend_slots(
@@ -132,9 +131,10 @@ class SlotModel:
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Prefix]:
         """Run several prompts, packed one after another."""
         packed = self._pack(prompts)
-        captured: dict[int, tuple[Tensor, Tensor]] = {}
+        prefill = Prefill(packed)
+        captured = prefill.captured
         with torch.inference_mode():
-            hidden = run_packed(self.model, packed, partial(attend_and_capture, packed=packed, captured=captured))  # [N, H]
+            hidden = run_packed(self.model, packed, partial(attend_and_capture, prefill=prefill))  # [N, H]
             logits = self.compute_logits(hidden[packed.cu_seqlens[1:] - 1])
             keys = torch.stack([captured[layer][0] for layer in sorted(captured)])  # [layers, Hk, N, D]
             values = torch.stack([captured[layer][1] for layer in sorted(captured)])

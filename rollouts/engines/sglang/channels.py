@@ -91,7 +91,7 @@ def create_sglang_receiver(
     async def update(rounds: BucketRounds, specs: Sequence[WeightSpec], weight_version: int) -> Mapping[str, Any]:
         return await engine.update_weights_with(partial(receive, rounds=rounds), specs, weight_version)
 
-    return Receiver(engine.name, engine.check_weights, update, engine.describe_weights)
+    return Receiver(engine.name, engine.check_weights, update, engine.weights.describe)
 
 
 @asynccontextmanager
@@ -127,16 +127,23 @@ async def open_weight_group(
     rendezvous = await open_rendezvous(master_address, backend, name, world_size, timeout_s)
 
     async def join(engine: SGLangEngine, offset: int) -> None:
-        await engine.join_weight_group(sglang_group_payload(master_address, rendezvous.port, offset, rendezvous.world_size, name, backend))
+        body = sglang_group_payload(master_address, rendezvous.port, offset, rendezvous.world_size, name, backend)
+        await engine.routes.update("/init_weights_update_group", body)  # returns when all members have joined
+
+    async def leave(engine: SGLangEngine) -> None:
+        await engine.routes.update("/destroy_weights_update_group", {"group_name": name})
 
     joins = [partial(join, engine, offset) for engine, offset in zip(engines, offsets, strict=True)]
-    leaves = [partial(engine.leave_weight_group, name) for engine in engines]
+    leaves = [partial(leave, engine) for engine in engines]
     async with open_membership(joins, leaves, rendezvous.join) as process_group:
         receivers = [
             create_sglang_receiver(
-                engine, "/update_weights_from_distributed", lambda bucket, _: sglang_bucket_payload(bucket, name), leave=leave
+                engine,
+                "/update_weights_from_distributed",
+                lambda bucket, _: sglang_bucket_payload(bucket, name),
+                leave=partial(leave, engine),
             )
-            for engine, leave in zip(engines, leaves, strict=True)
+            for engine in engines
         ]
         transfer = WeightTransfer(receivers, GroupSender(process_group, where, timeout_s), bucket_bytes=bucket_bytes, dtype=dtype)
         del process_group

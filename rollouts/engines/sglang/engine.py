@@ -15,11 +15,12 @@ import httpx
 import trio
 from torch import Tensor
 
-from rollouts.engines.http.checks import INITIAL_LABEL, ServerInfo, check_request
+from rollouts.engines.http.checks import ServerInfo, check_request
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
-from rollouts.engines.http.requests import Generated, RequestsInFlight, Send, WireRequest, version_of
+from rollouts.engines.http.requests import RequestsInFlight, Send, WireRequest
+from rollouts.engines.http.samples import Generated
+from rollouts.engines.http.scoring import check_scoring, score_tokens
 from rollouts.engines.protocol import EngineFeature
-from rollouts.engines.request_checks import check_tokens
 from rollouts.engines.sglang.control import SGLangWeights
 from rollouts.engines.sglang.facts import MeasuredKind, ask_facts, read_facts
 from rollouts.engines.sglang.protocol import (
@@ -35,18 +36,11 @@ from rollouts.engines.sglang.protocol import (
     sglang_payload,
     sglang_sampling_params,
 )
-from rollouts.engines.weights.checkpoint_check import (
-    CheckpointLayout,
-    check_checkpoint,
-    check_tensors,
-    expect_dtype,
-    read_fingerprint,
-    read_reference,
-    read_weight_version,
-)
+from rollouts.engines.weights.checkpoint_check import CheckpointLayout
 from rollouts.engines.weights.path_map import PathMap
-from rollouts.engines.weights.transaction import ServedDirectory, ServerControls, WeightTransaction
-from rollouts.errors import CheckpointError, EngineError, EngineProtocolError, EngineRequestError, raise_single_errors
+from rollouts.engines.weights.server_weights import ServerWeights
+from rollouts.engines.weights.transaction import ServerControls
+from rollouts.errors import EngineError, EngineProtocolError, EngineRequestError, raise_single_errors
 from rollouts.seeds import derive_seed
 from rollouts.types import Completion, SamplingParams
 from rollouts.weight_specs import WeightSpec, describe_weights, plan_weights
@@ -116,43 +110,38 @@ class SGLangEngine:
             base_url, api_key=api_key, deadlines=deadlines, retry=retry, max_connections=max_connections, transport=transport
         )
         self.name = name or f"the SGLang server at {self._server.base_url}"
-        self._paths = path_map or PathMap()
-        self._expected_model = expected_model
-        self._vocab_size = vocab_size
-        self._in_flight: Literal["continue", "abort"] = in_flight
-        self._log_prob_kind: MeasuredKind | None = log_prob_kind
         self._bucket_bytes = bucket_bytes
-        self._reference = reference
-        self._allow_cast = allow_cast
+        paths = path_map or PathMap()
+        self._read_facts = partial(
+            read_facts,
+            self.name,
+            self._server,
+            expected_model=expected_model,
+            vocab_size=vocab_size,
+            log_prob_kind=log_prob_kind,
+            paths=paths,
+        )
         self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
         self._num_samples: dict[str, int] = {}  # samples of each wire id in flight
         pause_mode: PauseMode = "retract" if in_flight == "continue" else "abort"
-        self._routes = SGLangWeights(self.name, self._server, pause_mode, lambda: len(self._num_samples), self._paths)
+        self._routes = routes = SGLangWeights(self.name, self._server, pause_mode, lambda: len(self._num_samples), paths)
+        controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
+        self.weights = ServerWeights(self._requests, controls, paths, reference, allow_cast=allow_cast)
         self._facts: SGLangServer | None = None
-        self._weights: WeightTransaction | None = None
         self._has_warned_of_seeds = False
         self._exit_stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
-            self._facts = await read_facts(
-                self.name,
-                self._server,
-                expected_model=self._expected_model,
-                vocab_size=self._vocab_size,
-                log_prob_kind=self._log_prob_kind,
-                paths=self._paths,
-            )
-            info = self._facts.info
-            self._weights = await self._create_transaction(info)
+            self._facts = await self._read_facts()
+            await self.weights.open(self._facts.info)
             self._exit_stack = stack.pop_all()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._requests.close()
-        if self._weights is not None:
-            await self._weights.close()
+        await self.weights.close()
         await self._exit_stack.aclose()
 
     # -- generation
@@ -206,41 +195,24 @@ class SGLangEngine:
         """Make pending calls return with the tokens they have; None = all calls of this engine, and of no other client."""
         await self._requests.abort(request_ids)
 
-    async def compute_prompt_log_probs(self, tokens: Sequence[int], start_index: int = 1) -> list[float]:
-        """Return log-probs of tokens[start_index:] given all before them, at temperature 1 under the current weights.
+    async def recompute_output_log_probs(
+        self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
+    ) -> tuple[float, ...]:
+        """Return log-probs of input_tokens[start_index:] given all before them, under the current weights.
 
         Args:
             start_index: at least 1; the first token of a sequence has no prediction.
+            temperature: 1.0: the server computes no others.
 
         Raises: EngineError.
         """
         server = self._get_facts()
-        check_tokens(self.name, "compute_prompt_log_probs", tokens, server.info.vocab_size)
-        if not 1 <= start_index <= len(tokens) <= server.max_prompt:
-            raise EngineError(
-                f"{self.name}: start_index is {start_index} for {len(tokens)} tokens, expected 1 to their number, and no more tokens than "
-                f"{server.max_prompt}"
-            )
-        if start_index == len(tokens):
-            return []
-        found = None
-        while found is None:  # repeated if a weight sync aborted it
-            response = await self._requests.call(partial(self._score, tokens, start_index))
-            found = parse_prompt_log_probs(response, tokens, start_index, server.info.vocab_size)
-        return list(found)
-
-    async def recompute_output_log_probs(
-        self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
-    ) -> tuple[float, ...]:
-        """Return log-probs of input_tokens[start_index:] under the current weights; the server computes them at temperature 1 only.
-
-        Raises: EngineError, also for another temperature.
-        """
-        if temperature != 1.0:
-            raise EngineError(
-                f"{self.name} computes log-probs of given tokens at temperature 1 only, not {temperature:g}: use the training backend"
-            )
-        return tuple(await self.compute_prompt_log_probs(input_tokens, start_index))
+        limit, vocab_size = f"no more tokens than {server.max_prompt}", server.info.vocab_size
+        check_scoring(self.name, input_tokens, start_index, temperature, vocab_size=vocab_size, max_tokens=server.max_prompt, limit=limit)
+        if start_index == len(input_tokens):
+            return ()
+        parse = partial(parse_prompt_log_probs, tokens=input_tokens, start_index=start_index, vocab_size=vocab_size)
+        return await score_tokens(self._requests, partial(self._score, input_tokens, start_index), parse)
 
     async def _send(self, request: WireRequest) -> Sequence[Generated]:
         if self._is_used_up(request):
@@ -307,16 +279,7 @@ class SGLangEngine:
         Returns: {"success": True, "weight_version", "pause_s", "load_s", "confirm_s", "resume_s"}.
         Raises: EngineError; before the server is contacted if the files are incomplete or do not fit the model.
         """
-        self._get_facts()
-        path = Path(checkpoint_path).absolute()
-        try:
-            layout = await trio.to_thread.run_sync(partial(check_checkpoint, path, self._reference, allow_cast=self._allow_cast))
-            version = await trio.to_thread.run_sync(read_weight_version, path)
-        except CheckpointError as error:
-            raise EngineError(f"{self.name} was not given new weights: {error}") from error
-        answer = await self._get_weights().load_directory(path, version, layout.fingerprint)
-        self._reference = self._reference or layout
-        return answer
+        return await self.weights.load_checkpoint(checkpoint_path)
 
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
         """Send the weights over HTTP, in buckets; the server needs no access to a local disk. Returns and raises as above."""
@@ -337,7 +300,7 @@ class SGLangEngine:
             specs: specs of all weights, checked first: tensors that do not fit kill the server.
         """
         self.check_weights(specs)
-        return await self._get_weights().load_with(partial(load, self._routes), weight_version)
+        return await self.weights.load_with(partial(load, self._routes), weight_version)
 
     def check_weights(self, specs: Sequence[WeightSpec]) -> None:
         """Raise EngineError for weights that the server cannot take from memory."""
@@ -346,49 +309,38 @@ class SGLangEngine:
             raise EngineError(
                 f"{self.name} runs {server.data_parallel_size} data parallel replicas, which take no tensors: use a checkpoint directory"
             )
-        try:
-            check_tensors(specs, self._reference, allow_cast=self._allow_cast)
-        except CheckpointError as error:
-            raise EngineError(f"{self.name} was not given new weights: {error}") from error
+        self.weights.check(specs)
 
-    def describe_weights(self) -> str:
-        """Describe the server's weights, as the end of a sentence."""
-        return self._get_weights().describe()
+    @property
+    def routes(self) -> SGLangWeights:
+        """Routes of the server's weights, for transfers into its memory; see channels.py."""
+        self._get_facts()
+        return self._routes
 
     def distrust_weights(self, reason: str) -> None:
         """Mark the server's weights as other than it reports: fail requests until an update succeeds."""
-        self._get_weights().distrust(reason)
+        self.weights.distrust(reason)
 
     @property
     def tensor_parallel_size(self) -> int:
         """Number of processes of the server's model."""
         return self._get_facts().tensor_parallel_size
 
-    async def join_weight_group(self, payload: Mapping[str, Any]) -> None:
-        """Join the server's processes to a process group; returns when all members have joined. See channels.py."""
-        await self._routes.update("/init_weights_update_group", payload)
-
-    async def leave_weight_group(self, group_name: str) -> None:
-        """Remove the server's processes from a process group."""
-        await self._routes.update("/destroy_weights_update_group", {"group_name": group_name})
-
     async def get_weight_version(self) -> int:
         """Return the version of the weights that will sample the next token, as the server reports it."""
-        self._get_facts()
-        return version_of(self.name, await self._routes.read_label(), self._requests.initial_version)
+        return await self.weights.read_version()
 
     async def compute_checksum(self) -> str:
         """Return a checksum over all weights of the server: equal on two servers if and only if their weights are."""
-        self._get_facts()
-        return await self._routes.compute_checksum()
+        return await self.routes.compute_checksum()
 
     async def pause(self) -> None:
         """Stop generating until resume(); requests wait, or continue afterwards."""
-        await self._get_weights().pause()
+        await self.weights.pause()
 
     async def resume(self) -> None:
         """Undo pause(), or a pause that another client left."""
-        await self._get_weights().resume()
+        await self.weights.resume()
 
     async def describe_server(self) -> ServerInfo:
         """Return the facts that the server reports now."""
@@ -396,27 +348,10 @@ class SGLangEngine:
         now = parse_server_info(*await ask_facts(self._server))
         return replace(now.info, log_prob_kind=server.info.log_prob_kind, vocab_size=server.info.vocab_size)
 
-    async def _create_transaction(self, info: ServerInfo) -> WeightTransaction:
-        routes, model_path = self._routes, self._paths.to_local(info.model_path)
-        served = None
-        if info.weight_version == INITIAL_LABEL:  # else weights may have been loaded in another way since this directory
-            served = ServedDirectory(model_path, INITIAL_LABEL, await trio.to_thread.run_sync(read_fingerprint, model_path))
-        if self._reference is None:
-            found = await trio.to_thread.run_sync(read_reference, model_path)
-            self._reference = found if found is None or info.dtype is None else expect_dtype(found, info.dtype)
-        controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
-        version = version_of(self.name, info.weight_version, self._requests.initial_version)
-        return WeightTransaction(self._requests, controls, version=version, served=served)
-
     def _get_facts(self) -> SGLangServer:
         assert self._facts is not None, "use the engine inside its `async with` block"
         self._requests.check_not_closed()
         return self._facts
-
-    def _get_weights(self) -> WeightTransaction:
-        assert self._weights is not None, "use the engine inside its `async with` block"
-        self._requests.check_not_closed()
-        return self._weights
 
 
 def _end_if_full(completion: Completion, max_prompt: int) -> Completion:

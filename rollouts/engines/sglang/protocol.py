@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from torch import Tensor
 
 from rollouts.engines.http.checks import ServerInfo
-from rollouts.engines.http.requests import Generated, expand_spans, read_log_prob, read_token_ids
+from rollouts.engines.http.samples import Generated, expand_spans, read_log_prob, read_token_ids
 from rollouts.errors import EngineProtocolError
 from rollouts.types import SamplingParams
 

@@ -124,11 +124,8 @@ async def generate_texts(
     engine: InferenceEngine,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str | Messages],
+    params: SamplingParams,
     *,
-    max_tokens: int = 256,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    seed: int | None = None,
     pad_id: int | None = None,
     max_in_flight: int | None = None,
 ) -> GeneratedTexts:
@@ -136,13 +133,12 @@ async def generate_texts(
 
     Args:
         prompts: a str is tokenized as it stands, messages go through the chat template.
-        seed: seed of the first prompt; the others count on from it. None = the engine's own.
+        params: parameters of all answers; the seed is the first prompt's, the others count on from it.
         pad_id: token after the end of an answer in `tokens`; None = the tokenizer's.
         max_in_flight: maximum number of requests at the same time; None = all prompts at once.
 
     Raises: EngineError or DataError of the first prompt that fails; the others are then cancelled. BatchInferenceManager keeps them apart.
     """
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     results = await generate_results(engine, tokenizer, prompts, count_seeds(params), max_in_flight=max_in_flight, raise_errors=True)
     return collect_texts(results, find_pad_id(tokenizer) if pad_id is None else pad_id)
 

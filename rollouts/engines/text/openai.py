@@ -15,6 +15,7 @@ from rollouts.engines.text.protocol import (
     CHAT,
     MODELS,
     ChatCompletion,
+    ChatSettings,
     ServedModel,
     chat_payload,
     check_extra,
@@ -156,17 +157,8 @@ class OpenAITextEngine:
         Raises: EngineTimeout, EngineStatusError with the server's own message, EngineProtocolError; EngineError if the server cannot be
             reached, or for settings that it would refuse; DataError for invalid messages.
         """
-        body = chat_payload(
-            self.model,
-            messages,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            stop=stop,
-            seed=seed,
-            tools=tools,
-            extra=self._merge_extra(extra),
-        )
+        settings = ChatSettings(max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed, tools=tools)
+        body = chat_payload(self.model, messages, settings, self._merge_extra(extra))
         return parse_chat_response(await self._server.post_json(CHAT, body))
 
     @asynccontextmanager
@@ -190,18 +182,8 @@ class OpenAITextEngine:
 
         Leaving the block early makes the server drop the request.
         """
-        body = chat_payload(
-            self.model,
-            messages,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            stop=stop,
-            seed=seed,
-            tools=tools,
-            extra=self._merge_extra(extra),
-            stream=True,
-        )
+        settings = ChatSettings(max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed, tools=tools)
+        body = chat_payload(self.model, messages, settings, self._merge_extra(extra), stream=True)
         async with self._server.stream_events(CHAT, body) as chunks:
             yield TextStream(chunks)
 

@@ -82,27 +82,30 @@ def neutral_fields(owner: str) -> dict[str, Any]:
     return {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0} if owner in ("vllm", "sglang") else {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings:
+    """Settings of one answer; None = the server's."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | Sequence[str] = ()
+    seed: int | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
 def chat_payload(
-    model: str,
-    messages: Messages,
-    *,
-    max_tokens: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    stop: str | Sequence[str] = (),
-    seed: int | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    extra: Mapping[str, Any] | None = None,
-    stream: bool = False,
+    model: str, messages: Messages, settings: ChatSettings, extra: Mapping[str, Any] | None = None, *, stream: bool = False
 ) -> dict[str, Any]:
-    """Return the body of a request for one answer; settings of None are left to the server.
+    """Return the body of a request for one answer.
 
     Args:
-        extra: further fields, which win over those named here.
+        extra: further fields, which win over the settings.
 
     Raises: EngineError for settings that a server would refuse or misunderstand; DataError for invalid messages.
     """
-    stop = [stop] if isinstance(stop, str) else list(stop)
+    max_tokens, temperature, top_p, seed = settings.max_tokens, settings.temperature, settings.top_p, settings.seed
+    stop = [settings.stop] if isinstance(settings.stop, str) else list(settings.stop)
     _check(max_tokens is None or max_tokens >= 1, "max_tokens", max_tokens, "at least 1")
     _check(temperature is None or 0 <= temperature < math.inf, "temperature", temperature, "at least 0")
     _check(top_p is None or 0 < top_p <= 1, "top_p", top_p, "more than 0, at most 1")
@@ -113,8 +116,8 @@ def chat_payload(
     body |= {name: value for name, value in options.items() if value is not None}
     if stop:
         body["stop"] = stop
-    if tools:
-        body["tools"] = [dict(tool) for tool in tools]
+    if settings.tools:
+        body["tools"] = [dict(tool) for tool in settings.tools]
     check_extra(extra or {})
     body |= extra or {}
     if stream:

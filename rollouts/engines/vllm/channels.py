@@ -115,13 +115,13 @@ async def open_vllm_group(
     """
     assert engines, "a weight group needs at least one engine"
     where = find_device(device)
-    offsets, world_size = place_ranks([await engine.count_workers() for engine in engines])
+    offsets, world_size = place_ranks([await engine.routes.count_workers() for engine in engines])
     meeting = await (partial(_meet_over_nccl, where, timeout_s) if create_meeting is None else create_meeting)(world_size)
     joins = [
         partial(_call, engine, INIT, vllm_group_payload(meeting.address, offset, world_size, bucket_bytes))
         for engine, offset in zip(engines, offsets, strict=True)
     ]
-    leaves = [partial(engine.call_weight_route, SHUT_DOWN) for engine in engines]
+    leaves = [partial(_shut_down, engine) for engine in engines]
     async with open_membership(joins, leaves, meeting.join) as sender:
         receivers = [
             create_vllm_receiver(engine, lambda bucket, _: vllm_bucket_payload(bucket), leave=leave)
@@ -131,7 +131,7 @@ async def open_vllm_group(
         try:
             yield transfer
         finally:
-            await _shut_down(engines)
+            await _shut_down_all(engines)
             transfer.close()
 
 
@@ -169,7 +169,7 @@ async def open_vllm_ipc(
     try:
         yield WeightTransfer(receivers, sender, bucket_bytes=bucket_bytes, dtype=dtype)
     finally:
-        await _shut_down(engines)
+        await _shut_down_all(engines)
         sender.give_up()
 
 
@@ -195,7 +195,7 @@ def create_vllm_receiver(engine: VLLMEngine, create_body: CreateBody, *, leave: 
         finally:
             if not is_over:  # an open update would refuse the next one
                 with trio.move_on_after(LEAVE_S, shield=True), suppress(EngineError):
-                    await engine.call_weight_route(FINISH)
+                    await engine.routes.call(FINISH)
                 if has_begun and leave is not None:
                     with trio.move_on_after(LEAVE_S, shield=True), suppress(EngineError):
                         await leave()
@@ -203,7 +203,7 @@ def create_vllm_receiver(engine: VLLMEngine, create_body: CreateBody, *, leave: 
     async def update(rounds: BucketRounds, specs: Sequence[WeightSpec], weight_version: int) -> Mapping[str, Any]:
         return await engine.update_weights_with(partial(receive, rounds=rounds), specs, weight_version)
 
-    return Receiver(engine.name, engine.check_weights, update, engine.describe_weights)
+    return Receiver(engine.name, engine.check_weights, update, engine.weights.describe)
 
 
 async def _start(engine: VLLMEngine) -> None:
@@ -219,16 +219,20 @@ async def _start(engine: VLLMEngine) -> None:
 
 async def _call(engine: VLLMEngine, route: str, body: Mapping[str, Any] | None) -> None:
     """Call a route once. Raises EngineError unless it reports success."""
-    answer, expected = await engine.call_weight_route(route, body), dict(_MESSAGES)[route]
+    answer, expected = await engine.routes.call(route, body), dict(_MESSAGES)[route]
     if not isinstance(answer, dict) or answer.get("message") != expected:
         raise EngineError(f"{engine.name}: {route} answered {str(answer)[:500]}, expected the message {expected!r}")
 
 
-async def _shut_down(engines: Sequence[VLLMEngine]) -> None:
+async def _shut_down(engine: VLLMEngine) -> None:
+    await engine.routes.call(SHUT_DOWN)
+
+
+async def _shut_down_all(engines: Sequence[VLLMEngine]) -> None:
     with trio.move_on_after(LEAVE_S, shield=True):
         for engine in engines:
             with suppress(EngineError):  # a server that is gone has left
-                await engine.call_weight_route(SHUT_DOWN)
+                await _shut_down(engine)
 
 
 async def _meet_over_nccl(device: torch.device, timeout_s: float, world_size: int) -> Meeting:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,42 +13,28 @@ from typing import Any, Literal, Self
 import httpx
 import trio
 
-from rollouts.engines.http.checks import INITIAL_LABEL, ServerInfo, check_request, check_server, check_version
+from rollouts.engines.http.checks import ServerInfo, check_request
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
-from rollouts.engines.http.requests import Generated, RequestsInFlight, WireRequest, version_of
+from rollouts.engines.http.requests import RequestsInFlight, WireRequest
+from rollouts.engines.http.samples import Generated
+from rollouts.engines.http.scoring import check_scoring, score_tokens
 from rollouts.engines.protocol import EngineFeature
-from rollouts.engines.request_checks import check_tokens
-from rollouts.engines.vllm.output_head import stage_output_head
+from rollouts.engines.vllm.control import VLLMWeights
+from rollouts.engines.vllm.facts import read_facts
 from rollouts.engines.vllm.protocol import (
     GENERATE,
     ID_PREFIX,
-    OLDEST_VERSION,
-    TESTED_VERSIONS,
     check_params,
-    explain_missing_routes,
-    parse_load_answer,
     parse_prompt_log_probs,
-    parse_server_info,
-    parse_version_answer,
     parse_vllm_response,
     prompt_log_probs_payload,
     vllm_payload,
 )
-from rollouts.engines.weights.checkpoint_check import (
-    HEAD,
-    CheckpointLayout,
-    check_checkpoint,
-    check_tensors,
-    expect_dtype,
-    read_eos_token_ids,
-    read_fingerprint,
-    read_reference,
-    read_vocab_size,
-    read_weight_version,
-)
+from rollouts.engines.weights.checkpoint_check import HEAD, CheckpointLayout, read_eos_token_ids
 from rollouts.engines.weights.path_map import PathMap
-from rollouts.engines.weights.transaction import ServedDirectory, ServerControls, WeightTransaction
-from rollouts.errors import CheckpointError, EngineError, EngineProtocolError
+from rollouts.engines.weights.server_weights import ServerWeights
+from rollouts.engines.weights.transaction import ServerControls
+from rollouts.errors import EngineError
 from rollouts.types import Completion, SamplingParams
 from rollouts.weight_specs import WeightSpec
 
@@ -109,25 +93,25 @@ class VLLMEngine:
         )
         self.name = name or f"the vLLM server at {self._server.base_url}"
         self._paths = path_map or PathMap()
-        self._expected_model = expected_model
-        self._vocab_size = vocab_size
-        self._pause_mode = "keep" if in_flight == "continue" else "abort"
-        self._reference = reference
-        self._allow_cast = allow_cast
+        self._read_facts = partial(read_facts, self.name, self._server, self._paths, expected_model=expected_model, vocab_size=vocab_size)
         self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
+        self._routes = routes = VLLMWeights(
+            self.name, self._server, "keep" if in_flight == "continue" else "abort", self._is_on_cpu, self._paths
+        )
+        controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
+        self.weights = ServerWeights(self._requests, controls, self._paths, reference, allow_cast=allow_cast)
         self._eos_token_ids = frozenset[int]()
         self._has_warned_of_seeds = False
         self._info: ServerInfo | None = None
-        self._weights: WeightTransaction | None = None
         self._exit_stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
-            info = self._info = await self._read_info()
+            info = self._info = await self._read_facts()
             found = await trio.to_thread.run_sync(read_eos_token_ids, self._paths.to_local(info.model_path))
             self._eos_token_ids = frozenset(i for i in found if info.vocab_size is None or 0 <= i < info.vocab_size)
-            self._weights = await self._create_transaction(info)
+            await self.weights.open(info)
             if info.is_paused:
                 self._requests.mark_unusable(
                     "it was found paused: another client is changing its weights, or was stopped while it did. Sync the weights, or call "
@@ -144,8 +128,7 @@ class VLLMEngine:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._requests.close()
-        if self._weights is not None:
-            await self._weights.close()
+        await self.weights.close()
         await self._exit_stack.aclose()
 
     # -- generation
@@ -181,40 +164,23 @@ class VLLMEngine:
         """Make pending calls return with the tokens they have; None = all calls of this engine, and of no other client."""
         await self._requests.abort(request_ids)
 
-    async def compute_prompt_log_probs(self, tokens: Sequence[int], start_index: int = 1) -> list[float]:
-        """Return log-probs of tokens[start_index:] given all before them, at temperature 1 under the current weights.
+    async def recompute_output_log_probs(
+        self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
+    ) -> tuple[float, ...]:
+        """Return log-probs of input_tokens[start_index:] given all before them, under the current weights.
 
         Args:
-            tokens: fewer than the context length: the server generates one more.
+            input_tokens: fewer than the context length: the server generates one more.
             start_index: at least 1; the first token of a sequence has no prediction.
+            temperature: 1.0: the server computes no others.
 
         Raises: EngineError.
         """
         info = self._get_info()
-        check_tokens(self.name, "compute_prompt_log_probs", tokens, info.vocab_size)
-        if not 1 <= start_index <= len(tokens) < info.context_length:
-            raise EngineError(
-                f"{self.name}: start_index is {start_index} for {len(tokens)} tokens, expected 1 to their number, and less tokens than the "
-                f"context of {info.context_length}"
-            )
-        found = None
-        while found is None:
-            response = await self._requests.call(partial(self._score, tokens))
-            found = parse_prompt_log_probs(response, tokens, start_index)
-        return list(found)
-
-    async def recompute_output_log_probs(
-        self, input_tokens: Sequence[int], start_index: int, temperature: float = 1.0
-    ) -> tuple[float, ...]:
-        """Return log-probs of input_tokens[start_index:] under the current weights; the server computes them at temperature 1 only.
-
-        Raises: EngineError, also for another temperature.
-        """
-        if temperature != 1.0:
-            raise EngineError(
-                f"{self.name} computes log-probs of given tokens at temperature 1 only, not {temperature:g}: use the training backend"
-            )
-        return tuple(await self.compute_prompt_log_probs(input_tokens, start_index))
+        limit, max_tokens = f"less tokens than the context of {info.context_length}", info.context_length - 1
+        check_scoring(self.name, input_tokens, start_index, temperature, vocab_size=info.vocab_size, max_tokens=max_tokens, limit=limit)
+        parse = partial(parse_prompt_log_probs, tokens=input_tokens, start_index=start_index)
+        return await score_tokens(self._requests, partial(self._score, input_tokens), parse)
 
     async def _send(self, request: WireRequest) -> Sequence[Generated]:
         return parse_vllm_response(await self._server.post_json(GENERATE, vllm_payload(request, self._eos_token_ids)), request)
@@ -235,15 +201,7 @@ class VLLMEngine:
         Returns: {"success": True, "weight_version", "pause_s", "load_s", "confirm_s", "resume_s"}.
         Raises: EngineError; before the server is contacted if the files are incomplete or do not fit the model.
         """
-        weights, path = self._get_weights(), Path(checkpoint_path).absolute()
-        try:
-            layout = await trio.to_thread.run_sync(partial(check_checkpoint, path, self._reference, allow_cast=self._allow_cast))
-            version = await trio.to_thread.run_sync(read_weight_version, path)
-        except CheckpointError as error:
-            raise EngineError(f"{self.name} was not given new weights: {error}") from error
-        answer = await weights.load_directory(path, version, layout.fingerprint)
-        self._reference = self._reference or layout
-        return answer
+        return await self.weights.load_checkpoint(checkpoint_path)
 
     async def update_weights_with(
         self, load: Callable[[HTTPEndpoint, str], Awaitable[None]], specs: Sequence[WeightSpec], weight_version: int
@@ -258,141 +216,50 @@ class VLLMEngine:
 
         async def load_and_reset(label: str) -> None:
             await load(self._server, label)
-            await self._reset_cache()
+            await self._routes.reset_cache()
 
-        return await self._get_weights().load_with(load_and_reset, weight_version)
+        return await self.weights.load_with(load_and_reset, weight_version)
 
     def check_weights(self, specs: Sequence[WeightSpec]) -> None:
         """Raise EngineError for weights that the server cannot take from memory."""
-        try:
-            check_tensors(specs, self._reference, allow_cast=self._allow_cast)
-        except CheckpointError as error:
-            raise EngineError(f"{self.name} was not given new weights: {error}") from error
-        if self._get_info().device == "cpu" and all(spec.name != HEAD for spec in specs):
+        self.weights.check(specs)
+        if self._is_on_cpu() and all(spec.name != HEAD for spec in specs):
             raise EngineError(
                 f"{self.name} was not given new weights: they have no {HEAD}, and on a CPU vLLM would go on with the old one. Add it, also "
                 "where it is tied to the embedding"
             )
 
-    def describe_weights(self) -> str:
-        """Describe the server's weights, as the end of a sentence."""
-        return self._get_weights().describe()
-
-    async def call_weight_route(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Call a route for weight transfer; see channels.py."""
+    @property
+    def routes(self) -> VLLMWeights:
+        """Routes of the server's weights, for transfers into its memory; see channels.py."""
         self._get_info()
-        return await self._server.post_json(route, body, kind="sync")
-
-    async def count_workers(self) -> int:
-        """Return the number of processes of the server's model, its replicas included."""
-        self._get_info()
-        answer = await self._server.get_json("/get_world_size", params={"include_dp": "true"})
-        if not isinstance(answer, dict) or not isinstance(answer.get("world_size"), int):
-            raise EngineProtocolError(f"{self.name}: /get_world_size answered {answer!r}, expected a world_size")
-        return answer["world_size"]
+        return self._routes
 
     def distrust_weights(self, reason: str) -> None:
         """Mark the server's weights as other than it reports: fail requests until an update succeeds."""
-        self._get_weights().distrust(reason)
+        self.weights.distrust(reason)
 
     async def get_weight_version(self) -> int:
         """Return the version of the weights that will sample the next token, as the server reports it."""
-        self._get_info()
-        return version_of(self.name, await self._read_label(), self._requests.initial_version)
+        return await self.weights.read_version()
 
     async def pause(self) -> None:
         """Stop generating until resume(); requests wait, or continue afterwards."""
-        await self._get_weights().pause()
+        await self.weights.pause()
 
     async def resume(self) -> None:
         """Undo pause(), or a pause that another client left."""
-        await self._get_weights().resume()
-
-    async def _pause_on_server(self) -> None:
-        # not mode=wait, which returns without requests that are still queued; not clear_cache=false, which mixes two policies in one cache
-        params = {"mode": self._pause_mode, "clear_cache": "true"}
-        await self._server.post_json("/pause", None, kind="control", idempotent=True, params=params)
-
-    async def _resume_on_server(self) -> None:
-        await self._server.post_json("/resume", None, kind="control", idempotent=True)
-
-    async def _load_directory(self, path: Path, label: str) -> None:
-        stage = None
-        try:
-            stage = await trio.to_thread.run_sync(stage_output_head, path) if self._get_info().device == "cpu" else None
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._paths.to_server(stage or path))}}
-            parse_load_answer(await self._server.post_json("/collective_rpc", body, kind="sync", idempotent=True))
-        except CheckpointError as error:
-            raise EngineError(str(error)) from error
-        finally:
-            if stage is not None:
-                shutil.rmtree(stage, ignore_errors=True)
-        await self._reset_cache()
-
-    async def _reset_cache(self) -> None:
-        """Drop keys and values of the old weights. The pause has done so, unless the server ignores clear_cache with mode=keep."""
-        params = {"reset_running_requests": "true"}
-        answer = await self._server.post_json("/reset_prefix_cache", None, kind="control", idempotent=True, params=params)
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise EngineProtocolError(f"/reset_prefix_cache answered {answer!r}: keys and values of the old weights may still be in use")
-
-    async def _set_label(self, label: str) -> None:
-        await self._server.post_json("/update_weight_version", {"new_version": label}, kind="control", idempotent=True)
-
-    async def _read_label(self) -> str:
-        answer = await self._server.get_json("/weight_info")
-        if not isinstance(answer, dict) or "weight_version" not in answer:
-            raise EngineProtocolError(f"{self.name}: /weight_info answered {answer!r}, expected a weight_version")
-        return str(answer["weight_version"])
-
-    async def _create_transaction(self, info: ServerInfo) -> WeightTransaction:
-        controls = ServerControls(
-            pause=self._pause_on_server,
-            load=self._load_directory,
-            set_label=self._set_label,
-            read_label=self._read_label,
-            resume=self._resume_on_server,
-        )
-        served, model_path = None, self._paths.to_local(info.model_path)
-        if info.weight_version == INITIAL_LABEL:  # else it holds weights of a directory that it does not report
-            served = ServedDirectory(model_path, INITIAL_LABEL, await trio.to_thread.run_sync(read_fingerprint, model_path))
-        if self._reference is None:
-            found = await trio.to_thread.run_sync(read_reference, model_path)
-            self._reference = found if found is None or info.dtype is None else expect_dtype(found, info.dtype)
-        version = version_of(self.name, info.weight_version, self._requests.initial_version)
-        return WeightTransaction(self._requests, controls, version=version, served=served)
-
-    # -- the server's facts
+        await self.weights.resume()
 
     async def describe_server(self) -> ServerInfo:
         """Return the facts that the server reports now."""
         self._get_info()
-        return await self._read_info()
-
-    async def _read_info(self) -> ServerInfo:
-        server = self._server
-        with explain_missing_routes(self.name):
-            version = await server.get_json("/version")
-            check_version(self.name, parse_version_answer(version), oldest=OLDEST_VERSION, tested=TESTED_VERSIONS)
-            await server.post_text("/inference/v1/abort_requests", {"request_ids": ["nobody's"]}, idempotent=True)
-            info = parse_server_info(
-                await server.get_json("/server_info", params={"config_format": "json"}),
-                await server.get_json("/v1/models"),
-                version,
-                await server.get_json("/weight_info"),
-                await server.get_json("/is_paused"),
-            )
-        found = await trio.to_thread.run_sync(read_vocab_size, self._paths.to_local(info.model_path))
-        info = replace(info, vocab_size=self._vocab_size if found is None else found)
-        check_server(self.name, info, expected_model=self._expected_model, vocab_size=self._vocab_size)
-        return info
+        return await self._read_facts()
 
     def _get_info(self) -> ServerInfo:
         assert self._info is not None, "use the engine inside its `async with` block"
         self._requests.check_not_closed()
         return self._info
 
-    def _get_weights(self) -> WeightTransaction:
-        assert self._weights is not None, "use the engine inside its `async with` block"
-        self._requests.check_not_closed()
-        return self._weights
+    def _is_on_cpu(self) -> bool:
+        return self._get_info().device == "cpu"

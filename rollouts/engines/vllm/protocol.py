@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from rollouts.engines.http.checks import ServerInfo
-from rollouts.engines.http.requests import Generated, WireRequest, expand_spans, read_log_prob, read_token_ids
+from rollouts.engines.http.requests import WireRequest
+from rollouts.engines.http.samples import Generated, expand_spans, read_log_prob, read_token_ids
 from rollouts.errors import EngineError, EngineProtocolError, EngineStatusError
 from rollouts.seeds import derive_seed
 from rollouts.types import FinishReason, LogProbKind, SamplingParams

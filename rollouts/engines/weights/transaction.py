@@ -15,7 +15,8 @@ from typing import Any
 
 import trio
 
-from rollouts.engines.http.requests import RequestsInFlight, label_of
+from rollouts.engines.http.requests import RequestsInFlight
+from rollouts.engines.http.samples import label_of
 from rollouts.engines.weights.checkpoint_check import Fingerprint, read_fingerprint
 from rollouts.errors import EngineError, EngineProtocolError, EngineTimeout
 
