@@ -17,11 +17,14 @@ import pytest
 import torch
 import trio
 import trio.testing
+from engine_recordings import read_events
 from server_waits import PATIENCE_S, wait_for_tokens, wait_until
 from torch.nn.functional import log_softmax
 
+from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.errors import ConfigError
 from rollouts.testing import FakeSGLangServer, FakeVLLMServer, Fault, ScriptedModel, SGLangSettings, VLLMSettings, create_tiny_model
+from rollouts.testing.servers.vllm.engine import DEAD
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
@@ -377,6 +380,25 @@ async def test_a_stream_can_be_cut(kind):
         assert len(lines) == 2
 
 
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 9}}),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 9}),
+    ],
+)
+async def test_a_stream_tells_of_the_death_of_the_engine(path, body):
+    stays = VLLMSettings(keep_alive_on_engine_death=True)
+    async with serve(FakeVLLMServer, script, stays, tokenizer=create_char_tokenizer(64)) as client:
+        client.server.core.weights = "absent"
+        response = await client.post(path, {**body, "stream": True})
+        assert response.status_code == 200
+        error, done = read_events(response.text)
+        assert error["error"]["message"] == DEAD
+        assert done == "[DONE]"
+        assert (await client.http.get("/health")).status_code == 503
+
+
 @both
 async def test_a_dead_server_refuses_until_it_is_revived(kind):
     async with serve(kind, script) as client:
@@ -429,8 +451,6 @@ async def test_gates_of_vllm():
 
 
 async def test_completions_of_vllm_take_what_they_are_not_told_from_the_generation_config(models, tmp_path):
-    from rollouts.chat.char_tokenizer import create_char_tokenizer
-
     greedy = VLLMSettings(generation_config={"top_k": 1})
     async with serve(FakeVLLMServer, models[0], greedy, tokenizer=create_char_tokenizer(64)) as client:
         body = {"model": "m", "prompt": PROMPT, "temperature": 1.0, "max_tokens": 8, "return_token_ids": True, "ignore_eos": True}

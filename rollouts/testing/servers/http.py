@@ -64,9 +64,14 @@ class ServerDied(RolloutsError):
     """Raised by a handler to simulate the end of the server's process: all connections drop, and new ones are refused."""
 
 
+def dump_json(value: Any) -> str:
+    """Return a value as JSON without spaces, as the real servers write it."""
+    return json.dumps(value, separators=(",", ":"))
+
+
 def json_response(body: Any, status: int = 200) -> Response:
-    """Return a value as a JSON response, without spaces, as the real servers write it."""
-    return Response(status, json.dumps(body, separators=(",", ":")).encode())
+    """Return a value as a JSON response."""
+    return Response(status, dump_json(body).encode())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ with an old one, or takes a prefix from a cache that was not reset, is wrong in 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -173,6 +174,14 @@ def describe_missing(path: str) -> str:
 def fuse_name(name: str) -> str:
     """Return a checkpoint weight's name in a server, where projections of the same input are fused."""
     return re.sub(r"\b(gate|up)_proj\b", "gate_up_proj", re.sub(r"\b[qkv]_proj\b", "qkv_proj", name))
+
+
+def hash_weights(model: FakeModel, is_hidden: Callable[[str], bool] = lambda name: False) -> dict[str, str]:
+    """Return the SHA-256 of each weight under its name in a server; that of nothing for hidden ones."""
+    digests: dict[str, Any] = {}
+    for name, data in model.checksum().items():
+        digests.setdefault(fuse_name(name), hashlib.sha256()).update(b"" if is_hidden(name) else data)
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 class ScriptedModel:

@@ -1,4 +1,4 @@
-"""Request and response bodies of the OpenAI-like routes of both servers, as pure functions."""
+"""Parts of request and response bodies that all routes of both servers share, as pure functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import binascii
 import io
 import pickle
-from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -43,15 +42,6 @@ def order_top(draw: Draw, count: int) -> list[Ranked]:
     return entries if count < 0 else entries[: max(count, 1)]
 
 
-def parse_prompts(prompt: Any, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Parse `prompt` of a completion: a text, ids, or several of either."""
-    if isinstance(prompt, str):
-        return [tuple(tokenizer.encode(prompt))]
-    if prompt and isinstance(prompt[0], int):
-        return [tuple(prompt)]
-    return [tuple(tokenizer.encode(one)) if isinstance(one, str) else tuple(one) for one in prompt]
-
-
 def decode_output(sequence: Sequence_, tokenizer: Tokenizer) -> str:
     """Return the text without its stop token, or up to the stop string."""
     tokens = list(sequence.tokens)
@@ -61,33 +51,11 @@ def decode_output(sequence: Sequence_, tokenizer: Tokenizer) -> str:
     return text.partition(sequence.matched)[0] if isinstance(sequence.matched, str) else text
 
 
-def describe_log_probs(
-    draws: Sequence[Draw], count: int | None, tokenizer: Tokenizer, *, as_ids: bool = False, first_offset: int = 0
-) -> dict[str, Any] | None:
-    """Return `logprobs` of a completion: the sampled token and the `count` most probable ones at each place."""
-    if count is None:
-        return None
-
-    def name(ranked: Ranked) -> str:
-        return f"token_id:{ranked.token}" if as_ids else tokenizer.decode([ranked.token], skip_special_tokens=True)
-
-    offsets: list[int] = []
-    offset = first_offset
-    for draw in draws:
-        offsets.append(offset)
-        offset += len(name(draw.chosen))
-    return {
-        "text_offset": offsets,
-        "token_logprobs": [draw.chosen.log_prob for draw in draws],
-        "tokens": [name(draw.chosen) for draw in draws],
-        "top_logprobs": [{name(r): r.log_prob for r in order_top(draw, count + 1 if count else 1)} for draw in draws],
-    }
-
-
-def add_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the total usage of several prompts; details are those of the first."""
-    counts = {key: sum(usage[key] for usage in usages) for key in ("prompt_tokens", "total_tokens", "completion_tokens")}
-    return {**usages[0], **counts}
+def find_stop(sequence: Sequence_, tokenizer: Tokenizer | None, *, skip_special_tokens: bool) -> str | None:
+    """Return the first stop string of a request that its text has."""
+    assert tokenizer is not None, "a stop string was accepted without a tokenizer"
+    text = tokenizer.decode(list(sequence.tokens), skip_special_tokens=skip_special_tokens)
+    return next((stop for stop in sequence.sampling.stop if stop in text), None)
 
 
 _ALLOWED = frozenset({

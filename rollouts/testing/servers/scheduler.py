@@ -6,14 +6,14 @@ Each sequence is one task, in the nursery of its request. Cancelling the task fr
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import trio
 
 from rollouts.engines.inprocess.sampling import UniformStream
-from rollouts.errors import RolloutsError
+from rollouts.errors import RolloutsError, raise_single_errors
 from rollouts.seeds import derive_seed
 from rollouts.testing.servers.models import KV, Draw, FakeModel, LogProbKind, Sampling
 
@@ -326,6 +326,19 @@ def _count_common(a: Sequence[int], b: Sequence[int]) -> int:
             break
         count += 1
     return count
+
+
+async def run_streams(
+    run: Callable[[Sequence[Sequence_]], Awaitable[None]],
+    sequences: Sequence[Sequence_],
+    stream_one: Callable[[int, Sequence_], Awaitable[None]],
+) -> None:
+    """Generate several sequences while each is streamed, with its index. The first error ends all of them."""
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run, sequences)
+            for index, sequence in enumerate(sequences):
+                nursery.start_soon(stream_one, index, sequence)
 
 
 async def follow(sequence: Sequence_) -> AsyncGenerator[tuple[Sequence_, bool]]:

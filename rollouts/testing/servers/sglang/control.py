@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import trio
 
 from rollouts.testing.servers.http import Answer, Request, Response, ServerDied, json_response
-from rollouts.testing.servers.models import LoadError, describe_missing, fuse_name
+from rollouts.testing.servers.models import LoadError, describe_missing, hash_weights
 from rollouts.testing.servers.payloads import is_base64, read_named_tensors
+from rollouts.testing.servers.routes import Routes
 from rollouts.testing.servers.sglang.engine import SGLangCore, describe_model
 from rollouts.testing.servers.sglang.payloads import read_json, refuse, refuse_body
 from rollouts.testing.servers.weight_groups import WeightGroup
-
-Route: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
 FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, the operation will not be "
@@ -32,8 +31,8 @@ class SGLangControl:
         self._core = core
         self._server_info = server_info
 
-    def routes(self) -> dict[str, dict[str, Route]]:
-        """Path -> method -> handler."""
+    def routes(self) -> Routes:
+        """Return the routes."""
         return {
             "/abort_request": {"POST": self._abort},
             "/pause_generation": {"POST": self._pause},
@@ -208,11 +207,7 @@ class SGLangControl:
 
     async def _check_weights(self, request: Request) -> Answer:
         read_json(request)
-        digests: dict[str, Any] = {}
-        for name, data in self._core.model.checksum().items():
-            fused = fuse_name(name)
-            digests.setdefault(fused, hashlib.sha256()).update(data)
-        checksums = {name: digest.hexdigest()[:16] for name, digest in digests.items()}
+        checksums = {name: digest[:16] for name, digest in hash_weights(self._core.model).items()}
         overall = hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
         place = {"role": "target", "tp_rank": 0, "tp_size": 1, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "rank": 0, "size": 1}
         ranks = [{"checksums": checksums, "per_gpu_checksum": overall, "parallelism_info": [place]}]

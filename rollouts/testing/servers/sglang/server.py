@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from rollouts.errors import raise_single_errors
-from rollouts.testing.servers import payloads as openai
-from rollouts.testing.servers.http import Answer, EventStream, Fault, LoopbackServer, Request, Response, ServerDied, json_response
+from rollouts.testing.servers import openai, routes
+from rollouts.testing.servers.http import (
+    Answer,
+    EventStream,
+    Fault,
+    LoopbackServer,
+    Request,
+    Response,
+    ServerDied,
+    dump_json,
+    json_response,
+)
 from rollouts.testing.servers.models import FakeModel, Sampling, Script, create_model
-from rollouts.testing.servers.payloads import Refused, Tokenizer
-from rollouts.testing.servers.scheduler import Scheduler, SchedulerRules, Sequence_
+from rollouts.testing.servers.payloads import Refused, Tokenizer, find_stop
+from rollouts.testing.servers.scheduler import Scheduler, SchedulerRules, Sequence_, run_streams
 from rollouts.testing.servers.sglang import payloads
 from rollouts.testing.servers.sglang.control import SGLangControl
 from rollouts.testing.servers.sglang.engine import SGLangCore
@@ -28,6 +37,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _DEFAULTS = SGLangSettings()
+_NO_TEMPLATE = (
+    "Cannot use chat template functions because tokenizer.chat_template is not set and no template argument was passed! For "
+    "information about writing templates and setting the tokenizer.chat_template attribute, please see the documentation at "
+    "https://huggingface.co/docs/transformers/main/en/chat_templating"
+)
 
 RunAll = Callable[[Mapping[str, Any], Sequence[Sequence_]], Awaitable[None]]
 
@@ -47,41 +61,21 @@ class SGLangCompletions:
         prompts = openai.parse_prompts(body["prompt"], tokenizer)
         count = body.get("logprobs")
         sequences = await self._generate(request, body, prompts, body.get("max_tokens") or 16, count or 0)
-        choices = [
-            {
-                "index": i,
-                "text": openai.decode_output(sequence, tokenizer),
-                "logprobs": self._describe_log_probs(sequence, count, tokenizer),
-                "finish_reason": sequence.finish,
-                "matched_stop": sequence.matched,
-            }
-            for i, sequence in enumerate(sequences)
-        ]
+        choices: list[dict[str, Any]] = []
+        for i, sequence in enumerate(sequences):
+            log_probs = self._describe_log_probs(sequence, count, tokenizer)
+            choices.append({**openai.describe_completion(i, sequence, tokenizer, log_probs), "matched_stop": sequence.matched})
         return json_response(_describe("text_completion", body, choices, prompts, sequences))
 
     async def chat(self, request: Request) -> Answer:
         """POST /v1/chat/completions."""
         body = read_json(request, ["messages"])
-        tokenizer: Any = self._require_tokenizer()
-        if getattr(tokenizer, "chat_template", None) is None:
-            text = (
-                "Cannot use chat template functions because tokenizer.chat_template is not set and no template argument was passed! For "
-                "information about writing templates and setting the tokenizer.chat_template attribute, please see the documentation at "
-                "https://huggingface.co/docs/transformers/main/en/chat_templating"
-            )
-            raise Refused(error_object(400, text, "BadRequest"))
-        encoded = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, tokenize=True, return_dict=True)
-        prompts: list[tuple[int, ...]] = [tuple(encoded["input_ids"])]
-        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-        sequences = await self._generate(request, body, prompts, max_tokens, 0)
+        tokenizer = self._require_tokenizer()
+        without_template = Refused(error_object(400, _NO_TEMPLATE, "BadRequest"))
+        prompts = [openai.parse_messages(body["messages"], tokenizer, without_template=without_template)]
+        sequences = await self._generate(request, body, prompts, openai.parse_chat_limit(body), 0)
         choices = [
-            {
-                "index": i,
-                "message": {"role": "assistant", "content": openai.decode_output(sequence, tokenizer), "reasoning_content": None},
-                "logprobs": None,
-                "finish_reason": sequence.finish,
-                "matched_stop": sequence.matched,
-            }
+            {**openai.describe_message(i, sequence, tokenizer, ("reasoning_content",)), "matched_stop": sequence.matched}
             for i, sequence in enumerate(sequences)
         ]
         return json_response(_describe("chat.completion", body, choices, prompts, sequences))
@@ -116,10 +110,7 @@ def _describe(
 ) -> dict[str, Any]:
     spans = sequences[0].spans()
     return {
-        "id": uuid.uuid4().hex,
-        "object": kind,
-        "created": int(time.time()),
-        "model": body.get("model"),
+        **openai.describe_head(uuid.uuid4().hex, kind, body.get("model")),
         "choices": choices,
         "usage": _describe_usage(prompts, sequences),
         "metadata": {"weight_version": spans[-1]["version"] if spans else None, "weight_versions": spans},
@@ -127,11 +118,8 @@ def _describe(
 
 
 def _describe_usage(prompts: Sequence[tuple[int, ...]], sequences: Sequence[Sequence_]) -> dict[str, Any]:
-    num_prompt, num_output = sum(map(len, prompts)), sum(len(sequence.draws) for sequence in sequences)
     return {
-        "prompt_tokens": num_prompt,
-        "total_tokens": num_prompt + num_output,
-        "completion_tokens": num_output,
+        **openai.count_tokens(sum(map(len, prompts)), sequences),
         "prompt_tokens_details": None,
         "reasoning_tokens": 0,
         "completion_tokens_details": None,
@@ -201,18 +189,8 @@ class FakeSGLangServer(LoopbackServer):
         self.core.num_races += 1
 
     async def _handle(self, request: Request) -> Answer:
-        is_open = self._settings.api_key is None or request.path in ("/health", "/health_generate", "/ready")
-        if not is_open and request.headers.get("authorization") != f"Bearer {self._settings.api_key}":
-            return json_response({"error": "Unauthorized"}, 401)
-        methods = self._routes.get(request.path)
-        if methods is None:
-            return json_response({"detail": "Not Found"}, 404)
-        if request.method not in methods:
-            return json_response({"detail": "Method Not Allowed"}, 405)
-        try:
-            return await methods[request.method](request)
-        except Refused as refused:
-            return refused.response
+        is_open = request.path in ("/health", "/health_generate", "/ready")
+        return await routes.answer(self._routes, request, None if is_open else self._settings.api_key)
 
     async def _generate(self, request: Request) -> Answer:
         started_at = time.monotonic()
@@ -256,18 +234,14 @@ class FakeSGLangServer(LoopbackServer):
                 event = self._describe(part, generation, started_at, is_final=is_last)
                 if count == 1:
                     event["meta_info"]["response_sent_to_client_ts"] = time.time()
-                await send(_dump({**event, "index": index} if generation.is_list else event))
+                await send(dump_json({**event, "index": index} if generation.is_list else event))
 
         try:
             with self.core.register(sequences):
                 await self.core.wait_until_continued()
                 async with self.core.in_flight():
                     self._admit(body, sequences)
-                    with raise_single_errors():
-                        async with trio.open_nursery() as nursery:
-                            nursery.start_soon(self.scheduler.run_all, sequences)
-                            for index, sequence in enumerate(sequences):
-                                nursery.start_soon(stream_one, index, sequence)
+                    await run_streams(self.scheduler.run_all, sequences, stream_one)
         except Refused as refused:
             await _send_refusal(refused.response, send)
             return
@@ -314,9 +288,7 @@ class FakeSGLangServer(LoopbackServer):
             raise ServerDied("IndexError: index out of range in self")
 
     def _find_stop(self, sequence: Sequence_) -> str | None:
-        assert self._tokenizer is not None, "a stop string was accepted without a tokenizer"
-        text = self._tokenizer.decode(list(sequence.tokens))  # names of special tokens count, too
-        return next((stop for stop in sequence.sampling.stop if stop in text), None)
+        return find_stop(sequence, self._tokenizer, skip_special_tokens=False)  # names of special tokens count, too
 
     async def _get_health(self, request: Request) -> Answer:
         if request.path == "/health" and not self._settings.health_generates:
@@ -377,9 +349,5 @@ async def _send_refusal(response: Response, send: Callable[[str], Awaitable[None
     """Send the refusal of a streamed request: status 200 and one event."""
     error = json.loads(response.body)["error"]
     message = error["message"] if isinstance(error, dict) else error
-    await send(_dump({"error": {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}}))
+    await send(dump_json({"error": {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}}))
     await send("[DONE]")
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 import trio
 
 from rollouts.errors import RolloutsError
 from rollouts.testing.servers.http import Answer, Request, json_response
-from rollouts.testing.servers.models import FakeModel, LoadError, describe_missing, fuse_name
+from rollouts.testing.servers.models import FakeModel, LoadError, describe_missing, hash_weights
 from rollouts.testing.servers.payloads import Refused
+from rollouts.testing.servers.routes import Routes
 from rollouts.testing.servers.scheduler import Scheduler
 from rollouts.testing.servers.vllm.payloads import error_response, read_json, refuse_field
-
-Route: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
@@ -126,8 +124,8 @@ class VLLMControl:
         self._worker_methods = worker_methods
         self._on_cpu = on_cpu
 
-    def routes(self) -> dict[str, dict[str, Route]]:
-        """Path -> method -> handler."""
+    def routes(self) -> Routes:
+        """Return the routes."""
         return {
             "/pause": {"POST": self._pause},
             "/resume": {"POST": self._resume},
@@ -207,13 +205,8 @@ class VLLMControl:
         body = read_json(request)
         if body.get("action") not in ("checksum", "reset", "compare"):
             raise refuse_field("literal_error", "body.action", "Input should be 'checksum', 'reset' or 'compare'", body.get("action"))
-        digests: dict[str, Any] = {}
-        for name, data in self._core.model.checksum().items():
-            fused = fuse_name(name)
-            is_linear = self._on_cpu and ".layers." in name and "_proj." in name
-            digest = digests.setdefault(f"dp0:pp0:pcp0:tp0:{fused}", hashlib.sha256())
-            digest.update(b"" if is_linear else data)
-        checksums = {name: digest.hexdigest() for name, digest in digests.items()}
+        found = hash_weights(self._core.model, is_hidden=lambda name: self._on_cpu and ".layers." in name and "_proj." in name)
+        checksums = {f"dp0:pp0:pcp0:tp0:{name}": digest for name, digest in found.items()}
         if body.get("action") == "checksum":
             return json_response({"checksums": checksums})
         baseline = body.get("baseline") or {}

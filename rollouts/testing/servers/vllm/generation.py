@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import trio
-
-from rollouts.errors import raise_single_errors
-from rollouts.testing.servers.http import Answer, EventStream, Request, json_response
+from rollouts.testing.servers.http import Answer, EventStream, Request, dump_json, json_response
 from rollouts.testing.servers.models import Sampling
 from rollouts.testing.servers.payloads import Refused, Tokenizer
-from rollouts.testing.servers.scheduler import Sequence_, follow
+from rollouts.testing.servers.scheduler import Sequence_, follow, run_streams
 from rollouts.testing.servers.vllm import payloads
 from rollouts.testing.servers.vllm.engine import EngineDead, VLLMEngineCore
 from rollouts.testing.servers.vllm.payloads import Limits, error_response, read_json
@@ -95,21 +91,29 @@ class VLLMGeneration:
                 choice = style.describe(index, part)
                 if not is_last:
                     choice.update(finish_reason=None, stop_reason=None, weight_versions=None)
-                await send(_dump({"request_id": rid, "usage": None, "output_mode": style.mode, "choices": [choice]}))
+                await send(dump_json({"request_id": rid, "usage": None, "output_mode": style.mode, "choices": [choice]}))
 
+        def describe_end() -> dict[str, Any]:
+            return {"request_id": rid, "usage": self.describe_stream_usage(sequences), "output_mode": style.mode, "choices": []}
+
+        await self.stream(sequences, body, stream_one, describe_end, send)
+
+    async def stream(
+        self,
+        sequences: Sequence[Sequence_],
+        body: Mapping[str, Any],
+        stream_one: Callable[[int, Sequence_], Awaitable[None]],
+        describe_end: Callable[[], Mapping[str, Any]],
+        send: Send,
+    ) -> None:
+        """Generate all sequences while they are streamed, and end the stream: the usage if the body asks for it, or the engine's death."""
         try:
-            with raise_single_errors():
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self.run, sequences)
-                    for index, sequence in enumerate(sequences):
-                        nursery.start_soon(stream_one, index, sequence)
+            await run_streams(self.run, sequences, stream_one)
         except EngineDead as error:
-            await send(_dump({"error": {"message": str(error), "type": "InternalServerError", "param": None, "code": 500}}))
+            await send(dump_json({"error": {"message": str(error), "type": "InternalServerError", "param": None, "code": 500}}))
         else:
             if (body.get("stream_options") or {}).get("include_usage"):
-                await send(
-                    _dump({"request_id": rid, "usage": self.describe_stream_usage(sequences), "output_mode": style.mode, "choices": []})
-                )
+                await send(dump_json(describe_end()))
         await send("[DONE]")
 
     def describe_usage(self, sequences: Sequence[Sequence_]) -> dict[str, Any]:
@@ -134,10 +138,6 @@ class _Style:
         return payloads.describe_choice(
             index, sequence, self._count, self._tokenizer, is_text=self.mode == "text", eos_token_ids=self._eos_token_ids
         )
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 def random_id() -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 from rollouts.testing.servers.http import Request, Response, json_response
 from rollouts.testing.servers.models import Draw, Ranked, Sampling
-from rollouts.testing.servers.payloads import Refused, Tokenizer, decode_output, order_top
+from rollouts.testing.servers.openai import count_tokens, describe_head, describe_message
+from rollouts.testing.servers.payloads import Refused, Tokenizer, order_top
 from rollouts.testing.servers.scheduler import Sequence_
 from rollouts.testing.servers.vllm.settings import VLLMSettings
 
@@ -250,12 +251,9 @@ def describe_prompt(draws: Sequence[Draw], count: int, tokenizer: Tokenizer | No
 
 def describe_usage(sequences: Sequence[Sequence_], with_details: bool) -> dict[str, Any]:
     """Return the token counts of one prompt's samples."""
-    num_prompt, num_output = len(sequences[0].prompt), sum(len(s.draws) for s in sequences)
     details = {"cached_tokens": sequences[0].num_cached, "created_cache_tokens": None, "multimodal_tokens": None}
     return {
-        "prompt_tokens": num_prompt,
-        "total_tokens": num_prompt + num_output,
-        "completion_tokens": num_output,
+        **count_tokens(len(sequences[0].prompt), sequences),
         "prompt_tokens_details": details if with_details else None,
         "completion_tokens_details": None,
     }
@@ -310,10 +308,7 @@ def describe_generation(
 def describe_completion(rid: str, model: str, choices: list[dict[str, Any]], usage: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer of vLLM's /v1/completions around its choices."""
     return {
-        "id": rid,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
+        **describe_head(rid, "text_completion", model),
         "choices": choices,
         "service_tier": None,
         "system_fingerprint": FINGERPRINT,
@@ -326,17 +321,9 @@ def describe_completion(rid: str, model: str, choices: list[dict[str, Any]], usa
 
 def describe_chat(rid: str, model: str, sequences: Sequence[Sequence_], tokenizer: Tokenizer, usage: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer of vLLM's /v1/chat/completions."""
-    nothing = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+    empty = ("refusal", "annotations", "audio", "function_call", "reasoning")
     choices = [
-        {
-            "index": i,
-            "message": {"role": "assistant", "content": decode_output(sequence, tokenizer), **nothing},
-            "logprobs": None,
-            "finish_reason": sequence.finish,
-            "stop_reason": sequence.matched,
-            "token_ids": None,
-            "routed_experts": None,
-        }
+        {**describe_message(i, sequence, tokenizer, empty), "stop_reason": sequence.matched, "token_ids": None, "routed_experts": None}
         for i, sequence in enumerate(sequences)
     ]
     answer = describe_completion(rid, model, choices, usage)

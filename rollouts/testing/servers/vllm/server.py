@@ -8,15 +8,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import trio
-
-from rollouts.testing.servers import payloads as openai
-from rollouts.testing.servers.http import Answer, EventStream, Fault, LoopbackServer, Request, Response, json_response
+from rollouts.testing.servers import openai, routes
+from rollouts.testing.servers.http import Answer, EventStream, Fault, LoopbackServer, Request, Response, dump_json, json_response
 from rollouts.testing.servers.models import FakeModel, Sampling, Script, create_model
-from rollouts.testing.servers.payloads import Refused, Tokenizer
+from rollouts.testing.servers.payloads import Refused, Tokenizer, find_stop
+from rollouts.testing.servers.routes import Routes
 from rollouts.testing.servers.scheduler import Scheduler, SchedulerRules, Sequence_, follow
 from rollouts.testing.servers.vllm import payloads
-from rollouts.testing.servers.vllm.engine import DEAD, EngineDead, Route, VLLMControl, VLLMEngineCore
+from rollouts.testing.servers.vllm.engine import DEAD, EngineDead, VLLMControl, VLLMEngineCore
 from rollouts.testing.servers.vllm.generation import VLLMGeneration, random_id
 from rollouts.testing.servers.vllm.payloads import FINGERPRINT, Limits, error_response, read_json, refuse, refuse_field
 from rollouts.testing.servers.vllm.settings import VLLMSettings
@@ -68,15 +67,12 @@ class VLLMCompletions:
         """POST /v1/chat/completions."""
         body = {**self._defaults, **read_json(request)}
         payloads.check_model_name(body.get("model"), self._limits)
-        tokenizer: Any = self._require_tokenizer()
+        tokenizer = self._require_tokenizer()
         if "messages" not in body:
             raise refuse_field("missing", "body.messages", "Field required", body)
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise refuse("The model has no chat template.")
-        encoded = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, tokenize=True, return_dict=True)
-        prompt: tuple[int, ...] = tuple(encoded["input_ids"])
+        prompt = openai.parse_messages(body["messages"], tokenizer, without_template=refuse("The model has no chat template."))
         payloads.check_prompt(prompt, self._limits)
-        options = {**body, "logprobs": None, "max_tokens": body.get("max_completion_tokens") or body.get("max_tokens")}
+        options = {**body, "logprobs": None, "max_tokens": openai.parse_chat_limit(body)}
         sampling, n = payloads.parse_sampling(options, prompt, self._limits, default_max_tokens=self._limits.context_length)
         rid = f"chatcmpl-{body.get('request_id') or random_id()}"
         sequences = self._generation.create_sequences([rid], [prompt], sampling, n, body, reads_cache=True)
@@ -116,11 +112,9 @@ class VLLMCompletions:
     def _describe(self, index: int, sequence: Sequence_, body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
         with_ids, count = bool(body.get("return_token_ids")), body.get("prompt_logprobs")
         as_ids = bool(body.get("return_tokens_as_token_ids"))
+        log_probs = openai.describe_log_probs(sequence.draws, body.get("logprobs"), tokenizer, as_ids=as_ids)
         return {
-            "index": index,
-            "text": openai.decode_output(sequence, tokenizer),
-            "logprobs": openai.describe_log_probs(sequence.draws, body.get("logprobs"), tokenizer, as_ids=as_ids),
-            "finish_reason": sequence.finish,
+            **openai.describe_completion(index, sequence, tokenizer, log_probs),
             "stop_reason": sequence.matched,
             "token_ids": list(sequence.tokens) if with_ids else None,
             "prompt_logprobs": None if count is None else self._generation.score(sequence.prompt, count),
@@ -137,8 +131,7 @@ class VLLMCompletions:
         tokenizer: Tokenizer,
         send: Callable[[str], Awaitable[None]],
     ) -> None:
-        head = payloads.describe_completion(rid, self._limits.settings.model_name, [], {})
-        head = {key: head[key] for key in ("id", "object", "created", "model")}
+        head = openai.describe_head(rid, "text_completion", self._limits.settings.model_name)
 
         async def stream_one(index: int, sequence: Sequence_) -> None:
             is_first = True
@@ -150,21 +143,17 @@ class VLLMCompletions:
                 del choice["prompt_logprobs"], choice["routed_experts"]
                 choice.update({} if is_first else {"prompt_token_ids": None})
                 choice.update({} if is_last else {"finish_reason": None, "stop_reason": None})
-                await send(json.dumps({**head, "choices": [choice]}, separators=(",", ":")))
+                await send(dump_json({**head, "choices": [choice]}))
                 is_first = False
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._generation.run, sequences)
-            for index, sequence in enumerate(sequences):
-                nursery.start_soon(stream_one, index, sequence)
-        if (body.get("stream_options") or {}).get("include_usage"):
+        def describe_end() -> dict[str, Any]:
             usage = openai.add_usage([self._generation.describe_stream_usage(sequences[i : i + n]) for i in range(0, len(sequences), n)])
-            await send(json.dumps({**head, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT}, separators=(",", ":")))
-        await send("[DONE]")
+            return {**head, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT}
+
+        await self._generation.stream(sequences, body, stream_one, describe_end, send)
 
 
 _DEFAULTS = VLLMSettings()
-_SCALE_OUT = frozenset({"/inference/v1/generate", "/inference/v1/abort_requests"})
 
 
 class FakeVLLMServer(LoopbackServer):
@@ -219,8 +208,9 @@ class FakeVLLMServer(LoopbackServer):
         self._root, self._created = self.model.path, int(time.time())
         self._routes = self._create_routes()
 
-    def _create_routes(self) -> dict[str, dict[str, Route]]:
-        routes: dict[str, dict[str, Route]] = {
+    def _create_routes(self) -> Routes:
+        settings = self._settings
+        found: Routes = {
             "/health": {"GET": self._get_health},
             "/ping": {"GET": self._get_health, "POST": self._get_health},
             "/version": {"GET": self._get_version},
@@ -228,32 +218,19 @@ class FakeVLLMServer(LoopbackServer):
             "/v1/models": {"GET": self._get_models},
             "/v1/completions": {"POST": self._completions.complete},
             "/v1/chat/completions": {"POST": self._completions.chat},
-            "/inference/v1/generate": {"POST": self._generation.generate},
-            "/inference/v1/abort_requests": {"POST": self._abort_requests},
+            "/inference/v1/generate": {"POST": self._generation.generate if settings.scale_out else _refuse_scale_out},
+            "/inference/v1/abort_requests": {"POST": self._abort_requests if settings.scale_out else _refuse_scale_out},
         }
-        settings = self._settings
         if settings.dev_mode:
             control = VLLMControl(self.core, self._describe_server, settings.worker_methods, on_cpu=settings.device == "cpu")
             transfer = VLLMWeightTransfer(self.core, settings.weight_transfer, allows_pickles=settings.allow_insecure_serialization)
-            routes |= control.routes() | transfer.routes()
-        return routes
+            return {**found, **control.routes(), **transfer.routes()}
+        return found
 
     async def _handle(self, request: Request) -> Answer:
-        needs_key = self._settings.api_key is not None and request.path.startswith(("/v1/", "/inference/"))
-        if needs_key and request.headers.get("authorization") != f"Bearer {self._settings.api_key}":
-            return json_response({"error": "Unauthorized"}, 401)
-        methods = self._routes.get(request.path)
-        if methods is None:
-            return json_response({"detail": "Not Found"}, 404)
-        if request.method not in methods:
-            return json_response({"detail": "Method Not Allowed"}, 405)
-        if request.path in _SCALE_OUT and not self._settings.scale_out:
-            text = "The scale-out APIs are disabled. Start the server with --enable-scale-out."
-            return error_response(403, text, "PermissionDeniedError")
+        needs_key = request.path.startswith(("/v1/", "/inference/"))
         try:
-            return await methods[request.method](request)
-        except Refused as refused:
-            return refused.response
+            return await routes.answer(self._routes, request, self._settings.api_key if needs_key else None)
         except EngineDead:
             if not self._settings.keep_alive_on_engine_death:
                 await self.die_after(0.05)
@@ -322,9 +299,11 @@ class FakeVLLMServer(LoopbackServer):
         self.core.check_weights()
 
     def _find_stop(self, sequence: Sequence_) -> str | None:
-        assert self._tokenizer is not None, "a stop string was accepted without a tokenizer"
-        text = self._tokenizer.decode(list(sequence.tokens), skip_special_tokens=True)
-        return next((stop for stop in sequence.sampling.stop if stop in text), None)
+        return find_stop(sequence, self._tokenizer, skip_special_tokens=True)
+
+
+async def _refuse_scale_out(request: Request) -> Answer:
+    return error_response(403, "The scale-out APIs are disabled. Start the server with --enable-scale-out.", "PermissionDeniedError")
 
 
 def _is_control(request: Request) -> bool:

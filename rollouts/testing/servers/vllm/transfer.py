@@ -13,7 +13,8 @@ from torch import Tensor
 from rollouts.testing.servers.http import Answer, Request, json_response
 from rollouts.testing.servers.models import LoadError, read_safetensors
 from rollouts.testing.servers.payloads import read_buffers
-from rollouts.testing.servers.vllm.engine import Route, VLLMEngineCore, worker_failed
+from rollouts.testing.servers.routes import Routes
+from rollouts.testing.servers.vllm.engine import VLLMEngineCore, worker_failed
 from rollouts.testing.servers.vllm.payloads import read_json
 from rollouts.testing.servers.vllm.settings import Transport
 from rollouts.testing.servers.weight_groups import WeightGroup
@@ -46,8 +47,8 @@ class VLLMWeightTransfer:
         receivers: dict[str, Receive] = {"nccl": self._receive_over_nccl, "gloo": self._receive_broadcast, "ipc": self._open_buffer}
         self._receive = receivers.get(str(transport), self._receive_over_nccl)
 
-    def routes(self) -> dict[str, dict[str, Route]]:
-        """Path -> method -> handler."""
+    def routes(self) -> Routes:
+        """Return the routes."""
         return {
             "/init_weight_transfer_engine": {"POST": self._init},
             "/start_weight_update": {"POST": self._start},
