@@ -631,7 +631,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("training/test_weight_sync.py::test_a_server_whose_outputs_are_not_those_of_the_new_weights_is_used_no_more",),
     ),
     Mutation(
-        "training/served_weights.py",
+        "training/weight_sync.py",
         "a resumed run samples from the newest weights, not from those of its last sync",
         "is_older = kept_directory.exists()",
         "is_older = False",
