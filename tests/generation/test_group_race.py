@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollouts.errors import GenerationError
 from rollouts.generation.contract import PendingGroup
-from rollouts.generation.race import CollectedGroups, collect_groups
+from rollouts.generation.manager import CollectedGroups, collect_groups
 from rollouts.types import Group, Prompt, Sample, Status
 
 

@@ -448,14 +448,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("data/test_data_buffer.py::test_other_seeds_give_other_orders",),
     ),
     Mutation(
-        "generation/race.py",
+        "generation/manager.py",
         "groups stand in the order in which they end",
         "return tuple(groups[position] for position in sorted(groups))",
         "return tuple(groups[position] for position in groups)",
         ("generation/test_group_race.py::test_the_first_to_arrive_are_kept_in_the_order_of_their_prompts",),
     ),
     Mutation(
-        "generation/single_turn.py",
+        "generation/sync_batches.py",
         "a filter runs before the rewards are set",
         "passes = passes_filter(scored, config.filter_fn)",
         "passes = passes_filter(group, config.filter_fn)",
