@@ -46,8 +46,9 @@ from rollouts.backends.futures import open_pipeline
 from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data.prompts import DataBuffer
 from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.generation.evaluation import evaluate_prompts
 from rollouts.generation.manager import AsyncRolloutManager
-from rollouts.generation.single_turn import create_generate_fn, evaluate_prompts
+from rollouts.generation.single_turn import create_generate_fn
 from rollouts.rl_loop import run_rl_training
 from rollouts.types import RolloutBatch, Sample, SamplingParams
 

@@ -55,8 +55,8 @@ from rollouts.agents.run import run_episode_group
 from rollouts.algorithms.anchors import hash_observation
 from rollouts.algorithms.gigpo_steps import system_apply_gigpo_to_batch_steps, with_step_advantages
 from rollouts.environments.games.grid_world import GridWorld, GridWorldConfig, choose_noisy_move, list_cells
-from rollouts.rewards.calls import RewardFn
 from rollouts.rewards.code.sandboxed import SandboxedReward
+from rollouts.rewards.evaluate import RewardFn
 from rollouts.rewards.results import align_rewards_with_step_data
 from rollouts.testing import create_tiny_model
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts

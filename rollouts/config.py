@@ -230,7 +230,7 @@ class RolloutConfig:
     segment_log_probs: bool = False  # samples carry segment log-probs, for decoupled(..., segment_wise=True); see data/segments.py
     over_sampling_factor: float = 1.0  # groups in flight per group wanted; a group that finishes too late is used in the next batch
     generate_fn: Callable[..., Any] | None = None  # (prompt, n[, partial]) -> group; sync or async
-    reward_fn: Callable[[Sample], Any] | None = None  # sample -> float or EvaluateResult; sync or async; or a rewards.calls.GroupReward
+    reward_fn: Callable[[Sample], Any] | None = None  # sample -> float or EvaluateResult; sync or async; or a rewards.evaluate.GroupReward
     filter_fn: FilterFn | None = None  # group -> keep it, True or False; sync or async; sees rewards, and no baseline samples
     max_filter_attempts: int = 10  # rounds of generation for one batch before a filter that passes too little is an error
     grace_s: float = 5.0  # seconds for unfinished groups to return their samples once the batch is full
@@ -247,7 +247,7 @@ class RolloutConfig:
         for name in ("generate_fn", "reward_fn", "filter_fn"):
             function = getattr(self, name)
             check_setting(function is None or callable(function), f"RolloutConfig.{name}", function, "a function or None")
-        if hasattr(self.reward_fn, "open_reward"):  # rewards.calls.RewardSource
+        if hasattr(self.reward_fn, "open_reward"):  # rewards.evaluate.RewardSource
             source = type(self.reward_fn).__name__
             raise ConfigError(f"RolloutConfig.reward_fn is a {source}: `async with source.open_reward() as reward_fn`, and pass that")
         scoring = self.generate_fn

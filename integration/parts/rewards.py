@@ -14,9 +14,9 @@ from integration.settings.sections import RewardSection
 from integration.tasks.task import Task
 from rollouts.errors import ConfigError
 from rollouts.models.heads import check_reward_model
-from rollouts.rewards.calls import RewardSource
 from rollouts.rewards.code.sandboxed import SandboxedReward
 from rollouts.rewards.code.unit_tests import CodeReward
+from rollouts.rewards.evaluate import RewardSource
 from rollouts.rewards.models.local import open_reward_model
 from rollouts.rewards.reward_functions import load_reward
 

@@ -13,9 +13,8 @@ from rollouts.agents.setting import EpisodeSetting
 from rollouts.config import RewardConfig
 from rollouts.errors import raise_single_errors
 from rollouts.generation.contract import note_prompt
-from rollouts.generation.single_turn import EVALUATION_PREFIX, summarize_evaluation
-from rollouts.rewards.calls import RewardFn
-from rollouts.rewards.evaluate import score_group
+from rollouts.generation.evaluation import EVALUATION_PREFIX, summarize_evaluation
+from rollouts.rewards.evaluate import RewardFn, score_group
 from rollouts.seeds import derive_seed
 from rollouts.types import Group, Prompt, Sample, Status
 

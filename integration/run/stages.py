@@ -58,8 +58,9 @@ from rollouts.data.prompts import DataBuffer
 from rollouts.data.trajectories import write_samples
 from rollouts.engines.protocol import EngineFeature, InferenceEngine, require_engine_feature
 from rollouts.errors import CheckpointError, ConfigError
+from rollouts.generation.evaluation import evaluate_prompts
 from rollouts.generation.manager import AsyncRolloutManager
-from rollouts.generation.single_turn import GroupSettings, create_generate_fn, evaluate_prompts
+from rollouts.generation.single_turn import GroupSettings, create_generate_fn
 from rollouts.rl_loop import train_rl
 from rollouts.sft_loop import run_sft_training
 from rollouts.training.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state

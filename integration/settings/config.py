@@ -52,7 +52,7 @@ from rollouts.config import (
 )
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
-from rollouts.rewards.evaluate import create_overlong_penalty
+from rollouts.rewards.answers import create_overlong_penalty
 from rollouts.training.requirements import FILLABLE
 from rollouts.types import Algorithm, KLControl
 

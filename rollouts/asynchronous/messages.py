@@ -7,7 +7,7 @@ from rollouts.asynchronous.state import RolloutRules, RolloutState
 from rollouts.config import RolloutConfig
 from rollouts.errors import GenerationError, GenerationTimeout
 from rollouts.generation.contract import PendingGroup
-from rollouts.generation.single_turn import create_starvation_error as create_filter_error
+from rollouts.generation.manager import create_starvation_error as create_filter_error
 
 
 def describe_given_up(index: int, asynchronous: AsyncConfig) -> str:

@@ -27,8 +27,8 @@ from rollouts.errors import (
     raise_single_errors,
     reduce_alike,
 )
-from rollouts.generation.contract import PendingGroup, bind_generate_fn, collect_requests, is_finished, note_prompt
-from rollouts.generation.single_turn import make_request_id, score_generated_group
+from rollouts.generation.contract import PendingGroup, bind_generate_fn, collect_requests, is_finished, note_prompt, score_generated_group
+from rollouts.generation.single_turn import make_request_id
 from rollouts.types import Group, Status
 
 _ABORT_AGAIN_S = 0.25  # seconds between two aborts: a rollout of several requests may send its next one after an abort

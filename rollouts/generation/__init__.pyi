@@ -1,11 +1,14 @@
 """The public names of this package: the only list of them, for editors, type checkers and, by rollouts/_lazy.py, at run time."""
 
-from .manager import AsyncRolloutManager as AsyncRolloutManager, RolloutManager as RolloutManager
+from .evaluation import evaluate_prompts as evaluate_prompts
+from .manager import AsyncRolloutManager as AsyncRolloutManager
 from .single_turn import (
     GroupSettings as GroupSettings,
     create_generate_fn as create_generate_fn,
-    evaluate_prompts as evaluate_prompts,
     generate_group as generate_group,
+)
+from .sync_batches import (
+    RolloutManager as RolloutManager,
     generate_rollout_batches as generate_rollout_batches,
 )
 from .workflows import (

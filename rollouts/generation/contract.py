@@ -1,4 +1,4 @@
-"""Contract of a user's generate function: sync or async, with or without continuation, its result checked.
+"""Contract of a user's generate function: sync or async, with or without continuation, its result checked and scored.
 
     generate_fn(prompt: Prompt, n: int) -> Group                    every call begins the group anew
     generate_fn(prompt: Prompt, n: int, partial: Group) -> Group    partial = () or a group that was stopped before its end: its ABORTED
@@ -26,9 +26,10 @@ from typing import Any, TypeAlias
 import trio
 
 from rollouts.checks import describe_function, is_async_function, show_value
-from rollouts.config import RolloutConfig
+from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.errors import CheckpointError, GenerationError, locate_error
 from rollouts.outcomes import FIELD_OF_KEY
+from rollouts.rewards.evaluate import score_group
 from rollouts.types import Group, Prompt, Sample, Status
 from rollouts.user_code import is_passed_on
 
@@ -223,3 +224,14 @@ class note_prompt:  # a context manager reads as a verb
         if isinstance(error, Exception):
             text = repr(self._prompt.content)
             error.add_note(f"while working on prompt {self._prompt.index}: {text if len(text) <= 200 else text[:200] + '...'}")
+
+
+async def score_generated_group(group: Group, reward_fn: Callable[[Sample], Any] | None, reward: RewardConfig) -> Group | None:
+    """Score a group that generate_fn returned, if it is finished; an unfinished one stays as it is.
+
+    Returns: None if a sample has FAILED, or its reward has and reward.on_error is "drop".
+    Raises: RewardError as score_group does.
+    """
+    if any(sample.status is Status.FAILED for sample in group):
+        return None
+    return group if reward_fn is None or not is_finished(group) else await score_group(group, reward_fn, reward)

@@ -1,6 +1,8 @@
 """The public names of this package: the only list of them, for editors, type checkers and, by rollouts/_lazy.py, at run time."""
 
 from .answers import (
+    compute_reward as compute_reward,
+    create_overlong_penalty as create_overlong_penalty,
     create_format_reward as create_format_reward,
     create_length_penalty as create_length_penalty,
     create_numeric_reward as create_numeric_reward,
@@ -11,7 +13,7 @@ from .code.math_answers import MathReward as MathReward
 from .code.sandboxed import SandboxedReward as SandboxedReward
 from .code.unit_tests import CodeReward as CodeReward
 from .composite import create_composite_reward as create_composite_reward, weigh_metrics as weigh_metrics
-from .evaluate import compute_reward as compute_reward, create_overlong_penalty as create_overlong_penalty, score_group as score_group
+from .evaluate import score_group as score_group
 from .models.judge import JudgeConfig as JudgeConfig, PairwiseJudge as PairwiseJudge, RubricJudge as RubricJudge
 from .models.local import open_reward_model as open_reward_model
 from .models.remote import PlainScores as PlainScores, SGLangScores as SGLangScores, VLLMScores as VLLMScores

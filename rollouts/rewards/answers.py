@@ -1,4 +1,4 @@
-"""Rewards that compare answers, and lookup of functions by name."""
+"""Rewards that compare answers or judge their lengths, and lookup of functions by name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from types import ModuleType
 from typing import Any
 
 from rollouts.config import check_setting
-from rollouts.data.samples import compute_response_lengths, describe_sample
+from rollouts.data.samples import check_reward, compute_response_lengths, describe_sample
 from rollouts.errors import ConfigError, RewardError, locate_error
 from rollouts.outcomes import MetricResult
 from rollouts.rewards.results import EvaluateResult
+from rollouts.steps import Trajectory
 from rollouts.types import Sample, Status
 
 # a minus is a sign only if no number or word stands before it: "9-4" ends with 4
@@ -221,3 +222,44 @@ class RelativeLengthReward:
             reward = relative if self.is_right(sample) > 0 else min(0.0, relative)
             out.append(EvaluateResult(reward, metrics={"length": MetricResult(length)}))
         return out
+
+
+def compute_reward(subject: Sample | Trajectory, environment: Any = None) -> float:
+    """Default reward: for a sample 1.0 if metadata["correct"] is true, else 0.0; for a trajectory the sum of its rewards.
+
+    Args:
+        environment: not read: its payments are in the trajectory. The parameter makes this a reward of the form compute_reward(trajectory,
+            environment); see trajectory_rewards.adapt_trajectory_reward for your own.
+    """
+    if isinstance(subject, Trajectory):
+        return math.fsum(subject.rewards)
+    return 1.0 if subject.metadata.get("correct") else 0.0
+
+
+def create_overlong_penalty(*, max_tokens: int, buffer: int, factor: float = 1.0) -> Callable[[Sample], float]:
+    """Create the reward of a sample minus DAPO's soft penalty of long answers, for RLTrainingConfig.shape_reward.
+
+    It acts after the filter: dynamic sampling drops groups that are all right or all wrong, and different lengths would hide these in
+    rewards with the penalty. See advantages.penalize_overlong.
+
+    Args:
+        max_tokens: length of a response (tokens with loss_mask > 0) from which on the whole penalty applies: the token budget.
+        buffer: tokens before max_tokens in which it grows from 0, in [1, max_tokens].
+        factor: the whole penalty, at least 0.
+
+    Raises: ConfigError for a number out of range.
+    """
+    check_setting(1 <= buffer <= max_tokens, "buffer", buffer, f"in [1, max_tokens = {max_tokens}]")
+    check_setting(0 <= factor < math.inf, "factor", factor, "a finite number, at least 0")
+    return functools.partial(_penalize_overlong, max_tokens=max_tokens, buffer=buffer, factor=factor)
+
+
+def _penalize_overlong(sample: Sample, *, max_tokens: int, buffer: int, factor: float) -> float:
+    import torch  # not at the top: code in a sandbox has the rewards of this file without torch
+
+    from rollouts.algorithms.advantages import penalize_overlong
+
+    check_reward(sample)
+    rewards = torch.tensor([sample.reward], dtype=torch.float64)
+    lengths = torch.tensor(compute_response_lengths([sample.loss_mask]))
+    return float(penalize_overlong(rewards, lengths, max_tokens=max_tokens, buffer=buffer, factor=factor))

@@ -14,16 +14,8 @@ from rollouts.checks import is_async_function
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError, locate_error
 from rollouts.outcomes import MetricResult, StepOutput
-from rollouts.rewards.calls import (
-    GroupReward,
-    Judgement,
-    RewardFn,
-    RewardSource,
-    UnopenedReward,
-    describe_reward,
-    judge_samples,
-)
-from rollouts.rewards.results import EvaluateResult, parse_result
+from rollouts.rewards.evaluate import GroupReward, Judgement, RewardFn, RewardSource, UnopenedReward, judge_samples
+from rollouts.rewards.results import EvaluateResult, describe_reward, parse_result
 from rollouts.types import Sample
 
 Components: TypeAlias = "Mapping[str, tuple[Any, float]]"

@@ -1,39 +1,85 @@
-"""Scores of groups: a reward function is called, and a policy decides what happens if it fails. A failure is never a silent 0."""
+"""Scores of groups: reward functions are called, with a deadline, and a policy decides what happens if one fails.
+
+A function may be sync or async, for a sample or a whole group. Every failure of a call is a RewardError, and never a silent 0.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-import torch
+import trio
 
-from rollouts.algorithms.advantages import penalize_overlong
-from rollouts.config import RewardConfig, check_setting
-from rollouts.data.samples import check_reward, compute_response_lengths, forget_turn_rewards
+from rollouts.checks import is_async_function
+from rollouts.config import RewardConfig
+from rollouts.data.samples import describe_sample, forget_turn_rewards
+from rollouts.errors import ConfigError, RewardError, locate_error
 from rollouts.outcomes import RewardDetails
-from rollouts.rewards.calls import Judgement, RewardFn, describe_reward, judge_now, judge_samples
-from rollouts.rewards.results import parse_result
-from rollouts.steps import Trajectory
+from rollouts.rewards.results import EvaluateResult, check_values, describe_reward, parse_result
 from rollouts.types import Group, Sample, Status
+from rollouts.user_code import CodeBlocked, finish, is_passed_on
+
+T = TypeVar("T")
+
+RewardFn: TypeAlias = Callable[[Sample], Any]
+"""f(sample) -> a finite number (float, int, bool, 0-d array or tensor) or an EvaluateResult, or an awaitable of one.
+
+A function with has_own_deadline = True bounds its calls itself, and RewardConfig.timeout_s, which would include the wait for a free worker,
+is not applied. If it also has limit_calls(timeout_s), the function that this returns is called instead; it applies timeout_s to its parts
+without a bound of their own. Messages call a function by its reward_name, if it has one.
+"""
+
+Outcome: TypeAlias = "tuple[Any] | RewardError"
+"""Outcome of a call: its value, in a box because it may be an awaitable, or the error."""
+
+QUICK_S = 0.01  # seconds that one thread spends on samples in turn before the rest of a group gets threads of their own
 
 UNSCORED = frozenset({Status.FAILED, Status.ABORTED})
 """Statuses of samples without a response to judge."""
 
 
-def compute_reward(subject: Sample | Trajectory, environment: Any = None) -> float:
-    """Default reward: for a sample 1.0 if metadata["correct"] is true, else 0.0; for a trajectory the sum of its rewards.
+@runtime_checkable
+class GroupReward(Protocol):
+    """A reward function that judges all samples of a group in one call, because it compares them or because one call is cheaper."""
 
-    Args:
-        environment: not read: its payments are in the trajectory. The parameter makes this a reward of the form compute_reward(trajectory,
-            environment); see trajectory_rewards.adapt_trajectory_reward for your own.
-    """
-    if isinstance(subject, Trajectory):
-        return math.fsum(subject.rewards)
-    return 1.0 if subject.metadata.get("correct") else 0.0
+    def score_samples(self, samples: Sequence[Sample]) -> Any:
+        """Return a RewardFn's value for each of the samples, in their order, or an awaitable of all of them."""
+        ...
+
+
+@runtime_checkable
+class RewardSource(Protocol):
+    """Settings of a reward that holds something open while it is used, such as processes or connections."""
+
+    def open_reward(self) -> AbstractAsyncContextManager[RewardFn]:
+        """Open the reward: inside of `async with source.open_reward() as reward_fn` the reward function works."""
+        ...
+
+
+class UnopenedReward:
+    """Base of RewardSources: calling one raises an error that says to open it first."""
+
+    def __call__(self, sample: Sample) -> Any:
+        """Raise ConfigError."""
+        raise create_unopened_error(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """Judgement of one sample: either result and scored, or error."""
+
+    result: EvaluateResult | None = None
+    scored: Sample | None = None  # the sample with its reward
+    error: RewardError | None = None  # error of the last attempt
+    num_retries: int = 0  # attempts after the first; a call for several samples counts them in one judgement only
 
 
 async def score_group(group: Group, reward_fn: RewardFn, config: RewardConfig | None = None) -> Group | None:
@@ -50,11 +96,11 @@ async def score_group(group: Group, reward_fn: RewardFn, config: RewardConfig | 
         Each dropped group and zeroed reward is logged as a warning.
 
     Samples with status FAILED or ABORTED stay as they are. The others are scored concurrently; a sync function is called from several
-    threads, except that the samples that take less than calls.QUICK_S in total are scored in turn in one thread. A GroupReward (a batch
+    threads, except that the samples that take less than QUICK_S in total are scored in turn in one thread. A GroupReward (a batch
     reward function) is called once for all of them, and timeout_s is the deadline of that call.
 
     Raises: RewardError of the first sample (in the order of the group) that failed, if the policy is to raise or retries are used up;
-        ConfigError if the reward is still to be opened (calls.RewardSource).
+        ConfigError if the reward is still to be opened (RewardSource).
     """
     config = config or RewardConfig()
     positions = [k for k, sample in enumerate(group) if sample.status not in UNSCORED]
@@ -82,34 +128,205 @@ def score_now(group: Group, reward_fn: RewardFn) -> Group:
     return tuple(parse_result(value, sample, name).apply_to(sample) for sample, value in zip(group, values, strict=True))
 
 
-def create_overlong_penalty(*, max_tokens: int, buffer: int, factor: float = 1.0) -> Callable[[Sample], float]:
-    """Create the reward of a sample minus DAPO's soft penalty of long answers, for RLTrainingConfig.shape_reward.
-
-    It acts after the filter: dynamic sampling drops groups that are all right or all wrong, and different lengths would hide these in
-    rewards with the penalty. See advantages.penalize_overlong.
-
-    Args:
-        max_tokens: length of a response (tokens with loss_mask > 0) from which on the whole penalty applies: the token budget.
-        buffer: tokens before max_tokens in which it grows from 0, in [1, max_tokens].
-        factor: the whole penalty, at least 0.
-
-    Raises: ConfigError for a number out of range.
-    """
-    check_setting(1 <= buffer <= max_tokens, "buffer", buffer, f"in [1, max_tokens = {max_tokens}]")
-    check_setting(0 <= factor < math.inf, "factor", factor, "a finite number, at least 0")
-    return functools.partial(_penalize_overlong, max_tokens=max_tokens, buffer=buffer, factor=factor)
-
-
-def _penalize_overlong(sample: Sample, *, max_tokens: int, buffer: int, factor: float) -> float:
-    check_reward(sample)
-    rewards = torch.tensor([sample.reward], dtype=torch.float64)
-    lengths = torch.tensor(compute_response_lengths([sample.loss_mask]))
-    return float(penalize_overlong(rewards, lengths, max_tokens=max_tokens, buffer=buffer, factor=factor))
-
-
 def _count_retries(judgement: Judgement) -> Sample:
     scored = judgement.scored
     assert scored is not None, f"a judgement without an error has no sample: {judgement}"
     if judgement.num_retries == 0:
         return scored
     return replace(scored, reward_details=replace(scored.reward_details or RewardDetails(), num_retries=judgement.num_retries))
+
+
+async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: RewardConfig) -> list[Judgement]:
+    """Return the judgement of each sample, in order. Failures are retried if that is the policy, and are never raised.
+
+    Samples are judged concurrently; a sync function is called from several threads, except that the samples that take less than QUICK_S in
+    total are judged in turn in one thread. A GroupReward is called once for all samples, and again for all if one fails.
+
+    Raises: ConfigError for a RewardSource that has not been opened.
+    """
+    check_opened(reward_fn)
+    if not samples:
+        return []
+    if getattr(reward_fn, "has_own_deadline", False):
+        limit_calls = getattr(reward_fn, "limit_calls", None)
+        reward_fn = reward_fn if limit_calls is None else limit_calls(config.timeout_s)
+        config = replace(config, timeout_s=None)
+    if isinstance(reward_fn, GroupReward):
+        return await _judge_together(reward_fn, samples, config)
+    begun = [] if is_async_function(reward_fn) else await _call_in_turn(reward_fn, samples, config)
+    if len(samples) == 1:
+        return [await _judge_sample(reward_fn, samples[0], config, begun[0] if begun else None)]
+    judgements: dict[int, Judgement] = {}
+
+    async def judge(k: int, outcome: Outcome | None) -> None:
+        judgements[k] = await _judge_sample(reward_fn, samples[k], config, outcome)
+
+    async with trio.open_nursery() as nursery:
+        for k, outcome in itertools.zip_longest(range(len(samples)), begun):
+            nursery.start_soon(judge, k, outcome)
+    return [judgements[k] for k in range(len(samples))]
+
+
+def judge_now(reward_fn: RewardFn, samples: Sequence[Sample]) -> list[Any]:
+    """Call a sync reward function for samples, here and now: no deadline, no threads; errors pass as they are."""
+    check_opened(reward_fn)
+    if not isinstance(reward_fn, GroupReward):
+        return [reward_fn(sample) for sample in samples]
+    return check_values(reward_fn.score_samples(samples), len(samples), describe_reward(reward_fn))
+
+
+def check_opened(reward_fn: Any) -> None:
+    """Raise ConfigError for a RewardSource: the reward function is the object that it opens."""
+    if isinstance(reward_fn, RewardSource):
+        raise create_unopened_error(reward_fn)
+
+
+def create_unopened_error(source: object) -> ConfigError:
+    """Create the error for a RewardSource that is called like a reward function."""
+    name = type(source).__name__
+    return ConfigError(f"{name} must be opened first: `async with source.open_reward() as reward_fn`, and reward_fn is the reward function")
+
+
+async def _judge_together(reward_fn: GroupReward, samples: Sequence[Sample], config: RewardConfig) -> list[Judgement]:
+    """Judge all samples in one call. All judgements come from the same call: those of two calls need not be comparable."""
+    num_retries = config.max_retries if config.on_error == "retry" else 0
+    name = describe_reward(reward_fn)
+    where = f"{len(samples)} samples of group {samples[0].group_index}"
+    counting = next((k for k, sample in enumerate(samples) if sample.trainable), 0)  # metrics count this sample
+    for attempt in itertools.count():
+        try:
+            value = await _call_until(functools.partial(reward_fn.score_samples, samples), name, where, config)
+            values = check_values(value, len(samples), name)
+        except RewardError as error:
+            judgements = [Judgement(error=error)] * len(samples)
+        else:
+            judgements = [_judge_value(v, sample, name, 0) for v, sample in zip(values, samples, strict=True)]
+        judgements[counting] = replace(judgements[counting], num_retries=attempt)
+        if attempt == num_retries or all(judgement.error is None for judgement in judgements):
+            return judgements
+    raise AssertionError("unreachable: the loop has no end")
+
+
+async def _judge_sample(reward_fn: RewardFn, sample: Sample, config: RewardConfig, outcome: Outcome | None) -> Judgement:
+    """Judge one sample; `outcome` is that of a first call that was made already."""
+    num_retries = config.max_retries if config.on_error == "retry" else 0
+    name = describe_reward(reward_fn)
+    for attempt in itertools.count():
+        try:
+            value = await _call_until(functools.partial(reward_fn, sample), name, describe_sample(sample), config, outcome)
+        except RewardError as error:
+            judgement = Judgement(error=error, num_retries=attempt)
+        else:
+            judgement = _judge_value(value, sample, name, attempt)
+        if attempt == num_retries or judgement.error is None:
+            return judgement
+        outcome = None
+    raise AssertionError("unreachable: the loop has no end")
+
+
+def _judge_value(value: Any, sample: Sample, name: str, attempt: int) -> Judgement:
+    try:
+        result = parse_result(value, sample, name)
+    except RewardError as error:
+        return Judgement(error=error, num_retries=attempt)
+    try:
+        return Judgement(result=result, scored=result.apply_to(sample), num_retries=attempt)
+    except RewardError as error:
+        return Judgement(error=RewardError(f"reward function {name}: {error}"), num_retries=attempt)
+
+
+async def _call_until(call: Callable[[], Any], name: str, where: str, config: RewardConfig, outcome: Outcome | None = None) -> Any:
+    """Return a call's result, awaited if need be; make the call unless its outcome is given.
+
+    Raises: RewardError if it raised, or took longer than the deadline.
+    """
+    timeout_s = _timeout(config)
+    deadline = trio.move_on_after(timeout_s)
+    try:
+        with deadline:
+            if outcome is None:
+                attempt = functools.partial(_attempt, call, name, where)
+                outcome = attempt() if is_async_function(call) else await _run_in_thread(attempt)
+            if isinstance(outcome, tuple) and inspect.isawaitable(outcome[0]):
+                outcome = (await finish(outcome[0], timeout_s),)
+    except CodeBlocked as block:
+        raise _create_timeout_error(name, where, config, block) from block
+    except BaseException as error:  # see _call
+        if is_passed_on(error):
+            raise
+        late = deadline.cancelled_caught  # it raised when it was told to end
+        raise (_create_timeout_error(name, where, config) if late else _create_failure(name, where, error)) from error
+    if deadline.cancelled_caught or outcome is None:
+        raise _create_timeout_error(name, where, config)
+    if isinstance(outcome, RewardError):
+        raise outcome
+    return outcome[0]
+
+
+async def _call_in_turn(reward_fn: RewardFn, samples: Sequence[Sample], config: RewardConfig) -> list[Outcome]:
+    """Call the reward function for the first samples in one thread: as many as it finishes in QUICK_S, and at least one.
+
+    A thread per sample costs more than most rewards do. No sample waits for a slow one: the caller gives the others their threads. Each
+    sample has its deadline, up to QUICK_S.
+    """
+    begun: list[Sample] = []
+    outcomes: list[Outcome] = []
+    quick = min(QUICK_S, _timeout(config) / 10)
+    name = describe_reward(reward_fn)
+
+    def work() -> None:
+        started = time.monotonic()
+        for sample in samples:
+            begun.append(sample)
+            outcomes.append(_attempt(functools.partial(reward_fn, sample), name, describe_sample(sample)))
+            if time.monotonic() - started > quick:
+                return
+
+    with trio.move_on_after(_timeout(config) + quick) as scope:
+        await _run_in_thread(work)
+    finished = outcomes[:]  # the abandoned thread may add to it at any moment
+    if scope.cancelled_caught and len(begun) > len(finished):
+        finished.append(_create_timeout_error(name, describe_sample(begun[len(finished)]), config))
+    return finished
+
+
+async def _run_in_thread(function: Callable[[], T]) -> T:
+    """Run a function in a thread that starts at once: waiting for one of trio's limited threads would count against the deadline."""
+    return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
+
+
+def _attempt(call: Callable[[], Any], name: str, where: str) -> Outcome:
+    try:
+        return (_call(call, name, where),)
+    except RewardError as error:
+        return error
+
+
+def _call(call: Callable[[], Any], name: str, where: str) -> Any:
+    try:
+        return call()
+    except BaseException as error:  # the function is the user's: whatever it raises, the user's policy decides
+        if is_passed_on(error):
+            raise
+        raise _create_failure(name, where, error) from error
+
+
+def _create_failure(name: str, where: str, error: BaseException) -> RewardError:
+    return RewardError(f"reward function {name} raised {type(error).__name__} for {where}: {error} ({locate_error(error)})")
+
+
+def _create_timeout_error(name: str, where: str, config: RewardConfig, block: CodeBlocked | None = None) -> RewardError:
+    failure = RewardError(
+        f"reward function {name} did not return within {config.timeout_s:g} s for {where}: "
+        "make it faster, or raise timeout_s (--reward.timeout-s)"
+    )
+    if block is not None:
+        failure.add_note(
+            f"it blocked the event loop at {block.place}: await there (trio.sleep, not time.sleep), or write it as a plain def, "
+            "which runs in a thread"
+        )
+    return failure
+
+
+def _timeout(config: RewardConfig) -> float:
+    return math.inf if config.timeout_s is None else config.timeout_s

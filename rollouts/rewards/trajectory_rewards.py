@@ -9,7 +9,7 @@ from typing import Any
 from rollouts.checks import is_async_function
 from rollouts.data.samples import describe_sample, find_actions, sample_messages
 from rollouts.errors import ConfigError, RewardError
-from rollouts.rewards.calls import describe_reward
+from rollouts.rewards.results import describe_reward
 from rollouts.steps import Trajectory
 from rollouts.types import Sample
 

@@ -38,7 +38,6 @@ from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
 from rollouts.training.requirements import ConfiguredSource, check_requirements, check_rl_batch_sizes
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
-from rollouts.training.served_weights import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.training.steps import (
     EvaluateFn,
     Metrics,
@@ -50,6 +49,7 @@ from rollouts.training.steps import (
     save_training_checkpoint,
 )
 from rollouts.training.summaries import Signs, look, summarize_rollouts, summarize_samples
+from rollouts.training.weight_sync import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.types import Algorithm, KLControl, RolloutBatch, Sample, Status, TrainBatch
 
 CRITIC_DIRECTORY = "critic"

@@ -1,13 +1,17 @@
-"""Sync new weights to every inference engine at once, and verify that they arrived.
+"""Weights that the engines sample with: published after a sync step, verified on every engine, kept for a checkpoint, restored on resume.
 
 All engines are updated in one nursery, so a sync takes as long as the slowest engine. An engine is updated if it confirms the update AND
 then reports the intended version. A failure of one does not stop the others; it becomes one EngineError that names the engines with and
 without the new weights, because a batch from two policies must never go unnoticed.
+
+If weights are not synced after every step, a checkpoint between two syncs must hold those of the last sync, too, or the resumed run would
+sample its next rollouts from a newer policy than the uninterrupted run.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +20,10 @@ from types import TracebackType
 from typing import Any
 
 import trio
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollouts.backends.protocol import BackendFeature, TrainingBackend, get_backend_features, require_backend_feature
-from rollouts.checks import find_non_finite
+from rollouts.backends.protocol import BackendFeature, TrainingBackend, require_backend_feature
 from rollouts.engines.protocol import (
     WEIGHT_VERSION_FILE,
     EngineFeature,
@@ -31,7 +34,13 @@ from rollouts.engines.protocol import (
     require_engine_feature,
 )
 from rollouts.errors import CheckpointError, ConfigError, EngineError, EngineProtocolError
-from rollouts.weight_specs import Bucket, WeightSpec, describe_weights
+from rollouts.output_files import explain_writes
+from rollouts.training.weight_streams import stream_backend, stream_directory
+from rollouts.weight_specs import WeightSpec
+
+SERVED_FILE = "served_weights.safetensors"
+SERVED_DIRECTORY = "served_weights"
+EXPORT_PREFIX = "weights_v"
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,56 @@ class WeightProbe:
     def __post_init__(self) -> None:
         assert len(self.log_probs) == len(self.tokens) - 1 >= 1, f"{len(self.log_probs)} log-probs for {len(self.tokens)} tokens"
         assert self.tolerance > 0, f"tolerance is {self.tolerance}, expected more than 0"
+
+
+@dataclass(frozen=True, eq=False)
+class ServedWeights:
+    """Weights that the engines sample with. With neither field set: the backend's weights of the last sync, not kept."""
+
+    version: int
+    snapshot: Mapping[str, Tensor] | None = None  # weights kept in memory, by parameter name
+    directory: Path | None = None  # directory of weights kept on the disk
+
+
+async def publish_weights(
+    backend: TrainingBackend,
+    engines: Sequence[InferenceEngine],
+    *,
+    version: int,
+    directory: Path | None,
+    checkpoint: Path | None = None,
+    keep_snapshot: bool = False,
+    probe: WeightProbe | None = None,
+    channel: WeightChannel | None = None,
+) -> ServedWeights:
+    """Bring the backend's weights to every engine, as `version`.
+
+    Args:
+        directory: export here as weights_vNNNNNN and let the engines load from the disk; None = pass them in memory. With a channel, only
+            kept weights are exported.
+        checkpoint: a checkpoint of these weights, used instead of a second export.
+        channel: send the weights through it, a few at a time, instead of either.
+        keep_snapshot: keep the weights for a checkpoint between this sync and the next.
+        probe: probe of the new weights, see sync_weights_to_engines.
+
+    Raises: EngineError; its message names the engines that already have the new weights.
+    """
+    if channel is not None:
+        specs, read = await stream_backend(backend, keep_device=channel.wants_device)
+        await sync_weights_over_channel(engines, channel, specs, read, version, probe=probe)
+        if directory is None or not keep_snapshot:
+            return ServedWeights(version=version)
+        kept = await _export(backend, directory, version) if checkpoint is None else checkpoint
+        await trio.to_thread.run_sync(partial(_remove_exports, directory, keep=kept))
+        return ServedWeights(version=version, directory=kept)
+    if directory is None:
+        weights = await backend.get_weights().result()
+        await sync_weights_in_memory(engines, weights, version, probe=probe)
+        return ServedWeights(version=version, snapshot=weights if keep_snapshot else None)
+    source = await _export(backend, directory, version) if checkpoint is None else checkpoint
+    await sync_weights_to_engines(engines, source, probe=probe)
+    await trio.to_thread.run_sync(partial(_remove_exports, directory, keep=source))
+    return ServedWeights(version=version, directory=source if keep_snapshot else None)
 
 
 async def sync_weights_to_engines(
@@ -254,82 +313,80 @@ def _read_expected_version(path: Path) -> int | None:
     return version
 
 
-_DTYPES = (
-    ("F64", "float64"), ("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("F8_E4M3", "float8_e4m3fn"),
-    ("F8_E5M2", "float8_e5m2"), ("I64", "int64"), ("I32", "int32"), ("I16", "int16"), ("I8", "int8"), ("U8", "uint8"), ("BOOL", "bool"),
-)  # fmt: skip
+async def hold_weights(backend: TrainingBackend, *, version: int, directory: Path | None) -> ServedWeights:
+    """Return the backend's current weights as the engines' weights, kept for checkpoints before the first sync."""
+    if directory is None:
+        return ServedWeights(version=version, snapshot=await backend.get_weights().result())
+    return ServedWeights(version=version, directory=await _export(backend, directory, version))
 
 
-async def stream_backend(backend: TrainingBackend, *, keep_device: bool) -> tuple[tuple[WeightSpec, ...], ReadBucket]:
-    """Return a backend's current weights: their specs, and a function that reads a bucket. Update nothing before the last is read.
-
-    If a backend has no weight stream, all of its weights are copied first.
-
-    Args:
-        keep_device: leave tensors on the model's device.
-
-    Raises: CheckpointError, also when a bucket is read, for non-finite weights: no engine gets them.
-    """
-    if BackendFeature.WEIGHT_STREAM in get_backend_features(backend):
-        stream = require_backend_feature(backend, BackendFeature.WEIGHT_STREAM, "a stream of weights")
-
-        async def gather(bucket: Bucket) -> Mapping[str, Tensor]:
-            found = await stream.gather_weights(bucket.names, keep_device=keep_device).result()
-            _check_finite(found)
-            return found
-
-        return await stream.describe_weights().result(), gather
-    weights = await backend.get_weights().result()
-    _check_finite(weights)
-
-    async def select(bucket: Bucket) -> Mapping[str, Tensor]:
-        await trio.lowlevel.checkpoint()
-        return {name: weights[name] for name in bucket.names}
-
-    return describe_weights(weights), select
+async def _export(backend: TrainingBackend, directory: Path, version: int) -> Path:
+    exporter = require_backend_feature(backend, BackendFeature.CHECKPOINTS, "an export of weights")
+    target = directory / f"{EXPORT_PREFIX}{version:06d}"
+    with explain_writes(target):
+        await trio.to_thread.run_sync(partial(_make_empty, target))
+        await exporter.export_weights(target).result()
+        write_weight_version(target, version)
+    return target
 
 
-def _check_finite(weights: Mapping[str, Tensor]) -> None:
-    bad = find_non_finite(weights.items())
-    if bad is not None:
-        raise CheckpointError(f"the weight {bad} of the backend is NaN or infinite: no engine gets it. Go on from the last checkpoint")
+async def write_served_weights(checkpoint: Path, *, served: ServedWeights | None, version: int) -> None:
+    """Add to a checkpoint being written its weight version and, if given, the older weights that the engines hold."""
+    write_weight_version(checkpoint, version)
+    if served is None:
+        return
+    if served.snapshot is not None:
+        await trio.to_thread.run_sync(save_file, dict(served.snapshot), checkpoint / SERVED_FILE)
+    elif served.directory is not None:
+        await trio.to_thread.run_sync(shutil.copytree, served.directory, checkpoint / SERVED_DIRECTORY)
 
 
-async def stream_directory(directory: Path) -> tuple[tuple[WeightSpec, ...], ReadBucket]:
-    """Return the weights of a model directory, one file of safetensors or many, read on demand. Raises CheckpointError."""
-    specs, files = await trio.to_thread.run_sync(_list_directory, directory)
+async def restore_served_weights(
+    backend: TrainingBackend,
+    engines: Sequence[InferenceEngine],
+    checkpoint: Path,
+    *,
+    in_memory: bool,
+    channel: WeightChannel | None = None,
+) -> ServedWeights:
+    """Load into the engines their weights at the time of the checkpoint. The backend is already restored from it."""
+    version = read_weight_version(checkpoint)
+    kept_file, kept_directory = checkpoint / SERVED_FILE, checkpoint / SERVED_DIRECTORY
+    if channel is not None:
+        is_older = kept_directory.exists()
+        specs, read = (
+            await stream_directory(kept_directory) if is_older else await stream_backend(backend, keep_device=channel.wants_device)
+        )
+        await sync_weights_over_channel(engines, channel, specs, read, version)
+        return ServedWeights(version=version, directory=kept_directory if is_older else checkpoint)
+    if in_memory:
+        kept = await trio.to_thread.run_sync(load_file, kept_file) if kept_file.exists() else None
+        weights = await backend.get_weights().result() if kept is None else kept
+        await sync_weights_in_memory(engines, weights, version)
+        return ServedWeights(version=version, snapshot=kept)
+    source = kept_directory if kept_directory.exists() else checkpoint
+    await sync_weights_to_engines(engines, source)
+    return ServedWeights(version=version, directory=source)
 
-    async def read(bucket: Bucket) -> Mapping[str, Tensor]:
-        return await trio.to_thread.run_sync(partial(_read_tensors, {name: files[name] for name in bucket.names}))
 
-    return specs, read
-
-
-def _list_directory(directory: Path) -> tuple[tuple[WeightSpec, ...], dict[str, Path]]:
-    names = dict(_DTYPES)
-    specs: list[WeightSpec] = []
-    files: dict[str, Path] = {}
-    for path in sorted(directory.glob("model*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    part = file.get_slice(name)
-                    specs.append(WeightSpec(name, names[part.get_dtype()], tuple(part.get_shape())))
-                    files[name] = path
-        except (SafetensorError, OSError, KeyError) as error:
-            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
-    if not specs:
-        raise CheckpointError(f"{directory} has no model.safetensors: it is not a model directory, or its weights are in another format")
-    return tuple(specs), files
+def write_weight_version(directory: Path, version: int) -> None:
+    """Write the weight version into a directory of weights."""
+    (directory / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": version}) + "\n")
 
 
-def _read_tensors(files: Mapping[str, Path]) -> dict[str, Tensor]:
-    """Read the tensors with these names, each from its file."""
-    found: dict[str, Tensor] = {}
-    for path in sorted(set(files.values())):
-        try:
-            with safe_open(path, framework="pt") as file:
-                found.update({name: file.get_tensor(name) for name in files if files[name] == path})
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return found
+def read_weight_version(directory: Path) -> int:
+    """Read the version written by write_weight_version."""
+    return int(json.loads((directory / WEIGHT_VERSION_FILE).read_text())["weight_version"])
+
+
+def _make_empty(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+
+
+def _remove_exports(parent: Path, keep: Path) -> None:
+    """Delete earlier exports; keep the newest, because a server may open its files again."""
+    for export in parent.glob(f"{EXPORT_PREFIX}*"):
+        if export != keep:
+            shutil.rmtree(export)

@@ -16,7 +16,8 @@ from rollouts.data.prompts import DataBuffer
 from rollouts.data.samples import mask_truncated, passes_filter
 from rollouts.errors import CheckpointError, ConfigError, GenerationError
 from rollouts.generation.manager import AsyncRolloutManager
-from rollouts.generation.single_turn import GroupSettings, create_generate_fn, generate_group, generate_rollout_batch
+from rollouts.generation.single_turn import GroupSettings, create_generate_fn, generate_group
+from rollouts.generation.sync_batches import generate_rollout_batch
 from rollouts.seeds import derive_seed
 from rollouts.testing import FakeEngine, random_answer
 from rollouts.types import Group, Prompt, Sample, SamplingParams, Status

@@ -18,16 +18,9 @@ from rollouts.engines.protocol import EngineFeature
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.errors import ConfigError, EngineError, GenerationError, RewardError
-from rollouts.generation.single_turn import (
-    GroupSettings,
-    create_generate_fn,
-    evaluate_prompts,
-    generate_group,
-    generate_rollout_batch,
-    generate_rollout_batches,
-    make_request_id,
-    summarize_evaluation,
-)
+from rollouts.generation.evaluation import evaluate_prompts, summarize_evaluation
+from rollouts.generation.single_turn import GroupSettings, create_generate_fn, generate_group, make_request_id
+from rollouts.generation.sync_batches import generate_rollout_batch, generate_rollout_batches
 from rollouts.seeds import derive_seed
 from rollouts.testing import FakeEngine, FakeSGLangServer, FakeVLLMServer, SGLangSettings, random_answer, script_answer
 from rollouts.testing.engines import Call

@@ -13,7 +13,7 @@ from samples import make_group
 
 from rollouts.errors import GenerationError
 from rollouts.generation.contract import PendingGroup
-from rollouts.generation.race import CollectedGroups, collect_groups
+from rollouts.generation.manager import CollectedGroups, collect_groups
 from rollouts.types import Group, Prompt, Status
 
 

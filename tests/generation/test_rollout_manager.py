@@ -20,8 +20,9 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.data.filters import check_reward_nonzero_std, make_threshold_filter
 from rollouts.errors import CheckpointError, ConfigError, DataError, GenerationError
-from rollouts.generation.manager import AsyncRolloutManager, RolloutManager
+from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.generation.single_turn import create_generate_fn
+from rollouts.generation.sync_batches import RolloutManager
 from rollouts.seeds import derive_seed
 from rollouts.testing import FakeEngine, script_answer
 from rollouts.types import Group, Prompt, RolloutBatch, Sample, SamplingParams, Status

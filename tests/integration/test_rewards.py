@@ -22,7 +22,8 @@ from samples import make_answers
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards import calls
-from rollouts.rewards.evaluate import compute_reward, create_overlong_penalty, score_group
+from rollouts.rewards.answers import compute_reward, create_overlong_penalty
+from rollouts.rewards.evaluate import score_group
 from rollouts.types import Group, Sample, Status
 
 RAISE, DROP, RETRY = RewardConfig(), RewardConfig(on_error="drop"), RewardConfig(on_error="retry", max_retries=2)

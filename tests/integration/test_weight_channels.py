@@ -29,7 +29,7 @@ from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.engines.weights.path_map import PathMap
 from rollouts.errors import ConfigError, EngineError
 from rollouts.testing import FakeSGLangServer, FakeVLLMServer, Fault, VLLMSettings, create_tiny_model
-from rollouts.training.served_weights import publish_weights, write_weight_version
+from rollouts.training.weight_sync import publish_weights, write_weight_version
 from rollouts.types import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0)

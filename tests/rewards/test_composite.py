@@ -16,9 +16,8 @@ from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
 from rollouts.outcomes import MetricResult, StepOutput
 from rollouts.rewards.answers import exact_match
-from rollouts.rewards.calls import GroupReward, RewardSource
 from rollouts.rewards.composite import check_weights, create_composite_reward, weigh_metrics
-from rollouts.rewards.evaluate import score_group, score_now
+from rollouts.rewards.evaluate import GroupReward, RewardSource, score_group, score_now
 from rollouts.rewards.results import EvaluateResult
 from rollouts.rewards.reward_functions import reward_function
 from rollouts.training.summaries import summarize_rewards

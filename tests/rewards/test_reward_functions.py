@@ -18,8 +18,7 @@ from rollouts.config import RewardConfig
 from rollouts.data.samples import apply_sample_transforms, sample_messages, select_trainable, with_reward
 from rollouts.errors import ConfigError, DataError, RewardError
 from rollouts.outcomes import EpisodeOutcome, MetricResult, RewardDetails, StepOutput, StopReason
-from rollouts.rewards.calls import GroupReward
-from rollouts.rewards.evaluate import score_group, score_now
+from rollouts.rewards.evaluate import GroupReward, score_group, score_now
 from rollouts.rewards.results import EvaluateResult
 from rollouts.rewards.reward_functions import load_reward, parse_messages, reward_function
 from rollouts.training.summaries import summarize_rewards

@@ -10,8 +10,15 @@ import pytest
 
 from rollouts.errors import ConfigError, RewardError
 from rollouts.outcomes import EpisodeOutcome, StopReason
-from rollouts.rewards.answers import RelativeLengthReward, create_format_reward, create_length_penalty, create_numeric_reward, exact_match
-from rollouts.rewards.evaluate import compute_reward, score_group, score_now
+from rollouts.rewards.answers import (
+    RelativeLengthReward,
+    compute_reward,
+    create_format_reward,
+    create_length_penalty,
+    create_numeric_reward,
+    exact_match,
+)
+from rollouts.rewards.evaluate import score_group, score_now
 from rollouts.rewards.trajectory_rewards import adapt_trajectory_reward, environment_reward, sample_trajectory
 from rollouts.steps import Trajectory
 from rollouts.types import Message, Sample, Status, Turn

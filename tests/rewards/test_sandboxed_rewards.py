@@ -11,13 +11,12 @@ from code_programs import CHEATING_PROGRAMS, SETUP, SHAPES
 
 from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.errors import ConfigError, RewardError
-from rollouts.rewards.calls import RewardSource
 from rollouts.rewards.code.math_answers import MathReward, math_reward
 from rollouts.rewards.code.sandboxed import SandboxedReward, parse_json_result
 from rollouts.rewards.code.separation import Separation, separate
 from rollouts.rewards.code.unit_tests import CodeReward, CodeTest, code_reward, compare_value, extract_program, parse_tests, plan_tests
 from rollouts.rewards.composite import create_composite_reward
-from rollouts.rewards.evaluate import score_group, score_now
+from rollouts.rewards.evaluate import RewardSource, score_group, score_now
 from rollouts.rewards.reward_functions import load_reward
 from rollouts.sandbox.limits import SandboxLimits
 from rollouts.sandbox.reward_code import execute_user_reward_code, open_code_pool

@@ -448,14 +448,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("data/test_data_buffer.py::test_other_seeds_give_other_orders",),
     ),
     Mutation(
-        "generation/race.py",
+        "generation/manager.py",
         "groups stand in the order in which they end",
         "return tuple(groups[position] for position in sorted(groups))",
         "return tuple(groups[position] for position in groups)",
         ("generation/test_group_race.py::test_the_first_to_arrive_are_kept_in_the_order_of_their_prompts",),
     ),
     Mutation(
-        "generation/single_turn.py",
+        "generation/sync_batches.py",
         "a filter runs before the rewards are set",
         "passes = passes_filter(scored, config.filter_fn)",
         "passes = passes_filter(group, config.filter_fn)",
@@ -631,7 +631,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("training/test_weight_sync.py::test_a_server_whose_outputs_are_not_those_of_the_new_weights_is_used_no_more",),
     ),
     Mutation(
-        "training/served_weights.py",
+        "training/weight_sync.py",
         "a resumed run samples from the newest weights, not from those of its last sync",
         "is_older = kept_directory.exists()",
         "is_older = False",

@@ -20,8 +20,8 @@ from rollouts.testing.backends import FakeWeightChannel
 from rollouts.training.checkpoints import load_run_state
 from rollouts.training.metrics import JSONLLogger
 from rollouts.training.rl_run import restore_rl_run
-from rollouts.training.served_weights import hold_weights, publish_weights, restore_served_weights, write_served_weights
-from rollouts.training.weight_sync import stream_directory
+from rollouts.training.weight_streams import stream_directory
+from rollouts.training.weight_sync import hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.weight_specs import plan_weights
 
 CHANNEL = RLTrainingConfig(num_steps=4, weight_sync="channel")

@@ -18,7 +18,7 @@ from rollouts.environments.calls import open_environment
 from rollouts.environments.tools.tool import Tool, call_tool, create_tool
 from rollouts.errors import EnvironmentFault, GenerationError, ToolFault
 from rollouts.generation.contract import PendingGroup, bind_generate_fn
-from rollouts.rewards.calls import judge_samples
+from rollouts.rewards.evaluate import judge_samples
 from rollouts.types import Prompt, Sample
 from rollouts.user_code import finish, interrupt_blocking
 

@@ -19,7 +19,7 @@ from rollouts.data.samples import describe_sample
 from rollouts.errors import ConfigError, RewardError
 from rollouts.outcomes import MetricResult
 from rollouts.rewards.answers import ground_truth
-from rollouts.rewards.calls import RewardFn, UnopenedReward
+from rollouts.rewards.evaluate import RewardFn, UnopenedReward
 from rollouts.rewards.results import EvaluateResult
 from rollouts.sandbox.confinement import Confinement
 from rollouts.sandbox.limits import SandboxLimits

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from rollouts.data.samples import collect_reward_data, describe_sample, sample_messages
 from rollouts.errors import ConfigError, RewardError
-from rollouts.rewards.calls import RewardFn, UnopenedReward
+from rollouts.rewards.evaluate import RewardFn, UnopenedReward
 from rollouts.rewards.results import EvaluateResult, check_values
 from rollouts.sandbox.confinement import Confinement
 from rollouts.sandbox.limits import SandboxLimits

@@ -34,8 +34,8 @@ from rollouts.config_files import suggest
 from rollouts.data.samples import describe_sample
 from rollouts.errors import ConfigError, RewardError
 from rollouts.outcomes import MetricResult
-from rollouts.rewards.calls import RewardFn, UnopenedReward
 from rollouts.rewards.code.separation import Separation, find_obstacle, separate
+from rollouts.rewards.evaluate import RewardFn, UnopenedReward
 from rollouts.rewards.results import EvaluateResult
 from rollouts.sandbox.confinement import Confinement
 from rollouts.sandbox.limits import SandboxLimits
