@@ -177,9 +177,8 @@ class RolloutState:
 
     version: int = 0  # weight version that generates
     waiting: ByIndex[Waiting] = field(default_factory=ByIndex[Waiting])
-    delayed: ByIndex[float] = field(
-        default_factory=ByIndex[float]
-    )  # earliest start of those that wait and have one, in seconds of trio's clock
+    # earliest starts of waiting rollouts, where they have one, in seconds of trio's clock
+    delayed: ByIndex[float] = field(default_factory=ByIndex[float])
     running: ByIndex[Running] = field(default_factory=ByIndex[Running])
     held: tuple[TimedResult, ...] = ()  # finished groups that wait for their turn or for space in the queue, the next one first
     attempts: ByIndex[Attempts] = field(default_factory=ByIndex[Attempts])  # of prompts that have any
