@@ -10,7 +10,7 @@ import torch
 
 from rollouts.backends.lora.adapters import LoRAConfig, choose_targets, count_lora_parameters, linear_layers
 from rollouts.errors import ConfigError
-from rollouts.models.packing import get_decoder
+from rollouts.models.forward import get_decoder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from rollouts.backends.optim.optimizers import (
 )
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.ranks.distributed import count_launched
+from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_values
 from rollouts.models.heads import open_critic, open_reward_model
 from rollouts.models.loading import open_model, parse_dtype
-from rollouts.models.outputs import ComputeOutputs, compute_log_probs, compute_scores, compute_values
 from rollouts.types import LossFn
 
 if TYPE_CHECKING:

@@ -199,3 +199,9 @@ def find_limits(backend: object) -> ModelLimits | None:
 def count_shards(backend: object) -> int:
     """Return the number of processes that share the rows of a call; 1 if not declared."""
     return cast("BackendFacts", backend).num_shards if BackendFeature.SHARDS in get_backend_features(backend) else 1
+
+
+def collect_metrics(loss: Tensor, metrics: Mapping[str, float | Tensor], batch: TrainBatch) -> dict[str, float]:
+    """Collect the result of a forward_backward: {"loss", "num_tokens", the metrics of the loss}."""
+    values = {"loss": float(loss.detach()), "num_tokens": float((batch.loss_mask > 0).sum())}
+    return values | {name: float(value) for name, value in metrics.items()}

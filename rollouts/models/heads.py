@@ -11,13 +11,26 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rollouts.errors import ConfigError
-from rollouts.models.loading import check_model_directory, explain_loading, load_hf_model, open_model, parse_dtype
-from rollouts.models.outputs import get_value_head
-from rollouts.models.packing import get_decoder
+from rollouts.models.forward import get_decoder, get_value_head
+from rollouts.models.loading import (
+    check_model_directory,
+    explain_loading,
+    is_of_kind,
+    load_hf_model,
+    open_model,
+    parse_dtype,
+    read_model_config,
+)
 from rollouts.models.weights import merge_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+CRITIC = "critic (a token-classification model with one label)"
+"""Name of a critic in errors."""
+
+CRITIC_KIND = "ForTokenClassification"
 
 
 def load_critic_model(
@@ -34,13 +47,12 @@ def load_critic_model(
     Returns: a token-classification model with one label, float32, on the CPU, without dropout in its head.
     Raises: ConfigError if the directory is not a complete model, or transformers has no token-classification model for it.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     directory = check_model_directory(path)
-    with explain_loading(directory, "critic (a token-classification model with one label)"):
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-        kinds = cast("list[str]", getattr(config, "architectures", None) or [])
-        if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+    with explain_loading(directory, CRITIC):
+        config = read_model_config(directory, trust_remote_code=trust_remote_code)
+        if is_reward_model(config):
             scorer = AutoModelForSequenceClassification.from_pretrained(
                 directory, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
             )
@@ -48,7 +60,7 @@ def load_critic_model(
             with torch.no_grad():
                 get_value_head(critic).weight.copy_(get_value_head(cast("PreTrainedModel", scorer)).weight)
             return critic
-        if not any(kind.endswith("ForTokenClassification") for kind in kinds):
+        if not is_of_kind(config, CRITIC_KIND):
             model = load_hf_model(directory, trust_remote_code=trust_remote_code)
             return create_critic_model(model, seed=seed, head_std=head_std)
         loaded, info = AutoModelForTokenClassification.from_pretrained(
@@ -167,11 +179,9 @@ def load_reward_model(
 
 def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> Path:
     """Return the path if its configuration is a reward model's, without loading weights. Raises ConfigError as load_reward_model."""
-    from transformers import AutoConfig
-
     directory = check_model_directory(path)
     with explain_loading(directory, "reward model (a sequence-classification model with one label)"):
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+        config = read_model_config(directory, trust_remote_code=trust_remote_code)
     if not is_reward_model(config):
         kinds = cast("list[str]", getattr(config, "architectures", None) or [])
         raise ConfigError(
@@ -179,7 +189,7 @@ def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> 
             "it has no head that scores. Train one from it (train_reward_model), or serve a model of another kind and ask it over HTTP "
             "(open_remote_reward)"
         )
-    num_labels = int(cast("Any", config).num_labels)
+    num_labels = int(config.num_labels)
     if num_labels != 1:
         raise ConfigError(
             f"{directory} has {num_labels} labels, expected 1: a reward model gives one score, a classifier of several classes none. "
@@ -190,7 +200,7 @@ def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> 
 
 def is_reward_model(config: Any) -> bool:
     """Whether a model configuration is that of a sequence-classification model."""
-    return any(kind.endswith("ForSequenceClassification") for kind in getattr(config, "architectures", None) or [])
+    return is_of_kind(config, "ForSequenceClassification")
 
 
 def reads_turn_end(model: PreTrainedModel) -> bool:
@@ -211,11 +221,9 @@ def load_reward_start(
 
     Raises: ConfigError as load_reward_model and load_hf_model.
     """
-    from transformers import AutoConfig
-
     directory = check_model_directory(path)
     with explain_loading(directory, "reward model"):
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+        config = read_model_config(directory, trust_remote_code=trust_remote_code)
     if is_reward_model(config):
         return load_reward_model(directory, trust_remote_code=trust_remote_code)
     return create_reward_model(load_hf_model(directory, trust_remote_code=trust_remote_code), seed=seed, head_std=head_std)

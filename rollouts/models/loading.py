@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -62,6 +62,18 @@ def check_model_directory(path: str | Path) -> Path:
     if not list(directory.glob("*.safetensors")) and not list(directory.glob("*.bin")):
         raise ConfigError(f"{directory} has no weights: expected model.safetensors, or shards with an index")
     return directory
+
+
+def read_model_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
+    """Read the configuration of a model directory. Nothing is downloaded."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+
+
+def is_of_kind(config: Any, kind: str) -> bool:
+    """Whether a configuration names an architecture of a kind, for example "ForTokenClassification"."""
+    return any(name.endswith(kind) for name in cast("list[str]", getattr(config, "architectures", None) or []))
 
 
 def load_hf_model(

@@ -19,7 +19,8 @@ from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.pytorch.files import read_trainer_state
 from rollouts.data.collate import collate_samples
 from rollouts.errors import BackendError, CheckpointError
-from rollouts.models.packing import pack_padded, run_packed, use_packed_attention
+from rollouts.models.forward import pack_padded, run_packed
+from rollouts.models.prepare import use_packed_attention
 from rollouts.testing import create_tiny_model
 from rollouts.types import Sample
 
@@ -41,8 +42,8 @@ def test_packed_rows_have_the_hidden_states_of_single_rows(architecture):
 
 
 def test_logits_of_all_tokens_never_exist_at_once():
-    backend = create_pytorch_backend(create_tiny_model(vocab_size=2048), lr=1e-3)
-    backend._chunk_size = 4
+    model = create_tiny_model(vocab_size=2048)
+    backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3), chunk_size=4)
     batch = draw_batch(0, LENGTHS)
     row_counts: set[int] = set()
 

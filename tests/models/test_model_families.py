@@ -27,7 +27,7 @@ from rollouts.config import RLTrainingConfig, SFTTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.errors import ConfigError
-from rollouts.models.packing import probe_attention, use_packed_attention
+from rollouts.models.prepare import probe_attention, use_packed_attention
 from rollouts.sft_loop import run_sft_training
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
 from rollouts.types import LossOutput, Sample, SamplingParams

@@ -463,7 +463,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Models and backends
     Mutation(
-        "models/packing.py",
+        "models/forward.py",
         "the contexts of a packed row attend to each other",
         "if context_ids is None else find_context_starts(context_ids)",
         "if True else find_context_starts(context_ids)",

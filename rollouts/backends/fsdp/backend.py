@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,15 +43,14 @@ from rollouts.backends.optim.updates import (
     trained_parameters,
     update_parameters,
 )
-from rollouts.backends.protocol import BackendFeature, Future, OutputFn
+from rollouts.backends.protocol import BackendFeature, Future, OutputFn, collect_metrics
 from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_values, init_distributed
 from rollouts.backends.weights.export import export_sharded
 from rollouts.batches import plan_shards, select_rows
 from rollouts.data.model_limits import check_batch, read_limits
 from rollouts.errors import BackendError
-from rollouts.models.forward import check_head, move_batch, run_rows, training_mode
-from rollouts.models.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
-from rollouts.models.packing import use_packed_attention
+from rollouts.models.forward import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs, move_batch, run_rows, training_mode
+from rollouts.models.prepare import check_head, check_master_weights, use_packed_attention
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import base_weights, check_weights_fit, describe_model_weights, gather_model_weights, stream_weights
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
@@ -121,8 +121,8 @@ class FSDPTrainingBackend:
         self.counts = UpdateCounts()
         self.rows_per_unit = rows_per_unit
         self._max_grad_norm = max_grad_norm if self.config.clip_grad is None else self.config.clip_grad
-        self._compute_dtype = torch.float32 if self.config.mixed_precision is None else torch.bfloat16
-        self._chunk_size = chunk_size
+        dtype = torch.float32 if self.config.mixed_precision is None else torch.bfloat16
+        self._options = OutputOptions(compute_dtype=dtype, chunk_size=chunk_size)
         self._max_skipped_updates = max_skipped_updates
         self._compute_outputs = compute_outputs
         self._has_gradient = False
@@ -133,8 +133,7 @@ class FSDPTrainingBackend:
                 mesh = create_mesh(self.config, self.device, self.ranks.world_size) if mesh is None else mesh
                 model = shard_model(model, mesh, self.config)  # moves one layer at a time to the device
             self.model: Any = model
-            for name, parameter in self.model.named_parameters():
-                assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
+            check_master_weights(self.model)
             self.limits = read_limits(self.model, tokenizer)
             self._check_model()
         self._adapters = None if lora is None else Adapters(self.model, lora)
@@ -311,22 +310,22 @@ class FSDPTrainingBackend:
             try:
                 outputs = self._run(batch, with_entropy)
                 if shard is None:  # as many exchanges as the other ranks, and a gradient of zero
-                    loss, metrics = outputs.log_probs.new_zeros(()), cast("Mapping[str, Tensor]", {})
+                    values = {"loss": 0.0, "num_tokens": 0.0}
                     torch.autograd.backward([0.0 * x.sum() for x in _differentiable(outputs)])
                 else:
                     loss, metrics = loss_fn(outputs, batch)
                     loss.backward()
+                    values = collect_metrics(loss, metrics, batch)
             finally:
                 drop_gathered(self.model)
         self._has_gradient = True
-        values = {"loss": float(loss.detach()), "num_tokens": 0.0 if shard is None else float((batch.loss_mask > 0).sum())}
-        return values | {name: float(value) for name, value in metrics.items()}
+        return values
 
     # -- parts
 
     def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
         """Run run_rows inside the call that gathers the root's parameters; that call knows tensors only."""
-        options = self._options(with_entropy)
+        options = replace(self._options, with_entropy=with_entropy)
 
         def run() -> tuple[Tensor, Tensor | None, Tensor | None]:
             outputs = run_rows(self.model, batch, self._compute_outputs, options)
@@ -354,9 +353,9 @@ class FSDPTrainingBackend:
         """Raise ConfigError unless packed rows give the results of single rows and the model has the head that is read."""
 
         def check() -> None:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._compute_dtype == torch.bfloat16):
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._options.compute_dtype == torch.bfloat16):
                 use_packed_attention(self.model)
-            check_head(self.model, self._compute_outputs, self._options(), self.device)
+            check_head(self.model, self._compute_outputs, self._options, self.device)
 
         with torch.no_grad():
             call_gathered(self.model, check)
@@ -373,9 +372,6 @@ class FSDPTrainingBackend:
             group_ids=row[:, 0].long(),
             trainable=row[:, 0] > 0,
         )
-
-    def _options(self, with_entropy: bool = False) -> OutputOptions:
-        return OutputOptions(compute_dtype=self._compute_dtype, chunk_size=self._chunk_size, with_entropy=with_entropy)
 
     @contextmanager
     def _operation(self, name: str) -> Generator[None]:

@@ -15,7 +15,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from rollouts.backends.lora.files import Adapters, SavedAdapters, check_has_no_adapters
 from rollouts.backends.optim.state import OptimizerState, plan_state, read_optimizer, write_optimizer
-from rollouts.backends.optim.updates import Scheduler, UpdateCounts
-from rollouts.backends.pytorch.files import SHARDED_DIRECTORY, TRAINER_FILE, name_tensors
+from rollouts.backends.optim.updates import Scheduler, UpdateCounts, read_counts
+from rollouts.backends.pytorch.files import SHARDED_DIRECTORY, TRAINER_FILE, name_tensors, restore_random_state, take_random_state
 from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_values
 from rollouts.backends.weights.export import MAX_FILE_BYTES, Piece, agree, alone, call_agreed, collect_pieces, export_pieces, export_sharded
 from rollouts.backends.weights.fill import FileWeights, check_shapes_fit, fill_weights
@@ -137,16 +137,14 @@ def take_snapshot(
         "tensors": {key: (tuple(x.shape), x.dtype) for key, x in tensors.items()},
         "others": others,
         "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "num_updates": progress.counts.num_updates,
-        "num_skipped_in_a_row": progress.counts.num_skipped_in_a_row,
+        **asdict(progress.counts),
         "weight_version": progress.weight_version,
     }
-    cuda = torch.cuda.get_rng_state(ranks.device) if ranks.device.type == "cuda" else None
     if copied:
         stager = DefaultStager(StagingOptions(False, False, False, False))
         tensors = cast("dict[str, Tensor]", stager.stage(tensors))
         stager.close()
-    return Snapshot(collect_pieces(model, ranks, copied=copied), tensors, common, {"cpu": torch.get_rng_state(), "cuda": cuda})
+    return Snapshot(collect_pieces(model, ranks, copied=copied), tensors, common, take_random_state(ranks.device))
 
 
 def write_snapshot(
@@ -228,12 +226,9 @@ def load_sharded(
             raise CheckpointError(f"{directory} cannot be restored into this {type(optimizer).__name__}: {error}") from error
 
     call_agreed(ranks, f"restoring the checkpoint {directory}", restore, CheckpointError)
-    torch.set_rng_state(cast("Tensor", found.rng["cpu"]))
-    if found.rng["cuda"] is not None and ranks.device.type == "cuda":
-        torch.cuda.set_rng_state(found.rng["cuda"], ranks.device)
+    restore_random_state(found.rng, ranks.device)
     optimizer.zero_grad(set_to_none=True)
-    counts = UpdateCounts(int(found.common["num_updates"]), int(found.common["num_skipped_in_a_row"]))
-    return Progress(counts, int(found.common["weight_version"]))
+    return Progress(read_counts(found.common), int(found.common["weight_version"]))
 
 
 def _examine(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path, rank: int, adapters: Adapters | None) -> _Found:

@@ -20,9 +20,9 @@ from rollouts.backends.fsdp.model import create_mesh, shard_model
 from rollouts.backends.lora.adapters import LoRAConfig, add_adapters, init_adapters
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_idle_optimizer, create_rule, takes
 from rollouts.backends.ranks.distributed import Ranks, init_distributed
+from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_values
 from rollouts.models.heads import open_critic, open_reward_model
 from rollouts.models.loading import load_tokenizer
-from rollouts.models.outputs import ComputeOutputs, compute_log_probs, compute_scores, compute_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

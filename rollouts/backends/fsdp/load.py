@@ -21,9 +21,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rollouts.backends.weights.fill import ChosenWeights, FileWeights, WeightSource, fill_weights
 from rollouts.errors import CheckpointError, ConfigError
-from rollouts.models.heads import init_value_head
-from rollouts.models.loading import check_model_directory, explain_loading
-from rollouts.models.outputs import get_value_head
+from rollouts.models.forward import get_value_head
+from rollouts.models.heads import CRITIC, CRITIC_KIND, init_value_head, is_reward_model
+from rollouts.models.loading import check_model_directory, explain_loading, is_of_kind, read_model_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +61,7 @@ def load_hf_model_on_meta(path: str | Path, *, trust_remote_code: bool = False) 
 
     directory = check_model_directory(path)
     with explain_loading(directory, "causal language model"):
-        config = _read_config(directory, trust_remote_code)
+        config = read_model_config(directory, trust_remote_code=trust_remote_code)
         model = create_on_meta(partial(_create_from_config, AutoModelForCausalLM, config, trust_remote_code))
         _read_generation_config(model, directory)
     return model
@@ -97,9 +97,9 @@ def load_critic_on_meta(path: str | Path, *, trust_remote_code: bool = False) ->
     from transformers import AutoModelForTokenClassification
 
     directory = check_model_directory(path)
-    with explain_loading(directory, "critic (a token-classification model with one label)"):
-        config = _read_config(directory, trust_remote_code)
-        if not _is_kind(config, "ForTokenClassification"):
+    with explain_loading(directory, CRITIC):
+        config = read_model_config(directory, trust_remote_code=trust_remote_code)
+        if not is_of_kind(config, CRITIC_KIND):
             config.num_labels = 1
             config.classifier_dropout = 0.0
         try:
@@ -131,15 +131,15 @@ def materialize_critic(
     Raises: ConfigError as materialize_from_hf.
     """
     path = check_model_directory(directory)
-    with explain_loading(path, "critic (a token-classification model with one label)"), FileWeights(path) as files:
-        config = _read_config(path, trust_remote_code)
+    with explain_loading(path, CRITIC), FileWeights(path) as files:
+        config = read_model_config(path, trust_remote_code=trust_remote_code)
         fill_weights(model, _choose_for_critic(model, files, config, seed, head_std), device, str(path))
         return files.bytes_read
 
 
 def _choose_for_critic(model: PreTrainedModel, source: WeightSource, config: Any, seed: int, head_std: float | None) -> WeightSource:
     """Return the weights of a critic by its own names."""
-    if _is_kind(config, "ForTokenClassification"):
+    if is_of_kind(config, CRITIC_KIND):
         return ChosenWeights(source, {name: name for name in source.shapes}, {})
     prefix = f"{model.base_model_prefix}."
     names = {name: name for name in source.shapes if name.startswith(prefix)} or {prefix + name: name for name in source.shapes}
@@ -149,7 +149,7 @@ def _choose_for_critic(model: PreTrainedModel, source: WeightSource, config: Any
     fresh.score = torch.nn.Linear(head.in_features, 1, bias=getattr(head, "bias", None) is not None)
     init_value_head(cast("Any", fresh), seed=seed, std=head_std)
     given = {f"{head_name}.{name}": value.detach() for name, value in fresh.score.named_parameters()}
-    if _is_kind(config, "ForSequenceClassification"):
+    if is_reward_model(config):
         scorer = next((name for name in ("score.weight", "classifier.weight") if name in source.shapes), None)
         if scorer is None:
             raise CheckpointError("the reward model has no weights of its head (score.weight): it is not a complete model")
@@ -162,19 +162,9 @@ def _create_from_config(kind: Any, config: Any, trust_remote_code: bool) -> PreT
     return kind.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
 
-def _read_config(directory: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-
-
 def _read_generation_config(model: PreTrainedModel, directory: Path) -> None:
     """Read the generation config, which from_config does not read and exports need: it names the tokens that end an answer."""
     from transformers import GenerationConfig
 
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-
-
-def _is_kind(config: Any, ending: str) -> bool:
-    return any(kind.endswith(ending) for kind in cast("list[str]", getattr(config, "architectures", None) or []))

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.errors import ConfigError
-from rollouts.models.packing import get_decoder
+from rollouts.models.forward import get_decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

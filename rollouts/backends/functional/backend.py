@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,15 +15,13 @@ from torch import Tensor
 from rollouts.backends.functional.state import ForwardFn, Parameters, accumulate_gradient, apply_update, create_state
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_rule, takes
-from rollouts.backends.optim.updates import UpdateCounts, check_skipped_updates, check_updated
+from rollouts.backends.optim.updates import check_skipped_updates, check_updated, read_counts
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import export_model, read_trainer_state, write_trainer_state
-from rollouts.data.model_limits import read_limits
 from rollouts.errors import CheckpointError
-from rollouts.models.forward import admit_batch, check_head, run_rows, training_mode
+from rollouts.models.forward import ComputeOutputs, OutputOptions, admit_batch, compute_log_probs, describe_outputs, run_rows, training_mode
 from rollouts.models.loading import open_model, parse_dtype
-from rollouts.models.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
-from rollouts.models.packing import use_packed_attention
+from rollouts.models.prepare import prepare_model
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import (
     check_architecture,
@@ -47,7 +45,7 @@ def create_forward(model: PreTrainedModel, compute_outputs: ComputeOutputs, opti
     """Return the model as a pure function of its parameters: packed rows, log-probs in chunks.
 
     Args:
-        model: prepared by packing.use_packed_attention; only its structure is used, parameters are an argument of the function.
+        model: prepared by prepare.use_packed_attention; only its structure is used, parameters are an argument of the function.
         training: apply dropout, if the batch has it.
     """
     caller = _Caller(model)
@@ -98,22 +96,15 @@ class TorchFuncTrainingBackend:
 
         Raises: ConfigError for a model that cannot be trained on packed rows.
         """
-        assert compute_dtype in (torch.float32, torch.bfloat16), f"compute_dtype is {compute_dtype}, expected float32 or bfloat16"
         self.device = torch.device(device)
-        self.model: Any = model.to(self.device)  # pyright: ignore[reportArgumentType]  # transformers' stubs are incomplete
-        for name, parameter in self.model.named_parameters():
-            assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
-        self.limits = read_limits(model, tokenizer)
-        use_packed_attention(model)
-        if compute_dtype != torch.float32:
-            use_packed_attention(model, compute_dtype)  # again, in the dtype of the passes
+        self.model: Any = model
+        options = OutputOptions(compute_dtype=compute_dtype, chunk_size=chunk_size)
+        self.limits = prepare_model(model, tokenizer, self.device, compute_outputs, options)
         self.rule = rule
         self.tokenizer = tokenizer
         self.weight_version = weight_version
         self._max_skipped_updates = max_skipped_updates
         self._compute_outputs = compute_outputs
-        options = OutputOptions(compute_dtype=compute_dtype, chunk_size=chunk_size)
-        check_head(self.model, compute_outputs, options, self.device)
         self._evaluate = create_forward(self.model, compute_outputs, options, training=False)
         self._train = create_forward(self.model, compute_outputs, options, training=True)
         named = cast("dict[str, torch.nn.Parameter]", dict(self.model.named_parameters()))
@@ -183,8 +174,7 @@ class TorchFuncTrainingBackend:
             "num_applied": self.state.num_applied,
             "num_passes": self.state.num_passes,
             "seed": self.state.seed,
-            "num_updates": self.state.counts.num_updates,
-            "num_skipped_in_a_row": self.state.counts.num_skipped_in_a_row,
+            **asdict(self.state.counts),
             "weight_version": self.weight_version,
         }
         write_trainer_state(directory, KIND, state)
@@ -209,7 +199,7 @@ class TorchFuncTrainingBackend:
             num_applied=int(saved["num_applied"]),
             num_passes=int(saved["num_passes"]),
             seed=int(saved["seed"]),
-            counts=UpdateCounts(int(saved["num_updates"]), int(saved["num_skipped_in_a_row"])),
+            counts=read_counts(saved),
         )
         self.weight_version = int(saved["weight_version"])
         return ImmediateTrainFuture(None, "load_checkpoint")

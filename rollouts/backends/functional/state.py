@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rollouts.backends.optim.optimizers import AdamW
 from rollouts.backends.optim.updates import UpdateCounts, count_update
+from rollouts.backends.protocol import collect_metrics
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 
 Parameters: TypeAlias = Mapping[str, Tensor]
@@ -74,9 +75,8 @@ def accumulate_gradient(
         found, (loss, metrics) = torch.func.grad_and_value(evaluate, has_aux=True)(trained)
     before = state.gradients
     gradients = found if before is None else {name: before[name] + value for name, value in found.items()}
-    values = {"loss": float(loss), "num_tokens": float((batch.loss_mask > 0).sum())}
     state = replace(state, gradients=MappingProxyType(gradients), num_passes=state.num_passes + 1)
-    return state, values | {name: float(value) for name, value in metrics.items()}
+    return state, collect_metrics(loss, metrics, batch)
 
 
 def apply_update(state: TrainState, rule: AdamW) -> tuple[TrainState, dict[str, float]]:

@@ -10,7 +10,7 @@ import copy
 import importlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,14 +36,14 @@ from rollouts.backends.jax.steps import (
     to_tensor,
 )
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_rule, takes
-from rollouts.backends.optim.updates import UpdateCounts, check_skipped_updates, check_updated
+from rollouts.backends.optim.updates import check_skipped_updates, check_updated, read_counts
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import check_written, finish_export, read_trainer_state, write_trainer_state
 from rollouts.data.model_limits import read_limits
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.forward import admit_batch
 from rollouts.models.loading import open_model, parse_dtype
-from rollouts.models.packing import check_same, native_attention, probe_attention
+from rollouts.models.prepare import check_same, native_attention, probe_attention
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import check_architecture, check_weights_fit, describe_model_weights, first_names, read_weights
 from rollouts.types import LossFn, TrainBatch
@@ -168,8 +168,7 @@ class JAXTrainingBackend:
         self.export_weights(directory)
         state = {
             "optimizer": flatten_optimizer(self.state.optimizer),
-            "num_updates": self.state.counts.num_updates,
-            "num_skipped_in_a_row": self.state.counts.num_skipped_in_a_row,
+            **asdict(self.state.counts),
             "weight_version": self.weight_version,
         }
         write_trainer_state(directory, KIND, state)
@@ -186,8 +185,7 @@ class JAXTrainingBackend:
         except ValueError as error:
             raise CheckpointError(f"the optimizer state in {directory} is of another optimizer or model: {error}") from error
         self._replace_weights(weights)
-        counts = UpdateCounts(int(saved["num_updates"]), int(saved["num_skipped_in_a_row"]))
-        self.state = replace(self.state, optimizer=optimizer, gradients=None, counts=counts)
+        self.state = replace(self.state, optimizer=optimizer, gradients=None, counts=read_counts(saved))
         self.weight_version = int(saved["weight_version"])
         return ImmediateTrainFuture(None, "load_checkpoint")
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from rollouts.backends.jax.model import Array, DecoderConfig, PackedArrays, Weights, compute_log_probs, pack_arrays
 from rollouts.backends.optim.optimizers import AdamW
 from rollouts.backends.optim.updates import UpdateCounts, count_update
-from rollouts.models.packing import PackedRows, pack_padded
+from rollouts.backends.protocol import collect_metrics
+from rollouts.models.forward import PackedRows, pack_padded
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 
 if TYPE_CHECKING:
@@ -91,8 +92,7 @@ def accumulate_gradient(
     gradients = _programs().pull_back(pull_back, cotangents)
     if state.gradients is not None:
         gradients = _programs().add(dict(state.gradients), gradients)
-    values = {"loss": float(loss.detach()), "num_tokens": float((batch.loss_mask > 0).sum())}
-    return replace(state, gradients=gradients), values | {name: float(value) for name, value in metrics.items()}
+    return replace(state, gradients=gradients), collect_metrics(loss, metrics, batch)
 
 
 def apply_update(state: JAXTrainState, rule: AdamW) -> tuple[JAXTrainState, dict[str, float]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -64,6 +64,11 @@ def count_update(counts: UpdateCounts, *, finite: bool) -> UpdateCounts:
     """Count an update that was applied or, its gradient not being finite, skipped."""
     skipped = 0 if finite else counts.num_skipped_in_a_row + 1
     return replace(counts, num_updates=counts.num_updates + 1, num_skipped_in_a_row=skipped)
+
+
+def read_counts(state: Mapping[str, Any]) -> UpdateCounts:
+    """Read the counts from the state of a checkpoint that has them as dataclasses.asdict writes them, among others."""
+    return UpdateCounts(**{field.name: int(state[field.name]) for field in fields(UpdateCounts)})
 
 
 def check_updated(parameters: Iterable[tuple[str, Tensor]], counts: UpdateCounts) -> None:

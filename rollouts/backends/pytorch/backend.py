@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,23 +19,24 @@ from rollouts.backends.optim.updates import (
     UpdateCounts,
     check_skipped_updates,
     check_updated,
+    read_counts,
     trained_parameters,
     update_parameters,
 )
-from rollouts.backends.protocol import BackendFeature, OutputFn
+from rollouts.backends.protocol import BackendFeature, OutputFn, collect_metrics
 from rollouts.backends.pytorch.files import (
     SHARDED_DIRECTORY,
     TRAINER_FILE,
     check_optimizer_fits,
     export_model,
     read_trainer_state,
+    restore_random_state,
+    take_random_state,
     write_trainer_state,
 )
 from rollouts.backends.ranks.distributed import Ranks
-from rollouts.data.model_limits import read_limits
-from rollouts.models.forward import admit_batch, check_head, run_rows, training_mode
-from rollouts.models.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
-from rollouts.models.packing import use_packed_attention
+from rollouts.models.forward import ComputeOutputs, OutputOptions, admit_batch, compute_log_probs, describe_outputs, run_rows, training_mode
+from rollouts.models.prepare import prepare_model
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import (
     check_architecture,
@@ -100,30 +102,22 @@ class PyTorchTrainingBackend:
 
         Raises: ConfigError for a model that cannot be trained on packed rows.
         """
-        assert compute_dtype in (torch.float32, torch.bfloat16), f"compute_dtype is {compute_dtype}, expected float32 or bfloat16"
         assert max_grad_norm > 0, f"max_grad_norm is {max_grad_norm}, expected > 0"
         check_lora(model, lora)
         self.device = torch.device(device)
-        self.model: Any = model.to(self.device)  # pyright: ignore[reportArgumentType]  # transformers' stubs are incomplete
-        for name, parameter in self.model.named_parameters():
-            assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
-        self.limits = read_limits(model, tokenizer)
-        use_packed_attention(model)
-        if compute_dtype != torch.float32:
-            use_packed_attention(model, compute_dtype)  # again, in the dtype of the passes
+        self.model: Any = model
+        self._options = OutputOptions(compute_dtype=compute_dtype, chunk_size=chunk_size)
+        self.limits = prepare_model(model, tokenizer, self.device, compute_outputs, self._options)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.weight_version = weight_version
         self.counts = UpdateCounts()
-        self._compute_dtype = compute_dtype
         self._max_grad_norm = max_grad_norm
-        self._chunk_size = chunk_size
         self._max_skipped_updates = max_skipped_updates
         self._has_gradient = False
         self._compute_outputs = compute_outputs
         self._adapters = None if lora is None else Adapters(model, lora)
-        check_head(self.model, compute_outputs, self._options(), self.device)
 
     @property
     def features(self) -> frozenset[BackendFeature]:
@@ -156,8 +150,7 @@ class PyTorchTrainingBackend:
             loss, metrics = loss_fn(self._run(batch, with_entropy), batch)
             loss.backward()
         self._has_gradient = True
-        values = {"loss": float(loss.detach()), "num_tokens": float((batch.loss_mask > 0).sum())}
-        return ImmediateTrainFuture(values | {name: float(value) for name, value in metrics.items()}, "forward_backward")
+        return ImmediateTrainFuture(collect_metrics(loss, metrics, batch), "forward_backward")
 
     def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Run forward without the adapters."""
@@ -209,13 +202,13 @@ class PyTorchTrainingBackend:
         self.export_weights(directory)
         if self._adapters is not None:
             self._adapters.save(directory, partial(export_model, self.model, self.tokenizer, base_alone=True))
+        rng = take_random_state(self.device)
         state = {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-            "num_updates": self.counts.num_updates,
-            "num_skipped_in_a_row": self.counts.num_skipped_in_a_row,
+            "rng": rng["cpu"],
+            "cuda_rng": rng["cuda"],
+            **asdict(self.counts),
             "weight_version": self.weight_version,
         }
         write_trainer_state(directory, KIND, state)
@@ -246,10 +239,8 @@ class PyTorchTrainingBackend:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
-        self.counts = UpdateCounts(int(state["num_updates"]), int(state["num_skipped_in_a_row"]))
+        restore_random_state({"cpu": state["rng"], "cuda": state["cuda_rng"]}, self.device)
+        self.counts = read_counts(state)
         self.weight_version = int(state["weight_version"])
         self.optimizer.zero_grad(set_to_none=True)
         self._has_gradient = False
@@ -277,7 +268,4 @@ class PyTorchTrainingBackend:
         copy_weights(self.model, weights)
 
     def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
-        return run_rows(self.model, batch, self._compute_outputs, self._options(with_entropy))
-
-    def _options(self, with_entropy: bool = False) -> OutputOptions:
-        return OutputOptions(compute_dtype=self._compute_dtype, chunk_size=self._chunk_size, with_entropy=with_entropy)
+        return run_rows(self.model, batch, self._compute_outputs, replace(self._options, with_entropy=with_entropy))

@@ -112,6 +112,18 @@ def read_trainer_state(directory: Path, kind: str) -> dict[str, Any]:
     return state
 
 
+def take_random_state(device: torch.device) -> dict[str, Tensor | None]:
+    """Return the state of torch's global random generators: "cpu", and "cuda" if that is the device."""
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
+
+
+def restore_random_state(state: Mapping[str, Tensor | None], device: torch.device) -> None:
+    """Restore a state of take_random_state; that of a GPU only on one."""
+    torch.set_rng_state(cast("Tensor", state["cpu"]))
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
 def check_optimizer_fits(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError unless an optimizer can load the state of a one-process backend.
 

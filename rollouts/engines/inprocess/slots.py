@@ -17,20 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollouts.errors import ConfigError
-from rollouts.models.packing import (
-    PackedRows,
-    attend_packed,
-    check_layer_kinds,
-    check_same,
-    draw_check_tokens,
-    find_check_length,
-    get_decoder,
-    get_output_layer,
-    native_attention,
-    pack_padded,
-    probe_attention,
-    run_packed,
-)
+from rollouts.models.forward import PackedRows, attend_packed, get_decoder, get_output_layer, pack_padded, run_packed
+from rollouts.models.prepare import check_layer_kinds, check_same, draw_check_tokens, find_check_length, native_attention, probe_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,10 +25,10 @@ from rollouts.chat.tokenize import prepare_sft_sample, render_messages, special_
 from rollouts.data.model_limits import find_context_length
 from rollouts.data.samples import describe_sample, find_actions, sample_messages
 from rollouts.errors import ConfigError, DataError, RewardError
+from rollouts.models.forward import get_value_head, pack_padded, run_packed
 from rollouts.models.heads import load_reward_model, reads_turn_end
 from rollouts.models.loading import load_tokenizer, parse_device
-from rollouts.models.outputs import get_value_head
-from rollouts.models.packing import pack_padded, run_packed, use_packed_attention
+from rollouts.models.prepare import use_packed_attention
 from rollouts.models.tokens import describe_tokenizer, explain_token_differences
 from rollouts.rewards.gathering import GatheredReward, gather_calls
 from rollouts.types import Message, Sample, Status

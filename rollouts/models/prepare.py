@@ -1,37 +1,38 @@
-"""Rows packed behind each other, so that a model computes no pad token.
+"""Prepare a model for packed rows: its attention is replaced by one that stays inside a row, and its results are compared.
 
-The rows of a micro-batch become one sequence [1, N] whose position ids restart at each row, and attention stays inside a row. Attention is
-the only part of a transformer that mixes positions, so everything else needs no change. Rows of one length share one batched attention
-call without pads: a micro-batch with few distinct lengths makes few calls. A row of several contexts is packed as if each of them were a
-row.
-
-Attention is causal, over the whole row or a sliding window. use_packed_attention refuses a model that asks for more, instead of dropping
-it: an attention keyword unknown here, or another mask than the one computed.
+Attention is causal, over the whole row or a sliding window. A model that asks for more is refused instead of having it dropped: an
+attention keyword unknown here, or another mask than the one computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from rollouts.batches import find_context_starts
-from rollouts.data.model_limits import find_context_length
+from rollouts.data.model_limits import ModelLimits, find_context_length, read_limits
 from rollouts.errors import ConfigError
+from rollouts.models.forward import (
+    ATTENTION_NAME,
+    USE_ANOTHER,
+    ComputeOutputs,
+    OutputOptions,
+    attend,
+    attend_packed,
+    get_decoder,
+    get_output_layer,
+    name_layer,
+    pack_padded,
+    run_packed,
+)
 from rollouts.models.weights import check_finite_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-ATTENTION_NAME = "rollouts"
-"""Name of attend in transformers' registry."""
 
 PROBE_NAME = "rollouts_probe"
 """Name of attend_probe in transformers' registry: attend, with the masks that the model makes."""
@@ -43,118 +44,46 @@ FARTHEST_MASK = 1 << 20
 """Position up to which masks are read if a model has no context length or a longer one."""
 
 _KINDS = ("full_attention", "sliding_attention")  # layer types that are computed
-_UNRELATED = ("position_ids", "use_cache", "output_router_logits")  # keywords that do not concern attention
 
 
-AttendFn: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor, "float | None", float, "int | None"], Tensor]
-"""f(module, query [B, Hq, N, D], key [B, Hk, N, D], value, scaling, dropout, window) -> [B, N, Hq, D].
+def prepare_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: torch.device,
+    compute_outputs: ComputeOutputs,
+    options: OutputOptions,
+) -> ModelLimits:
+    """Prepare an unsharded model for training, in place: move it, give it our attention, and check it in the dtypes of its passes.
 
-window: most tokens that a token attends to, itself included; None = all before it.
-"""
-
-
-@dataclass(frozen=True, eq=False)
-class PackedRows:
-    """The real tokens of a batch behind each other, in R sequences: the contexts of its rows."""
-
-    tokens: Tensor  # [N] int64
-    position_ids: Tensor  # [N] int64, restarting at each sequence
-    cu_seqlens: Tensor  # [R + 1] int64: sequence r occupies [cu_seqlens[r], cu_seqlens[r + 1])
-    flat_index: Tensor  # [N] int64: position of each packed token in the flattened [B * T] batch
-    shape: tuple[int, int]  # (B, T)
-    same_length: tuple[Tensor, ...]  # for each distinct length L: [S, L] packed positions of its S sequences
-    order: Tensor  # [N] position of each packed token in the concatenation of same_length's entries
-
-    def unpack(self, values: Tensor) -> Tensor:
-        """Unpack [N] -> [B, T], 0 on pads; keeps the gradient."""
-        flat = torch.zeros(self.shape[0] * self.shape[1], dtype=values.dtype, device=values.device)
-        return flat.index_copy(0, self.flat_index, values).view(self.shape)
-
-
-def pack_padded(tokens: Tensor, lengths: Tensor, context_ids: Tensor | None = None) -> PackedRows:
-    """Plan the packing of padded rows.
-
-    Args:
-        tokens: # [B, T] int64, padded on the right.
-        lengths: # [B] int64, at least 1.
-        context_ids: # [B, T] int64, see TrainBatch; None = each row is one context.
-
-    Returns: PackedRows with N = sum of lengths and R = number of contexts in all rows.
+    Returns: limits of its rows.
+    Raises: ConfigError for a model that cannot be trained on packed rows, lacks the head of compute_outputs, or has not this tokenizer's
+        embeddings.
     """
-    rows, width = tokens.shape
-    assert bool((lengths >= 1).all()), f"every row needs at least one token, found lengths {lengths.tolist()}"
-    columns = torch.arange(width, device=tokens.device)
-    flat_index = (columns < lengths[:, None]).flatten().nonzero().squeeze(-1)
-    begins = (columns == 0).expand(rows, width) if context_ids is None else find_context_starts(context_ids)
-    starts = begins.flatten()[flat_index].nonzero().squeeze(-1)  # [R]
-    cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=flat_index.numel())
-    sizes = cu_seqlens.diff()
-    same_length = tuple(
-        starts[sizes == size][:, None] + torch.arange(size, device=tokens.device) for size in sorted(set(cast("list[int]", sizes.tolist())))
-    )
-    gathered = torch.cat([positions.flatten() for positions in same_length])
-    return PackedRows(
-        tokens=tokens.flatten()[flat_index],
-        position_ids=torch.arange(flat_index.numel(), device=tokens.device) - starts.repeat_interleave(sizes),
-        cu_seqlens=cu_seqlens,
-        flat_index=flat_index,
-        shape=(rows, width),
-        same_length=same_length,
-        order=torch.argsort(gathered),
-    )
+    dtype = options.compute_dtype
+    assert dtype in (torch.float32, torch.bfloat16), f"compute_dtype is {dtype}, expected float32 or bfloat16"
+    cast("torch.nn.Module", model).to(device)
+    check_master_weights(model)
+    limits = read_limits(model, tokenizer)
+    use_packed_attention(model)
+    if dtype != torch.float32:
+        use_packed_attention(model, dtype)  # again, in the dtype of the passes
+    check_head(model, compute_outputs, options, device)
+    return limits
 
 
-def attend(
-    module: Any,
-    query: Tensor,  # [1, Hq, N, D]
-    key: Tensor,  # [1, Hk, N, D]
-    value: Tensor,  # [1, Hk, N, D]
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    attend_fn: AttendFn | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attention function that transformers calls in every layer; calls the attend_fn that the model's caller passed.
-
-    Training and decoding share this entry, because two models made from one config object share its attention setting.
-
-    Raises: ConfigError for a keyword that no attend_fn supports, or a mask of the model's own.
-    """
-    assert attend_fn is not None, (
-        f"a model with attention {ATTENTION_NAME!r} was called without attend_fn: it belongs to a backend or engine now. "
-        'Use their methods, or model.set_attn_implementation("sdpa") first'
-    )
-    for name, found in others.items():
-        if found is not None and name not in _UNRELATED and not (name == "is_causal" and found is True):
-            raise ConfigError(_explain_refusal(module, name, found))
-    if attention_mask is not None:
-        raise ConfigError(f"{_name_layer(module)} has a mask of its own, which is not computed here: {_USE_ANOTHER}")
-    return attend_fn(module, query, key, value, scaling, dropout, sliding_window), None
+def check_master_weights(model: torch.nn.Module) -> None:
+    """Assert that all parameters are float32: the optimizer updates these, whatever dtype a pass has."""
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
 
 
-def attend_packed(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None, *, packed: PackedRows
-) -> Tensor:
-    """Causal attention inside each sequence. query: # [1, Hq, N, D]; key, value: # [1, Hk, N, D]. Returns # [1, N, Hq, D]."""
-    grouped = query.shape[1] != key.shape[1]
-    outputs: list[Tensor] = []
-    for positions in packed.same_length:  # [S, L]
-        q, k, v = (x[0][:, positions].transpose(0, 1) for x in (query, key, value))  # [S, H, L, D]
-        length = positions.shape[1]
-        seen = None if window is None or length <= window else _see_window(length, window, query.device)
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=seen is None, scale=scaling, enable_gqa=grouped
-        )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [S * L, Hq, D]
-    return torch.cat(outputs)[packed.order].unsqueeze(0)
-
-
-def _see_window(length: int, window: int, device: torch.device) -> Tensor:
-    """Mark the positions that each one attends to: itself and the window - 1 before it. Returns # [L, L] bool."""
-    whole = torch.ones(length, length, dtype=torch.bool, device=device)
-    return whole.tril() & whole.triu(1 - window)
+def check_head(model: PreTrainedModel, compute_outputs: ComputeOutputs, options: OutputOptions, device: torch.device) -> None:
+    """Raise ConfigError, before anything is trained, if the model lacks the head that compute_outputs reads."""
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    packed = pack_padded(tokens, torch.full((1,), 2, device=device))
+    hidden = torch.zeros((2, model.config.get_text_config().hidden_size), device=device)  # pyright: ignore[reportAttributeAccessIssue]
+    with torch.no_grad():
+        compute_outputs(model, hidden, packed, None, options)
 
 
 class ProbedMasks:
@@ -169,13 +98,13 @@ class ProbedMasks:
         """Raise ConfigError unless a layer's mask is that of causal attention over its window, as far as the model's context goes."""
         if mask is None:  # the model leaves masking to the attention function
             if getattr(module, "is_causal", True) is not True:
-                raise ConfigError(f"{_name_layer(module)} is not causal (is_causal = False). {_USE_ANOTHER}")
+                raise ConfigError(f"{name_layer(module)} is not causal (is_causal = False). {USE_ANOTHER}")
             if window is not None:
-                raise ConfigError(f"{_name_layer(module)} has sliding_window = {window} and no mask for it. {_USE_ANOTHER}")
+                raise ConfigError(f"{name_layer(module)} has sliding_window = {window} and no mask for it. {USE_ANOTHER}")
             return
         sees = cast("Callable[..., Any] | None", getattr(mask, "sees", None))
         if sees is None:  # not made by probe_mask
-            raise ConfigError(f"{_name_layer(module)} changes its attention mask by itself{_quote_fields(self._config)}. {_USE_ANOTHER}")
+            raise ConfigError(f"{name_layer(module)} changes its attention mask by itself{_quote_fields(self._config)}. {USE_ANOTHER}")
         if (id(mask), window) in self._proven:
             return
         columns = torch.arange(self._end, device=mask.device)
@@ -186,8 +115,8 @@ class ProbedMasks:
             if not torch.broadcast_to(sees(zero, zero, zero + row, columns), columns.shape).equal(expected):
                 where = "whole rows" if window is None else f"sliding_window = {window}"
                 raise ConfigError(
-                    f"{_name_layer(module)} attends in another way than causally over {where}: the mask that transformers makes is "
-                    f"different at position {row}{_quote_fields(self._config)}. {_USE_ANOTHER}"
+                    f"{name_layer(module)} attends in another way than causally over {where}: the mask that transformers makes is "
+                    f"different at position {row}{_quote_fields(self._config)}. {USE_ANOTHER}"
                 )
         self._proven.add((id(mask), window))
 
@@ -217,43 +146,6 @@ def native_attention(model: PreTrainedModel) -> Generator[None]:
     _restore_attention(model)
     yield
     model.set_attn_implementation(ATTENTION_NAME)
-
-
-def run_packed(model: PreTrainedModel, packed: PackedRows, attend_fn: AttendFn | None = None, **more: Any) -> Tensor:
-    """Return the last hidden states of packed rows, after the final norm and before the output layer: # [N, H].
-
-    Args:
-        model: prepared by use_packed_attention.
-        attend_fn: attention function for the layers, with the signature of attend_packed without `packed`.
-        more: further keywords for the attention function that transformers calls.
-    """
-    output = cast("Any", get_decoder(model))(
-        input_ids=packed.tokens[None],
-        position_ids=packed.position_ids[None],
-        use_cache=False,
-        attend_fn=attend_fn or partial(attend_packed, packed=packed),
-        **more,
-    )
-    return output.last_hidden_state[0]
-
-
-def get_decoder(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the transformer below the output layer. Raises ConfigError for a model without one."""
-    decoder = getattr(model, model.base_model_prefix, None)
-    if not isinstance(decoder, torch.nn.Module):
-        raise ConfigError(f"{type(model).__name__} has no decoder below its output layer, so log-probs cannot be computed in chunks")
-    return decoder
-
-
-def get_output_layer(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Return weight [V, H] and bias [V] of the output layer. Raises ConfigError if logits are more than one linear layer."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):
-        raise ConfigError(f"{type(model).__name__} has no linear output layer (found {type(head).__name__})")
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(model.config, name, None) not in (None, 0, 1, 1.0):
-            raise ConfigError(f"{type(model).__name__} changes its logits by {name}, which chunked log-probs do not do: use another model")
-    return head.weight, head.bias
 
 
 def use_packed_attention(model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> None:
@@ -328,7 +220,7 @@ def check_layer_kinds(model: PreTrainedModel) -> None:
     if kinds:
         raise ConfigError(
             f"{type(model).__name__} has layers that are not computed here: layer_types of its configuration (model_type "
-            f"{config.model_type!r}) has {', '.join(map(repr, sorted(kinds)))}, and known are {', '.join(_KINDS)}. {_USE_ANOTHER}"
+            f"{config.model_type!r}) has {', '.join(map(repr, sorted(kinds)))}, and known are {', '.join(_KINDS)}. {USE_ANOTHER}"
         )
 
 
@@ -367,9 +259,6 @@ def check_same(found: Tensor, expected: Tensor, what: str, dtype: torch.dtype | 
         )
 
 
-_USE_ANOTHER = "Use another model, or one of this family without that"
-
-
 def _register() -> None:
     """Register the attention functions with transformers; repeating it is harmless."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -387,25 +276,6 @@ def _restore_attention(model: PreTrainedModel) -> None:
             model.set_attn_implementation("sdpa")
         except ValueError:  # only the plain implementation computes this attention
             model.set_attn_implementation("eager")
-
-
-def _name_layer(module: Any) -> str:
-    kind = getattr(getattr(module, "config", None), "model_type", None)
-    index = getattr(module, "layer_idx", None)
-    return f"layer {index} of a model of type {kind!r} ({type(module).__name__})"
-
-
-def _explain_refusal(module: Any, name: str, found: Any) -> str:
-    field = "attn_logit_softcapping" if name == "softcap" else "sinks" if name == "s_aux" else name  # names in configurations
-    value = getattr(getattr(module, "config", None), field, None)
-    shown = (
-        f"{field} = {value!r}"
-        if value is not None
-        else f"{field} (learned, {list(found.shape)})"
-        if isinstance(found, Tensor)
-        else f"{field} = {found!r}"
-    )
-    return f"{_name_layer(module)} asks its attention for {shown}, which is not computed here. {_USE_ANOTHER}"
 
 
 def _quote_fields(config: Any) -> str:
