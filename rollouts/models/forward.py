@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rollouts.batches import map_turns
-from rollouts.data.model_limits import ModelLimits, check_batch
+from rollouts.data.model_limits import ModelLimits
+from rollouts.errors import DataError
 from rollouts.models.outputs import ComputeOutputs, OutputOptions
 from rollouts.models.packing import pack_padded, run_packed
 from rollouts.types import TokenOutputs, TrainBatch
@@ -65,6 +66,22 @@ def check_head(model: PreTrainedModel, compute_outputs: ComputeOutputs, options:
     hidden = torch.zeros((2, model.config.get_text_config().hidden_size), device=device)  # pyright: ignore[reportAttributeAccessIssue]
     with torch.no_grad():
         compute_outputs(model, hidden, packed, None, options)
+
+
+def check_batch(batch: TrainBatch, limits: ModelLimits) -> None:
+    """Raise DataError, with the position in the batch, for the first row beyond the limits of the model."""
+    rows, width = batch.tokens.shape
+    too_long = limits.context_length is not None and width > limits.context_length
+    if not too_long and int(batch.tokens.min()) >= 0 and int(batch.tokens.max()) < limits.num_embeddings:
+        return
+    for i in range(rows):
+        tokens = batch.tokens[i, : int(batch.lengths[i])]
+        longest = len(tokens)
+        if batch.context_ids is not None:  # each context is computed as a sequence of its own
+            longest = int(batch.context_ids[i, : len(tokens)].unique(return_counts=True)[1].max())
+        why = limits.explain(longest, int(tokens.min()), int(tokens.max()))
+        if why is not None:
+            raise DataError(f"row {i} of {rows} of a batch {why}")
 
 
 def admit_batch(batch: TrainBatch, limits: ModelLimits, device: torch.device) -> TrainBatch:

@@ -47,9 +47,9 @@ from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_
 from rollouts.backends.weights.export import export_sharded
 from rollouts.backends.weights.read import describe_model_weights, gather_model_weights, stream_weights
 from rollouts.batches import plan_shards, select_rows
-from rollouts.data.model_limits import check_batch, read_limits
+from rollouts.data.model_limits import read_limits
 from rollouts.errors import BackendError
-from rollouts.models.forward import check_head, move_batch, run_rows, training_mode
+from rollouts.models.forward import check_batch, check_head, move_batch, run_rows, training_mode
 from rollouts.models.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
 from rollouts.models.packing import use_packed_attention
 from rollouts.models.tokens import TokenSpec, describe_tokens
