@@ -21,8 +21,8 @@ from rollouts.errors import DataError
 from rollouts.types import RewardComponents, Sample, TrainBatch, Turns
 
 
-def collate_turns(samples: Sequence[Sample], width: int) -> Turns | None:
-    """Return the turns of B samples; None if no sample has any (Sample.turns None in all of them).
+def collate_turns(samples: Sequence[Sample], width: int) -> Turns:
+    """Return the turns of B samples.
 
     Equal state keys get equal ids, numbered in the order of first appearance over the whole batch. A turn with state None gets an id of
     its own. A sample without turns has a row without turns.
@@ -36,8 +36,6 @@ def collate_turns(samples: Sequence[Sample], width: int) -> Turns | None:
     Raises: DataError for a turn's reward that is not finite.
     Asserts: turns do not overlap and lie inside the sample's tokens, and no context begins inside a turn.
     """
-    if all(sample.turns is None for sample in samples):
-        return None
     num_turns = max(len(sample.turns or ()) for sample in samples)
     ids = [[-1] * width for _ in samples]
     states = [[-1] * num_turns for _ in samples]
@@ -69,10 +67,8 @@ def _check_turns(sample: Sample) -> None:
         position = turn.end
 
 
-def collate_context_ids(samples: Sequence[Sample], width: int) -> Tensor | None:
-    """Return the context of each token, numbered from 0 in each row, 0 behind its end; None if every sample is one context. # [B, T]."""
-    if not any(sample.context_starts for sample in samples):
-        return None
+def collate_context_ids(samples: Sequence[Sample], width: int) -> Tensor:
+    """Return the context of each token, numbered from 0 in each row, 0 behind its end. # [B, T]."""
     ids = torch.zeros(len(samples), width, dtype=torch.int64)
     for row, sample in enumerate(samples):
         for start in sample.context_starts:
@@ -136,13 +132,13 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
         group_ids=torch.tensor([group_ids[s.group_index] for s in samples], dtype=torch.int64),
         trainable=torch.tensor([any(value > 0 for value in mask) for mask in masks]),
         rollout_log_probs=_optional_column(samples, "rollout_log_probs", 0.0, torch.float32),
-        segment_log_probs=_segment_column(samples),
-        segment_mask=_segment_mask(samples),
+        segment_log_probs=_segment_column(samples) if any(s.segment_log_probs is not None for s in samples) else None,
+        segment_mask=_segment_mask(samples) if any(s.segment_versions is not None for s in samples) else None,
         weight_versions=_optional_column(samples, "weight_versions", -1, torch.int64),
         temperatures=None if all(t == 1.0 for t in temperatures) else torch.tensor(temperatures, dtype=torch.float32),
-        context_ids=collate_context_ids(samples, width),
-        turns=collate_turns(samples, width),
-        reward_components=_collate_components(samples),
+        context_ids=collate_context_ids(samples, width) if any(s.context_starts for s in samples) else None,
+        turns=collate_turns(samples, width) if any(s.turns is not None for s in samples) else None,
+        reward_components=_collate_components(samples) if any(s.reward_details is not None for s in samples) else None,
     )
 
 
@@ -176,15 +172,11 @@ def _optional_column(samples: Sequence[Sample], name: str, pad: float, dtype: to
 
 
 def _segment_column(samples: Sequence[Sample]) -> Tensor | None:
-    if all(sample.segment_log_probs is None for sample in samples):
-        return None
     filled = [replace(s, segment_log_probs=s.segment_log_probs or s.rollout_log_probs) for s in samples]
     return _optional_column(filled, "segment_log_probs", 0.0, torch.float32)
 
 
-def _segment_mask(samples: Sequence[Sample]) -> Tensor | None:
-    if all(sample.segment_versions is None for sample in samples):
-        return None
+def _segment_mask(samples: Sequence[Sample]) -> Tensor:
     rows = [[v >= 0 for v in s.segment_versions] if s.segment_versions is not None else [False] * len(s.tokens) for s in samples]
     return _pad_rows(rows, False, torch.bool)
 

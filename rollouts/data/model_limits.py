@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from rollouts.errors import ConfigError, DataError
-from rollouts.types import Sample, TrainBatch
+from rollouts.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -92,22 +92,6 @@ def check_samples(samples: Iterable[Sample], limits: ModelLimits | None, what: s
         why = explain_sample(sample, cast("ModelLimits", limits))
         if why is not None:
             raise DataError(f"{what} {i} {why}")
-
-
-def check_batch(batch: TrainBatch, limits: ModelLimits) -> None:
-    """Raise DataError, with the position in the batch, for the first row beyond the limits of the model."""
-    rows, width = batch.tokens.shape
-    too_long = limits.context_length is not None and width > limits.context_length
-    if not too_long and int(batch.tokens.min()) >= 0 and int(batch.tokens.max()) < limits.num_embeddings:
-        return
-    for i in range(rows):
-        tokens = batch.tokens[i, : int(batch.lengths[i])]
-        longest = len(tokens)
-        if batch.context_ids is not None:  # each context is computed as a sequence of its own
-            longest = int(batch.context_ids[i, : len(tokens)].unique(return_counts=True)[1].max())
-        why = limits.explain(longest, int(tokens.min()), int(tokens.max()))
-        if why is not None:
-            raise DataError(f"row {i} of {rows} of a batch {why}")
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, num_embeddings: int, where: str) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from rollouts.checks import describe_function, is_finite, require_flag, show_value
-from rollouts.errors import DataError, GenerationError, RewardError
+from rollouts.errors import DataError, EngineProtocolError, GenerationError, RewardError
 from rollouts.types import Completion, FilterFn, Group, Message, Prompt, RolloutBatch, Sample, Status
 
 
@@ -350,3 +350,37 @@ def convert_to_batch(samples: Iterable[Sample], metadata: Mapping[str, Any] | No
                 f"{describe_sample(sample)} has {len(sample.tokens)} tokens and status {sample.status.value}: it cannot be trained on"
             )
     return RolloutBatch(samples=ordered, metadata=build_batch_metadata(ordered, metadata))
+
+
+def check_versions(samples: Iterable[Sample], newest_version: int) -> None:
+    """Refuse samples of a weight version that never existed.
+
+    Args:
+        samples: samples without weight_versions and baselines are skipped.
+        newest_version: newest version that any engine can have sampled with.
+
+    Raises: EngineProtocolError for a trained token of a later version.
+    """
+    for sample in samples:
+        newest = max(find_trained_versions(sample), default=0) if sample.weight_versions is not None else 0
+        if newest > newest_version:
+            raise EngineProtocolError(
+                f"{describe_sample(sample)} has tokens of weight version {newest}, but the engines were given none after {newest_version}: "
+                "an engine serves weights that this run never made, and nobody can say how old its tokens are. Another program updates it, "
+                "or it has the weights of an earlier run: start it again or sync the weights before the first rollout, and let one run "
+                "alone update an engine"
+            )
+
+
+def count_token_ages(samples: Iterable[Sample], current_version: int) -> dict[int, int]:
+    """Return a mapping from versions behind to the number of trained tokens of that age, in the order of age."""
+    ages = Counter(current_version - version for sample in samples for version in find_trained_versions(sample))
+    return dict(sorted(ages.items()))
+
+
+def find_trained_versions(sample: Sample) -> list[int]:
+    """Return the weight version of each trained token that the policy sampled; none for a baseline."""
+    assert sample.weight_versions is not None, f"{describe_sample(sample)} has no weight_versions"
+    if not sample.trainable:  # a baseline may be of any age: only its reward is used
+        return []
+    return [version for version, mask in zip(sample.weight_versions, sample.loss_mask, strict=True) if mask > 0 and version >= 0]

@@ -1,12 +1,10 @@
-"""Staleness of samples: the number of weight versions that they are behind, and which are too old. Pure functions."""
+"""Staleness of samples: which are too many weight versions behind, and a summary for the metrics. Pure functions."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
-from rollouts.data.samples import describe_sample
-from rollouts.errors import EngineProtocolError
+from rollouts.data.samples import count_token_ages, find_trained_versions
 from rollouts.types import Group, Sample
 
 
@@ -20,7 +18,7 @@ def compute_staleness(sample: Sample, current_version: int) -> int:
         sample: with weight_versions; trained tokens (loss_mask > 0) of versions >= 0 count.
         current_version: version of the weights that train or generate now.
     """
-    versions = _trained_versions(sample)
+    versions = find_trained_versions(sample)
     if not versions:
         return 0
     return current_version - (max(versions) if sample.recompute_version < 0 else min(versions))
@@ -33,7 +31,7 @@ def compute_allowed_staleness(sample: Sample, max_staleness: int | None) -> int:
         sample: as in compute_staleness.
         max_staleness: limit of the run; None = 1.
     """
-    if sample.recompute_version < 0 or max_staleness is None or not _trained_versions(sample):
+    if sample.recompute_version < 0 or max_staleness is None or not find_trained_versions(sample):
         return 1
     return max(1, max_staleness)
 
@@ -55,32 +53,6 @@ def drop_stale_groups(
     return tuple(kept), tuple(dropped)
 
 
-def count_token_ages(samples: Iterable[Sample], current_version: int) -> dict[int, int]:
-    """Return a mapping from versions behind to the number of trained tokens of that age, in the order of age."""
-    ages = Counter(current_version - version for sample in samples for version in _trained_versions(sample))
-    return dict(sorted(ages.items()))
-
-
-def check_versions(samples: Iterable[Sample], newest_version: int) -> None:
-    """Refuse samples of a weight version that never existed.
-
-    Args:
-        samples: samples without weight_versions and baselines are skipped.
-        newest_version: newest version that any engine can have sampled with.
-
-    Raises: EngineProtocolError for a trained token of a later version.
-    """
-    for sample in samples:
-        newest = max(_trained_versions(sample), default=0) if sample.weight_versions is not None else 0
-        if newest > newest_version:
-            raise EngineProtocolError(
-                f"{describe_sample(sample)} has tokens of weight version {newest}, but the engines were given none after {newest_version}: "
-                "an engine serves weights that this run never made, and nobody can say how old its tokens are. Another program updates it, "
-                "or it has the weights of an earlier run: start it again or sync the weights before the first rollout, and let one run "
-                "alone update an engine"
-            )
-
-
 def summarize_staleness(samples: Iterable[Sample], version: int) -> dict[str, float]:
     """Return staleness_mean, staleness_max and staleness_<k>, the fraction of trained tokens that are k versions behind.
 
@@ -92,10 +64,3 @@ def summarize_staleness(samples: Iterable[Sample], version: int) -> dict[str, fl
         return {}
     mean = sum(age * n for age, n in ages.items()) / total
     return {"staleness_mean": mean, "staleness_max": float(max(ages)), **{f"staleness_{age}": n / total for age, n in ages.items()}}
-
-
-def _trained_versions(sample: Sample) -> list[int]:
-    assert sample.weight_versions is not None, f"{describe_sample(sample)} has no weight_versions"
-    if not sample.trainable:  # a baseline may be of any age: only its reward is used
-        return []
-    return [version for version, mask in zip(sample.weight_versions, sample.loss_mask, strict=True) if mask > 0 and version >= 0]

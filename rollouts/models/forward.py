@@ -23,8 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollouts.algorithms.logprobs import chunked_log_probs, shift_packed
 from rollouts.batches import find_context_starts, map_turns
-from rollouts.data.model_limits import ModelLimits, check_batch
-from rollouts.errors import ConfigError
+from rollouts.data.model_limits import ModelLimits
+from rollouts.errors import ConfigError, DataError
 from rollouts.types import TokenOutputs, TrainBatch
 
 if TYPE_CHECKING:
@@ -88,6 +88,22 @@ def run_rows(model: PreTrainedModel, batch: TrainBatch, compute_outputs: Compute
     with torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=options.compute_dtype == torch.bfloat16):
         hidden = run_packed(model, packed)  # [N, H]
     return compute_outputs(model, hidden, packed, batch.temperatures, options)
+
+
+def check_batch(batch: TrainBatch, limits: ModelLimits) -> None:
+    """Raise DataError, with the position in the batch, for the first row beyond the limits of the model."""
+    rows, width = batch.tokens.shape
+    too_long = limits.context_length is not None and width > limits.context_length
+    if not too_long and int(batch.tokens.min()) >= 0 and int(batch.tokens.max()) < limits.num_embeddings:
+        return
+    for i in range(rows):
+        tokens = batch.tokens[i, : int(batch.lengths[i])]
+        longest = len(tokens)
+        if batch.context_ids is not None:  # each context is computed as a sequence of its own
+            longest = int(batch.context_ids[i, : len(tokens)].unique(return_counts=True)[1].max())
+        why = limits.explain(longest, int(tokens.min()), int(tokens.max()))
+        if why is not None:
+            raise DataError(f"row {i} of {rows} of a batch {why}")
 
 
 def admit_batch(batch: TrainBatch, limits: ModelLimits, device: torch.device) -> TrainBatch:

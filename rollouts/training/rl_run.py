@@ -22,8 +22,7 @@ from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
 from rollouts.config import RLTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.data.prompts import DataBuffer
-from rollouts.data.samples import select_trainable, with_reward
-from rollouts.data.staleness import check_versions
+from rollouts.data.samples import check_versions, select_trainable, with_reward
 from rollouts.engines.protocol import (
     EngineFeature,
     InferenceEngine,

@@ -11,8 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollouts.data.samples import select_trainable
-from rollouts.data.staleness import count_token_ages
+from rollouts.data.samples import count_token_ages, select_trainable
 from rollouts.outcomes import EpisodeOutcome, Failure, StopReason
 from rollouts.types import RolloutBatch, Sample, Status
 

@@ -23,15 +23,8 @@ from rollouts.asynchronous.capacity import (
     with_rejected,
     with_submitted,
 )
-from rollouts.data.staleness import (
-    check_versions,
-    compute_allowed_staleness,
-    compute_staleness,
-    count_token_ages,
-    drop_stale_groups,
-    is_too_stale,
-    summarize_staleness,
-)
+from rollouts.data.samples import check_versions, count_token_ages
+from rollouts.data.staleness import compute_allowed_staleness, compute_staleness, drop_stale_groups, is_too_stale, summarize_staleness
 from rollouts.errors import EngineProtocolError
 from rollouts.types import Sample
 

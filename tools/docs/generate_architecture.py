@@ -64,9 +64,11 @@ READING_ORDER = (
     Stop("rollouts/data/collate.py", "Ragged samples become tensors of [rows, tokens].", ("collate_samples",)),
     Stop("rollouts/engines/protocol.py", "The four methods that an inference engine has, and what else it may offer."),
     Stop("rollouts/generation/single_turn.py", "A prompt becomes a group of samples."),
+    Stop("rollouts/generation/contract.py", "The group of a generate function is checked.", ("bind_generate_fn", "check_generated_group")),
+    Stop("rollouts/rewards/evaluate.py", "Each sample of a group gets its reward.", ("score_group",)),
     Stop(
         "rollouts/generation/manager.py",
-        "Groups are generated, scored and filtered until they make a rollout batch.",
+        "Groups race, and are filtered, until they make a rollout batch.",
         ("AsyncRolloutManager",),
     ),
     Stop("rollouts/backends/protocol.py", "The five methods that a training backend has."),
@@ -79,6 +81,7 @@ READING_ORDER = (
     ),
     Stop("rollouts/training/rollout_batch.py", "One rollout batch becomes optimizer steps: columns, estimate, minibatches."),
     Stop("rollouts/training/steps.py", "A minibatch becomes micro-batches, their gradient and one update.", ("submit_optimizer_step",)),
+    Stop("rollouts/training/weight_sync.py", "The new weights reach every engine.", ("publish_weights", "sync_weights_in_memory")),
 )  # fmt: skip
 
 

@@ -47,9 +47,18 @@ from rollouts.backends.protocol import BackendFeature, Future, OutputFn, collect
 from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_values, init_distributed
 from rollouts.backends.weights.export import export_sharded
 from rollouts.batches import plan_shards, select_rows
-from rollouts.data.model_limits import check_batch, read_limits
+from rollouts.data.model_limits import read_limits
 from rollouts.errors import BackendError
-from rollouts.models.forward import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs, move_batch, run_rows, training_mode
+from rollouts.models.forward import (
+    ComputeOutputs,
+    OutputOptions,
+    check_batch,
+    compute_log_probs,
+    describe_outputs,
+    move_batch,
+    run_rows,
+    training_mode,
+)
 from rollouts.models.prepare import check_head, check_master_weights, use_packed_attention
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import base_weights, check_weights_fit, describe_model_weights, gather_model_weights, stream_weights

@@ -13,7 +13,7 @@ from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.lora.adapters import adapters_off
 from rollouts.backends.protocol import BackendFeature, Future, OutputFn, find_outputs, find_token_spec, get_backend_features
 from rollouts.backends.ranks.group import RankGroup
-from rollouts.data.model_limits import check_batch
+from rollouts.models.forward import check_batch
 from rollouts.models.tokens import TokenSpec
 from rollouts.types import LossFn, TrainBatch
 from rollouts.weight_specs import WeightSpec
