@@ -35,8 +35,8 @@ from rollouts.engines.http.checks import ServerInfo
 from rollouts.engines.http.requests import WireRequest
 from rollouts.engines.launch.commands import ServerConfig
 from rollouts.engines.launch.servers import launch_server
-from rollouts.engines.sglang.engine import SGLangEngine, create_sample_ids
-from rollouts.engines.sglang.protocol import sglang_payload, sglang_sampling_params
+from rollouts.engines.sglang.engine import SGLangEngine
+from rollouts.engines.sglang.protocol import create_sample_ids, sglang_payload, sglang_sampling_params
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.engines.vllm.protocol import GENERATE, vllm_payload
 from rollouts.engines.weights.checkpoint_check import read_eos_token_ids

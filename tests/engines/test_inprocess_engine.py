@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import trio
 
 from rollouts.algorithms.logprobs import gather_log_probs
 from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.engines.inprocess import engine as inprocess_module
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.slots import SlotModel
 from rollouts.engines.text.batch import generate_texts
@@ -297,3 +299,10 @@ async def test_a_step_that_fails_raises_in_its_caller_and_loses_nobody_else(monk
             for i in range(6):
                 nursery.start_soon(one, i)
     assert sorted(outcomes) == ["answered"] * 5 + ["raised"]
+
+
+def test_an_engine_in_this_process_uses_nothing_of_servers():
+    files = sorted(Path(inprocess_module.__file__).parent.glob("*.py"))
+    assert len(files) > 2
+    rooms = ("http", "sglang", "vllm", "launch", "fleet")
+    assert not [(path.name, room) for path in files for room in rooms if f"rollouts.engines.{room}" in path.read_text()]

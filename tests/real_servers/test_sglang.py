@@ -460,7 +460,7 @@ async def test_a_load_that_fails_on_the_server_is_undone(sglang_server, weights,
             nursery.start_soon(one)
             await clock.wait_for(20)
             with pytest.raises(EngineError, match=r"Failed to get weights iterator.*goes on with the weights that it had before"):
-                await engine._get_weights().load_directory(tmp_path / "elsewhere", version + 1)
+                await engine.weights._get_transaction().load_directory(tmp_path / "elsewhere", version + 1)
         assert set(found[0].output_versions) == {version}
         assert await difference_to_trainer(found, {version: weights[0]}) < TOLERANCE
         await check_alive(engine, weights[0])

@@ -586,7 +586,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("engines/test_http_retries.py::test_a_lost_answer_is_asked_for_again_only_where_twice_is_the_same_as_once",),
     ),
     Mutation(
-        "engines/sglang/engine.py",
+        "engines/sglang/generation.py",
         "an abort of all requests ends those of other clients",
         '{"rid": one}, idempotent=True',
         '{"rid": one, "abort_all": True}, idempotent=True',

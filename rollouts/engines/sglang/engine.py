@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,44 +12,24 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import httpx
-import trio
 from torch import Tensor
 
 from rollouts.engines.http.checks import ServerInfo, check_request
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
-from rollouts.engines.http.requests import RequestsInFlight, Send, WireRequest
-from rollouts.engines.http.samples import Generated
+from rollouts.engines.http.requests import RequestsInFlight, Send
 from rollouts.engines.http.scoring import check_scoring, score_tokens
 from rollouts.engines.protocol import EngineFeature
 from rollouts.engines.sglang.control import SGLangWeights
 from rollouts.engines.sglang.facts import MeasuredKind, ask_facts, read_facts
-from rollouts.engines.sglang.protocol import (
-    LOWEST_TEMPERATURE,
-    PauseMode,
-    SGLangServer,
-    create_sample_ids,
-    parse_prompt_log_probs,
-    parse_server_info,
-    parse_sglang_event,
-    parse_sglang_response,
-    prompt_log_probs_payload,
-    sglang_payload,
-    sglang_sampling_params,
-)
+from rollouts.engines.sglang.generation import OnTokens, SGLangGeneration
+from rollouts.engines.sglang.protocol import LOWEST_TEMPERATURE, PauseMode, SGLangServer, parse_prompt_log_probs, parse_server_info
 from rollouts.engines.weights.checkpoint_check import CheckpointLayout
 from rollouts.engines.weights.path_map import PathMap
 from rollouts.engines.weights.server_weights import ServerWeights
 from rollouts.engines.weights.transaction import ServerControls
-from rollouts.errors import EngineError, EngineProtocolError, EngineRequestError, raise_single_errors
-from rollouts.seeds import derive_seed
+from rollouts.errors import EngineError, EngineRequestError
 from rollouts.types import Completion, SamplingParams
 from rollouts.weight_specs import WeightSpec, describe_weights, plan_weights
-
-_ABORTS_AT_ONCE = 16
-
-
-OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-"""Called with new tokens and their log-probs."""
 
 
 class SGLangEngine:
@@ -121,10 +101,10 @@ class SGLangEngine:
             log_prob_kind=log_prob_kind,
             paths=paths,
         )
-        self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
-        self._num_samples: dict[str, int] = {}  # samples of each wire id in flight
+        self._generation = SGLangGeneration(self.name, self._server, self._get_facts)
+        self._requests = RequestsInFlight(self.name, self._generation.abort, initial_version=initial_version, resends=in_flight == "abort")
         pause_mode: PauseMode = "retract" if in_flight == "continue" else "abort"
-        self._routes = routes = SGLangWeights(self.name, self._server, pause_mode, lambda: len(self._num_samples), paths)
+        self._routes = routes = SGLangWeights(self.name, self._server, pause_mode, self._generation.count_in_flight, paths)
         controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
         self.weights = ServerWeights(self._requests, controls, paths, reference, allow_cast=allow_cast)
         self._facts: SGLangServer | None = None
@@ -158,7 +138,7 @@ class SGLangEngine:
         self, prompt_tokens: Sequence[int], params: SamplingParams, n: int, *, request_id: str | None = None
     ) -> tuple[Completion, ...]:
         """Sample n completions of one prompt in one request, aborted as one. Raises as generate."""
-        return await self._run(prompt_tokens, params, n, request_id, self._send)
+        return await self._run(prompt_tokens, params, n, request_id, self._generation.send)
 
     async def generate_streaming(
         self, prompt_tokens: Sequence[int], params: SamplingParams, on_tokens: OnTokens, *, request_id: str | None = None
@@ -168,7 +148,7 @@ class SGLangEngine:
         """
         if self._get_facts().streams_deltas:
             raise EngineError(f"{self.name} runs with --incremental-streaming-output, whose streams this client does not read")
-        (completion,) = await self._run(prompt_tokens, params, 1, request_id, partial(self._send_streaming, on_tokens))
+        (completion,) = await self._run(prompt_tokens, params, 1, request_id, partial(self._generation.send_streaming, on_tokens))
         return completion
 
     async def _run(
@@ -212,64 +192,7 @@ class SGLangEngine:
         if start_index == len(input_tokens):
             return ()
         parse = partial(parse_prompt_log_probs, tokens=input_tokens, start_index=start_index, vocab_size=vocab_size)
-        return await score_tokens(self._requests, partial(self._score, input_tokens, start_index), parse)
-
-    async def _send(self, request: WireRequest) -> Sequence[Generated]:
-        if self._is_used_up(request):
-            return [Generated((), (), (), "length")] * request.n
-        with self._in_flight_as(request) as ids:
-            return parse_sglang_response(await self._server.post_json("/generate", self._create_payload(request, ids)), ids)
-
-    async def _send_streaming(self, on_tokens: OnTokens, request: WireRequest) -> Sequence[Generated]:
-        if self._is_used_up(request):
-            return [Generated((), (), (), "length")]
-        num_heard, whole = 0, None
-        with self._in_flight_as(request) as ids:
-            async with self._server.stream_events("/generate", {**self._create_payload(request, ids), "stream": True}) as events:
-                async for event in events:
-                    tokens, log_probs, whole = parse_sglang_event(event, ids[0])
-                    if len(tokens) > num_heard:
-                        on_tokens(tokens[num_heard:], log_probs[num_heard:])
-                        num_heard = len(tokens)
-        if whole is None:
-            raise EngineProtocolError(f"{self.name} ended the stream of {ids[0]} without a finish reason")
-        return [whole]
-
-    def _is_used_up(self, request: WireRequest) -> bool:
-        """Whether an abort left no room in the context or the budget to continue."""
-        return len(request.tokens) > self._get_facts().max_prompt or request.params.max_tokens < 1
-
-    @contextmanager
-    def _in_flight_as(self, request: WireRequest) -> Generator[list[str]]:
-        """Register the request's samples for aborts during the block. Yields their ids."""
-        self._num_samples[request.wire_id] = request.n
-        try:
-            yield create_sample_ids(request.wire_id, request.n)
-        finally:
-            del self._num_samples[request.wire_id]
-
-    def _create_payload(self, request: WireRequest, ids: Sequence[str]) -> dict[str, Any]:
-        params, seeded = request.params, self._get_facts().info.honors_seeds
-        seeds = [params.seed if params.seed is None or request.n == 1 else derive_seed(params.seed, i) for i in range(request.n)]
-        return sglang_payload([request.tokens] * request.n, [sglang_sampling_params(params.new(seed=s), seeded=seeded) for s in seeds], ids)
-
-    async def _score(self, tokens: Sequence[int], start_index: int, wire_id: str) -> Any:
-        return await self._server.post_json("/generate", prompt_log_probs_payload(tokens, start_index, wire_id))
-
-    async def _abort_on_server(self, wire_ids: Sequence[str]) -> None:
-        # not abort_all, which would end the requests of other clients; and not one abort for all samples by their common prefix: the server
-        # drops an id that is not itself alive
-        ids = [one for wire_id in wire_ids for one in create_sample_ids(wire_id, self._num_samples.get(wire_id, 0))]
-        places = trio.CapacityLimiter(_ABORTS_AT_ONCE)
-
-        async def abort(one: str) -> None:
-            async with places:
-                await self._server.post_text("/abort_request", {"rid": one}, idempotent=True)
-
-        with raise_single_errors():
-            async with trio.open_nursery() as nursery:
-                for one in ids:
-                    nursery.start_soon(abort, one)
+        return await score_tokens(self._requests, partial(self._generation.score, input_tokens, start_index), parse)
 
     # -- weights
 
