@@ -17,8 +17,8 @@ import pytest
 import torch
 import trio
 import trio.testing
-from engine_recordings import read_events
-from server_waits import PATIENCE_S, wait_for_tokens, wait_until
+from engine_recordings import open_client, read_events
+from server_waits import wait_for_requests, wait_for_tokens, wait_until
 from torch.nn.functional import log_softmax
 
 from rollouts.chat.char_tokenizer import create_char_tokenizer
@@ -136,9 +136,7 @@ class Client:
         return "/collective_rpc" if self.is_vllm else "/update_weights_from_disk"
 
     async def wait_for_requests(self, path: str, count: int) -> None:
-        """Until so many requests have come, and whatever they can do at once is done."""
-        await wait_until(lambda: self.server.count(path) >= count)
-        await trio.testing.wait_all_tasks_blocked(0.01)
+        await wait_for_requests(self.server, path, count)
 
     def hold_tokens(self, count: int) -> None:
         self.server.scheduler.hold_tokens(count)
@@ -156,10 +154,9 @@ SETTINGS_OF = {FakeSGLangServer: SGLangSettings, FakeVLLMServer: VLLMSettings}
 @asynccontextmanager
 async def serve(kind: type, model: Any, settings: Any = None, **options: Any) -> AsyncIterator[Client]:
     """A server, both kinds with a prefix cache that takes single tokens."""
-    limits = httpx.Limits(max_keepalive_connections=0)
     settings = settings or SETTINGS_OF[kind]()
     server = kind(model, replace(settings, block_size=1) if kind is FakeVLLMServer else settings, **options)
-    async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False, timeout=PATIENCE_S, limits=limits) as http:
+    async with server, open_client(server.url) as http:
         yield Client(server, http)
 
 
