@@ -13,7 +13,8 @@ Delays are trio sleeps, so under the autojump clock of pytest-trio a test of sec
             nursery.start_soon(engine.generate, (4,), SamplingParams())
         assert trio.current_time() == 3.0
 
-FakeSGLangServer and FakeVLLMServer are whole servers on a loopback socket (docs/testing.md); their module is rollouts.testing.servers.
+FakeSGLangServer and FakeVLLMServer are whole servers on a loopback socket (docs/testing.md), started with the options of SGLangSettings and
+VLLMSettings; their module is rollouts.testing.servers.
 
 Both FakeEngine and FakeBackend record their calls in `calls`. Pass them the same list to see the order of calls between them.
 """

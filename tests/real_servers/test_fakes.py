@@ -6,7 +6,6 @@ Questions are asked in their order, because some change what the server knows.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers import AutoTokenizer
 from rollouts.testing import FakeSGLangServer, FakeVLLMServer, SGLangSettings, VLLMSettings, create_tiny_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from engine_recordings import Seen, compare, read_events
+from engine_recordings import Seen, ask, compare, open_client
 
 TOLERANCE = 1e-4
 PATIENCE_S = 120.0  # a busy server takes its time, most of all to describe itself
@@ -195,22 +194,15 @@ def index_of(event: Any) -> int:
     return event.get("index", 0) if choices is None else choices[0]["index"] if choices else 1000
 
 
-async def ask(client: httpx.AsyncClient, method: str, path: str, body: Any) -> Seen:
-    headers = {"content-type": "application/json"} if body is not None else {}
-    try:
-        response = await client.request(method, path, content=None if body is None else json.dumps(body), headers=headers)
-    except httpx.TransportError:
-        return Seen(None)
-    kind = response.headers.get("content-type")
-    if (kind or "").startswith("text/event-stream"):
-        return Seen(response.status_code, kind, events=tuple(sorted(read_events(response.text), key=index_of)))
-    return Seen(response.status_code, kind, response.json() if kind == "application/json" else response.text)
+async def ask_in_order(client: httpx.AsyncClient, method: str, path: str, body: Any) -> Seen:
+    """The answer to a question; events of several samples in the order of their samples."""
+    seen = await ask(client, method, path, body)
+    return seen if seen.events is None else replace(seen, events=tuple(sorted(seen.events, key=index_of)))
 
 
 async def ask_all(url: str, questions: dict[str, tuple[str, str, Any]]) -> dict[str, Seen]:
-    limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=PATIENCE_S, limits=limits) as client:
-        return {name: await ask(client, *question) for name, question in questions.items()}
+    async with open_client(url) as client:
+        return {name: await ask_in_order(client, *question) for name, question in questions.items()}
 
 
 def numbers_of(value: Any, key: str = "") -> list[float]:

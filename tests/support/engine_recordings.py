@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 from needs import ENGINES_VARIABLE, named_directory
+from safetensors.torch import load_file, save_file
+from server_waits import PATIENCE_S
+
+from rollouts.testing import ScriptedModel
 
 SHIPPED = Path(__file__).parents[1] / "data" / "engines"
 """vllm.json and sglang.json: name -> recording, the smaller ones of the collection."""
@@ -42,6 +49,70 @@ class Seen:
     content_type: str | None = None
     body: Any = None
     events: tuple[Any, ...] | None = None  # of a stream
+
+
+def create_seen(status: int | None, content_type: str | None, body: Any) -> Seen:
+    """An answer of these parts; the body of a stream is its text."""
+    if (content_type or "").startswith("text/event-stream"):
+        return Seen(status, content_type, events=read_events(body))
+    return Seen(status, content_type, body)
+
+
+def open_client(url: str, *, keeps_connections: bool = False) -> httpx.AsyncClient:
+    """A client of a server, by default with a connection for each request."""
+    limits = httpx.Limits(max_keepalive_connections=1 if keeps_connections else 0)
+    return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=PATIENCE_S, limits=limits)
+
+
+async def ask(client: httpx.AsyncClient, method: str, path: str, body: Any, params: Any = None, headers: Any = None) -> Seen:
+    """Send a request and read its answer; a body that is a text is sent as it is."""
+    content = None if body is None else body if isinstance(body, str) else json.dumps(body)
+    headers = {"content-type": "application/json", **(headers or {})} if content is not None else headers
+    try:
+        response = await client.request(method, path, content=content, params=params, headers=headers)
+    except httpx.TransportError:
+        return Seen(None)
+    content_type = response.headers.get("content-type")
+    return create_seen(response.status_code, content_type, response.json() if content_type == "application/json" else response.text)
+
+
+def with_paths(body: Any, directories: Path) -> Any:
+    """A body that names checkpoints where they are here instead of below /models."""
+    here = f'"{directories}/'
+    return body.replace('"/models/', here) if isinstance(body, str) else json.loads(json.dumps(body).replace('"/models/', here))
+
+
+def save_checkpoints(
+    root: Path, model: Any, first: str, copies: Iterable[str], *, narrow: str, truncated: str, part: tuple[str, str]
+) -> None:
+    """Save a model under several names.
+
+    Args:
+        narrow: checkpoint in which a weight has a wrong shape.
+        truncated: checkpoint whose file ends in the middle.
+        part: checkpoint that lacks some weights, and what is in their names.
+    """
+    model.save_pretrained(root / first)
+    for name in (*copies, narrow, truncated, part[0]):
+        shutil.copytree(root / first, root / name)
+    file = "model.safetensors"
+    weights = load_file(root / first / file)
+    narrowed = {name: value[:-1].clone() if "layers.1.mlp.down_proj" in name else value for name, value in weights.items()}
+    save_file(narrowed, root / narrow / file)
+    whole = (root / first / file).read_bytes()
+    (root / truncated / file).write_bytes(whole[: len(whole) // 2])
+    save_file({name: value for name, value in weights.items() if part[1] not in name}, root / part[0] / file)
+
+
+def repeat_tokens(tokens: Sequence[int]) -> ScriptedModel:
+    """A model that says these tokens again and again."""
+    return ScriptedModel(lambda prompt, i, loads, seed: (tokens[i % len(tokens)], -4.5))
+
+
+def check_collection(kind: str, recordings: Mapping[str, Any], at_least: int) -> None:
+    """Fail if these are fewer recordings than there are, or not those that come with the tests."""
+    assert len(recordings) >= at_least
+    assert all(recordings[name] == recording for name, recording in load_selection(kind).items())
 
 
 # fields whose values must be those recorded; elsewhere only types must

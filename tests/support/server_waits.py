@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import trio
+import trio.testing
 
 from rollouts.testing import FakeSGLangServer, FakeVLLMServer
 
@@ -16,6 +17,12 @@ async def wait_until(condition: Callable[[], bool]) -> None:
     with trio.fail_after(PATIENCE_S):
         while not condition():
             await trio.sleep(0.002)
+
+
+async def wait_for_requests(server: FakeSGLangServer | FakeVLLMServer, path: str, count: int) -> None:
+    """Until so many requests have come, and whatever they can do at once is done."""
+    await wait_until(lambda: server.count(path) >= count)
+    await trio.testing.wait_all_tasks_blocked(0.01)
 
 
 async def wait_for_tokens(server: FakeSGLangServer | FakeVLLMServer, count: int, num_sequences: int = 1) -> None:

@@ -17,8 +17,8 @@ import pytest
 import torch
 import trio
 import trio.testing
-from engine_recordings import read_events
-from server_waits import PATIENCE_S, wait_for_tokens, wait_until
+from engine_recordings import open_client, read_events
+from server_waits import wait_for_requests, wait_for_tokens, wait_until
 from torch.nn.functional import log_softmax
 
 from rollouts.chat.char_tokenizer import create_char_tokenizer
@@ -136,9 +136,7 @@ class Client:
         return "/collective_rpc" if self.is_vllm else "/update_weights_from_disk"
 
     async def wait_for_requests(self, path: str, count: int) -> None:
-        """Until so many requests have come, and whatever they can do at once is done."""
-        await wait_until(lambda: self.server.count(path) >= count)
-        await trio.testing.wait_all_tasks_blocked(0.01)
+        await wait_for_requests(self.server, path, count)
 
     def hold_tokens(self, count: int) -> None:
         self.server.scheduler.hold_tokens(count)
@@ -150,16 +148,31 @@ class Client:
         await wait_for_tokens(self.server, count, num_sequences)
 
 
+@asynccontextmanager
+async def hold_one(client: Client, held: int, count: int = 40) -> AsyncIterator[dict[str, Any]]:
+    """A sample of `count` tokens that stands still at `held` of them during the block; what is yielded has its answer afterwards."""
+    found: dict[str, Any] = {}
+
+    async def generate() -> None:
+        found.update(await client.generate(count))
+
+    client.hold_tokens(held)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(generate)
+        await client.wait_for_tokens(held)
+        yield found
+        client.release_tokens()
+
+
 SETTINGS_OF = {FakeSGLangServer: SGLangSettings, FakeVLLMServer: VLLMSettings}
 
 
 @asynccontextmanager
 async def serve(kind: type, model: Any, settings: Any = None, **options: Any) -> AsyncIterator[Client]:
     """A server, both kinds with a prefix cache that takes single tokens."""
-    limits = httpx.Limits(max_keepalive_connections=0)
     settings = settings or SETTINGS_OF[kind]()
     server = kind(model, replace(settings, block_size=1) if kind is FakeVLLMServer else settings, **options)
-    async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False, timeout=PATIENCE_S, limits=limits) as http:
+    async with server, open_client(server.url) as http:
         yield Client(server, http)
 
 
@@ -239,40 +252,22 @@ async def test_a_cache_that_is_not_reset_spoils_the_log_probs_of_new_weights(kin
 
 @both
 async def test_a_request_across_an_update_has_the_log_probs_of_each_version(kind, models, new_weights):
-    found: dict[str, Any] = {}
-
-    async def generate() -> None:
-        found.update(await client.generate(40))
-
     async with serve(kind, models[0]) as client:
-        client.hold_tokens(10)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(generate)
-            await client.wait_for_tokens(10)
+        async with hold_one(client, 10) as found:
             await client.pause(keep=True)
             await client.load(new_weights, "1")
             await client.resume()
-            client.release_tokens()
     assert found["spans"] == [{"version": "default", "start": 0, "end": 10}, {"version": "1", "start": 10, "end": 40}]
     old, new = (log_probs_of(model, PROMPT + found["tokens"])[-40:] for model in models)
     assert found["log_probs"] == pytest.approx(old[:10] + new[10:], abs=1e-4)
 
 
 async def test_old_keys_with_new_weights_fit_neither_model(models, new_weights):
-    found: dict[str, Any] = {}
-
-    async def generate() -> None:
-        found.update(await client.generate(40))
-
     async with serve(FakeVLLMServer, models[0]) as client:
-        client.hold_tokens(10)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(generate)
-            await client.wait_for_tokens(10)
+        async with hold_one(client, 10) as found:
             await client.post("/pause", mode="keep", clear_cache="false")
             await client.load(new_weights, "1", reset=False)
             await client.resume()
-            client.release_tokens()
     assert [span["end"] for span in found["spans"]] == [10, 40]
     new = log_probs_of(models[1], PROMPT + found["tokens"])[-40:]
     assert max(abs(a - b) for a, b in zip(found["log_probs"][10:], new[10:], strict=True)) > 0.1
@@ -643,18 +638,11 @@ async def test_nothing_is_generated_where_nothing_is_asked_for():
 
 async def test_a_new_label_of_sglang_aborts_everything_unless_told_not_to():
     found: list[dict[str, Any]] = []
-
-    async def generate() -> None:
-        found.append(await client.generate(100))
-
     async with serve(FakeSGLangServer, script) as client:
         for body in ({"new_version": "1"}, {"new_version": "2", "abort_all_requests": False}):
-            client.hold_tokens(3)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(generate)
-                await client.wait_for_tokens(3)
+            async with hold_one(client, 3, count=100) as answer:
                 await client.post("/update_weight_version", body)
-                client.release_tokens()
+            found.append(answer)
     assert [answer["finish"] for answer in found] == ["abort", "length"]
     assert [span["version"] for span in found[1]["spans"]] == ["1", "2"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import shutil
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,27 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import trio
-import trio.testing
-from engine_recordings import Letters, Seen, compare, load_recordings, load_selection, read_events
+from engine_recordings import (
+    Letters,
+    Seen,
+    ask,
+    check_collection,
+    compare,
+    create_seen,
+    load_recordings,
+    open_client,
+    repeat_tokens,
+    save_checkpoints,
+    with_paths,
+)  # fmt: skip
 from safetensors.torch import load_file, save_file
-from server_waits import PATIENCE_S, wait_for_tokens, wait_until
+from server_waits import wait_for_requests, wait_for_tokens, wait_until
 
-from rollouts.testing import FakeSGLangServer, ScriptedModel, SGLangSettings, create_tiny_model
+from rollouts.testing import FakeSGLangServer, SGLangSettings, create_tiny_model
 
 pytestmark = pytest.mark.more
 RECORDINGS = load_recordings("sglang")
 
-EXCEPTIONS: dict[str, str] = {}
 ONLY_SOME_FIELDS = {
     "server_info": "the fake has the dozen settings of 556 that a client reads",
     "server_info_after_disconnect": "the same",
@@ -48,15 +58,9 @@ def model():
 def directories(tmp_path_factory, model) -> Path:
     """Checkpoints under the names that the recordings use."""
     root = tmp_path_factory.mktemp("models")
-    model.save_pretrained(root / "m")
-    for name in ("ck2", "ck3", "ck_badshape", "ck_trunc", "ck_partial", "ck_extra"):
-        shutil.copytree(root / "m", root / name)
+    partial = ("ck_partial", "layers.0")
+    save_checkpoints(root, model, "m", ("ck2", "ck3", "ck_extra"), narrow="ck_badshape", truncated="ck_trunc", part=partial)
     weights = load_file(root / "m" / "model.safetensors")
-    narrow = {name: value[:-1].clone() if "layers.1.mlp.down_proj" in name else value for name, value in weights.items()}
-    save_file(narrow, root / "ck_badshape" / "model.safetensors")
-    whole = (root / "m" / "model.safetensors").read_bytes()
-    (root / "ck_trunc" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    save_file({name: value for name, value in weights.items() if "layers.0" not in name}, root / "ck_partial" / "model.safetensors")
     save_file({**weights, "extra": torch.zeros(2)}, root / "ck_extra" / "model.safetensors")
     return root
 
@@ -69,17 +73,7 @@ class Session:
         self.found: dict[str, Seen] = {}
 
     async def ask(self, method: str, path: str, body: Any, params: Any = None) -> Seen:
-        content = None if body is None else body if isinstance(body, str) else json.dumps(body)
-        content = content and content.replace('"/models/', f'"{self.directories}/')
-        headers = {"content-type": "application/json"} if content is not None else None
-        try:
-            response = await self.client.request(method, path, content=content, params=params, headers=headers)
-        except httpx.TransportError:
-            return Seen(None)
-        kind = response.headers.get("content-type")
-        if (kind or "").startswith("text/event-stream"):
-            return Seen(response.status_code, kind, events=read_events(response.text))
-        return Seen(response.status_code, kind, response.json() if kind == "application/json" else response.text)
+        return await ask(self.client, method, path, with_paths(body, self.directories), params)
 
     async def send(self, name: str, **changes: Any) -> Seen:
         """Send a recorded request, with some fields of its body changed."""
@@ -108,8 +102,7 @@ class Session:
 
     async def wait_for_requests(self, path: str, count: int) -> None:
         """Until so many requests have come, and whatever they can do at once is done."""
-        await wait_until(lambda: self.server.count(path) >= count)
-        await trio.testing.wait_all_tasks_blocked(0.01)
+        await wait_for_requests(self.server, path, count)
 
 
 def request_of(recording: dict[str, Any]) -> tuple[str, str, Any, Any]:
@@ -126,13 +119,11 @@ def seen_of(recording: dict[str, Any]) -> Seen:
         return Seen(None)
     response, kind = recording.get("response"), recording.get("content_type", "application/json")
     if "lines" in recording:
-        return Seen(recording["status"], kind, events=read_events("\n".join(recording["lines"])))
+        return create_seen(recording["status"], kind, "\n".join(recording["lines"]))
     if isinstance(response, dict) and "last3" in response:
-        return Seen(recording["status"], "text/event-stream", events=read_events("\n".join(response["last3"])))
+        return create_seen(recording["status"], "text/event-stream", "\n".join(response["last3"]))
     if isinstance(response, dict) and "_raw_text" in response:
-        text = response["_raw_text"]
-        is_stream = (kind or "").startswith("text/event-stream")
-        return Seen(recording["status"], kind, events=read_events(text)) if is_stream else Seen(recording["status"], kind, text)
+        return create_seen(recording["status"], kind, response["_raw_text"])
     return Seen(recording["status"], kind, json.loads(response) if isinstance(response, str) else response)
 
 
@@ -151,11 +142,10 @@ async def open_session(name: str, model: Any, directories: Path, settings: SGLan
     if name == "tok_stop_string":  # the text of the last token only is one of the stop strings
         tokens = [*Letters().encode(" " * 37), Letters().encode("b")[0]]
     if tokens and name != "generate_input_logprobs":
-        model = ScriptedModel(lambda prompt, i, loads, seed: (tokens[i % len(tokens)], -4.5))
+        model = repeat_tokens(tokens)
     with_text = name.startswith("tok_") or name in {"queue_abort_prefill_time", "server_info_after_disconnect"}
     server = FakeSGLangServer(model, settings, tokenizer=Letters() if with_text else None)
-    limits = httpx.Limits(max_keepalive_connections=0)
-    async with server, httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False, timeout=PATIENCE_S, limits=limits) as client:
+    async with server, open_client(server.url) as client:
         yield Session(server, client, directories)
 
 
@@ -190,14 +180,15 @@ async def replay_one(name: str, model: Any, directories: Path) -> dict[str, Seen
         return session.found
 
 
-async def replay_aborts(session: Session, abort: str, *names: str) -> None:
-    """Long requests, and one abort."""
+async def replay_aborts(session: Session, names: tuple[str, ...]) -> None:
+    """One abort of long requests; its name comes first."""
+    abort, *long = names
     await session.warm()
     session.hold()
     async with trio.open_nursery() as nursery:
-        for name in names:
+        for name in long:
             nursery.start_soon(session.send, name)
-        await session.wait_until_held(sum(request_of(RECORDINGS[name])[2]["sampling_params"].get("n", 1) for name in names))
+        await session.wait_until_held(sum(request_of(RECORDINGS[name])[2]["sampling_params"].get("n", 1) for name in long))
         await session.send(abort)
 
 
@@ -223,65 +214,32 @@ async def replay_queue_abort(session: Session) -> None:
         session.found[name] = Seen(seen.status, seen.content_type, {**seen.body, "meta_info": {**seen.body["meta_info"], **rid}})
 
 
-async def replay_pause_abort(session: Session) -> None:
-    await session.set_label("v0")
-    await session.send("pause_abort_idle_reset")
+async def replay_pause(session: Session, mode: str) -> None:
+    """A pause, requests and an update while it lasts, and the old weights again after it."""
+    if mode == "in_place":
+        await session.ask("POST", "/update_weights_from_disk", {"model_path": "/models/ck2", "weight_version": "w-abort"})
+        session.server.race_next_update()
+        await session.ask("POST", "/update_weights_from_disk", {"model_path": "/models/m", "weight_version": "v0"})
+    else:
+        await session.set_label("v0")
+    await session.send(f"pause_{mode}_idle_reset")
     await session.warm()
     async with trio.open_nursery() as nursery:
         session.hold()
-        nursery.start_soon(session.send, "pause_abort_inflight")
+        nursery.start_soon(session.send, f"pause_{mode}_inflight")
         await session.wait_until_held()
-        await session.send("pause_abort")
+        await session.send(f"pause_{mode}")
         session.release()
-        nursery.start_soon(session.send, "pause_abort_new_request")
-        await session.send("pause_abort_flush")
-        await session.send("pause_abort_model_info")
-        await session.send("pause_abort_update")
-        await session.wait_for_requests("/generate", 3)
-        assert "pause_abort_new_request" not in session.found
-        await session.send("pause_abort_continue")
-    session.server.race_next_update()
-    await session.send("pause_abort_back")
-
-
-async def replay_pause_retract(session: Session) -> None:
-    await session.set_label("v0")
-    await session.send("pause_retract_idle_reset")
-    await session.warm()
-    async with trio.open_nursery() as nursery:
-        session.hold()
-        nursery.start_soon(session.send, "pause_retract_inflight")
-        await session.wait_until_held()
-        await session.send("pause_retract")
-        session.release()
-        nursery.start_soon(session.send, "pause_retract_new_request")
-        await session.send("pause_retract_flush")
-        await session.send("pause_retract_model_info")
-        await session.send("pause_retract_update")
-        await session.wait_for_requests("/generate", 3)
-        assert "pause_retract_new_request" not in session.found
-        await session.send("pause_retract_continue")
-    await session.send("pause_retract_back")
-
-
-async def replay_pause_in_place(session: Session) -> None:
-    await session.ask("POST", "/update_weights_from_disk", {"model_path": "/models/ck2", "weight_version": "w-abort"})
-    session.server.race_next_update()
-    await session.ask("POST", "/update_weights_from_disk", {"model_path": "/models/m", "weight_version": "v0"})
-    await session.send("pause_in_place_idle_reset")
-    await session.warm()
-    async with trio.open_nursery() as nursery:
-        session.hold()
-        nursery.start_soon(session.send, "pause_in_place_inflight")
-        await session.wait_until_held()
-        await session.send("pause_in_place")
-        session.release()
-        nursery.start_soon(session.send, "pause_in_place_new_request")
-        await session.send("pause_in_place_flush")
-        await session.send("pause_in_place_model_info")
-        await session.send("pause_in_place_update")
-        await session.send("pause_in_place_continue")
-    await session.send("pause_in_place_back")
+        nursery.start_soon(session.send, f"pause_{mode}_new_request")
+        for step in ("flush", "model_info", "update"):
+            await session.send(f"pause_{mode}_{step}")
+        if mode != "in_place":
+            await session.wait_for_requests("/generate", 3)
+            assert f"pause_{mode}_new_request" not in session.found
+        await session.send(f"pause_{mode}_continue")
+    if mode == "abort":
+        session.server.race_next_update()
+    await session.send(f"pause_{mode}_back")
 
 
 async def replay_pause_in_place_2(session: Session) -> None:
@@ -334,17 +292,6 @@ async def replay_flush_busy(session: Session) -> None:
         nursery.start_soon(session.send, "flush_cache_busy_timeout")
         await session.wait_for_requests("/flush_cache", 2)
         session.release()
-
-
-async def replay_health_paused(session: Session) -> None:
-    await session.send("pause_h")
-    await session.send("health_paused")
-
-
-async def replay_death(session: Session, update: str, generate: str | None = None) -> None:
-    await session.send(update)
-    if generate is not None:
-        await session.send(generate)
 
 
 async def replay_bad_token(session: Session) -> None:
@@ -412,59 +359,52 @@ async def replay_groups(session: Session) -> None:
 
 
 Replay = Callable[[Session], Awaitable[None]]
+PAUSE = ("", "_back", "_continue", "_flush", "_idle_reset", "_inflight", "_model_info", "_new_request", "_update")
+ABORTS = (
+    ("abort_request", "aborted_by_rid"),
+    ("abort_request_prefix", "aborted_prefix_exact", "aborted_prefix_other"),
+    ("abort_request_stream", "aborted_stream"),
+    ("abort_all", "aborted_all_a", "aborted_all_n2"),
+)
+DEATHS = (("update_ck_badshape", "gen_after_ck_badshape"), ("update_ck_trunc", "gen_after_ck_trunc"), ("err_update_bad_load_format",))
+
+
+def send_one_by_one(*names: str) -> tuple[Replay, tuple[str, ...]]:
+    """A replay that sends the recorded requests in their order."""
+
+    async def replay(session: Session) -> None:
+        for name in names:
+            await session.send(name)
+
+    return replay, names
+
+
 TOGETHER: list[tuple[Replay, tuple[str, ...]]] = [
-    (lambda s: replay_aborts(s, "abort_request", "aborted_by_rid"), ("abort_request", "aborted_by_rid")),
-    (
-        lambda s: replay_aborts(s, "abort_request_prefix", "aborted_prefix_exact", "aborted_prefix_other"),
-        ("abort_request_prefix", "aborted_prefix_exact", "aborted_prefix_other"),
-    ),
-    (lambda s: replay_aborts(s, "abort_request_stream", "aborted_stream"), ("abort_request_stream", "aborted_stream")),
-    (lambda s: replay_aborts(s, "abort_all", "aborted_all_a", "aborted_all_n2"), ("abort_all", "aborted_all_a", "aborted_all_n2")),
-    (
-        replay_queue_abort,
-        ("abort_all_queue", *(f"aborted_queue_{i}" for i in range(20))),
-    ),
-    (replay_pause_abort, tuple(f"pause_abort{part}" for part in (
-        "", "_back", "_continue", "_flush", "_idle_reset", "_inflight", "_model_info", "_new_request", "_update"
-    ))),
-    (replay_pause_retract, tuple(f"pause_retract{part}" for part in (
-        "", "_back", "_continue", "_flush", "_idle_reset", "_inflight", "_model_info", "_new_request", "_update"
-    ))),
-    (replay_pause_in_place, tuple(f"pause_in_place{part}" for part in (
-        "", "_back", "_continue", "_flush", "_idle_reset", "_inflight", "_model_info", "_new_request", "_update"
-    ))),
+    *((partial(replay_aborts, names=names), names) for names in ABORTS),
+    (replay_queue_abort, ("abort_all_queue", *(f"aborted_queue_{i}" for i in range(20)))),
+    *((partial(replay_pause, mode=mode), tuple(f"pause_{mode}{part}" for part in PAUSE)) for mode in ("abort", "retract", "in_place")),
     (replay_pause_in_place_2, tuple(f"pause_in_place{part}" for part in (
         "2", "_abort_while_paused", "_continue2", "_inflight2", "_model_info2", "_update_flush_true"
     ))),
-    (
-        replay_update_while_running,
-        ("inflight_during_plain_update", "queued_behind_update", "update_disk_while_running"),
-    ),
+    (replay_update_while_running, ("inflight_during_plain_update", "queued_behind_update", "update_disk_while_running")),
     (replay_update_abort_all, ("inflight_during_abort_update", "update_disk_abort_all")),
     (replay_flush_busy, ("flush_busy_gen", "flush_cache_busy", "flush_cache_busy_timeout")),
-    (replay_health_paused, ("health_paused", "pause_h")),
-    (lambda s: replay_death(s, "update_ck_badshape", "gen_after_ck_badshape"), ("update_ck_badshape", "gen_after_ck_badshape")),
-    (lambda s: replay_death(s, "update_ck_trunc", "gen_after_ck_trunc"), ("update_ck_trunc", "gen_after_ck_trunc")),
-    (lambda s: replay_death(s, "err_update_bad_load_format"), ("err_update_bad_load_format",)),
+    send_one_by_one("pause_h", "health_paused"),
+    *(send_one_by_one(*names) for names in DEATHS),
     (replay_bad_token, ("err_bad_token_id",)),
-    (
-        replay_tensors,
-        (
-            "tensor_nosession", "begin_weight_update_b", "tensor_plain_pickle", "gen_after_tensor_plain", "tensor_file_system",
-            "gen_after_tensor_fs",
-        ),
-    ),
-    (
-        replay_groups,
-        (
-            "init_weights_update_group", "begin_weight_update_c", "update_weights_from_distributed", "gen_after_dist",
-            "update_weights_from_distributed_bucket", "gen_after_dist_bucket", "destroy_group", "destroy_group_bad",
-        ),
-    ),
+    (replay_tensors, (
+        "tensor_nosession", "begin_weight_update_b", "tensor_plain_pickle", "gen_after_tensor_plain", "tensor_file_system",
+        "gen_after_tensor_fs",
+    )),
+    (replay_groups, (
+        "init_weights_update_group", "begin_weight_update_c", "update_weights_from_distributed", "gen_after_dist",
+        "update_weights_from_distributed_bucket", "gen_after_dist_bucket", "destroy_group", "destroy_group_bad",
+    )),
 ]  # fmt: skip
 
 
-SETTINGS = {replay_queue_abort: SGLangSettings(max_running_requests=16), replay_health_paused: SGLangSettings(health_timeout_s=0.05)}
+SETTINGS = {"abort_all_queue": SGLangSettings(max_running_requests=16), "pause_h": SGLangSettings(health_timeout_s=0.05)}
+"""By the first recording of those that are replayed together."""
 
 
 @pytest.fixture(scope="module")
@@ -479,7 +419,7 @@ async def replay(name: str, model: Any, directories: Path, finished: dict[str, S
     for play, names in TOGETHER:
         if name in names and set(names) <= set(RECORDINGS):
             speaker = "" if play is replay_groups else next((n for n in names if isinstance(RECORDINGS[n], dict) and answers_of(n)), "")
-            async with open_session(speaker, model, directories, SETTINGS.get(play, SGLangSettings())) as session:
+            async with open_session(speaker, model, directories, SETTINGS.get(names[0], SGLangSettings())) as session:
                 await play(session)
             finished.update(session.found)
             return finished.get(name, Seen(None))
@@ -513,15 +453,10 @@ async def test_the_fake_answers_as_recorded(name: str, model, directories, finis
         found = replace(found, events=found.events[-3:])
     is_cut = name.startswith(("aborted", "inflight_during_abort")) or "inflight" in name
     problems = compare(recorded, found, with_counts=not is_cut)
-    if name in EXCEPTIONS:
-        assert problems, f"{name} agrees now: take it out of EXCEPTIONS"
-    else:
-        assert not problems, "\n".join(problems)
+    assert not problems, "\n".join(problems)
 
 
 @needs.ALL_RECORDINGS
 def test_the_selection_is_part_of_the_collection():
-    assert len(RECORDINGS) >= 150
-    assert all(RECORDINGS[name] == recording for name, recording in load_selection("sglang").items())
-    assert set(EXCEPTIONS) <= set(RECORDINGS)
+    check_collection("sglang", RECORDINGS, at_least=150)
     assert not INCOMPLETE

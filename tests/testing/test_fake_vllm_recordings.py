@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,16 +15,26 @@ import pytest
 import torch
 import trio
 import trio.testing
-from engine_recordings import Letters, Seen, compare, load_recordings, load_selection, read_events
+from engine_recordings import (
+    Letters,
+    Seen,
+    ask,
+    check_collection,
+    compare,
+    create_seen,
+    load_recordings,
+    open_client,
+    repeat_tokens,
+    save_checkpoints,
+    with_paths,
+)  # fmt: skip
 from safetensors.torch import load_file, save_file
-from server_waits import PATIENCE_S, wait_for_tokens, wait_until
+from server_waits import wait_for_tokens, wait_until
 
-from rollouts.testing import FakeVLLMServer, ScriptedModel, VLLMSettings, create_tiny_model
+from rollouts.testing import FakeVLLMServer, VLLMSettings, create_tiny_model
 
 pytestmark = pytest.mark.more
 RECORDINGS = load_recordings("vllm")
-
-EXCEPTIONS: dict[str, str] = {}
 
 CPU = VLLMSettings(device="cpu")
 NCCL = replace(CPU, weight_transfer="nccl")
@@ -85,18 +94,12 @@ def model():
 def directories(tmp_path_factory, model) -> Path:
     """Checkpoints under the names that the recordings use."""
     root = tmp_path_factory.mktemp("models")
-    model.save_pretrained(root / "m1")
-    for name in ("m2", "bad_dtype", "bad_empty", "bad_missing", "bad_shape", "bad_trunc"):
-        shutil.copytree(root / "m1", root / name)
+    missing = ("bad_missing", "layers.1.self_attn.q_proj")
+    copies = ("m2", "bad_dtype", "bad_empty")
+    save_checkpoints(root, model, "m1", copies, narrow="bad_shape", truncated="bad_trunc", part=missing)
     (root / "bad_empty" / "model.safetensors").unlink()
     weights = load_file(root / "m1" / "model.safetensors")
     save_file({name: value.bfloat16() for name, value in weights.items()}, root / "bad_dtype" / "model.safetensors")
-    some = {name: value for name, value in weights.items() if "layers.1.self_attn.q_proj" not in name}
-    save_file(some, root / "bad_missing" / "model.safetensors")
-    narrow = {name: value[:-1].clone() if "layers.1.mlp.down_proj" in name else value for name, value in weights.items()}
-    save_file(narrow, root / "bad_shape" / "model.safetensors")
-    whole = (root / "m1" / "model.safetensors").read_bytes()
-    (root / "bad_trunc" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     return root
 
 
@@ -110,7 +113,7 @@ def create_server(name: str, model: Any, response: Any) -> FakeVLLMServer:
     """A fake that says what was recorded, where something was said; else one with a real model."""
     tokens = recorded_tokens(response)
     if tokens and "logprobs_full_vocab" not in name:
-        model = ScriptedModel(lambda prompt, i, loads, seed: (tokens[i % len(tokens)], -4.5))
+        model = repeat_tokens(tokens)
     return FakeVLLMServer(model, SETTINGS.get(name, CPU), tokenizer=None if name in WITHOUT_TOKENIZER else Letters())
 
 
@@ -118,36 +121,11 @@ def seen_of(response: dict[str, Any]) -> Seen:
     if "exception" in response:
         return Seen(None)
     body = response.get("body")
-    content_type = response.get("content_type", "application/json" if body != "" else None)
-    if (content_type or "").startswith("text/event-stream"):
-        return Seen(response["status"], content_type, events=read_events(body))
-    return Seen(response["status"], content_type, body)
-
-
-async def ask(client: httpx.AsyncClient, method: str, path: str, body: Any, params: Any = None, headers: Any = None) -> Seen:
-    content = None if body is None else body if isinstance(body, str) else json.dumps(body)
-    headers = {"content-type": "application/json", **(headers or {})} if content is not None else headers
-    try:
-        response = await client.request(method, path, content=content, params=params, headers=headers)
-    except httpx.TransportError:
-        return Seen(None)
-    content_type = response.headers.get("content-type")
-    if (content_type or "").startswith("text/event-stream"):
-        return Seen(response.status_code, content_type, events=read_events(response.text))
-    return Seen(response.status_code, content_type, response.json() if content_type == "application/json" else response.text)
-
-
-def with_paths(value: Any, directories: Path) -> Any:
-    return json.loads(json.dumps(value).replace('"/models/', f'"{directories}/'))
+    return create_seen(response["status"], response.get("content_type", "application/json" if body != "" else None), body)
 
 
 # the exchange before left a connection that the server had closed without saying so, and the recorder used it again
 ON_A_STALE_CONNECTION = {"03_nccl_on_cpu_init_missing"}
-
-
-def open_client(server: FakeVLLMServer, *, keeps_connections: bool = False) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_keepalive_connections=1 if keeps_connections else 0)
-    return httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False, timeout=PATIENCE_S, limits=limits)
 
 
 def labels_of(body: Any) -> list[str]:
@@ -159,7 +137,7 @@ async def replay_exchange(name: str, recording: dict[str, Any], model: Any, dire
     request, response = recording["request"], recording["response"]
     body = response.get("body")
     is_stale = name in ON_A_STALE_CONNECTION
-    async with create_server(name, model, body) as server, open_client(server, keeps_connections=is_stale) as client:
+    async with create_server(name, model, body) as server, open_client(server.url, keeps_connections=is_stale) as client:
         for method, path, content in BEFORE.get(name, []):
             await ask(client, method, path, with_paths(content, directories))
         labels = labels_of(body)
@@ -217,7 +195,7 @@ async def replay_in_flight(name: str, recording: dict[str, Any], model: Any, dir
         found.append(await ask(client, request["method"], request["path"], request["body"]))
 
     body = response["body"] if response else None
-    async with create_server(name, model, body) as server, open_client(server) as client:
+    async with create_server(name, model, body) as server, open_client(server.url) as client:
         if labels:
             await ask(client, "POST", "/update_weight_version", {"new_version": labels[0]})
         server.scheduler.hold_tokens(20)
@@ -253,7 +231,7 @@ async def replay_queued_abort(name: str, recording: dict[str, Any], model: Any, 
         body = {"token_ids": [5, 6], "request_id": "q1", "sampling_params": {"logprobs": 0}}
         found.append(await ask(client, "POST", "/inference/v1/generate", body))
 
-    async with create_server(name, model, None) as server, open_client(server) as client:
+    async with create_server(name, model, None) as server, open_client(server.url) as client:
         await ask(client, "POST", "/pause", None, {"mode": "keep"})
         async with trio.open_nursery() as nursery:
             nursery.start_soon(generate)
@@ -268,7 +246,7 @@ async def replay_overload(name: str, recording: dict[str, Any], model: Any, dire
     async def generate() -> None:
         found.append(await ask(client, "POST", "/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 20}}))
 
-    async with create_server(name, model, None) as server, open_client(server) as client:
+    async with create_server(name, model, None) as server, open_client(server.url) as client:
         server.scheduler.hold_tokens(0)
         async with trio.open_nursery() as nursery:
             for _ in range(40):
@@ -296,7 +274,7 @@ async def replay_pause_wait(name: str, recording: dict[str, Any], model: Any, di
         seen["pause"] = await ask(client, "POST", "/pause", None, {"mode": "wait"})
         order.append("pause")
 
-    async with create_server(name, model, None) as server, open_client(server) as client:
+    async with create_server(name, model, None) as server, open_client(server.url) as client:
         await ask(client, "POST", "/update_weight_version", {"new_version": "A"})
         server.scheduler.hold_tokens(3)
         async with trio.open_nursery() as nursery:
@@ -338,14 +316,9 @@ def replay(name: str):
 async def test_the_fake_answers_as_recorded(name: str, model, directories):
     torch.set_num_threads(1)
     problems = await partial(replay(name), name, RECORDINGS[name], model, directories)()
-    if name in EXCEPTIONS:
-        assert problems, f"{name} agrees now: take it out of EXCEPTIONS"
-    else:
-        assert not problems, "\n".join(problems)
+    assert not problems, "\n".join(problems)
 
 
 @needs.ALL_RECORDINGS
 def test_the_selection_is_part_of_the_collection():
-    assert len(RECORDINGS) >= 120
-    assert all(RECORDINGS[name] == recording for name, recording in load_selection("vllm").items())
-    assert set(EXCEPTIONS) <= set(RECORDINGS)
+    check_collection("vllm", RECORDINGS, at_least=120)
