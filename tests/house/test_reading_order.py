@@ -16,10 +16,10 @@ PAGE = ROOT / "docs" / "architecture.md"
 SCRIPT = ROOT / "tools" / "docs" / "count_step.py"
 QUESTIONS = {  # a stranger's question, with the README alone -> the file that answers it
     "GRPO's loss": "rollouts/algorithms/losses.py",
-    "staleness of rollouts": "rollouts/asynchronous",
+    "too old": "rollouts/asynchronous",
     "vLLM": "rollouts/engines/vllm",
     "checkpoint": "rollouts/training/checkpoints.py",
-    "fields of a `Sample`": "rollouts/types.py",
+    "`Sample` holds": "rollouts/types.py",
     "environment": "rollouts/environments",
 }
 
