@@ -66,23 +66,24 @@ class ByIndex(Mapping[int, Value], Generic[Value]):
         return self._edit(indices, {})
 
     def _edit(self, indices: Iterable[int], items: Mapping[int, Value]) -> ByIndex[Value]:
-        edited, changed = ByIndex[Value](), dict[int, dict[int, Value]]()
-        edited._size = self._size
+        blocks, copied, size = self._blocks.copy(), set[int](), self._size
         for index in indices:
             number = index // _BLOCK_SIZE
-            block = changed.get(number)
-            if block is None:
-                block = changed[number] = self._blocks.get(number, {}).copy()
-            edited._size -= len(block)
+            if number not in copied:
+                blocks[number] = blocks.get(number, {}).copy()
+                copied.add(number)
+            block = blocks[number]
+            size -= len(block)
             if index in items:
                 block[index] = items[index]
             else:
                 block.pop(index, None)
-            edited._size += len(block)
-        edited._blocks = {**self._blocks, **changed}
-        for number, block in changed.items():
-            if not block:
-                del edited._blocks[number]
+            size += len(block)
+        for number in copied:
+            if not blocks[number]:
+                del blocks[number]
+        edited: ByIndex[Value] = object.__new__(ByIndex)
+        edited._blocks, edited._size = blocks, size
         return edited
 
 
