@@ -281,7 +281,8 @@ def find_due(rules: RolloutRules, state: RolloutState, now: float) -> tuple[Time
     """Return the held groups whose turn has come. In strict order their time becomes `now`, which keeps the order of prompts."""
     if not rules.in_order:
         return state.held
-    due = takewhile(lambda result: result.data.prompt.index < state.first_open, state.held)
+    first_open = state.first_open
+    due = takewhile(lambda result: result.data.prompt.index < first_open, state.held)
     return tuple(TimedResult(now, result.data) for result in due)
 
 
