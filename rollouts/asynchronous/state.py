@@ -183,7 +183,7 @@ class RolloutState:
     )  # earliest start of those that wait and have one, in seconds of trio's clock
     running: ByIndex[Running] = field(default_factory=ByIndex[Running])
     held: tuple[TimedResult, ...] = ()  # finished groups that wait for their turn or for space in the queue, the next one first
-    attempts: ByIndex[Attempts] = field(default_factory=ByIndex[Attempts])  # of prompts that have any
+    attempts: ByIndex[Attempts] = field(default_factory=ByIndex[Attempts])  # only prompts that have any
     edited: frozenset[int] = frozenset()  # indices whose samples are being edited: they neither start nor end
     is_edited: bool = False  # an edit is in progress: nothing is collected or handed out
     interrupted: bool = False  # no rollout starts
