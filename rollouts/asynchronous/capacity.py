@@ -85,16 +85,10 @@ def with_returned(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
     return replace(counts, running=counts.running - n, enqueued=counts.enqueued + n)
 
 
-def with_dropped(counts: RolloutCounts, n: int = 1) -> RolloutCounts:
-    """Return the counts after n accepted rollouts were dropped before training: they count as rejected, and others may replace them."""
-    assert counts.accepted >= n, f"{n} accepted rollouts dropped, but {counts.accepted} are accepted"
-    return replace(counts, accepted=counts.accepted - n, rejected=counts.rejected + n)
-
-
 def with_filtered(counts: RolloutCounts, n: int) -> RolloutCounts:
     """Return the counts with capacity for n more, also beyond max_concurrent; n <= 0 changes nothing.
 
-    For rollouts that stay in `accepted` although they were dropped; if they are known one by one, with_dropped is exact.
+    For rollouts that stay in `accepted` although they were dropped.
     """
     return replace(counts, filtered=counts.filtered + max(0, n))
 

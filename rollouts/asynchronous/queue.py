@@ -9,6 +9,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, Protocol
 
 import trio
@@ -52,10 +53,10 @@ def find_oldest_version(group: Group, *, begun: int, newest: int) -> int:
     """
     found: list[int] = []
     for sample in select_trainable(group):
-        pairs = zip(sample.weight_versions or (), sample.loss_mask, strict=sample.weight_versions is not None)
-        oldest = min((version for version, mask in pairs if version >= 0 and mask > 0), default=begun)
-        if oldest != begun or any(mask > 0 for mask in sample.loss_mask):
-            found.append(oldest)
+        is_trained = [mask > 0 for mask in sample.loss_mask]
+        if any(is_trained):
+            versions = set(compress(sample.weight_versions or (), is_trained))
+            found.append(min((version for version in versions if version >= 0), default=begun))
     return min(found, default=newest)
 
 

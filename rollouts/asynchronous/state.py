@@ -66,23 +66,24 @@ class ByIndex(Mapping[int, Value], Generic[Value]):
         return self._edit(indices, {})
 
     def _edit(self, indices: Iterable[int], items: Mapping[int, Value]) -> ByIndex[Value]:
-        edited, changed = ByIndex[Value](), dict[int, dict[int, Value]]()
-        edited._size = self._size
+        blocks, copied, size = self._blocks.copy(), set[int](), self._size
         for index in indices:
             number = index // _BLOCK_SIZE
-            block = changed.get(number)
-            if block is None:
-                block = changed[number] = self._blocks.get(number, {}).copy()
-            edited._size -= len(block)
+            if number not in copied:
+                blocks[number] = blocks.get(number, {}).copy()
+                copied.add(number)
+            block = blocks[number]
+            size -= len(block)
             if index in items:
                 block[index] = items[index]
             else:
                 block.pop(index, None)
-            edited._size += len(block)
-        edited._blocks = {**self._blocks, **changed}
-        for number, block in changed.items():
-            if not block:
-                del edited._blocks[number]
+            size += len(block)
+        for number in copied:
+            if not blocks[number]:
+                del blocks[number]
+        edited: ByIndex[Value] = object.__new__(ByIndex)
+        edited._blocks, edited._size = blocks, size
         return edited
 
 
@@ -181,7 +182,7 @@ class RolloutState:
     delayed: ByIndex[float] = field(default_factory=ByIndex[float])
     running: ByIndex[Running] = field(default_factory=ByIndex[Running])
     held: tuple[TimedResult, ...] = ()  # finished groups that wait for their turn or for space in the queue, the next one first
-    attempts: ByIndex[Attempts] = field(default_factory=ByIndex[Attempts])  # of prompts that have any
+    attempts: ByIndex[Attempts] = field(default_factory=ByIndex[Attempts])  # only prompts that have any
     edited: frozenset[int] = frozenset()  # indices whose samples are being edited: they neither start nor end
     is_edited: bool = False  # an edit is in progress: nothing is collected or handed out
     interrupted: bool = False  # no rollout starts

@@ -36,7 +36,7 @@ class RolloutStore:
         """Replace the state: log its warnings, and queue the held groups whose turn came because a prompt was finished or given up."""
         for warning in state.warnings:
             logging.getLogger(__name__).warning("%s", warning)
-        has_closed = state.num_open < self.state.num_open
+        has_closed = bool(state.held) and state.num_open < self.state.num_open
         self.state = change(state, warnings=()) if state.warnings else state
         self.parts.manager.follow(self.state.counts)
         if has_closed:
@@ -98,7 +98,7 @@ class RolloutStore:
         else:
             rollout, max_staleness = transitions.create_finished(state, index, outcome), rules.asynchronous.max_staleness
             is_stale = rollout is not None and refuses(self.parts.strategy, rollout, state.version, max_staleness)
-            self.set(transitions.finish(rules, state, index, outcome, now, is_stale=is_stale))
+            self.set(transitions.finish(rules, state, index, outcome.group if rollout is None else rollout, now, is_stale=is_stale))
 
     def give_back(self) -> None:
         """Make all running rollouts wait again."""
@@ -109,7 +109,7 @@ class RolloutStore:
 
     def _pass_on(self) -> None:
         queue, rules, num_passed = self.parts.queue, self.parts.rules, 0
-        for result in transitions.find_due(rules, self.state, self._clock()) if self.state.held else ():
+        for result in transitions.find_due(rules, self.state, self._clock()):
             if rules.asynchronous.when_queue_full == "wait" and queue.full():
                 break
             try:

@@ -169,23 +169,25 @@ def fail(rules: RolloutRules, state: RolloutState, index: int, failed: Failed, n
     return _end_run(state, index, create_attempts_error(index, asynchronous.max_attempts, error), now)
 
 
-def finish(rules: RolloutRules, state: RolloutState, index: int, scored: Scored, now: float, *, is_stale: bool = False) -> RolloutState:
+def finish(
+    rules: RolloutRules, state: RolloutState, index: int, ended: FinishedRollout | Group | None, now: float, *, is_stale: bool = False
+) -> RolloutState:
     """End a rollout that ended by itself: it is held until its turn, refused, or begun anew.
 
     Args:
+        ended: result of create_finished; or else the group that filter_fn refused, or None for a group that is dropped.
         is_stale: whether the strategy refuses the group for its staleness.
     """
-    prompt, rollout = state.running[index].pending.prompt, create_finished(state, index, scored)
-    ended = {**_leaving(state, index, now), "num_ended": state.num_ended + 1, "last_end": now}
+    changes = {**_leaving(state, index, now), "num_ended": state.num_ended + 1, "last_end": now}
     if index in state.attempts:
-        ended["attempts"] = _with_attempts(state, index, replace(state.attempts[index], unchanged_at=None, silent_since=None))
-    if rollout is None:
-        return _refuse(rules, change(state, **ended, rejected=state.rejected + 1), index, scored.group)
+        changes["attempts"] = _with_attempts(state, index, replace(state.attempts[index], unchanged_at=None, silent_since=None))
+    if not isinstance(ended, FinishedRollout):
+        return _refuse(rules, change(state, **changes, rejected=state.rejected + 1), index, ended)
     if is_stale:
-        return begin_anew(rules, change(state, **ended, rejected=state.rejected + 1), prompt)
+        return begin_anew(rules, change(state, **changes, rejected=state.rejected + 1), ended.prompt)
     held = list(state.held)
-    insort(held, TimedResult(now, rollout), key=lambda result: _turn(rules, result))
-    return change(state, **ended, accepted=state.accepted + 1, held=tuple(held))
+    insort(held, TimedResult(now, ended), key=lambda result: _turn(rules, result))
+    return change(state, **changes, accepted=state.accepted + 1, held=tuple(held))
 
 
 def create_finished(state: RolloutState, index: int, scored: Scored) -> FinishedRollout | None:
@@ -279,7 +281,8 @@ def find_due(rules: RolloutRules, state: RolloutState, now: float) -> tuple[Time
     """Return the held groups whose turn has come. In strict order their time becomes `now`, which keeps the order of prompts."""
     if not rules.in_order:
         return state.held
-    due = takewhile(lambda result: result.data.prompt.index < state.first_open, state.held)
+    first_open = state.first_open
+    due = takewhile(lambda result: result.data.prompt.index < first_open, state.held)
     return tuple(TimedResult(now, result.data) for result in due)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from samples import make_versioned_sample
@@ -17,7 +19,7 @@ from rollouts.asynchronous import transitions
 from rollouts.asynchronous.capacity import clamp_capacity
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.asynchronous.create import create_filtered_capacity_modifier, create_parts, register_capacity_modifiers
-from rollouts.asynchronous.state import Failed, RolloutState, Scored, Stopped
+from rollouts.asynchronous.state import ByIndex, Failed, Refused, RolloutState, Running, Scored, Stopped, change
 from rollouts.asynchronous.store import RolloutStore
 from rollouts.config import RolloutConfig
 from rollouts.data.prompts import DataBuffer
@@ -225,3 +227,40 @@ class RolloutMachine(RuleBasedStateMachine):
 
 RolloutMachine.TestCase.settings = settings(stateful_step_count=40, max_examples=4 * settings().max_examples)
 test_transitions_in_any_order_lose_nothing_and_exceed_no_limit = RolloutMachine.TestCase
+
+
+INDICES = st.integers(0, 300)  # several blocks
+
+
+@given(st.lists(st.tuples(st.dictionaries(INDICES, st.integers()), st.sets(INDICES)), max_size=8))
+def test_a_mapping_by_index_is_a_dict_in_the_order_of_index(edits: list[tuple[dict[int, int], set[int]]]):
+    expected, found = dict[int, int](), ByIndex[int]()
+    for added, removed in edits:
+        before, copied = found, dict(found)
+        expected = {index: value for index, value in {**expected, **added}.items() if index not in removed}
+        found = found.having(added).without(removed)
+        assert list(found.items()) == sorted(expected.items())
+        assert (len(found), found.first) == (len(expected), min(expected, default=float("inf")))
+        assert found == ByIndex(expected.items()) and dict(before) == copied
+        assert all((index in found) == (index in expected) for index in range(301))
+
+
+@pytest.mark.parametrize("num_running", [100, 10_000])
+def test_a_transition_copies_what_it_changes_whatever_else_runs(num_running: int):
+    pending = [PendingGroup(Prompt(content="one", index=index)) for index in range(num_running)]
+    running = ByIndex((group.prompt.index, Running(group, 0)) for group in pending)
+    state = RolloutState(running=running)
+    tracemalloc.start()
+    try:
+        after = transitions.update_run(state, 50, change(running[50], scoring=True))
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 20_000  # a copy of 10,000 items has 295,000
+    assert not state.running[50].scoring and [index for index, run in after.running.items() if run.scoring] == [50]
+
+
+def test_a_changed_value_has_the_other_fields_and_refuses_what_is_no_field():
+    assert change(Refused(1, 2, 3), num_stale=4) == replace(Refused(1, 2, 3), num_stale=4)
+    with pytest.raises(AssertionError, match=r"Refused has no \['num_old'\]"):
+        change(Refused(), num_old=1)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from rollouts.asynchronous.capacity import (
     RolloutCounts,
     StalenessLimits,
+    clamp_capacity,
     compute_capacity,
     compute_pending_limit,
     with_accepted,
     with_consumed,
-    with_dropped,
     with_enqueued,
     with_filtered,
     with_recovered,
@@ -58,7 +58,7 @@ def test_the_queue_is_as_long_as_the_batches_that_may_wait():
     assert compute_pending_limit(LIMITS) == 8
 
 
-@given(st.lists(st.sampled_from(["enqueue", "submit", "accept", "reject", "drop", "filter", "consume"]), max_size=40))
+@given(st.lists(st.sampled_from(["enqueue", "submit", "accept", "reject", "filter", "consume"]), max_size=40))
 def test_every_rollout_is_counted_once(events: list[str]):
     counts, known = RolloutCounts(), 0
     for event in events:
@@ -73,8 +73,6 @@ def test_every_rollout_is_counted_once(events: list[str]):
             counts = with_filtered(counts, 2)
         elif event == "consume":
             counts = with_consumed(counts, 3)
-        elif event == "drop" and counts.accepted > 0:
-            counts = with_dropped(counts)
         assert counts.enqueued + counts.running + counts.accepted + counts.rejected == known
         assert counts.filtered >= 0
 
@@ -84,8 +82,6 @@ def test_more_cannot_finish_than_run():
         with_accepted(RolloutCounts())
     with pytest.raises(AssertionError, match="2 rollouts rejected, but 1 are running"):
         with_rejected(RolloutCounts(running=1), 2)
-    with pytest.raises(AssertionError, match="1 accepted rollouts dropped, but 0 are accepted"):
-        with_dropped(RolloutCounts())
 
 
 def run_with_filter(give_back: Callable[[RolloutCounts, int], RolloutCounts] | None) -> tuple[int, int]:
@@ -108,15 +104,13 @@ def run_with_filter(give_back: Callable[[RolloutCounts, int], RolloutCounts] | N
 
 def test_a_filtered_run_stops_unless_dropped_samples_give_their_room_back():
     assert run_with_filter(None)[0] < 5
-    assert run_with_filter(with_dropped)[0] >= 59
     assert run_with_filter(with_filtered)[0] >= 59
 
 
 def test_dropped_samples_do_not_lift_the_limit_of_concurrency():
-    assert run_with_filter(with_dropped)[1] == LIMITS.max_concurrent
-    full = RolloutCounts(running=LIMITS.max_concurrent, accepted=3)
-    assert compute_capacity(LIMITS, with_dropped(full, 3), 5) == 0
-    assert compute_capacity(LIMITS, with_filtered(full, 3), 5) == 3
+    full = with_filtered(RolloutCounts(running=LIMITS.max_concurrent, accepted=3), 3)
+    capacity = compute_capacity(LIMITS, full, 5)
+    assert (capacity, clamp_capacity(capacity, LIMITS, full)) == (3, 0)
 
 
 @pytest.mark.parametrize("version", [0, 1, 7])

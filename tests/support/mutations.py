@@ -779,15 +779,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "asynchronous/transitions.py",
         "strict order does not wait for stragglers",
-        "if not state.held or (rules.in_order and state.held[0].data.prompt.index >= state.first_open):",
-        "if not state.held:",
+        "result.data.prompt.index < first_open, state.held)",
+        "True, state.held)",
         ("asynchronous/test_async_rollouts.py::test_in_strict_order_the_trainer_waits_for_stragglers",),
     ),
     Mutation(
         "asynchronous/transitions.py",
         "a stopped rollout is lost",
-        "return replace(_leave(state, index, now), waiting=_with(state.waiting, index, Waiting(run.pending, begun, start_at)))",
-        "return _leave(state, index, now)",
+        "return change(state, **_leaving(state, index, now), waiting=waiting, delayed=delayed)",
+        "return change(state, **_leaving(state, index, now))",
         ("asynchronous/test_async_rollouts.py::test_cancelling_the_block_loses_nothing",),
     ),
     Mutation(
