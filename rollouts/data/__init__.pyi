@@ -16,6 +16,9 @@ from .preference_pairs import load_preference_pairs as load_preference_pairs, pr
 from .prompts import DataBuffer as DataBuffer
 from .records import TrajectoryRecord as TrajectoryRecord, attach_estimates as attach_estimates, derive_steps as derive_steps
 from .samples import (
+    build_batch_metadata as build_batch_metadata,
+    compute_response_lengths as compute_response_lengths,
+    extract_sample_fields as extract_sample_fields,
     with_reward as with_reward,
 )
 from .trajectories import (

@@ -26,7 +26,7 @@ from rollouts.data.prompts import DataBuffer
 from rollouts.errors import EngineError, RewardError
 from rollouts.generation.contract import PendingGroup
 from rollouts.testing import FakeEngine
-from rollouts.types import Group, Status
+from rollouts.types import Group, Prompt, Status
 
 BATCH_SIZE = 2
 PICKS = st.integers(0, 9)  # of the candidates of a rule

@@ -17,8 +17,11 @@ from rollouts import (
     RolloutConfig,
     Sample,
     SGLangEngine,
+    build_batch_metadata,
+    compute_response_lengths,
     create_pytorch_backend,
     decoupled,
+    extract_sample_fields,
     grpo,
     run_rl_training,
 )
@@ -28,7 +31,6 @@ from rollouts.asynchronous import AsyncConfig
 from rollouts.backends import PyTorchTrainingBackend
 from rollouts.chat import create_char_tokenizer
 from rollouts.data import collate_samples
-from rollouts.data.samples import build_batch_metadata, compute_response_lengths, extract_sample_fields
 from rollouts.engines import VLLMEngine
 from rollouts.environments import GridWorld
 from rollouts.generation import create_generate_fn
