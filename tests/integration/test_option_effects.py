@@ -253,7 +253,7 @@ def observe_part(config: Config, part: str) -> Iterator[Any]:
         engine.one_request_per_group,
         (
             client._requests._resends,
-            client._paths,
+            client.weights._paths,
             engine.api_key_variable,
             engine.precision(config.model.device),
             transfer_args(engine),

@@ -21,7 +21,7 @@ from samples import make_answers
 
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
-from rollouts.rewards import calls
+from rollouts.rewards import evaluate
 from rollouts.rewards.answers import compute_reward, create_overlong_penalty
 from rollouts.rewards.evaluate import score_group
 from rollouts.types import Group, Sample, Status
@@ -163,7 +163,7 @@ async def test_a_deadline_of_the_functions_own_is_its_own_error():
 
 def use_clock(monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
     """Makes the time that decides whether samples share a thread pass as the test says."""
-    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(evaluate, "time", SimpleNamespace(monotonic=clock))
 
 
 @pytest.mark.parametrize("hanging", [10, 12, 13])

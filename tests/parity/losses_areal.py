@@ -302,36 +302,16 @@ DROPPED = "theirs is that of a ratio of 0 at tokens that were dropped"
 
 
 DECOUPLED = "corrections.anchor_to_proximal, then losses.clipped_policy_loss, loss_weights.token_mean"
+ACTOR: dict[str, Any] = {"wrt": ("logprobs",), "mask": "loss_mask", "left_out": DUAL}
+DECOUPLED_ACTOR: dict[str, Any] = {**ACTOR, "optional": ("filtered_fraction",)}
 MAPPINGS: dict[str, Parity] = {
-    "areal_ppo_actor_loss": Parity(
-        run=areal_ppo_actor_loss,
-        ours="losses.clipped_policy_loss, loss_weights.token_mean",
-        wrt=("logprobs",),
-        mask="loss_mask",
-        left_out=DUAL,
-    ),
-    "areal_realhf_actor_loss_v0_3_0": Parity(
-        run=areal_realhf_actor_loss, ours=DECOUPLED, wrt=("logprobs",), mask="loss_mask", left_out=DUAL, optional=("filtered_fraction",)
-    ),
-    "areal_decoupled_ppo_cap_v0_3_4": Parity(
-        run=areal_decoupled_ppo_cap, ours=DECOUPLED, wrt=("logprobs",), mask="loss_mask", left_out=DUAL, optional=("filtered_fraction",)
-    ),
+    "areal_ppo_actor_loss": Parity(run=areal_ppo_actor_loss, ours="losses.clipped_policy_loss, loss_weights.token_mean", **ACTOR),
+    "areal_realhf_actor_loss_v0_3_0": Parity(run=areal_realhf_actor_loss, ours=DECOUPLED, **DECOUPLED_ACTOR),
+    "areal_decoupled_ppo_cap_v0_3_4": Parity(run=areal_decoupled_ppo_cap, ours=DECOUPLED, **DECOUPLED_ACTOR),
     "areal_decoupled_ppo_cap_modes_v1_0_3": Parity(
-        run=areal_decoupled_ppo_cap,
-        ours=f"{DECOUPLED}; level=geometric_level for sequence_*, drop=False for *_truncate",
-        wrt=("logprobs",),
-        mask="loss_mask",
-        left_out=DUAL,
-        optional=("filtered_fraction",),
+        run=areal_decoupled_ppo_cap, ours=f"{DECOUPLED}; level=geometric_level for sequence_*, drop=False for *_truncate", **DECOUPLED_ACTOR
     ),
-    "areal_fork_segment_wise_decoupled_ppo": Parity(
-        run=areal_decoupled_ppo_cap,
-        ours=f"{DECOUPLED}; segment_wise=True",
-        wrt=("logprobs",),
-        mask="loss_mask",
-        left_out=DUAL,
-        optional=("filtered_fraction",),
-    ),
+    "areal_fork_segment_wise_decoupled_ppo": Parity(run=areal_decoupled_ppo_cap, ours=f"{DECOUPLED}; segment_wise=True", **DECOUPLED_ACTOR),
     "areal_decoupled_ppo_rejection": Parity(
         run=areal_decoupled_ppo_rejection,
         ours=f"{DECOUPLED}; before it corrections.reject_ratios | reject_divergence",
@@ -349,9 +329,7 @@ MAPPINGS: dict[str, Parity] = {
     "areal_gspo": Parity(
         run=areal_gspo,
         ours="losses.clipped_policy_loss(ratio=sequence_mean_ratio) on surrogates.row_mean_advantages, loss_weights.token_mean",
-        wrt=("logprobs",),
-        mask="loss_mask",
-        left_out=DUAL,
+        **ACTOR,
     ),
     "areal_sapo": Parity(
         run=areal_sapo,
