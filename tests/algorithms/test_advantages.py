@@ -508,3 +508,10 @@ def test_gpg_is_zero_where_no_row_is_valid():
     rewards = torch.tensor([3.0, 6.0, 9.0])
     assert gpg_advantages(rewards, torch.arange(3), keep_single=True).tolist() == [0.0] * 3
     assert gpg_advantages(rewards, torch.arange(3), keep_single=True, valid=is_not_zero).tolist() == [3.0, 6.0, 9.0]
+
+
+@pytest.mark.parametrize("name", ["log_probs", "ref_log_probs"])
+def test_log_probs_of_a_kl_penalty_are_one_for_each_token(name: str):
+    columns = {"log_probs": torch.zeros(2, 3), "ref_log_probs": torch.zeros(2, 3)} | {name: torch.zeros(2, 1)}
+    with pytest.raises(AssertionError, match=rf"^{name}\b"):  # one column would otherwise be used for all tokens
+        apply_kl_penalty(torch.zeros(2, 3), mask=torch.ones(2, 3), kl_coef=0.1, kl=kl.k1, **columns)
