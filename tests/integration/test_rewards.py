@@ -220,7 +220,7 @@ async def test_slow_sync_functions_run_beside_each_other():
 
     def slow(sample: Sample) -> float:
         if sample.index == 10:
-            time.sleep(2 * calls.QUICK_S)  # after which each of the others has a thread
+            time.sleep(2 * evaluate.QUICK_S)  # after which each of the others has a thread
         else:
             all_others.wait(60)
         return 1.0
