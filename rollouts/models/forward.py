@@ -215,7 +215,7 @@ def attend(
     Raises: ConfigError for a keyword that no attend_fn supports, or a mask of the model's own.
     """
     assert attend_fn is not None, (
-        f"a model with attention {ATTENTION_NAME!r} was called without attend_fn: it belongs to a backend or engine now. "
+        f"a model with attention {ATTENTION_NAME!r} was called without attend_fn: it belongs to a backend or engine. "
         'Use their methods, or model.set_attn_implementation("sdpa") first'
     )
     for name, found in call.items():
