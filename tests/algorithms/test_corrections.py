@@ -74,7 +74,7 @@ bounds = st.one_of(st.none(), st.floats(1.0, 3.0))
 floors = st.one_of(st.none(), st.floats(0.1, 1.0))
 
 
-def make_batch(seed: int = 0, rows: int = 5, width: int = 6, *, empty_row: bool = True) -> tuple[Tensor, TrainBatch]:
+def draw_loss_inputs(seed: int = 0, rows: int = 5, width: int = 6, *, empty_row: bool = True) -> tuple[Tensor, TrainBatch]:
     """Log-probs that ask for a gradient, and ragged rows with three older policies. Row 1 has no trained token. float64."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, width + 1, (rows,), generator=g)
@@ -129,7 +129,7 @@ def loss_and_gradient(log_probs: Tensor, batch: TrainBatch, **options: float) ->
 
 @given(seed=seeds, level=st.sampled_from(sorted(LEVELS)), cap=bounds, floor=floors, drop=st.booleans())
 def test_weights_equal_a_loop(seed: int, level: str, cap: float | None, floor: float | None, drop: bool):
-    _, batch = make_batch(seed)
+    _, batch = draw_loss_inputs(seed)
     new, rollout, mask = batch.old_log_probs, batch.rollout_log_probs, batch.loss_mask
     expected = oracles.weights(rows_of(new), rows_of(rollout), mask.tolist(), level, floor, cap, drop)
     correct = mask_weights if drop else truncate_weights
@@ -143,7 +143,7 @@ def test_weights_equal_a_loop(seed: int, level: str, cap: float | None, floor: f
 
 @given(seed=seeds, level=st.sampled_from(sorted(LEVELS)), cap=bounds, floor=floors)
 def test_rejected_ratios_equal_a_loop(seed: int, level: str, cap: float | None, floor: float | None):
-    _, batch = make_batch(seed)
+    _, batch = draw_loss_inputs(seed)
     low, high = (None if b is None else math.log(b) for b in (floor, cap))
     trainer, rollout, mask = rows_of(batch.old_log_probs), rows_of(batch.rollout_log_probs), batch.loss_mask
     expected = oracles.kept(lambda a, b: a - b, trainer, rollout, mask.tolist(), level, low, high)
@@ -153,7 +153,7 @@ def test_rejected_ratios_equal_a_loop(seed: int, level: str, cap: float | None, 
 
 @given(seed=seeds, level=st.sampled_from(sorted(LEVELS)), kl=st.sampled_from(sorted(STATISTICS)), cap=st.floats(0.01, 0.5))
 def test_rejected_divergences_equal_a_loop(seed: int, level: str, kl: str, cap: float):
-    _, batch = make_batch(seed)
+    _, batch = draw_loss_inputs(seed)
     estimator, statistic = STATISTICS[kl]
     trainer, rollout, mask = rows_of(batch.old_log_probs), rows_of(batch.rollout_log_probs), batch.loss_mask
     expected = oracles.kept(statistic, trainer, rollout, mask.tolist(), level, -0.3, cap)
@@ -163,7 +163,7 @@ def test_rejected_divergences_equal_a_loop(seed: int, level: str, kl: str, cap: 
 
 @given(seed=seeds, cap=bounds, floor=floors, segment=st.booleans())
 def test_decoupled_ppo_equals_the_paper(seed: int, cap: float | None, floor: float | None, segment: bool):
-    log_probs, batch = make_batch(seed)
+    log_probs, batch = draw_loss_inputs(seed)
     loss, gradient = loss_and_gradient(log_probs, anchor_to_proximal(batch, cap=cap, floor=floor, segment_wise=segment), high=0.28)
     leaf = log_probs.detach().clone().requires_grad_()
     expected = oracles.decoupled_ppo(
@@ -187,7 +187,7 @@ def test_decoupled_ppo_equals_the_paper(seed: int, cap: float | None, floor: flo
 
 @given(seed=seeds, threshold=st.floats(1e-4, 0.5))
 def test_second_moment_equals_dropping_one_token_at_a_time(seed: int, threshold: float):
-    _, batch = make_batch(seed)
+    _, batch = draw_loss_inputs(seed)
     expected = oracles.second_moment_kept(
         rows_of(batch.old_log_probs), rows_of(batch.rollout_log_probs), batch.loss_mask.tolist(), threshold
     )
@@ -196,7 +196,7 @@ def test_second_moment_equals_dropping_one_token_at_a_time(seed: int, threshold:
 
 @given(seed=seeds, threshold=st.floats(-0.3, 0.3), against_old=st.booleans())
 def test_mask_of_off_policy_rows_equals_a_loop(seed: int, threshold: float, against_old: bool):
-    log_probs, batch = make_batch(seed)
+    log_probs, batch = draw_loss_inputs(seed)
     anchor = batch.old_log_probs if against_old else batch.rollout_log_probs
     expected = oracles.off_policy_rows(rows_of(log_probs), rows_of(anchor), rows_of(batch.advantages), batch.loss_mask.tolist(), threshold)
     found = mask_off_policy_rows(log_probs.detach(), batch, threshold=threshold, against_old=against_old)
@@ -205,14 +205,14 @@ def test_mask_of_off_policy_rows_equals_a_loop(seed: int, threshold: float, agai
 
 @given(seed=seeds)
 def test_off_policy_metrics_equal_a_loop(seed: int):
-    _, batch = make_batch(seed)
+    _, batch = draw_loss_inputs(seed)
     expected = oracles.off_policy_metrics(rows_of(batch.old_log_probs), rows_of(batch.rollout_log_probs), batch.loss_mask.tolist())
     found = off_policy_metrics(batch)
     assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, abs=1e-10)
 
 
 def test_off_policy_metrics_of_weights():
-    _, batch = make_batch()
+    _, batch = draw_loss_inputs()
     mask = torch.zeros_like(batch.loss_mask)
     mask[0, 1:5] = 1
     weights = torch.zeros_like(mask)
@@ -226,7 +226,7 @@ def test_off_policy_metrics_of_weights():
 
 
 def test_decoupled_equals_ppo_exactly_when_the_three_policies_are_one():
-    log_probs, batch = make_batch(3)
+    log_probs, batch = draw_loss_inputs(3)
     same = replace(batch, old_log_probs=batch.rollout_log_probs, prox_log_probs=batch.rollout_log_probs)
     plain = loss_and_gradient(log_probs, replace(batch, old_log_probs=batch.rollout_log_probs))
     for transform in (anchor_to_proximal, truncate_weights, mask_weights, partial(reject_divergence, cap=0.0)):
@@ -238,7 +238,7 @@ def test_decoupled_equals_ppo_exactly_when_the_three_policies_are_one():
 def test_tokens_beyond_the_cap_are_excluded_and_still_counted():
     old = torch.zeros(1, 4, dtype=torch.float64)
     ones = torch.ones(1, 4, dtype=torch.float64)
-    _, batch = make_batch(rows=1, width=4, empty_row=False)
+    _, batch = draw_loss_inputs(rows=1, width=4, empty_row=False)
     rollout = -torch.tensor([[0.0, 6.0, 5.0, 0.1]], dtype=torch.float64).log().clamp(min=-3.0)  # weights 1 (masked), 6, 5, 0.1
     mask = torch.tensor([[0.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
     batch = replace(batch, loss_mask=mask, rollout_log_probs=rollout, prox_log_probs=old, advantages=ones)
@@ -263,7 +263,7 @@ def test_segment_wise_over_three_versions():
     rollout = torch.tensor([[0.0, *[p[v] for v in versions]]], dtype=torch.float64)
     segment = torch.tensor([[0.0, *[p[v + 1] for v in versions]]], dtype=torch.float64)
     current = torch.full((1, 4), p[4], dtype=torch.float64)
-    _, batch = make_batch(rows=1, width=4, empty_row=False)
+    _, batch = draw_loss_inputs(rows=1, width=4, empty_row=False)
     mask = torch.tensor([[0.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
     batch = replace(batch, loss_mask=mask, rollout_log_probs=rollout, segment_log_probs=segment, prox_log_probs=current)
     weights = anchor_to_proximal(batch, cap=2.0, segment_wise=True).importance_weights
@@ -275,7 +275,7 @@ def test_segment_wise_over_three_versions():
 
 
 def test_weights_carry_no_gradient():
-    log_probs, batch = make_batch(1)
+    log_probs, batch = draw_loss_inputs(1)
     for name, transform in TRANSFORMS.items():
         source = log_probs.detach().clone().requires_grad_()
         made = transform(replace(batch, old_log_probs=source, prox_log_probs=source, segment_log_probs=source))
@@ -288,7 +288,7 @@ def test_weights_carry_no_gradient():
 
 @pytest.mark.parametrize("name", sorted(TRANSFORMS))
 def test_transforms_look_at_one_row_and_at_no_masked_place(name: str):
-    log_probs, batch = make_batch(7)
+    log_probs, batch = draw_loss_inputs(7)
     transform, mask = TRANSFORMS[name], batch.loss_mask
     whole = loss_and_gradient(log_probs, transform(batch))
 
@@ -337,11 +337,11 @@ def widen(batch: TrainBatch) -> TrainBatch:
 
 
 def test_kept_tokens_leave_the_mask_where_dropped_ones_keep_their_denominator():
-    _, batch = make_batch()
+    _, batch = draw_loss_inputs()
     batch = reject_ratios(batch, cap=1.0)
     assert batch.importance_weights is not None
     kept = keep_tokens(batch, batch.importance_weights > 0)
-    assert kept.loss_mask.equal(reject_ratios(make_batch()[1], cap=1.0, from_mask=True).loss_mask)
+    assert kept.loss_mask.equal(reject_ratios(draw_loss_inputs()[1], cap=1.0, from_mask=True).loss_mask)
     assert 0 < kept.loss_mask.sum() < batch.loss_mask.sum()
     on = kept.loss_mask > 0
     assert token_mean(kept)[on].sum().item() == pytest.approx(1.0) != token_mean(batch)[on].sum().item()
@@ -350,7 +350,7 @@ def test_kept_tokens_leave_the_mask_where_dropped_ones_keep_their_denominator():
 
 
 def test_transforms_chain_by_multiplying():
-    _, batch = make_batch(2)
+    _, batch = draw_loss_inputs(2)
     both = chain(truncate_weights, partial(reject_ratios, cap=1.2, floor=0.8))(batch).importance_weights
     first, second = truncate_weights(batch).importance_weights, reject_ratios(batch, cap=1.2, floor=0.8).importance_weights
     assert both is not None
@@ -360,13 +360,13 @@ def test_transforms_chain_by_multiplying():
 
 
 def test_a_correction_inside_the_loss_equals_one_in_estimate():
-    log_probs, batch = make_batch(4)
+    log_probs, batch = draw_loss_inputs(4)
     inside = corrected_loss(TokenOutputs(log_probs=log_probs), batch, correction=anchor_to_proximal, loss=clipped_policy_loss)
     assert torch.equal(inside.loss, clipped_policy_loss(TokenOutputs(log_probs=log_probs), anchor_to_proximal(batch)).loss)
 
 
 def test_losses_report_what_the_correction_did():
-    log_probs, batch = make_batch(5)
+    log_probs, batch = draw_loss_inputs(5)
     anchored = anchor_to_proximal(batch, cap=1.1)
     metrics = clipped_policy_loss(TokenOutputs(log_probs=log_probs), anchored).metrics
     on = batch.loss_mask > 0
@@ -383,7 +383,7 @@ def test_losses_report_what_the_correction_did():
 
 
 def test_a_mask_of_off_policy_rows_acts_on_the_policy_term():
-    log_probs, batch = make_batch(6)
+    log_probs, batch = draw_loss_inputs(6)
     reweigh = partial(mask_off_policy_rows, threshold=0.0)
     leaf = log_probs.detach().clone().requires_grad_()
     loss = policy_loss(TokenOutputs(log_probs=leaf), batch, surrogate=importance_weighted, reweigh=reweigh).loss
@@ -394,7 +394,7 @@ def test_a_mask_of_off_policy_rows_acts_on_the_policy_term():
 
 
 def test_rejection_from_the_mask_changes_the_denominator():
-    _, batch = make_batch(8)
+    _, batch = draw_loss_inputs(8)
     kept = reject_ratios(batch, cap=1.2, floor=0.8, from_mask=True)
     assert kept.importance_weights is None
     assert 0 < float(kept.loss_mask.sum()) < float(batch.loss_mask.sum())
@@ -403,21 +403,21 @@ def test_rejection_from_the_mask_changes_the_denominator():
 
 @pytest.mark.parametrize("weigh", [token_mean, sample_mean])
 def test_normalized_weights_have_mean_1(weigh: Callable[[TrainBatch], Tensor]):
-    _, batch = make_batch(9)
+    _, batch = draw_loss_inputs(9)
     weights = normalize_weights(truncate_weights(batch), weigh=weigh).importance_weights
     assert weights is not None
     assert float((weigh(batch) * weights).sum()) == pytest.approx(1.0)
 
 
 def test_weights_that_are_all_0_stay_0_when_normalized():
-    _, batch = make_batch(9)
+    _, batch = draw_loss_inputs(9)
     weights = normalize_weights(replace(batch, importance_weights=torch.zeros_like(batch.loss_mask))).importance_weights
     assert weights is not None
     assert not weights.any()
 
 
 def test_missing_log_probs_get_weight_1():
-    _, batch = make_batch(10)
+    _, batch = draw_loss_inputs(10)
     assert batch.rollout_log_probs is not None
     missing = batch.rollout_log_probs.clone()
     missing[0, 1] = torch.nan
@@ -428,7 +428,7 @@ def test_missing_log_probs_get_weight_1():
 
 
 def test_batch_statistics_of_a_batch_without_trained_tokens():
-    _, batch = make_batch(11)
+    _, batch = draw_loss_inputs(11)
     empty = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
     assert not limit_second_moment(empty).loss_mask.any()
     assert all(float(value) == 0 for value in off_policy_metrics(truncate_weights(empty)).values())
@@ -436,7 +436,7 @@ def test_batch_statistics_of_a_batch_without_trained_tokens():
 
 
 def test_a_second_moment_that_nothing_meets_leaves_the_nearest_token():
-    _, batch = make_batch(12)
+    _, batch = draw_loss_inputs(12)
     kept = limit_second_moment(batch, threshold=1e-12).loss_mask
     assert batch.old_log_probs is not None
     assert batch.rollout_log_probs is not None
@@ -458,7 +458,7 @@ def test_bounds():
     assert drop_outside(weights).tolist() == weights.tolist()
     assert drop_outside(weights, floor=1.0, cap=1.0).tolist() == [0.0, 1.0, 0.0]
     with pytest.raises(AssertionError, match="floor is -1"):
-        reject_ratios(make_batch()[1], floor=-1.0)
+        reject_ratios(draw_loss_inputs()[1], floor=-1.0)
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,7 @@ def test_bounds():
     ],
 )
 def test_a_missing_column_is_named(transform: Transform, column: str):
-    _, batch = make_batch()
+    _, batch = draw_loss_inputs()
     with pytest.raises(AssertionError, match=column):
         transform(replace(batch, **{column: None}))
 

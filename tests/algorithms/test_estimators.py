@@ -44,7 +44,7 @@ MASKED_NORMALIZATION = load(Path(__file__).parents[1] / "data" / "golden" / "adv
 LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 
 
-def make_batch(seed: int, rows: int, width: int, num_groups: int, dead: float = torch.nan) -> TrainBatch:
+def draw_ragged(seed: int, rows: int, width: int, num_groups: int, dead: float = torch.nan) -> TrainBatch:
     """A ragged float64 batch: prompts, gaps, rows without a trained token; `dead` wherever nothing is trained.
 
     Every group has a row that is not trained.
@@ -107,7 +107,7 @@ def widen(batch: TrainBatch, by: int) -> TrainBatch:
 def batches(draw: Any) -> TrainBatch:
     num_groups = draw(st.integers(1, 3))
     rows = draw(st.integers(num_groups, 9))
-    return make_batch(draw(st.integers(0, 10**6)), rows, draw(st.integers(1, 8)), num_groups)
+    return draw_ragged(draw(st.integers(0, 10**6)), rows, draw(st.integers(1, 8)), num_groups)
 
 
 def close(found, expected, tolerance=1e-10):
@@ -304,7 +304,7 @@ def test_padding_and_the_order_of_rows_do_not_matter(case, batch, data):
 
 @each
 def test_what_stands_where_nothing_is_trained_does_not_matter(case):
-    with_nan, with_number = (make_batch(5, 8, 6, 2, dead) for dead in (torch.nan, -0.3))
+    with_nan, with_number = (draw_ragged(5, 8, 6, 2, dead) for dead in (torch.nan, -0.3))
     assert torch.equal(case.estimate(with_nan).advantages, case.estimate(with_number).advantages)
     found = case.estimate(with_nan)
     assert found.advantages[with_nan.loss_mask == 0].eq(0).all()
@@ -324,14 +324,14 @@ def test_groups_can_be_estimated_apart(name, batch):
 
 @each
 def test_batches_without_a_trained_token_get_zeros(case):
-    batch = make_batch(2, 6, 4, 2)
+    batch = draw_ragged(2, 6, 4, 2)
     empty = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
     assert case.estimate(empty).advantages.eq(0).all()
 
 
 @each
 def test_the_batch_itself_is_left_as_it_was(case):
-    batch = make_batch(3, 6, 4, 2, dead=0.0)
+    batch = draw_ragged(3, 6, 4, 2, dead=0.0)
     before = {f.name: getattr(batch, f.name) for f in fields(batch)}
     copies = {name: value.clone() for name, value in before.items() if isinstance(value, torch.Tensor)}
     case.estimate(batch)
@@ -341,7 +341,7 @@ def test_the_batch_itself_is_left_as_it_was(case):
 
 @each
 def test_float32_batches_stay_float32(case):
-    batch = make_batch(4, 8, 6, 2)
+    batch = draw_ragged(4, 8, 6, 2)
     columns = {f.name: getattr(batch, f.name) for f in fields(batch)}
     narrow = {name: x.float() for name, x in columns.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     small = replace(batch, **narrow, turns=replace(batch.turns, rewards=batch.turns.rewards.float()))
@@ -390,7 +390,7 @@ def test_remax_subtracts_the_reward_of_the_greedy_answer():
 
 
 def test_a_controller_sets_the_coefficient_of_the_kl():
-    batch = make_batch(1, 6, 5, 2)
+    batch = draw_ragged(1, 6, 5, 2)
     fixed = estimate_gae(batch, kl=kl.k1, kl_coef=0.7)
     controlled = estimate_gae(replace(batch, kl_coef=torch.full((6,), 0.7, dtype=torch.float64)), kl=kl.k1, kl_coef=0.1)
     close(controlled.advantages, fixed.advantages)
@@ -399,7 +399,7 @@ def test_a_controller_sets_the_coefficient_of_the_kl():
 
 
 def test_the_policy_is_the_anchor_or_else_the_behaviour():
-    batch = make_batch(1, 6, 5, 2)
+    batch = draw_ragged(1, 6, 5, 2)
     assert policy_log_probs(batch) is batch.old_log_probs
     assert policy_log_probs(replace(batch, old_log_probs=None)) is batch.rollout_log_probs
     found = penalized_token_rewards(replace(batch, old_log_probs=None), kl.k1, 0.5)
@@ -415,7 +415,7 @@ def test_importance_weights_count_squared_in_the_optimal_token_baseline():
 
 
 def test_vtrace_prefers_the_proximal_policy():
-    batch = make_batch(1, 6, 5, 2)
+    batch = draw_ragged(1, 6, 5, 2)
     moved = replace(batch, prox_log_probs=batch.old_log_probs, old_log_probs=None)
     assert torch.equal(estimate_vtrace(moved).advantages, estimate_vtrace(batch).advantages)
 
@@ -426,7 +426,7 @@ def test_vtrace_prefers_the_proximal_policy():
 @each
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_reward_that_is_not_finite_is_named(case, bad):
-    batch = make_batch(5, 8, 6, 2)
+    batch = draw_ragged(5, 8, 6, 2)
     rewards = batch.rewards.clone()
     rewards[3] = bad
     with pytest.raises(DataError, match=rf"the reward of row 3 \(group {int(batch.group_ids[3])}\) is {bad}: rewards must be finite"):
@@ -467,7 +467,7 @@ def test_missing_columns_and_estimators_are_named():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_generalised_advantages_can_be_whitened_within_each_group(seed: int):
-    batch = make_batch(seed, 9, 7, 3)
+    batch = draw_ragged(seed, 9, 7, 3)
     raw, found = estimate_gae(batch, whiten=False), estimate_gae(batch, by_group=True)
     trained = (batch.loss_mask > 0) & batch.trainable[:, None]
     for group in range(3):

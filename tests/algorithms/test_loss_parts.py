@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from parity.peers import inside_tv_lower
-from test_losses import make_batch
+from test_losses import draw_loss_inputs
 
 from rollouts.algorithms.kl import k2
 from rollouts.algorithms.loss_weights import token_mean
@@ -30,7 +30,7 @@ from rollouts.types import TokenOutputs, TrainBatch
 
 
 def weighted_batch(seed: int) -> tuple[torch.Tensor, TrainBatch]:
-    log_probs, batch = make_batch(seed)
+    log_probs, batch = draw_loss_inputs(seed)
     return log_probs, replace(batch, loss_weights=token_mean(batch))
 
 

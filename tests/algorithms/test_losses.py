@@ -57,7 +57,7 @@ from rollouts.batches import select_rows
 from rollouts.types import TokenOutputs, TrainBatch
 
 
-def make_batch(seed: int = 0, rows: int = 6, width: int = 7, num_groups: int = 2) -> tuple[torch.Tensor, TrainBatch]:
+def draw_loss_inputs(seed: int = 0, rows: int = 6, width: int = 7, num_groups: int = 2) -> tuple[torch.Tensor, TrainBatch]:
     """Log-probs that ask for a gradient, and a batch with every column that policy losses read. float64."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, width + 1, (rows,), generator=g)
@@ -107,7 +107,7 @@ KL = {
 @pytest.mark.parametrize("dual", [None, 1.1])
 @pytest.mark.parametrize("kl", KL, ids=lambda f: f.__name__)
 def test_the_clipped_loss_matches_the_loop_in_value_and_gradient(name, dual, kl):
-    log_probs, batch = make_batch()
+    log_probs, batch = draw_loss_inputs()
     batch = replace(batch, loss_weights=AGGREGATIONS[name](batch))
     loss, _ = clipped_policy_loss(TokenOutputs(log_probs=log_probs), batch, low=0.2, high=0.3, dual=dual, kl=KLTerm(estimate=kl, coef=0.1))
     loss.backward()
@@ -178,7 +178,7 @@ LOSSES = {
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30, -1e4])
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_stands_at_masked_places_changes_nothing_bit_for_bit(name, garbage):
-    log_probs, batch = make_batch()
+    log_probs, batch = draw_loss_inputs()
     batch = replace(batch, loss_weights=token_mean(batch), importance_weights=batch.loss_mask * 0.7)
     clean = loss_and_gradient(log_probs, batch, LOSSES[name])
     off = batch.loss_mask == 0
@@ -199,7 +199,7 @@ def test_what_stands_at_masked_places_changes_nothing_bit_for_bit(name, garbage)
 @settings(deadline=None, max_examples=8)
 @given(seed=st.integers(0, 1000), cut=st.integers(1, 5), how=st.sampled_from(sorted(AGGREGATIONS)))
 def test_micro_batches_row_order_and_padding_never_change_loss_or_gradient(name, seed, cut, how):
-    log_probs, batch = make_batch(seed)
+    log_probs, batch = draw_loss_inputs(seed)
     batch = replace(batch, loss_weights=AGGREGATIONS[how](batch))
     whole, gradient, metrics = loss_and_gradient(log_probs, batch, LOSSES[name])
     order = torch.randperm(6, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -229,7 +229,7 @@ WHOLE = {  # the aggregation of a part of a step, given the numbers of the whole
 @settings(deadline=None, max_examples=5)
 @given(seed=st.integers(0, 1000), name=st.sampled_from(sorted(LOSSES)))
 def test_ranks_that_weigh_their_own_rows_add_up_to_the_step(how, num_ranks, seed, name):
-    log_probs, batch = make_batch(seed, rows=8)
+    log_probs, batch = draw_loss_inputs(seed, rows=8)
     whole, gradient, _ = loss_and_gradient(log_probs, replace(batch, loss_weights=AGGREGATIONS[how](batch)), LOSSES[name])
     weigh = WHOLE[how](batch)
     if how == "group_token_mean":  # a group lies on one rank
@@ -254,7 +254,7 @@ def test_ranks_that_weigh_their_own_rows_add_up_to_the_step(how, num_ranks, seed
     factor=st.sampled_from([0.5, 1.0]),
 )
 def test_the_value_loss_matches_the_loop_in_value_and_gradient(seed, clip, huber, factor):
-    values, batch = make_batch(seed)
+    values, batch = draw_loss_inputs(seed)
     batch = replace(batch, loss_weights=token_mean(batch))
     loss, metrics = value_loss(
         TokenOutputs(log_probs=torch.zeros_like(values), values=values), batch, clip=clip, huber=huber, factor=factor
@@ -274,7 +274,7 @@ def test_the_value_loss_matches_the_loop_in_value_and_gradient(seed, clip, huber
 
 
 def test_gradients_of_whole_losses_are_those_of_their_values():
-    log_probs, batch = make_batch(rows=3, width=4)
+    log_probs, batch = draw_loss_inputs(rows=3, width=4)
     batch = replace(batch, loss_weights=sample_mean(batch))
     for name in ("importance_weighted", "clipped", "sapo", "dro", "sequence_mean", "gmpo", "kl_cov", "sft", "value", "value_huber"):
 
@@ -285,7 +285,7 @@ def test_gradients_of_whole_losses_are_those_of_their_values():
 
 
 def test_gmpo_is_its_paper_on_whole_rows_and_averages_importance_weights_geometrically():
-    log_probs, batch = make_batch(5)
+    log_probs, batch = draw_loss_inputs(5)
     advantages = batch.advantages[:, :1].expand_as(batch.advantages)
     batch = replace(batch, advantages=advantages, loss_weights=sample_mean(batch))
     weights = torch.rand(6, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
@@ -309,7 +309,7 @@ def test_gmpo_is_its_paper_on_whole_rows_and_averages_importance_weights_geometr
 def test_the_clip_of_gmpo_is_in_nats():
     old, advantages = torch.full((2, 2), -2.0).double(), torch.tensor([[1.0, 1.0], [-1.0, -1.0]]).double()
     log_probs = old + torch.tensor([[0.55, 0.65], [-0.55, -0.65]]).double()
-    _, batch = make_batch(rows=2, width=2)
+    _, batch = draw_loss_inputs(rows=2, width=2)
     batch = replace(batch, loss_mask=torch.ones(2, 2).double(), rollout_log_probs=old, advantages=advantages)
     metrics = gmpo_policy_loss(TokenOutputs(log_probs=log_probs), replace(batch, loss_weights=token_mean(batch)), low=0.6, high=0.6).metrics
     assert float(metrics["clip_fraction_low"]) == 0.25
@@ -318,7 +318,7 @@ def test_the_clip_of_gmpo_is_in_nats():
 
 @pytest.mark.parametrize("kl", KL, ids=lambda f: f.__name__)
 def test_the_unbiased_kl_is_multiplied_by_the_ratio_with_its_gradient(kl):
-    log_probs, batch = make_batch()
+    log_probs, batch = draw_loss_inputs()
     batch = replace(batch, loss_weights=token_mean(batch))
     loss = clipped_policy_loss(TokenOutputs(log_probs=log_probs), batch, kl=KLTerm(estimate=kl, coef=0.7, unbiased=True)).loss
     estimator = getattr(oracles_losses, kl.__name__)
@@ -335,7 +335,7 @@ def test_the_unbiased_kl_is_multiplied_by_the_ratio_with_its_gradient(kl):
 @pytest.mark.parametrize("name", SURROGATES)
 def test_a_dropped_token_may_have_any_ratio(name):
     """float32 overflows at e^89; a token of weight 0 neither enters the loss nor turns it into NaN."""
-    log_probs, batch = make_batch()
+    log_probs, batch = draw_loss_inputs()
     far = torch.zeros(6, 7, dtype=torch.bool)
     far[:, 1] = True
     weights = torch.where(far, 0.0, 1.0)
@@ -365,7 +365,7 @@ def test_compute_value_loss_is_the_clipped_loss_by_hand():
 @pytest.mark.parametrize("proximal", [False, True])
 @pytest.mark.parametrize("cap", [None, 1.1])
 def test_decoupled_ppo_matches_the_loop_in_value_and_gradient(dual, proximal, cap):
-    log_probs, batch = make_batch(9)
+    log_probs, batch = draw_loss_inputs(9)
     old, prox, mask = batch.rollout_log_probs, batch.ref_log_probs, batch.loss_mask
     if not proximal and cap is not None:
         with pytest.raises(AssertionError, match=r"behav_imp_weight_cap is 1\.1, but there are no proximal_log_probs"):
@@ -386,7 +386,7 @@ def test_decoupled_ppo_matches_the_loop_in_value_and_gradient(dual, proximal, ca
 
 
 def test_a_coefficient_in_the_batch_replaces_that_of_the_loss():
-    log_probs, batch = make_batch()
+    log_probs, batch = draw_loss_inputs()
     batch = replace(batch, loss_weights=token_mean(batch))
     outputs = TokenOutputs(log_probs=log_probs)
     given = policy_loss(outputs, replace(batch, kl_coef=torch.full((6,), 0.3).double()), surrogate=clipped, kl=KLTerm(k3, 9.0))
@@ -394,7 +394,7 @@ def test_a_coefficient_in_the_batch_replaces_that_of_the_loss():
 
 
 def test_importance_weights_and_masks_of_the_policy_act_on_the_policy_term_only():
-    log_probs, batch = make_batch()
+    log_probs, batch = draw_loss_inputs()
     batch = replace(batch, loss_weights=token_mean(batch))
     outputs = TokenOutputs(log_probs=log_probs, entropy=log_probs.abs())
     rest = {"kl": KLTerm(k3, 0.2), "entropy_coef": 0.1}
@@ -406,7 +406,7 @@ def test_importance_weights_and_masks_of_the_policy_act_on_the_policy_term_only(
 
 
 def test_parts_of_a_total_add_up_and_keep_their_metrics_apart():
-    log_probs, batch = make_batch()
+    log_probs, batch = draw_loss_inputs()
     batch = replace(batch, loss_weights=token_mean(batch))
     outputs = TokenOutputs(log_probs=log_probs)
     policy, sft = policy_loss(outputs, batch, surrogate=clipped), sft_loss(outputs, batch)
@@ -429,13 +429,13 @@ def test_parts_of_a_total_add_up_and_keep_their_metrics_apart():
     ],
 )
 def test_hyper_parameters_out_of_range_say_which_and_what(loss, message):
-    log_probs, batch = make_batch()
+    log_probs, batch = draw_loss_inputs()
     with pytest.raises(AssertionError, match=message):
         loss(TokenOutputs(log_probs=log_probs, values=log_probs), replace(batch, loss_weights=token_mean(batch)))
 
 
 def test_dft_loss_matches_the_loop_in_value_and_gradient():
-    log_probs, batch = make_batch(seed=3)
+    log_probs, batch = draw_loss_inputs(seed=3)
     loss = dft_loss(TokenOutputs(log_probs=log_probs), replace(batch, loss_weights=token_mean(batch))).loss
     expected = oracles.dft_loss(log_probs, batch.loss_mask.tolist())
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
@@ -446,7 +446,7 @@ def test_dft_loss_matches_the_loop_in_value_and_gradient():
 def test_sft_is_reinforce_with_advantage_one_and_the_cross_entropy_of_trained_tokens():
     g = torch.Generator().manual_seed(0)
     logits, tokens = torch.randn(3, 6, 11, generator=g), torch.randint(0, 11, (3, 6), generator=g)
-    _, batch = make_batch(rows=3, width=6)
+    _, batch = draw_loss_inputs(rows=3, width=6)
     batch = replace(batch, tokens=tokens, loss_weights=token_mean(batch), advantages=torch.ones(3, 6))
     from rollouts.algorithms.logprobs import token_log_probs
 
@@ -501,14 +501,14 @@ def test_a_batch_that_is_masked_out_has_loss_and_gradient_zero():
     assert float(loss.detach()) == 0
     assert float(logits.grad.abs().sum()) == 0
     assert all(math.isfinite(float(v)) for v in metrics.values())
-    _, batch = make_batch()
+    _, batch = draw_loss_inputs()
     empty = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
     for weigh in AGGREGATIONS.values():
         assert float(weigh(empty).abs().sum()) == 0
 
 
 def test_weights_leave_out_rows_that_are_not_trainable_and_scale_with_fractions():
-    _, batch = make_batch()
+    _, batch = draw_loss_inputs()
     trainable = torch.tensor([True, True, False, True, False, True])
     part = replace(batch, trainable=trainable)
     for weigh in AGGREGATIONS.values():
@@ -522,7 +522,7 @@ def test_weights_leave_out_rows_that_are_not_trainable_and_scale_with_fractions(
 
 
 def test_losses_say_which_column_is_missing():
-    log_probs, batch = make_batch()
+    log_probs, batch = draw_loss_inputs()
     outputs = TokenOutputs(log_probs=log_probs)
     with pytest.raises(AssertionError, match="loss_weights"):
         sft_loss(outputs, batch)
@@ -546,7 +546,7 @@ ALGORITHMS = {
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_each_algorithm_is_its_paper(name):
     algorithm, advantages, how, clip = ALGORITHMS[name]
-    log_probs, batch = make_batch(3)
+    log_probs, batch = draw_loss_inputs(3)
     estimated = algorithm.estimate(replace(batch, advantages=None))
     expected = advantages(batch.rewards.tolist(), batch.group_ids.tolist())
     for row, advantage in enumerate(expected):
@@ -574,13 +574,13 @@ def test_algorithms_are_values(name):
 def test_a_kl_term_asks_for_a_reference_and_its_absence_does_not():
     assert "ref_log_probs" in grpo(kl_coef=0.04).requires
     assert "ref_log_probs" not in grpo().requires
-    _, batch = make_batch()
+    _, batch = draw_loss_inputs()
     double = chain(grpo().estimate, lambda b: replace(b, advantages=2 * b.advantages))
     torch.testing.assert_close(double(batch).advantages, 2 * grpo().estimate(batch).advantages)
 
 
 def test_the_sequence_ratio_is_the_geometric_mean_with_the_gradient_of_each_token():
-    log_probs, batch = make_batch()
+    log_probs, batch = draw_loss_inputs()
     ratio = sequence_ratio(log_probs, batch.rollout_log_probs, batch.loss_mask)
     for row in range(6):
         on = batch.loss_mask[row] > 0

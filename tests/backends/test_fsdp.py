@@ -157,7 +157,7 @@ def test_a_pass_that_another_rank_does_not_come_to_is_an_error_that_names_it(fou
 # -- one rank, in this process
 
 
-def make_batch(seed: int = 0, rows: int = 3):
+def make_ragged(seed: int = 0, rows: int = 3):
     samples = [
         Sample(tokens=tuple((seed + 7 * i + t) % 29 + 3 for t in range(3 + i)), loss_mask=(0.0, *(1.0,) * (2 + i))) for i in range(rows)
     ]
@@ -174,10 +174,10 @@ def test_an_update_is_seen_by_the_next_pass_whatever_pass_was_before_it():
     for step in range(2):
         found = []
         for backend in backends:
-            backend.forward_backward(make_batch(step), sft_loss)
-            backend.forward(make_batch(step), log_probs)  # gathers the weights of before the update
+            backend.forward_backward(make_ragged(step), sft_loss)
+            backend.forward(make_ragged(step), log_probs)  # gathers the weights of before the update
             backend.optim_step()
-            found.append(backend.forward_backward(make_batch(step), sft_loss).value["loss"])
+            found.append(backend.forward_backward(make_ragged(step), sft_loss).value["loss"])
             backend.optim_step()
         assert found[1] == pytest.approx(found[0], abs=1e-6)
 
@@ -188,11 +188,11 @@ def test_a_failed_loss_leaves_the_backend_usable():
     def bad_loss(outputs, batch):
         raise ZeroDivisionError
 
-    expected = backend.forward(make_batch(), log_probs).value
+    expected = backend.forward(make_ragged(), log_probs).value
     with pytest.raises(ZeroDivisionError):
-        backend.forward_backward(make_batch(), bad_loss)
+        backend.forward_backward(make_ragged(), bad_loss)
     backend.load_weights(backend.get_weights().value)
-    assert torch.equal(backend.forward(make_batch(), log_probs).value, expected)
+    assert torch.equal(backend.forward(make_ragged(), log_probs).value, expected)
 
 
 def test_a_directory_gives_the_backend_that_its_model_gives(tmp_path: Path):
@@ -204,18 +204,18 @@ def test_a_directory_gives_the_backend_that_its_model_gives(tmp_path: Path):
     assert backend.computes == expected.computes
     assert get_backend_features(backend) == set(BackendFeature) - {BackendFeature.ADAPTERS}
     assert backend.num_shards == 1
-    assert torch.equal(backend.forward(make_batch(), log_probs).value, expected.forward(make_batch(), log_probs).value)
+    assert torch.equal(backend.forward(make_ragged(), log_probs).value, expected.forward(make_ragged(), log_probs).value)
 
 
 def test_a_checkpoint_that_is_written_beside_training_is_that_of_its_moment(tmp_path: Path):
     backend = create_fsdp_backend(create_tiny_model(), lr=1e-2, tokenizer=create_char_tokenizer(), save_in_background=True)
-    backend.forward_backward(make_batch(), sft_loss)
+    backend.forward_backward(make_ragged(), sft_loss)
     backend.optim_step()
     expected = backend.get_weights().value
     for name in ("first", "second"):  # the second waits for the first
         (tmp_path / name).mkdir()
         backend.save_checkpoint(tmp_path / name)
-    backend.forward_backward(make_batch(), sft_loss)
+    backend.forward_backward(make_ragged(), sft_loss)
     backend.optim_step()
     backend.close()
     for name in ("first", "second"):
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_is_written_beside_training_is_that_of_its_moment(tmp_
 
 def test_too_many_skipped_updates_are_an_error():
     backend = FSDPTrainingBackend(create_tiny_model(), partial(create_adamw_optimizer, lr=1e-2), max_skipped_updates=1)
-    batch = make_batch()
+    batch = make_ragged()
     backend.forward_backward(replace(batch, loss_weights=batch.loss_weights * float("inf")), sft_loss)
     with pytest.raises(BackendError, match="not finite"):
         backend.optim_step()

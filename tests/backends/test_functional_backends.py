@@ -53,7 +53,7 @@ def create_qwen2():
     return model
 
 
-def make_batch(seed: int = 0, rows: int = 8):
+def draw_ragged(seed: int = 0, rows: int = 8):
     """Ragged rows in groups of two."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
@@ -75,7 +75,7 @@ async def step_of(backend, batch, loss_fn, *, with_entropy=False) -> tuple[float
 
 
 async def run_sft(backend, num_steps: int = 10):
-    return [await step_of(backend, make_batch(step), sft_loss) for step in range(num_steps)]
+    return [await step_of(backend, draw_ragged(step), sft_loss) for step in range(num_steps)]
 
 
 async def run_grpo(backend, num_steps: int = 10):
@@ -83,7 +83,7 @@ async def run_grpo(backend, num_steps: int = 10):
     algorithm, batch, steps = grpo(entropy_coef=0.01), None, []
     for step in range(num_steps):
         if step % 2 == 0:
-            batch = make_batch(step)
+            batch = draw_ragged(step)
             old = await backend.forward(batch, lambda outputs: outputs.log_probs).result()
             batch = algorithm.estimate(replace(batch, rollout_log_probs=old))
             batch = replace(batch, loss_weights=algorithm.weigh(batch))
@@ -139,7 +139,7 @@ def test_a_step_over_any_function_is_that_of_torch_adamw(max_grad_norm):
     groups = [{"params": [own["table"]], "weight_decay": 0.3}, {"params": [own["bias"]], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=rule.betas)
     for step in range(5):
-        batch = make_batch(step)
+        batch = draw_ragged(step)
         state, metrics = train_step(state, [select_rows(batch, rows) for rows in MICRO_BATCHES], sft_loss, project, rule)
         loss = sft_loss(project(own, batch, False), batch).loss
         loss.backward()
@@ -155,7 +155,7 @@ def test_a_step_over_any_function_is_that_of_torch_adamw(max_grad_norm):
 
 
 def test_steps_leave_their_arguments_as_they_were_and_give_the_same_again():
-    state, rule, batch = create_state(table_parameters()), AdamW(lr=1e-2), make_batch()
+    state, rule, batch = create_state(table_parameters()), AdamW(lr=1e-2), draw_ragged()
     with_gradient, _ = accumulate_gradient(state, batch, sft_loss, project)
     kept = {name: value.clone() for name, value in with_gradient.gradients.items()}
     first, _ = apply_update(with_gradient, rule)
@@ -173,7 +173,7 @@ def test_steps_leave_their_arguments_as_they_were_and_give_the_same_again():
 def test_parameters_that_are_not_trained_stay_and_cost_no_moments():
     state = create_state(table_parameters(), trained=["bias"])
     assert set(state.first_moments) == {"bias"}
-    after, metrics = train_step(state, [make_batch()], sft_loss, project, AdamW(lr=1e-2, weight_decay=1.0))
+    after, metrics = train_step(state, [draw_ragged()], sft_loss, project, AdamW(lr=1e-2, weight_decay=1.0))
     assert after.parameters["table"] is state.parameters["table"]
     assert not torch.equal(after.parameters["bias"], state.parameters["bias"])
     assert metrics["grad_norm"] > 0
@@ -183,7 +183,7 @@ def test_dropout_is_drawn_from_the_state():
     def drop(parameters, batch, with_entropy):
         return project({name: torch.dropout(value, 0.5, True) for name, value in parameters.items()}, batch, with_entropy)
 
-    state, batch, before = create_state(table_parameters(), seed=3), make_batch(), torch.get_rng_state()
+    state, batch, before = create_state(table_parameters(), seed=3), draw_ragged(), torch.get_rng_state()
     (first, a), (_, b) = accumulate_gradient(state, batch, sft_loss, drop), accumulate_gradient(state, batch, sft_loss, drop)
     _, second = accumulate_gradient(first, batch, sft_loss, drop)
     _, other = accumulate_gradient(replace(state, seed=4), batch, sft_loss, drop)
@@ -192,7 +192,7 @@ def test_dropout_is_drawn_from_the_state():
 
 
 async def test_a_skipped_update_changes_nothing_but_the_counts():
-    state, rule, batch = create_state(table_parameters()), AdamW(lr=1e-2), make_batch()
+    state, rule, batch = create_state(table_parameters()), AdamW(lr=1e-2), draw_ragged()
     bad = replace(batch, loss_weights=batch.loss_weights * float("inf"))
     state, _ = train_step(state, [batch], sft_loss, project, rule)
     after, metrics = train_step(state, [bad], sft_loss, project, rule)
@@ -208,7 +208,7 @@ async def test_the_model_shows_the_state_and_a_snapshot_of_the_state_stays():
     model = create_tiny_model()
     backend = create_torch_func_backend(model, lr=1e-2)
     before = backend.state
-    await step_of(backend, make_batch(), sft_loss)
+    await step_of(backend, draw_ragged(), sft_loss)
     for name, parameter in model.named_parameters():
         assert parameter.data_ptr() == backend.state.parameters[name].data_ptr()
         assert not torch.equal(parameter, before.parameters[name])
@@ -257,7 +257,7 @@ async def test_a_critic_is_a_functional_backend_with_another_head():
         loss, metrics = value_loss(outputs, batch)
         return LossOutput(loss, metrics)
 
-    batch = make_batch()
+    batch = draw_ragged()
     batch = replace(batch, returns=torch.ones(batch.tokens.shape), values=torch.zeros(batch.tokens.shape))
     critics = [create_critic_model(create_tiny_model()) for _ in range(2)]
     expected = PyTorchTrainingBackend(
@@ -296,11 +296,11 @@ async def test_a_program_is_compiled_once_for_all_backends_and_similar_batches()
     from rollouts.backends.jax.steps import _programs  # pyright: ignore[reportPrivateUsage]
 
     backend = create_jax_backend(create_tiny_model(), lr=1e-2)
-    backend.forward(make_batch(rows=2), lambda outputs: outputs.log_probs)
+    backend.forward(draw_ragged(rows=2), lambda outputs: outputs.log_probs)
     count = _programs().evaluate._cache_size()
     for rows in (1, 4, 7):
         for lr in (1e-2, 1e-3):
-            create_jax_backend(create_tiny_model(seed=rows), lr=lr).forward(make_batch(rows, rows), lambda outputs: outputs.log_probs)
+            create_jax_backend(create_tiny_model(seed=rows), lr=lr).forward(draw_ragged(rows, rows), lambda outputs: outputs.log_probs)
     assert _programs().evaluate._cache_size() == count
 
 
@@ -324,7 +324,7 @@ def test_logits_of_all_tokens_never_exist_at_once():
 
     model = create_tiny_model(vocab_size=91, num_layers=1)
     weights = {name: to_array(value) for name, value in model.state_dict().items() if name != "lm_head.weight"}
-    batch = make_batch()
+    batch = draw_ragged()
     arrays = pack_arrays(pack_padded(batch.tokens, batch.lengths), None)
 
     def total(weights, chunk_size):
@@ -433,7 +433,7 @@ def test_torchax_is_refused_with_what_was_tried():
 def test_log_probs_in_chunks_have_the_gradient_of_log_probs_at_once():
     def step(chunk_size: int):
         backend = TorchFuncTrainingBackend(create_tiny_model(), AdamW(lr=1e6, eps=1e6, max_grad_norm=float("inf")), chunk_size=chunk_size)
-        backend.forward_backward(make_batch(), sft_loss)
+        backend.forward_backward(draw_ragged(), sft_loss)
         backend.optim_step()
         return backend.get_weights().value
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import lora_ranks
 import pytest
 import torch
-from lora_ranks import make_batch, select_log_probs
+from lora_ranks import draw_step, select_log_probs
 from lora_ranks import train as train_steps
 from rank_processes import start_ranks
 from safetensors.torch import load_file, save_file
@@ -53,7 +53,7 @@ def train(backend, steps=range(3)):
 
 
 def log_probs(backend):
-    return backend.forward(make_batch(), select_log_probs).value
+    return backend.forward(draw_step(), select_log_probs).value
 
 
 def adapters(model):
@@ -93,8 +93,8 @@ def test_the_gradient_is_that_of_the_weights_times_the_other_factor():
     backend = create_backend()
     train(backend)
     plain = copy_without_adapters(backend.model)
-    create_pytorch_backend(plain, lr=1e-2).forward_backward(make_batch(7), sft_loss)
-    backend.forward_backward(make_batch(7), sft_loss)
+    create_pytorch_backend(plain, lr=1e-2).forward_backward(draw_step(7), sft_loss)
+    backend.forward_backward(draw_step(7), sft_loss)
     assert LORA.scale == 3.0
     for name, layer in adapted_layers(backend.model):
         dw, (a, b) = plain.get_submodule(name).weight.grad, adapter_of(layer)
@@ -153,7 +153,7 @@ def test_dropout_is_active_in_training_only():
     torch.testing.assert_close(
         log_probs(create_pytorch_backend(copy_without_adapters(backend.model), lr=1.0)), log_probs(backend), atol=1e-5, rtol=1e-4
     )
-    losses = {backend.forward_backward(make_batch(), sft_loss).value["loss"] for _ in range(3)}
+    losses = {backend.forward_backward(draw_step(), sft_loss).value["loss"] for _ in range(3)}
     assert len(losses) == 3
 
 
@@ -377,12 +377,12 @@ async def test_the_model_without_adapters_is_the_reference_while_training_goes_o
         assert reference.computes == pipeline.computes and reference.token_spec == pipeline.token_spec
         found = []
         for step in range(4):  # all submitted at once: passes with and without adapters alternate
-            pipeline.forward_backward(make_batch(step), sft_loss)
-            found.append(reference.forward(make_batch(), select_log_probs))
+            pipeline.forward_backward(draw_step(step), sft_loss)
+            found.append(reference.forward(draw_step(), select_log_probs))
             pipeline.optim_step()
-            found.append(reference.forward(make_batch(), select_log_probs))
+            found.append(reference.forward(draw_step(), select_log_probs))
         assert all([torch.equal(await job.result(), expected) for job in found])
-        assert not torch.allclose(await pipeline.forward(make_batch(), select_log_probs).result(), expected, atol=1e-3)
+        assert not torch.allclose(await pipeline.forward(draw_step(), select_log_probs).result(), expected, atol=1e-3)
         with pytest.raises(BackendError, match="optim_step was called on the reference"):
             reference.optim_step()
     straight = create_backend()

@@ -117,7 +117,7 @@ def load_blocks() -> dict[str, Any]:
     return namespace
 
 
-def make_batch() -> TrainBatch:
+def draw_rollouts() -> TrainBatch:
     generator = torch.Generator().manual_seed(0)
     samples = []
     for i in range(6):
@@ -132,7 +132,7 @@ def make_batch() -> TrainBatch:
 
 
 def test_rewards_less_their_kl_are_compared_within_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    batch = make_batch()
+    batch = draw_rollouts()
     batch = replace(batch, ref_log_probs=batch.rollout_log_probs * 0.5)
     algorithm = load_blocks()["grpo_with_kl_in_reward"]()
     kl = (batch.rollout_log_probs * 0.5 * batch.loss_mask).sum(1)
@@ -145,7 +145,7 @@ def test_rewards_less_their_kl_are_compared_within_the_group(tmp_path: Path, mon
 
 
 async def test_a_loss_without_a_gradient_is_the_one_that_is_trained_on_whatever_the_split():
-    backend, batch = create_pytorch_backend(create_tiny_model(), lr=1e-3), make_batch()
+    backend, batch = create_pytorch_backend(create_tiny_model(), lr=1e-3), draw_rollouts()
     loss, metrics = await load_blocks()["evaluate_batch"](backend, batch)
     weighted = replace(batch, loss_weights=token_mean(batch))
     trained = await backend.forward_backward(weighted, sft_loss).result()

@@ -54,7 +54,7 @@ def make_model(seed: int = 0, num_layers: int = 1):
     return create_tiny_model(vocab_size=32, hidden_size=16, num_layers=num_layers, seed=seed)
 
 
-def make_batch(step: int, num_rows: int | None = None):
+def draw_step(step: int, num_rows: int | None = None):
     """Ragged rows, or one alone; temperatures and rows of several contexts in some steps."""
     generator = torch.Generator().manual_seed(step)
     num_rows = num_rows or (1 if step % 4 == 1 else 6)
@@ -90,7 +90,7 @@ def train(num_steps, algorithm, policy, critic=None, reference=None):
     """Steps of an algorithm, every column computed by the backends; what the metrics were."""
     history = []
     for step in range(num_steps):
-        batch = make_batch(step)
+        batch = draw_step(step)
         if "ref_log_probs" in algorithm.requires:
             batch = replace(batch, ref_log_probs=reference.forward(batch, select("log_probs")).value)
         if "prox_log_probs" in algorithm.requires:
@@ -107,7 +107,7 @@ def train(num_steps, algorithm, policy, critic=None, reference=None):
 
 
 def train_sft(num_steps, backend):
-    return [optimizer_step(backend, make_batch(step), sft_loss, token_mean) for step in range(num_steps)]
+    return [optimizer_step(backend, draw_step(step), sft_loss, token_mean) for step in range(num_steps)]
 
 
 SETTINGS = {"lr": 3e-3, "eps": 1e-5, "max_grad_norm": 0.3}
@@ -176,7 +176,7 @@ def look_inside(policy):
         return sft_loss(outputs, batch)
 
     handle = policy.model.model.layers[0].self_attn.register_forward_hook(count)
-    batch = make_batch(0)
+    batch = draw_step(0)
     policy.forward_backward(replace(batch, loss_weights=token_mean(batch)), loss)
     handle.remove()
     gradients = [p.grad.full_tensor().norm().item() for p in policy.model.parameters()]
@@ -225,7 +225,7 @@ def run_state(ranks):
         "reference_state": len(reference.optimizer.state),
     }
     before = policy.get_weights().value
-    batch = make_batch(0)
+    batch = draw_step(0)
     weights = token_mean(batch)
     weights[0] = weights[0] * float("inf")  # one row, which is on one rank
     policy.forward_backward(replace(batch, loss_weights=weights), sft_loss)
@@ -243,7 +243,7 @@ def run_state(ranks):
 
 def run_pairs(ranks):
     """A reward model on pairs, of which the ranks get 2 and 1."""
-    batch = make_batch(0)
+    batch = draw_step(0)
     batch = replace(batch, group_ids=torch.arange(6) // 2)
     backends = {"ranks": create_fsdp_reward_model_backend(make_model(), **SETTINGS, ranks=ranks)}
     if ranks.rank == 0:
@@ -259,7 +259,7 @@ def run_late(ranks, folder):
     backends = [FSDPTrainingBackend(make_model(), partial(create_adamw_optimizer, lr=1e-3), ranks=short, mesh=mesh) for _ in range(2)]
     _set_pg_timeout(timedelta(seconds=short.timeout_s), short.group)  # of what comes now
     mark = folder / "rank_0_was_told"
-    batch = make_batch(0)
+    batch = draw_step(0)
     batch = replace(batch, loss_weights=token_mean(batch))
     if ranks.rank == 1:
         while not mark.exists():

@@ -21,12 +21,12 @@ LORA = LoRAConfig(rank=3, alpha=12.0)  # 3 rows on two ranks: shards are not equ
 SETTINGS = {"lr": 1e-2, "eps": 1e-5}  # an eps above rounding: with a smaller one a gradient that is only rounding moves a weight as far
 
 
-def make_batch(seed: int = 0):
+def draw_step(seed: int = 0):
     return draw_batch(seed, (7,) if seed % 4 == 2 else (5, 9, 5, 3))
 
 
 def train(backend, steps):
-    return [(backend.forward_backward(make_batch(step), sft_loss).value, backend.optim_step().value) for step in steps]
+    return [(backend.forward_backward(draw_step(step), sft_loss).value, backend.optim_step().value) for step in steps]
 
 
 def select_log_probs(outputs):
@@ -47,8 +47,8 @@ def main(folder: Path) -> None:
         "trained": sum(p.numel() for p in backend.model.parameters() if p.requires_grad),
         "fingerprint": fingerprint_base(backend.model),
         "history": train(backend, range(5)),
-        "log_probs": backend.forward(make_batch(), select_log_probs).value.tolist(),
-        "reference": backend.forward_base(make_batch(), select_log_probs).value.tolist(),
+        "log_probs": backend.forward(draw_step(), select_log_probs).value.tolist(),
+        "reference": backend.forward_base(draw_step(), select_log_probs).value.tolist(),
     }
     weights = backend.get_weights().value
     if ranks.rank == 0:

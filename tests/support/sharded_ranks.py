@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from fsdp_ranks import SETTINGS, create_single_backend, optimizer_step
-from fsdp_ranks import make_batch as make_rows
+from fsdp_ranks import draw_step as make_rows
 
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
