@@ -184,6 +184,10 @@ class Turn:
         for name in ("start", "end"):
             if type(getattr(self, name)) is not int:
                 object.__setattr__(self, name, take_int(f"Turn.{name}", getattr(self, name)))
+        if self.reward is not None and type(self.reward) is not float:
+            object.__setattr__(self, "reward", take_number("Turn.reward", self.reward))
+        if self.state is not None and type(self.state) is not str:
+            take_text("Turn.state", self.state)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the turn as plain JSON values."""
@@ -231,6 +235,7 @@ class Sample:
         n, where = len(self.tokens), f"sample {self.index} (group {self.group_index})"
         assert len(self.loss_mask) == n, f"{where}: loss_mask has {len(self.loss_mask)} entries for {n} tokens"
         assert all(map((0.0).__le__, self.loss_mask)), f"{where}: loss_mask has a negative or NaN entry: {self.loss_mask}"
+        assert _is_sum_finite(self.loss_mask), f"{where}: loss_mask has an infinite entry: {self.loss_mask}"
         for name in ("rollout_log_probs", "untempered_log_probs"):
             column = getattr(self, name)
             assert column is None or len(column) == n, (
@@ -274,6 +279,8 @@ class Sample:
         for name in ("index", "group_index", "recompute_version"):
             if type(getattr(self, name)) is not int:
                 take[name] = take_int(f"Sample.{name}", getattr(self, name))
+        if type(self.temperature) is not float or self.temperature == math.inf:
+            take["temperature"] = take_number("Sample.temperature", self.temperature)
         if self.reward is not None and type(self.reward) is not float:
             number = float(self.reward) if isinstance(self.reward, bool) else self.reward  # right or wrong, as of a comparison
             take["reward"] = take_number("Sample.reward", number, finite=False)  # judged where it is used

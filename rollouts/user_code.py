@@ -6,8 +6,9 @@ whatever the interpreter runs or waits in (loops, sleep, sockets, locks, subproc
 
 Limits: the alarm is the process's SIGALRM, which is delivered to the main thread alone. There is none if trio runs in another thread, on
 Windows, while an earlier alarm of other code is due, or in further tasks that the user's code starts in a nursery. A C function that does
-not return to the interpreter is not ended by it. Put such code into a plain `def`: it runs in a thread of its own and is abandoned at its
-deadline.
+not return to the interpreter is not ended by it. In a plain `def`, which runs in a thread of its own, one that releases the interpreter's
+lock is abandoned at its deadline; one that keeps the lock (an integer of millions of digits, a long `sum(range(...))`) stops the whole
+program, and only another process can end it: run such code in the sandbox.
 """
 
 from __future__ import annotations

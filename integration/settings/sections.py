@@ -354,6 +354,8 @@ class EngineSection:
     def _check_credentials(self) -> None:
         """Refuse secrets among the settings: they would show in config.json, in messages and in the list of processes."""
         for url in self.urls:
+            if not url.lower().startswith(("http://", "https://")):
+                raise ConfigError(f"engine.urls has {url.rpartition('@')[2].lstrip('/')!r}, which has no scheme: give http://host:port")
             if redact(url) != url:
                 raise ConfigError(
                     f"engine.urls has {redact(url)!r}, a user, a password or a query in an address, which the files and messages of a run "

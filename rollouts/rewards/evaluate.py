@@ -241,13 +241,14 @@ async def _call_until(call: Callable[[], Any], name: str, where: str, config: Re
     Raises: RewardError if it raised, or took longer than the deadline.
     """
     timeout_s = _timeout(config)
-    deadline = trio.move_on_after(timeout_s)
+    deadline, is_awaited = trio.move_on_after(timeout_s), False
     try:
         with deadline:
             if outcome is None:
                 attempt = functools.partial(_attempt, call, name, where)
                 outcome = attempt() if is_async_function(call) else await _run_in_thread(attempt)
             if isinstance(outcome, tuple) and inspect.isawaitable(outcome[0]):
+                is_awaited = True
                 outcome = (await finish(outcome[0], timeout_s),)
     except CodeBlocked as block:
         raise _create_timeout_error(name, where, config, block) from block
@@ -256,7 +257,9 @@ async def _call_until(call: Callable[[], Any], name: str, where: str, config: Re
             raise
         late = deadline.cancelled_caught  # it raised when it was told to end
         raise (_create_timeout_error(name, where, config) if late else _create_failure(name, where, error)) from error
-    if deadline.cancelled_caught or outcome is None:
+    # code that blocks inside of a nursery, or shields itself, returns after its deadline without having been told of it
+    is_late = is_awaited and trio.current_time() > deadline.deadline
+    if deadline.cancelled_caught or outcome is None or is_late:
         raise _create_timeout_error(name, where, config)
     if isinstance(outcome, RewardError):
         raise outcome

@@ -190,6 +190,18 @@ def test_credentials_among_the_settings_are_refused_before_anything_is_written(t
     assert not directory.exists()
 
 
+@pytest.mark.parametrize("url", ["me:s3cret@localhost:1", "//me:s3cret@localhost:1", "localhost:1"])
+def test_an_address_without_a_scheme_is_refused_before_anything_is_written(tmp_path: Path, capsys, url: str):
+    from integration.train import main
+
+    directory = tmp_path / "run"
+    assert main(["--mode", "rl", "--output-dir", str(directory), "--engine.kind", "vllm", "--engine.urls", url]) == 2
+    told = capsys.readouterr()
+    assert "'localhost:1', which has no scheme: give http://host:port" in told.err
+    assert "s3cret" not in told.err + told.out
+    assert not directory.exists()
+
+
 def test_what_is_said_while_a_run_goes_on_is_harmless():
     from integration.run.display import Progress
 

@@ -86,6 +86,30 @@ async def test_deadlines_hold_for_code_with_a_nursery_of_its_own():
         assert time.monotonic() - started < 15
 
 
+async def blocks_in_a_task_of_its_own() -> float:
+    async def block() -> None:
+        time.sleep(0.3)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(block)
+    return 1.0
+
+
+async def shields_itself() -> float:
+    with trio.CancelScope(shield=True):
+        await trio.sleep(0.3)
+    return 1.0
+
+
+@pytest.mark.parametrize("function", [blocks_in_a_task_of_its_own, shields_itself])
+async def test_a_reward_that_cannot_be_ended_is_not_paid_after_its_deadline(function):
+    async def reward(sample: Sample) -> float:
+        return await function()
+
+    (judgement,) = await judge_samples(reward, [Sample(tokens=(1,), loss_mask=(1.0,))], RewardConfig(timeout_s=0.1))
+    assert "reward did not return within 0.1 s" in str(judgement.error)
+
+
 async def test_async_rewards_still_use_what_belongs_to_the_event_loop():
     """Events, channels and nurseries of the caller's, values that are sent in, cancellation that is thrown in."""
     event, seen = trio.Event(), []
