@@ -251,6 +251,7 @@ def whiten_on_two_ranks(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_whiten_like_one(tmp_path):
     mp.start_processes(whiten_on_two_ranks, args=(str(tmp_path),), nprocs=2, start_method=forked.START_METHOD)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

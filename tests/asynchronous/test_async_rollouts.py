@@ -1178,9 +1178,10 @@ async def test_a_prompt_that_engines_cannot_answer_can_be_dropped(
         assert indices(await executor.wait(2, timeout_s=100)) == [1, 2]
 
 
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize(
+    ("n", "policy"), [(1, "retry"), (4, "drop"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, "retry"), (1, "drop")))]
+)
 @pytest.mark.parametrize("more", OUTAGES)
-@pytest.mark.parametrize("policy", ["retry", "drop"])
 async def test_dead_engines_cost_no_prompt(tokenizer: Any, autojump_clock: Clock, n: int, more: dict[str, Any], policy: Any) -> None:
     engine = Dying()
     asynchronous = AsyncConfig(on_failure=policy, patience_s=300.0, **more)

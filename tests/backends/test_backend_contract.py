@@ -77,7 +77,14 @@ async def lora_backend(model, **settings):
     yield create_direct(model, **(settings or SETTINGS), lora=LoRAConfig(rank=8, alpha=32.0, save_base=True))
 
 
-BACKENDS = [direct_backend, pipelined_backend, torch_func_backend, jax_backend, fsdp_backend, lora_backend]
+BACKENDS = [
+    direct_backend,
+    pipelined_backend,
+    torch_func_backend,
+    pytest.param(jax_backend, marks=pytest.mark.slow),  # compiles its programs
+    fsdp_backend,
+    lora_backend,
+]
 TRAIN_ADAPTERS = (lora_backend,)  # so the gradient of the weights is not theirs: what theirs is, is in test_lora.py
 
 

@@ -431,6 +431,7 @@ def check_history(found, expected):
             assert left == pytest.approx(right, abs=1e-5), f"step {step}"
 
 
+@pytest.mark.slow
 def test_two_ranks_train_adapters_as_one_process_does(two_ranks):
     (zero, one), folder = two_ranks
     assert zero == one
@@ -448,12 +449,14 @@ def test_two_ranks_train_adapters_as_one_process_does(two_ranks):
     check_history(zero["rest"], train(single, range(5, 7)))
 
 
+@pytest.mark.slow
 def test_all_ranks_refuse_a_wrong_base_and_keep_what_they_have(two_ranks):
     (zero, one), folder = two_ranks
     assert zero["kept"] and one["kept"]
     assert zero["refused"] == one["refused"] and f"{folder / 'wrong_base' / 'base'} has not the weights that" in zero["refused"]
 
 
+@pytest.mark.slow
 def test_adapters_go_on_on_another_number_of_ranks(two_ranks):
     from transformers import AutoModelForCausalLM
 

@@ -60,6 +60,7 @@ def found(folder):
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_no_rank_reads_or_holds_more_than_its_part_of_a_model(found):
     parts = [rank["load_in_parts"] for rank in found]
     assert sum(part["read"] for part in parts) == sum(part["held"] for part in parts) == parts[0]["size"], "something was read twice"
@@ -72,10 +73,12 @@ def test_no_rank_reads_or_holds_more_than_its_part_of_a_model(found):
         assert not part["half_differs"]
 
 
+@pytest.mark.slow
 def test_critics_and_copies_have_the_numbers_of_one_process(found):
     assert [rank["load_others"] for rank in found] == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -91,6 +94,7 @@ def test_directories_that_do_not_fit_are_refused_before_anything_is_loaded(found
         assert said in text
 
 
+@pytest.mark.slow
 def test_ranks_write_the_files_of_an_export_and_servers_and_transformers_open_them(found, folder):
     assert len(found[0]["export"]["many"]) > 4
     assert found[0]["export"]["many"] == found[1]["export"]["many"]
@@ -109,12 +113,14 @@ def test_ranks_write_the_files_of_an_export_and_servers_and_transformers_open_th
             assert json.loads((folder / name / file).read_text()) == json.loads((folder / "model" / file).read_text())
 
 
+@pytest.mark.slow
 def test_a_model_of_which_each_rank_has_a_copy_is_written_once(folder):
     opened = AutoModelForCausalLM.from_pretrained(folder / "copies")
     expected = dict(stream_weights(sharded_ranks.make_model(6)))
     assert all(torch.equal(value, expected[name]) for name, value in opened.state_dict().items())
 
 
+@pytest.mark.slow
 def test_what_one_rank_cannot_write_is_an_error_on_all(found):
     zero, one = (rank["export"]["refused"] for rank in found)
     assert zero == one
@@ -122,6 +128,7 @@ def test_what_one_rank_cannot_write_is_an_error_on_all(found):
     assert "rank 1: [Errno 2]" in zero
 
 
+@pytest.mark.slow
 def test_the_same_number_of_ranks_goes_on_bit_for_bit(found):
     for rank in (rank["save_and_load"] for rank in found):
         assert rank["again"] == rank["expected"]
@@ -135,6 +142,7 @@ def check_close(steps, expected) -> None:
         assert step == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["of one process", "of one rank"])
 def test_two_ranks_go_on_where_one_was(found, folder, name: str):
     backend = sharded_ranks.make_single(1) if name == "of one process" else sharded_ranks.make_backend(init_distributed(), seed=1)
@@ -142,6 +150,7 @@ def test_two_ranks_go_on_where_one_was(found, folder, name: str):
     check_close(found[0]["save_and_load"][name], sharded_ranks.train(backend, range(2, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one process", "one rank"])
 def test_one_goes_on_where_two_ranks_were(found, folder, kind: str):
     backend = sharded_ranks.make_single(1) if kind == "one process" else sharded_ranks.make_backend(init_distributed(), seed=1)
@@ -161,6 +170,7 @@ def test_three_ranks_go_on_where_two_were(found, folder):
     assert sum(rank["read"] for rank in resumed) == found[0]["load_in_parts"]["size"]
 
 
+@pytest.mark.slow
 def test_adapters_on_shards_are_saved_with_merged_weights_and_restored(found, folder):
     for rank in (rank["save_adapters"] for rank in found):
         assert rank["merged"], "what servers are to load is not what was trained"
@@ -170,12 +180,14 @@ def test_adapters_on_shards_are_saved_with_merged_weights_and_restored(found, fo
     assert AutoModelForCausalLM.from_pretrained(folder / "adapted").num_parameters() == sharded_ranks.make_model().num_parameters()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_while_training_goes_on(found):
     for rank in (rank["save_beside"] for rank in found):
         assert rank["copied"], "training wrote over what is to be saved"
         assert rank["again"] == rank["expected"], "the checkpoint has not what was there when it was begun"
 
 
+@pytest.mark.slow
 def test_an_error_of_writing_beside_training_comes_with_the_next_save_or_the_end(found):
     for rank in (rank["save_beside"] for rank in found):
         for text in (rank["next"], rank["close"]):
@@ -183,6 +195,7 @@ def test_an_error_of_writing_beside_training_comes_with_the_next_save_or_the_end
             assert "nowhere" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -69,6 +69,7 @@ def test_a_stranger_finds_the_rooms_from_the_readme():
         assert all((ROOT / link).exists() for link in links), row
 
 
+@pytest.mark.slow
 def test_one_step_runs_functions_of_the_files_that_the_page_names(generator, tmp_path: Path):
     code = f"import json, runpy; print(json.dumps(list(runpy.run_path({str(SCRIPT)!r})['trace_step']())))"
     status, out, error = run(code, folder=tmp_path)

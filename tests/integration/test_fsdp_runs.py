@@ -125,6 +125,7 @@ def wait_for_step(directory: Path, count: int, children: list[Child]) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_a_run_on_two_processes_is_stopped_killed_and_resumed_with_another_number(tmp_path: Path):
     directory = tmp_path / "run"
     common = ["--output-dir", directory]

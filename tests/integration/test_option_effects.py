@@ -325,6 +325,7 @@ def look_at_scenario(name: str, directory: Path) -> Any:
     return look(make_scenario(name, directory)[0], mode, dry_run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", EFFECTS)
 def test_what_the_table_says_of_an_option_is_so(option: str, model_directory: Path):
     looked, refusals = {True: 0, False: 0}, 0

@@ -167,6 +167,7 @@ async def locks(sample):  # in C, for ever: no signal ends it
 """
 
 
+@pytest.mark.slow
 @needs.LINUX  # signals of this kind
 def test_while_c_code_blocks_the_event_loop_sigusr1_shows_the_stacks_and_ctrl_c_twice_ends_the_run(tmp_path: Path):
     (tmp_path / "reward.py").write_text(BLOCKS)
@@ -261,6 +262,7 @@ FAILED_STARTS = (
 )
 
 
+@pytest.mark.slow
 def test_a_failed_start_leaves_a_directory_for_the_corrected_run(capsys, tmp_path: Path, monkeypatch):
     """Every start fails in its own way, all in the same directory; then the corrected run goes through in it."""
     monkeypatch.chdir(tmp_path)

@@ -113,7 +113,8 @@ LOOPS = {
 
 @pytest.mark.parametrize(
     ("reward", "max_tokens", "said", "asynchronous"),
-    [pytest.param(*values, False, id=f"{name}-sync") for name, values in LOOPS.items()]
+    [pytest.param(*LOOPS[name], False, id=f"{name}-sync") for name in ("all 0", "of the prompt", "good")]
+    + [pytest.param(*LOOPS[name], False, id=f"{name}-sync", marks=pytest.mark.slow) for name in ("cut", "all 1")]
     + [pytest.param(*LOOPS[name], True, id=f"{name}-async") for name in ("all 0", "good")]
     + [pytest.param(*LOOPS[name], True, id=f"{name}-async", marks=pytest.mark.slow) for name in ("of the prompt", "cut", "all 1")],
 )

@@ -164,6 +164,7 @@ def test_what_a_command_ends_with_is_harmless_whatever_raised_it(capsys):
     assert not set("\x1b\x07\x9b\r\u202e") & set(told)
 
 
+@pytest.mark.slow
 def test_a_traceback_of_the_command_is_harmless_too(tmp_path: Path):
     code = "import sys\nfrom integration.run.directory import run_command\ndef fail(c):\n    raise ValueError(sys.argv[1])\n"
     code += "run_command(int, fail)"
