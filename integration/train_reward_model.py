@@ -20,7 +20,7 @@ import torch
 import trio
 import tyro
 
-from integration.parts.models import create_model
+from integration.parts.models import create_model, describe_hardware, fix_hardware
 from integration.run.directory import (
     EXIT_STOPPED,
     METRICS_FILE,
@@ -141,7 +141,7 @@ async def run_reward_model(
         tokenizer=tokenizer,
         total_steps=config.training.num_steps,
         device=parse_device(config.model.device),
-        compute_dtype=config.backend.compute_dtype,
+        compute_dtype=config.backend.precision(config.model.device),
         **vars(config.training.optimizer),
     )
     logger = None if control.logger is None else StageLogger(control.logger, STAGE)
@@ -229,14 +229,14 @@ def run(command: _Arguments) -> int:
     with lock_run_directory(output_dir):
         prepare_directory(
             output_dir,
-            config,
+            fix_hardware(config),
             {"mode": STAGE},
             resume=command.resume,
             may_change=MAY_CHANGE_ON_RESUME,
             checkpoint_dirs=[output_dir / CHECKPOINTS],
             tell=partial(print, file=sys.stderr, flush=True),
         )
-        say(f"run directory: {output_dir}")
+        say(f"run directory: {output_dir}; {describe_hardware(config)}")
         progress = Progress({STAGE: config.training.num_steps}, stream=sys.stdout, quiet=command.quiet, clock=time.monotonic)
         logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress])
         try:

@@ -26,6 +26,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.dist = "worksteal"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs: the numbers of these tests are those of a CPU. Only tests of real servers see them."""
+    if config.option.markexpr not in ("vllm", "sglang"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests have ten minutes, unless they say how long they have; tests against a real server need one."""
     for item in items:

@@ -32,7 +32,7 @@ from integration.parts.server_fleet import GPU_VARIABLE
 from integration.settings.config import Config, count_greedy_samples, count_rl_updates, response_tokens
 from integration.settings.sections import HardwareSection
 from rollouts.models.heads import check_reward_model
-from rollouts.models.loading import parse_device
+from rollouts.models.loading import find_device_name
 from rollouts.training.requirements import POLICY_COLUMNS
 
 UNCOUNTED_KINDS = ("torch_func", "jax")
@@ -133,11 +133,11 @@ def read_training(config: Config, stage: str, sizes: ModelSizes) -> Training:
     tokens = max(row, min(most, ceil(rows * row / ranks)))
     lora = config.lora.create(config.seed)
     adapters = None if lora is None else read_adapter_sizes(sizes, lora)
-    training = Training(tokens=tokens, precision=config.backend.compute_dtype, adapters=adapters)
+    training = Training(tokens=tokens, precision=config.backend.precision(config.model.device), adapters=adapters)
     if config.backend.kind != "fsdp":
         return training
     fsdp = config.backend.fsdp
-    precision = config.backend.compute_dtype if fsdp.mixed_precision is None else fsdp.mixed_precision
+    precision = training.precision if fsdp.mixed_precision is None else fsdp.mixed_precision
     return replace(training, precision=precision, sharding=Sharding(num_ranks=ranks, config=fsdp))
 
 
@@ -176,7 +176,7 @@ def read_reward_model(config: Config) -> RewardModel | None:
 
 def find_device(name: str) -> torch.device:
     """Return the torch device of a name: "cuda:1" even if this machine has no such GPU, "auto" = the device found here."""
-    return parse_device("auto") if name == "auto" else torch.device(name)
+    return torch.device(find_device_name(name))
 
 
 def count_ranks(config: Config) -> int:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from integration.settings.config import Config, context_tokens, create_model_config
+from integration.settings.reward_model import RewardModelConfig
 from rollouts.backends.factory import create_backend_with_scheduler, create_critic_backend, create_reference_backend
 from rollouts.backends.fsdp.load import load_hf_model_on_meta
 from rollouts.backends.functional.backend import create_torch_func_backend
@@ -31,12 +32,14 @@ from rollouts.config import OptimizerConfig
 from rollouts.data.model_limits import check_tokenizer, read_config_limits
 from rollouts.errors import ConfigError
 from rollouts.models.heads import load_critic_model
-from rollouts.models.loading import check_model_directory, load_hf_model, load_tokenizer, parse_device
+from rollouts.models.loading import check_model_directory, find_device_name, load_hf_model, load_tokenizer, parse_device
 from rollouts.models.tokens import TokenSpec, describe_tokenizer, explain_token_differences
 from rollouts.types import Algorithm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+AnyConfig = TypeVar("AnyConfig", Config, RewardModelConfig)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def create_backend(
 ) -> TrainingBackend:
     """Create the policy's backend of kind config.backend.kind in one process."""
     arguments: dict[str, Any] = {"total_steps": total_steps, **vars(optimizer)}
-    arguments |= {"compute_dtype": config.backend.compute_dtype, "tokenizer": tokenizer}
+    arguments |= {"compute_dtype": config.backend.precision(config.model.device), "tokenizer": tokenizer}
     if config.backend.kind == "jax":
         from rollouts.backends.jax.backend import create_jax_backend  # takes half a second, and JAX
 
@@ -99,6 +102,20 @@ def create_backend(
     if config.backend.kind == "torch_func":
         return create_torch_func_backend(model, device=device, seed=config.seed, **arguments)
     return create_backend_with_scheduler(model, device=device, lora=config.lora.create(config.seed), **arguments)
+
+
+def fix_hardware(config: AnyConfig) -> AnyConfig:
+    """Replace auto, in model.device and backend.compute_dtype, by the choices for this machine: a resumed run must have the same."""
+    model, backend = config.model, config.backend
+    fixed = replace(backend, compute_dtype=cast("Any", backend.precision(model.device)))
+    return replace(config, model=replace(model, device=find_device_name(model.device)), backend=fixed)
+
+
+def describe_hardware(config: Config | RewardModelConfig) -> str:
+    """Return the line that names the device of training and the dtype of its matrix products."""
+    device = parse_device(config.model.device)
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    return f"training on {find_device_name(config.model.device)}{name} in {config.backend.precision(config.model.device)}"
 
 
 def check_backend(config: Config) -> None:
@@ -151,7 +168,7 @@ def create_companions(
         tokenizer: the policy's tokenizer; check_companions verifies that the other models use the same tokens.
         critic_steps: optimizer steps of the critic in the whole stage.
     """
-    device, dtype = parse_device(config.model.device), config.backend.compute_dtype
+    device, dtype = parse_device(config.model.device), config.backend.precision(config.model.device)
     reference: TrainingBackend | None = None
     critic: TrainingBackend | None = None
     is_base = "ref_log_probs" in algorithm.requires and config.lora.rank > 0 and config.reference.path is None

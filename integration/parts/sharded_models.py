@@ -41,7 +41,7 @@ POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 def fsdp_config(config: Config) -> FSDPConfig:
     """Return backend.fsdp with the mixed precision that follows from backend.compute_dtype."""
     section = config.backend
-    return replace(section.fsdp, mixed_precision="bfloat16") if section.compute_dtype == "bfloat16" else section.fsdp
+    return replace(section.fsdp, mixed_precision="bfloat16") if section.precision(config.model.device) == "bfloat16" else section.fsdp
 
 
 def build_policy(config: Config, source: Path | None, optimizer: OptimizerConfig, total_steps: int) -> FSDPTrainingBackend:

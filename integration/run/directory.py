@@ -135,7 +135,10 @@ def prepare_directory(
         if not name.startswith(may_change)
     ]
     if changed:
-        raise ConfigError(f"--resume with other settings than the run was started with: {'; '.join(changed)}. Leave them out")
+        raise ConfigError(
+            f"--resume with other settings than the run was started with: {'; '.join(changed)}. Leave them out, or give the first value "
+            "of each"
+        )
     save_config(replace(config, output_dir=str(output_dir)), output_dir / CONFIG_FILE)
     checkpoint = next((c for directory in checkpoint_dirs if (c := latest_checkpoint(directory)) is not None), None)
     gap = truncate_log(output_dir / METRICS_FILE, 0 if checkpoint is None else load_run_state(checkpoint)["metrics_bytes"])

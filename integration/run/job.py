@@ -23,7 +23,15 @@ import trio
 from integration.dry_run.describe import describe_run
 from integration.expressions.loggers import check_loggers, create_loggers
 from integration.parts.engines import check_engine
-from integration.parts.models import check_backend, check_companions, check_dropout, check_limits, create_tokenizer
+from integration.parts.models import (
+    check_backend,
+    check_companions,
+    check_dropout,
+    check_limits,
+    create_tokenizer,
+    describe_hardware,
+    fix_hardware,
+)
 from integration.parts.rewards import check_reward, load_task_reward
 from integration.parts.sharded_models import check_loss_travels, check_rank_settings
 from integration.run.directory import (
@@ -64,7 +72,7 @@ LIMITS_OF_ROLLOUTS = (  # settings that messages about failing, hanging or queue
     "retry_delay_s", "rollout_timeout_s", "patience_s", "checkpoint_in_flight",
 )  # fmt: skip
 MAY_CHANGE_ON_RESUME = (
-    *("output_dir", "num_threads", "loggers", "sft.num_steps", "rl.num_steps", "checkpoint.", "hardware."),
+    *("output_dir", "num_threads", "loggers", "model.device", "sft.num_steps", "rl.num_steps", "checkpoint.", "hardware."),
     *("backend.kind", "backend.num_processes", "backend.timeout_s", "backend.fsdp."),
     *(f"rl.asynchronous.{name}" for name in LIMITS_OF_ROLLOUTS),
 )
@@ -118,7 +126,7 @@ def prepare_run(command: CommandLine, output_dir: Path) -> None:
         check_demonstrations(load_config(Config, saved), command.config)
     prepare_directory(
         output_dir,
-        command.config,
+        fix_hardware(command.config),
         {"mode": command.mode},
         resume=command.resume,
         may_change=MAY_CHANGE_ON_RESUME,
@@ -227,7 +235,7 @@ def _run_in_directory(command: CommandLine, group: RankGroup | None) -> int:
     say = (lambda text: None) if command.quiet else partial(print, flush=True)
     with lock_run_directory(output_dir), log_to_stderr(command.log_levels):
         prepare_run(command, output_dir)
-        say(f"run directory: {output_dir}")
+        say(f"run directory: {output_dir}; {describe_hardware(config)}")
         if idle := command.find_idle_options():
             _logger.warning("%s", describe_idle_options(idle))
         progress = Progress(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.sections import SELF_MADE_TASKS
 from rollouts.errors import ConfigError
+from rollouts.models.loading import find_device_name
 
 if TYPE_CHECKING:
     from integration.settings.config import Config
@@ -230,7 +231,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "backend.num_processes backend.timeout_s backend.fsdp.sharding_strategy backend.fsdp.cpu_offload": FSDP,
     "backend.fsdp.auto_wrap_min_params backend.fsdp.gradient_checkpointing backend.fsdp.clip_grad backend.fsdp.ranks_per_replica": FSDP,
     "backend.fsdp.mixed_precision": Effect(
-        holds=lambda c, m: FSDP.holds(c, m) and c.backend.compute_dtype == "float32",
+        holds=lambda c, m: FSDP.holds(c, m) and c.backend.precision(c.model.device) == "float32",
         needs="--backend.kind fsdp with --backend.compute-dtype float32: bfloat16 means both",
     ),
     "lora.alpha lora.dropout lora.target_modules lora.use_rslora lora.save_base": ADAPTERS,
@@ -250,7 +251,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "engine.num_servers engine.python engine.port engine.context_length engine.max_num_seqs": LAUNCHED,
     "engine.memory_fraction engine.startup_timeout_s engine.extra_args": LAUNCHED,
     "engine.gpus": Effect(
-        holds=lambda c, m: c.engine.launch and c.model.device != "cpu",
+        holds=lambda c, m: c.engine.launch and find_device_name(c.model.device) != "cpu",
         needs="a server launched on GPUs: --engine.launch --model.device cuda",
         part="rl",
     ),

@@ -19,7 +19,7 @@ from rollouts.config import OptimizerConfig, ParityConfig, check_count, check_no
 from rollouts.config_files import suggest
 from rollouts.engines.weights.path_map import PathMap
 from rollouts.errors import ConfigError, redact
-from rollouts.models.loading import parse_device
+from rollouts.models.loading import find_compute_dtype, find_device_name
 
 SELF_MADE_TASKS = ("sort", "sort-long", "grid_world", "calculator")  # tasks that generate their own problems
 BACKEND_KINDS = ("pytorch", "fsdp", "torch_func", "jax")
@@ -31,7 +31,7 @@ class ModelSection:
     """The policy model: a Hugging Face directory, or the small built-in model with random weights."""
 
     path: str | None = None  # Hugging Face model directory; None = the built-in model
-    device: str = "cpu"  # torch device: cpu, cuda, cuda:N, mps, or auto
+    device: str = "auto"  # torch device: cpu, cuda, cuda:N, mps, or auto = cuda where torch sees a GPU, else cpu
     trust_remote_code: bool = False  # run Python files of the model directory; only for directories you trust
     vocab_size: int = 64  # vocabulary size of the built-in model, a Qwen3 architecture over characters
     hidden_size: int = 128  # hidden size of the built-in model
@@ -226,7 +226,9 @@ class BackendSection:
     num_processes: int | None = None  # processes of fsdp; None = those torchrun started, else one per GPU, or 1
     timeout_s: float = 600.0  # seconds to wait for one collective operation of fsdp
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)  # sharding of the model
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of matrix products; weights and log-probs stay float32
+    # dtype of matrix products, float32 or bfloat16; weights and log-probs stay float32; auto = bfloat16 on a CUDA GPU that has it, else
+    # float32
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
         if self.kind not in BACKEND_KINDS:
@@ -234,7 +236,7 @@ class BackendSection:
         count = self.num_processes
         check_setting(count is None or count >= 1, "backend.num_processes", count, "at least 1, or None")
         check_setting(self.timeout_s > 0, "backend.timeout_s", self.timeout_s, "more than 0")
-        good = self.kind != "jax" or self.compute_dtype == "float32"
+        good = self.kind != "jax" or self.compute_dtype != "bfloat16"
         check_setting(good, "backend.compute_dtype", self.compute_dtype, "float32 with backend.kind 'jax'")
         if self.kind != "fsdp":
             for name, default in (("num_processes", None), ("fsdp", FSDPConfig())):
@@ -242,6 +244,12 @@ class BackendSection:
                 check_setting(
                     value == default, f"backend.{name}", value, f"nothing with backend.kind {self.kind!r}: add --backend.kind fsdp"
                 )
+
+    def precision(self, device: str) -> str:
+        """Return the dtype of matrix products of a model on `device`: cpu, cuda, cuda:N, mps, auto."""
+        if self.compute_dtype != "auto":
+            return self.compute_dtype
+        return "float32" if self.kind == "jax" else find_compute_dtype(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,8 +419,7 @@ class EngineSection:
         """Return the dtype of a server whose model is on `device`: cpu, cuda, cuda:N, auto."""
         if self.dtype != "auto":
             return self.dtype
-        is_cpu = parse_device(device).type == "cpu" if device == "auto" else device == "cpu"  # a dry run may be of another machine's GPU
-        return "float32" if is_cpu else "bfloat16"
+        return "float32" if find_device_name(device) == "cpu" else "bfloat16"
 
     def tolerance(self, device: str) -> float | None:
         """Return the tolerated error of log-probs after a sync, in nats; None = no probe. device: as for precision."""

@@ -35,9 +35,8 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def parse_device(name: str) -> torch.device:
-    """Return the device of a name: cpu, cuda, cuda:N, mps, or auto (the first available of cuda, mps, cpu). Raises ConfigError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    """Return the device of a name: cpu, cuda, cuda:N, mps, or auto (cuda where torch sees a GPU, else cpu). Raises ConfigError."""
+    name = find_device_name(name)
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -47,6 +46,25 @@ def parse_device(name: str) -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError(f"device is {name!r}, but torch sees no Apple GPU: use cpu")
     return device
+
+
+def find_device_name(name: str) -> str:
+    """Replace auto by cuda where torch sees a CUDA GPU, else by cpu; other names stay, whether or not there is such a device."""
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def find_compute_dtype(device: str) -> str:
+    """Return the dtype of matrix products that fits a device: bfloat16 on a CUDA GPU that has it, else float32.
+
+    Args:
+        device: cpu, cuda, cuda:N, mps or auto. A CUDA GPU that torch does not see counts as one with bfloat16.
+    """
+    kind, _, index = find_device_name(device).partition(":")
+    if kind != "cuda":
+        return "float32"
+    if torch.cuda.is_available() and int(index or 0) < torch.cuda.device_count():
+        return "bfloat16" if torch.cuda.get_device_capability(int(index or 0)) >= (8, 0) else "float32"  # Ampere is the first
+    return "bfloat16"
 
 
 def check_model_directory(path: str | Path) -> Path:

@@ -19,7 +19,15 @@ from rollouts.backends.optim.schedules import (
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.collate import collate_samples
 from rollouts.errors import ConfigError, DataError
-from rollouts.models.loading import check_model_directory, load_hf_model, load_tokenizer, parse_device, parse_dtype
+from rollouts.models.loading import (
+    check_model_directory,
+    find_compute_dtype,
+    find_device_name,
+    load_hf_model,
+    load_tokenizer,
+    parse_device,
+    parse_dtype,
+)
 from rollouts.testing import create_tiny_model
 from rollouts.training.rollout_batch import select_log_probs
 from rollouts.types import Sample
@@ -37,6 +45,25 @@ def test_dtypes_and_devices_have_names():
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA"):
             parse_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "device", "name", "dtype"),
+    [
+        ([], "auto", "cpu", "float32"),
+        ([(9, 0)], "auto", "cuda", "bfloat16"),
+        ([(7, 0)], "auto", "cuda", "float32"),  # V100: no bfloat16
+        ([(9, 0), (7, 5)], "cuda:1", "cuda:1", "float32"),
+        ([(9, 0)], "cpu", "cpu", "float32"),
+        ([], "cuda", "cuda", "bfloat16"),  # a dry run for another machine
+        ([], "mps", "mps", "float32"),
+    ],
+)
+def test_auto_is_what_the_machine_has(monkeypatch, capabilities, device, name, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capabilities[index])
+    assert (find_device_name(device), find_compute_dtype(device)) == (name, dtype)
 
 
 def test_warmup_cosine_matches_its_closed_form():

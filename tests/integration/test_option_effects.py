@@ -149,7 +149,7 @@ STILL_OTHER = {
 }
 READ_BY = {  # options of which `observe` sees nothing: the file of integration/ that hands them on, and how
     "backend.kind": ("parts/models.py", 'config.backend.kind == "jax"'),
-    "backend.compute_dtype": ("parts/models.py", '"compute_dtype": config.backend.compute_dtype'),
+    "backend.compute_dtype": ("parts/models.py", '"compute_dtype": config.backend.precision(config.model.device)'),
     "engine.gpus": ("parts/engines.py", "gpus = section.gpus"),
     "engine.weight_sync_mib": ("parts/engines.py", '"bucket_bytes": section.weight_sync_mib * MIB'),
     "num_threads": ("run/job.py", "torch.set_num_threads(config.num_threads)"),

@@ -142,6 +142,8 @@ def test_a_killed_run_resumes_to_the_same_metrics(capsys, finished, tmp_path: Pa
     assert main(["--output-dir", str(directory), "--resume"]) == 0
     assert values(metrics) == values(finished[0] / "metrics.jsonl")
     assert "after RL" in capsys.readouterr().out
+    saved = json.loads((directory / "config.json").read_text())
+    assert (saved["model"]["device"], saved["backend"]["compute_dtype"]) == ("cpu", "float32"), "a resumed run has what it began with"
 
 
 def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(finished, tmp_path: Path):
@@ -234,7 +236,7 @@ def test_in_a_run_the_garbage_collector_leaves_out_what_stays_and_the_interprete
 def test_a_directory_of_a_live_run_is_refused(capsys, tmp_path: Path):
     directory = tmp_path / "run"
     with Child(RUN, "--output-dir", directory, *SMALL, "--sft.num-steps", 100000, folder=tmp_path) as first:
-        assert first.wait_for_lines(1) == [f"run directory: {directory}"]
+        assert first.wait_for_lines(1) == [f"run directory: {directory}; training on cpu in float32"]
         status, error = one_message(capsys, "--output-dir", directory, *SMALL)
         assert status == 2
         assert f"process {first.pid}" in error
