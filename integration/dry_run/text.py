@@ -27,6 +27,7 @@ from integration.dry_run.memory import STATES, Part, Sharding, Training
 from integration.dry_run.sizes import ModelSizes, read_adapter_sizes, read_sizes
 from integration.dry_run.traffic import Links
 from integration.parts.models import read_model_config
+from integration.parts.placement import count_training_gpus, limits_memory
 from integration.parts.rewards import find_reward_model
 from integration.parts.server_fleet import GPU_VARIABLE
 from integration.settings.config import Config, count_greedy_samples, count_rl_updates, response_tokens
@@ -180,9 +181,9 @@ def find_device(name: str) -> torch.device:
 
 
 def count_ranks(config: Config) -> int:
-    """Return the number of training processes: as configured, else one per GPU of this machine, else 1."""
+    """Return the number of training processes: as configured, else one per GPU of this machine that no server needs, else 1."""
     on_gpus = config.model.device != "cpu" and torch.cuda.is_available()
-    return config.backend.num_processes or (torch.cuda.device_count() if on_gpus else 1)
+    return config.backend.num_processes or (count_training_gpus(config, torch.cuda.device_count()) if on_gpus else 1)
 
 
 def sft_row_tokens(config: Config) -> int:
@@ -296,8 +297,14 @@ def find_room(config: Config, work: Workload) -> tuple[int | None, str]:
         return available, where
     visible = os.environ.get(GPU_VARIABLE)
     names = visible.split(",") if visible else [str(gpu) for gpu in range(1024)]
-    served = engine.gpus or names[: work.num_servers * work.server_ranks]
     trained = names[work.gpu : work.gpu + min(work.num_ranks, work.ranks_per_node)]
+    needed = work.num_servers * work.server_ranks
+    if visible:
+        free = [name for name in names if name not in trained]
+        behind = free if len(free) >= needed else [*free, *trained]
+    else:  # the GPUs of another machine: enough of them, unless a fraction of their memory says that they are shared
+        behind = trained if limits_memory(engine) else []
+    served = engine.gpus or behind[:needed]
     together = max((list(served).count(name) for name in trained), default=0)
     if not together:
         return available, where

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 import trio
 
+from integration.parts.placement import PYTHON_VARIABLES, find_nccl_version, find_server_python, list_visible_gpus
 from integration.parts.server_fleet import GPU_VARIABLE, ServerUpkeep, assign_gpus, create_news, open_server_fleet, spread_config
 from integration.settings.config import Config
 from integration.settings.episodes import EPISODE_TASKS
@@ -106,9 +107,8 @@ def find_server_devices(section: EngineSection, device: torch.device, environmen
     """Return the devices of a run's servers on this machine, as numbered in this process. Raises ConfigError for an invisible device."""
     if device.type == "cpu":
         return [device]
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    names = list(map(str, range(torch.cuda.device_count()))) if visible is None else [name for name in visible.split(",") if name]
-    wanted = section.gpus or tuple(names[: section.tensor_parallel_size * section.num_servers])
+    names = list_visible_gpus(environment)
+    wanted = section.gpus or names[: section.tensor_parallel_size * section.num_servers]
     hidden = [name for name in wanted if name not in names]
     if hidden:
         raise ConfigError(
@@ -119,9 +119,6 @@ def find_server_devices(section: EngineSection, device: torch.device, environmen
 
 
 ServerEngine: TypeAlias = SGLangEngine | VLLMEngine
-
-PYTHON_VARIABLES = {"vllm": "VLLM_PYTHON", "sglang": "SGLANG_PYTHON"}
-"""Environment variables that name the Python of an environment with the server."""
 
 INITIAL_MODEL = "initial_model"
 
@@ -240,10 +237,7 @@ def choose_gpus(section: EngineSection, server: ServerConfig, environment: Mappi
     """CUDA_VISIBLE_DEVICES of each server; None on a CPU. Raises ConfigError if there are too few."""
     if server.device == "cpu":
         return None
-    gpus = section.gpus
-    if not gpus:
-        visible = environment.get(GPU_VARIABLE)
-        gpus = tuple(filter(None, visible.split(","))) if visible is not None else tuple(map(str, range(torch.cuda.device_count())))
+    gpus = section.gpus or list_visible_gpus(environment)
     return assign_gpus(section.num_servers, section.tensor_parallel_size, gpus)
 
 
@@ -335,6 +329,13 @@ def check_engine(section: EngineSection, environment: Mapping[str, str], *, devi
         raise ConfigError(f"{section.kind} cannot be started with {server.python}: {error}; {advice}") from error
     if found.returncode != 0:
         raise ConfigError(f"{server.python} has no {section.kind}: {advice}")
+    if section.weight_sync == "group" and server.device == "cuda":
+        ours, theirs = find_nccl_version(sys.executable), find_nccl_version(server.python)
+        if None not in (ours, theirs) and ours != theirs:
+            raise ConfigError(
+                f"engine.weight_sync is 'group', but NCCL is {ours} here and {theirs} with {server.python}, and members of a group need "
+                "the same: install equal versions of nvidia-nccl, or use disk"
+            )
 
 
 def create_server_engine(section: EngineSection, url: str, environment: Mapping[str, str], **options: Any) -> ServerEngine:
@@ -381,7 +382,7 @@ def create_server_config(section: EngineSection, model_path: str, environment: M
         raise ConfigError(
             f"engine.tensor_parallel_size is {section.tensor_parallel_size}, but the model is on the CPU: use 1, or --model.device cuda"
         )
-    python = section.python or environment.get(PYTHON_VARIABLES[section.kind]) or sys.executable
+    python = find_server_python(section, environment)
     assert section.kind in ENGINE_KINDS, f"{section.kind!r} is not a kind of engine"
     env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if section.kind == "vllm" and section.weight_sync == "ipc" else {}
     if kind == "cuda" and section.gpus and section.num_servers == 1:  # several servers get theirs from spread_config

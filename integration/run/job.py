@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from integration.parts.models import (
     describe_hardware,
     fix_hardware,
 )
+from integration.parts.placement import find_nccl_version, place_servers
 from integration.parts.rewards import check_reward, load_task_reward
 from integration.parts.sharded_models import check_loss_travels, check_rank_settings
 from integration.run.directory import (
@@ -45,7 +47,7 @@ from integration.run.directory import (
     watch_signals,
 )
 from integration.run.display import Progress
-from integration.run.launch import count_processes, launch, needs_launch, open_group
+from integration.run.launch import count_local_processes, count_processes, launch, needs_launch, open_group
 from integration.run.signal_watch import watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
 from integration.run.summary import draw_curves, summarize_run, tell_story
@@ -187,6 +189,7 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
         check_companions(config)
         check_reward(config)
         load_condition(config.trajectories)
+        config = place_servers(config, os.environ, count_local_processes(num_processes, os.environ), find_nccl_version)
     if command.dry_run:
         described = make_safe(redact(describe_run(config, command.mode, command.find_idle_options())))
         with ignore_closed_stdout():
@@ -195,13 +198,13 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
     if "rl" in command.mode:
         check_engine(config.engine, os.environ, device=config.model.device)
     if config.backend.kind != "fsdp":
-        return _run_in_directory(command, None)
+        return _run_in_directory(command, config, None)
     check_rank_settings(config)
     if needs_launch(config, os.environ):
         return launch("integration.train", argv, num_processes, stop_s=math.ceil(config.backend.timeout_s))
     with open_group(config, os.environ) as group:
         try:
-            return _run_in_directory(command, group)
+            return _run_in_directory(command, config, group)
         finally:
             if num_processes > 1:  # torchrun sends SIGTERM when another rank ends first; the report is still to be printed
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -226,9 +229,12 @@ def _set_threads(config: Config) -> None:
         torch.set_num_threads(config.num_threads)
 
 
-def _run_in_directory(command: CommandLine, group: RankGroup | None) -> int:
-    """Run in the run directory. Returns the exit status."""
-    config = command.config
+def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | None) -> int:
+    """Run in the run directory. Returns the exit status.
+
+    Args:
+        config: that of the command, with the GPUs of this machine; the directory keeps the command's.
+    """
     _set_threads(config)
     task = create_task(config, create_tokenizer(config), command.mode)  # finds errors of the data before anything is written
     output_dir = create_output_dir(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
@@ -241,7 +247,7 @@ def _run_in_directory(command: CommandLine, group: RankGroup | None) -> int:
         progress = Progress(
             {"sft": config.sft.num_steps, "rl": config.rl.num_steps}, stream=sys.stdout, quiet=command.quiet, clock=time.monotonic
         )
-        finished = trio.run(partial(run_until_stopped, command, output_dir, task, progress.say, progress, group))
+        finished = trio.run(partial(run_until_stopped, replace(command, config=config), output_dir, task, progress.say, progress, group))
         if not finished:
             again = f"python -m integration.train --mode {command.mode} --output-dir {output_dir} --resume"
             print(f"stopped; everything up to the last finished step is saved. To go on:\n  {again}", flush=True)

@@ -15,6 +15,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 import torch
 
+from integration.parts.placement import count_training_gpus
 from integration.run.directory import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
 from integration.settings.command_line import CommandLine, parse_command_line
 from integration.settings.config import Config
@@ -57,7 +58,7 @@ def parse_quietly(argv: Sequence[str], environment: Mapping[str, str]) -> Comman
 
 
 def count_processes(config: Config, environment: Mapping[str, str]) -> int:
-    """Return the number of training processes, on this machine unless they are started: as configured, or one per GPU, or 1.
+    """Return the number of training processes, on this machine unless they are started: as configured, or one per free GPU, or 1.
 
     Raises: ConfigError if the configuration contradicts torchrun.
     """
@@ -77,7 +78,12 @@ def count_processes(config: Config, environment: Mapping[str, str]) -> int:
     if section.kind != "fsdp":
         return 1
     on_gpus = config.model.device in ("cuda", "auto") and torch.cuda.is_available()
-    return section.num_processes or (torch.cuda.device_count() if on_gpus else 1)
+    return section.num_processes or (count_training_gpus(config, torch.cuda.device_count()) if on_gpus else 1)
+
+
+def count_local_processes(num_processes: int, environment: Mapping[str, str]) -> int:
+    """Return how many of a run's training processes are on this machine."""
+    return int(environment.get("LOCAL_WORLD_SIZE", num_processes)) if RANK in environment else num_processes
 
 
 def needs_launch(config: Config, environment: Mapping[str, str]) -> bool:

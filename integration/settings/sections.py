@@ -223,7 +223,8 @@ class BackendSection:
     # pytorch = one process, one device; fsdp = several processes, each with a shard of the model; torch_func, jax = one process, functional
     # training state
     kind: str = "pytorch"
-    num_processes: int | None = None  # processes of fsdp; None = those torchrun started, else one per GPU, or 1
+    # processes of fsdp; None = those torchrun started, else one per GPU that no launched server needs, or 1
+    num_processes: int | None = None
     timeout_s: float = 600.0  # seconds to wait for one collective operation of fsdp
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)  # sharding of the model
     # dtype of matrix products, float32 or bfloat16; weights and log-probs stay float32; auto = bfloat16 on a CUDA GPU that has it, else
@@ -289,7 +290,8 @@ class EngineSection:
     urls: tuple[str, ...] = ()  # running servers, http://host:port; several serve as one engine
     launch: bool = False  # launch servers for this run and stop them at its end
     num_servers: int = 1  # servers to launch; several serve as one engine
-    gpus: tuple[str, ...] = ()  # GPU ids of the launched servers in order, tensor_parallel_size for each; () = the visible GPUs
+    # GPU ids of the launched servers in order, tensor_parallel_size for each; () = the visible GPUs behind those of training
+    gpus: tuple[str, ...] = ()
     # death of one of several launched servers: restart it, go on with the others, or stop the run; a single server always stops the run
     on_server_death: Literal["restart", "go_on", "stop"] = "restart"
     max_restarts: int = 3  # maximum restarts of each launched server
@@ -301,10 +303,12 @@ class EngineSection:
     tensor_parallel_size: int = 1  # GPUs per server
     context_length: int | None = None  # maximum tokens of prompt and response together; None = the model's context
     max_num_seqs: int | None = None  # maximum concurrent sequences of a server; None = the server's default
-    memory_fraction: float | None = None  # fraction of GPU memory for a server, weights included; None = the server's default, nearly all
+    # fraction of GPU memory for a server, weights included; None = the server's default, nearly all; required on a GPU of training
+    memory_fraction: float | None = None
     in_flight: Literal["continue", "abort"] = "continue"  # requests during a weight sync: continue under new weights, or abort and resend
-    # transport of new weights to the engines: disk, memory, group (a process group), ipc (shared memory of one machine); auto = disk for
-    # servers, memory for the embedded engine
+    # transport of new weights to the engines: disk, memory, group (a process group), ipc (shared memory of one machine); auto = memory for
+    # the embedded engine, group for launched servers on GPUs of their own with the trainer's NCCL, ipc for SGLang on the trainer's GPU, and
+    # disk otherwise
     weight_sync: Literal["auto", "disk", "memory", "group", "ipc"] = "auto"
     weight_sync_address: str = "127.0.0.1"  # address of this machine as seen by the servers, for weight_sync group
     weight_sync_mib: int = 256  # MiB of weights sent at a time; uses twice as much memory
@@ -377,10 +381,16 @@ class EngineSection:
 
     def _check_weight_sync(self) -> None:
         """Refuse transports of weights that the engines do not support on any device."""
-        how, reason = self.weight_sync, ""
+        how = self.weight_sync
         check_setting(how in ("auto", "disk", "memory", "group", "ipc"), "engine.weight_sync", how, "auto, disk, memory, group or ipc")
         check_positive(self, "weight_sync_mib")
         PathMap.parse(self.path_map)
+        if reason := self.explain_refusal(how):
+            raise ConfigError(f"engine.weight_sync is {how!r}, but {reason}")
+
+    def explain_refusal(self, how: str) -> str:
+        """Explain why the engines do not support a transport of weights on any device; "" if they may."""
+        reason = ""
         if self.kind == "inprocess" and how in ("group", "ipc"):
             reason = "the embedded engine is in the trainer's process: use memory"
         elif self.kind == "vllm" and how == "memory":
@@ -393,8 +403,7 @@ class EngineSection:
             reason = "a restarted server is not part of it: set engine.on_server_death to stop, or use disk"
         elif how in ("group", "ipc", "memory") and self.path_map:
             reason = "engine.path_map applies to directories: leave it out, or use disk"
-        if reason:
-            raise ConfigError(f"engine.weight_sync is {how!r}, but {reason}")
+        return reason
 
     @property
     def weight_sync_mode(self) -> Literal["checkpoint", "memory", "channel"]:

@@ -668,7 +668,7 @@ def test_a_run_of_two_stages_shows_the_one_where_it_is_tightest():
         ({"memory_fraction": 0.4}, 60.0),
         ({"memory_fraction": 0.4, "gpus": ("4",)}, 100.0),
         ({"memory_fraction": 0.4, "num_servers": 2, "gpus": ("1", "1")}, 20.0),
-        ({}, 8.0),
+        ({}, 100.0),  # GPUs of its own, unless there are none
     ],
 )
 def test_a_server_that_is_started_on_the_gpu_of_a_rank_leaves_it_less(engine: dict[str, Any], left: float, monkeypatch: pytest.MonkeyPatch):
@@ -683,8 +683,8 @@ def test_a_server_that_is_started_on_the_gpu_of_a_rank_leaves_it_less(engine: di
     assert f" of {format_bytes(left * GIB)} (hardware.memory_gib" in facts["memory: fits"]
     assert ("see engine.memory_fraction and engine.gpus" in facts["memory: fits"]) == (left < 100)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    moved = describe(config, "rl")["memory: fits"]
-    assert f" of {format_bytes((60.0 if engine.get('gpus') == ('4',) else 100.0 if 'gpus' in engine else left) * GIB)} " in moved
+    there = 60.0 if engine.get("gpus") == ("4",) else 100.0 if "gpus" in engine else left if engine else 8.0
+    assert f" of {format_bytes(there * GIB)} " in describe(config, "rl")["memory: fits"]
 
 
 def test_memory_is_asked_of_the_machine_unless_the_user_says():
