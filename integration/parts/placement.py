@@ -31,8 +31,8 @@ MEMORY_ARGS = ("--gpu-memory-utilization", "--mem-fraction-static")
 class Placement:
     """GPUs by the names that CUDA_VISIBLE_DEVICES takes."""
 
-    training: tuple[str, ...]  # those of the training processes and the reward model
-    servers: tuple[str, ...]  # those of the launched servers in order, tensor_parallel_size for each
+    training: tuple[str, ...]  # GPUs of the training processes and the reward model
+    servers: tuple[str, ...]  # GPUs of the launched servers in order, tensor_parallel_size for each
 
     @property
     def shared(self) -> tuple[str, ...]:
