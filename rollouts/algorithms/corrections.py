@@ -304,7 +304,7 @@ def limit_second_moment(batch: TrainBatch, *, threshold: float = 0.04) -> TrainB
     count = moments.numel()
     if count == 0:
         return batch
-    remaining = torch.arange(count, 0, -1, device=moments.device, dtype=moments.dtype)
+    remaining = torch.arange(count, 0, -1, device=moments.device)
     below = moments.flip(0).cumsum(0).flip(0) / remaining < threshold  # entry k: without the k largest
     num_dropped = int(below.to(torch.int64).argmax()) if bool(below.any()) else count - 1
     keep = torch.ones(count, dtype=torch.bool, device=moments.device)
