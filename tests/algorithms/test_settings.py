@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rollouts.algorithms.estimators import estimate_reinforce_plus_plus
 from rollouts.algorithms.kl import k1
 from rollouts.algorithms.losses import value_loss
 from rollouts.algorithms.preferences import pair_mean
+from rollouts.algorithms.surrogates import clipped_sequence_ratio, dppo, sequence_ratio
 from rollouts.errors import ConfigError
 from rollouts.types import Algorithm, TokenOutputs
 
@@ -179,7 +181,7 @@ def test_every_number_of_a_preset_is_checked(name: str, parameter: str):
         ("decoupled", {"floor": 0.0}),
         ("decoupled", {"floor": 7.0, "cap": None}),
         ("truncated", {"floor": 0.0}),
-        ("dppo", {"low": 0.0, "high": 1.0}),
+        ("dppo", {"low": 0.0, "high": 1.0, "cap": 0.5}),
         ("dppo_kl", {"low": 0.0, "high": 0.0}),
         ("kl_cov", {"fraction": 0.0, "coef": 0.0}),
         ("kl_cov", {"fraction": 1.0}),
@@ -255,3 +257,15 @@ def test_settings_of_the_value_loss_are_more_than_0(setting: str):
     outputs = TokenOutputs(log_probs=torch.zeros(1, 2), values=torch.zeros(1, 2))
     with pytest.raises(AssertionError, match=f"{setting} is 0.0, expected more than 0"):
         value_loss(outputs, batch, **{setting: 0.0})
+
+
+def test_ratios_of_rows_are_0_beside_the_mask():
+    mask, log_probs = torch.tensor([[0.0, 1.0, 1.0]]), torch.tensor([[-1.0, -2.0, -3.0]])
+    for ratio in (sequence_ratio, partial(clipped_sequence_ratio, advantages=torch.ones(1, 3))):
+        found = ratio(log_probs, log_probs - 0.2, mask)
+        torch.testing.assert_close(found, torch.tensor([[0.0, 0.2, 0.2]]))
+
+
+def test_a_small_cap_of_the_ratio_is_a_cap():
+    log_probs, advantages = torch.tensor([[-1.0]]), torch.tensor([[1.0]])
+    torch.testing.assert_close(dppo(torch.zeros(1, 1), log_probs, advantages, cap=0.5), torch.tensor([[0.5]]))
