@@ -51,6 +51,7 @@ def found(tmp_path_factory):
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_two_ranks_exchange_what_they_have(found):
     for rank, values in enumerate(part["exchanges"] for part in found):
         assert values["rank"] == [rank, 2]
@@ -62,6 +63,7 @@ def test_two_ranks_exchange_what_they_have(found):
         assert values["again"] == rank, "joining twice is joining once"
 
 
+@pytest.mark.slow
 def test_entries_of_two_ranks_are_whitened_as_those_of_one_process_are(found):
     zero, one = (part["exchanges"] for part in found)
     for values in (zero, one):
@@ -71,12 +73,14 @@ def test_entries_of_two_ranks_are_whitened_as_those_of_one_process_are(found):
     assert one["empty"] == [0, 5], "a rank without rows"
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_told_by_the_operation_that_waited_for_it(found):
     message = found[0]["failures"]["late"]
     assert "adding up the losses on rank 0 of 2 was not finished within 0.5 s" in message
     assert "raise the timeout" in message
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_told_by_the_operation_that_needed_it(found):
     message = found[0]["failures"]["lost"]
     assert "waiting for the others on rank 0 of 2: the connection to another rank is lost" in message

@@ -96,7 +96,8 @@ def check_every_prompt_once(output: Path, num_steps: int) -> None:
     assert max(line["staleness_max"] for line in lines if line["step"] > 0) <= 2
 
 
-@pytest.mark.parametrize("switch", [[], pytest.param(["--enable-segment-wise-ppo"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", [[], ["--enable-segment-wise-ppo"]])
 def test_a_run_that_is_killed_and_resumed_trains_on_every_prompt_once(tmp_path: Path, switch: list[str]):
     output = run_with_kills(tmp_path, num_steps=6, num_kills=1, seed=1, more=switch)
     check_every_prompt_once(output, 6)

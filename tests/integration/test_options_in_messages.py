@@ -14,6 +14,7 @@ import pytest
 import integration.simulate.__main__ as simulate
 import integration.train_reward_model as train_reward_model
 import integration.view.__main__ as view
+from integration.parts.placement import MEMORY_ARGS
 from integration.settings import command_line
 from integration.settings.config import Config
 from integration.settings.option_effects import spell_option
@@ -21,7 +22,7 @@ from integration.settings.reward_model import RewardModelConfig
 
 ROOT = Path(__file__).parents[2]
 OF_OTHER_PROGRAMS = [ROOT / path for path in ("rollouts/engines", "rollouts/testing/servers", "rollouts/sandbox")]
-SERVER_OPTIONS = {"--admin-api-key", "--api-key", "--hf-token", "--is-embedding", "--weight-transfer-config"}
+SERVER_OPTIONS = {"--admin-api-key", "--api-key", "--hf-token", "--is-embedding", "--weight-transfer-config", *MEMORY_ARGS}
 PLACEHOLDERS = {"--section.field", "--name"}
 SPELLED_BY_CODE = ("integration/settings/option_effects.py", "integration/view/source.py")  # "--{}", where underscores become hyphens
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z{][\w.{}-]*")

@@ -146,6 +146,7 @@ def test_a_killed_run_resumes_to_the_same_metrics(capsys, finished, tmp_path: Pa
     assert (saved["model"]["device"], saved["backend"]["compute_dtype"]) == ("cpu", "float32"), "a resumed run has what it began with"
 
 
+@pytest.mark.slow
 def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(finished, tmp_path: Path):
     directory, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     arguments = ["--output-dir", directory, *SMALL, "--checkpoint.sft-every", 0]
