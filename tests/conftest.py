@@ -27,8 +27,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs: the numbers of these tests are those of a CPU. Only tests of real servers see them."""
-    if config.option.markexpr not in ("vllm", "sglang"):
+    """Hide GPUs: the numbers of these tests are those of a CPU. Only tests of GPUs and of real servers see them."""
+    if config.option.markexpr not in ("vllm", "sglang", "gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PASSED, FAILED = 0, 1  # pytest's exit codes; others are errors of collection, usage and the like
 THOROUGH = ("-m", "", "--hypothesis-profile=thorough")
-DEFAULT = ("-m", "not slow and not mutations and not vllm and not sglang")  # the tests of the default run
+DEFAULT = ("-m", "not slow and not mutations and not vllm and not sglang and not gpu")  # the tests of the default run
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,15 @@ def ipv6() -> pytest.MarkDecorator:
     return _need(there, "the address ::1", "set the sysctl net.ipv6.conf.lo.disable_ipv6=0")
 
 
+@functools.cache
+def gpu() -> pytest.MarkDecorator:
+    """A CUDA GPU, or another device that stands in for it."""
+    import torch
+
+    there = torch.cuda.is_available() or bool(os.environ.get("ROLLOUTS_TEST_DEVICE"))
+    return _need(there, "a CUDA GPU", "run them on a machine with one, with a CUDA build of torch, or set ROLLOUTS_TEST_DEVICE=cpu")
+
+
 USER_NAMESPACES = "allow user namespaces (docs/sandbox.md; in a container its security profile decides)"
 
 
