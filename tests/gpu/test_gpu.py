@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from functools import partial
@@ -39,9 +38,8 @@ from rollouts.types import SamplingParams
 
 pytestmark = [pytest.mark.gpu, needs.gpu()]
 
-DEVICE = os.environ.get("ROLLOUTS_TEST_DEVICE", "cuda")
+DEVICE = needs.TEST_DEVICE
 ON_CUDA = DEVICE.startswith("cuda")
-CUDA = pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA GPU: unset ROLLOUTS_TEST_DEVICE")
 ROOT = Path(__file__).parents[2]
 LENGTHS = [37, 5, 64, 64, 20, 51]
 LIMITS = {"float32": 2e-4, "bfloat16": 0.3}  # of a log-prob, in nats, against the model's own forward pass in float32
@@ -71,7 +69,7 @@ def get_log_probs(outputs):
     return outputs.log_probs
 
 
-@CUDA
+@needs.cuda()
 @pytest.mark.parametrize(("dtype", "num_kv_heads"), [(torch.bfloat16, 2), (torch.float32, 2), (torch.float32, 14)])
 def test_attention_takes_a_kernel_without_a_matrix_of_scores(dtype: torch.dtype, num_kv_heads: int):
     query = torch.randn(1, 14, 4096, 64, device=DEVICE, dtype=dtype)
@@ -199,7 +197,7 @@ def test_fsdp_on_one_rank_in_bfloat16_is_the_single_process():
         leave_distributed()
 
 
-@CUDA
+@needs.cuda()
 def test_a_group_of_one_over_nccl_keeps_the_bytes():
     communicator = create_communicator(1, torch.device("cuda", 0))
     communicator.join()
@@ -225,7 +223,7 @@ for line in sys.stdin:
 """
 
 
-@CUDA
+@needs.cuda()
 def test_another_process_reads_buckets_through_cuda_ipc_and_their_memory_is_given_back():
     child = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
@@ -248,7 +246,7 @@ def test_another_process_reads_buckets_through_cuda_ipc_and_their_memory_is_give
     assert used[-1] <= used[1] + 300 * 2**20
 
 
-@CUDA
+@needs.cuda()
 @pytest.mark.parametrize("tokens", [4096, 16_384])
 def test_the_memory_of_a_step_is_the_one_that_the_dry_run_computes(tokens: int):
     torch.cuda.empty_cache()
@@ -294,8 +292,8 @@ def test_the_default_job_learns(tmp_path: Path, arguments: tuple[str, ...]):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(ON_CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs: run it on a machine with more")
-def test_two_ranks_over_nccl_train_as_one(tmp_path: Path):
+@(needs.cuda(2) if ON_CUDA else needs.gpu())
+def test_two_ranks_train_as_one(tmp_path: Path):
     small = ["--mode", "sft", "--sft.num-steps", "4", "--backend.compute-dtype", "float32", "--evaluation.num-prompts", "8", "--quiet"]
     losses = []
     for count in (1, 2):

@@ -85,13 +85,25 @@ def ipv6() -> pytest.MarkDecorator:
     return _need(there, "the address ::1", "set the sysctl net.ipv6.conf.lo.disable_ipv6=0")
 
 
+TEST_DEVICE = os.environ.get("ROLLOUTS_TEST_DEVICE", "cuda")
+
+
 @functools.cache
 def gpu() -> pytest.MarkDecorator:
     """A CUDA GPU, or another device that stands in for it."""
     import torch
 
-    there = torch.cuda.is_available() or bool(os.environ.get("ROLLOUTS_TEST_DEVICE"))
+    there = torch.cuda.is_available() or TEST_DEVICE != "cuda"
     return _need(there, "a CUDA GPU", "run them on a machine with one, with a CUDA build of torch, or set ROLLOUTS_TEST_DEVICE=cpu")
+
+
+@functools.cache
+def cuda(num_gpus: int = 1) -> pytest.MarkDecorator:
+    """GPUs that nothing can stand in for."""
+    import torch
+
+    there = TEST_DEVICE.startswith("cuda") and torch.cuda.device_count() >= num_gpus
+    return _need(there, f"{num_gpus} CUDA GPUs", "run them on a machine with these, and leave ROLLOUTS_TEST_DEVICE out")
 
 
 USER_NAMESPACES = "allow user namespaces (docs/sandbox.md; in a container its security profile decides)"
