@@ -43,7 +43,7 @@ COLLECTIVES: dict[str, tuple[int, str, int]] = {  # position and name of the arg
     "reduce_scatter_tensor": (1, "input", 1),
     "all_reduce": (0, "tensor", 2),
 }
-"""What FSDP calls."""
+"""Collectives that FSDP calls."""
 
 
 class Meter:

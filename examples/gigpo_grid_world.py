@@ -258,7 +258,7 @@ async def train(settings: Settings, say: Callable[[str], None] = print) -> list[
 
 Line = dict[str, float]
 Curves = dict[str, list[list[Line]]]
-"""Of each method, for each seed: the facts of each iteration."""
+"""The facts of each iteration, for each seed of each method."""
 
 SMOOTHING = 2  # iterations to average: as many as start in every cell once
 NO_WORSE = {"success": 0.9, "extra_steps": 1.0}  # bounds that count as learned

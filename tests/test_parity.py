@@ -73,7 +73,7 @@ def test_reasons_and_exceptions_are_needed(name: str):
 
 
 def made_up(outputs: dict[str, object], **parity: Any) -> list[str]:
-    """What is found in a file of one case with one argument x = 2 and gradient 1, of a mapping that returns x and its square."""
+    """Return the findings for a file of one case with one argument x = 2 and gradient 1, and a mapping that returns x and its square."""
     document = {"tolerance": {"rtol": 0.0, "atol": 1e-12}}
     case = {"kwargs": {"x": torch.tensor(2.0, dtype=torch.float64)}, "outputs": outputs, "grads": {"x": 1.0}}
     run = lambda x: {"loss": x, "more": {"square": x.detach().square()}}

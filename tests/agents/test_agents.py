@@ -255,7 +255,7 @@ async def test_what_others_say_as_assistants_is_nobodys_turn():
 
 
 async def test_all_readers_find_the_actions_of_an_environment_that_speaks_as_the_assistant():
-    """It has the last word, too, and one of two messages that follow an action is its own: counting from the end or the beginning fails."""
+    """The environment also has the last message, and one of two messages after an action is its own, so counting from either end fails."""
     prompt = Prompt(content=(Message(role="user", content="a"), Message(role="assistant", content="b"), Message(role="user", content="c")))
     policy = EngineAgentPolicy(FakeEngine(random_answer(mean_length=4)), TOKENIZER, SamplingParams(max_tokens=6))
 

@@ -37,7 +37,7 @@ TRAINING = RLTrainingConfig(
 
 
 class Echo:
-    """Pays for digits, and fails where it is told to."""
+    """Pays for digits, and fails at given steps."""
 
     def reset(self, config: Any):
         self.step_number = 0

@@ -40,7 +40,7 @@ def random_engine(tokenizer, calls):
 
 
 class Scripted:
-    """Answers from a list, pays by the length of actions, and fails where it is told to."""
+    """Answers from a list, pays by the length of actions, and fails at given steps."""
 
     def __init__(self, replies, log):
         self.replies, self.log, self.number, self.closed = replies, log, 0, False

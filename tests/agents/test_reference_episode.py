@@ -96,7 +96,7 @@ class DictatedEngine:
 
 
 class AskedAgain:
-    """Tools, and a user who has one more question after the first answer."""
+    """Tools, and a user that asks one more question after the first answer."""
 
     def __init__(self):
         self.tools = ToolEnvironment([create_tool(calculate, in_thread=False)], grade=lambda answer, parameters: float("28" in answer))

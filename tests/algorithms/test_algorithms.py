@@ -222,7 +222,7 @@ def make_turns(seed: int, lengths: torch.Tensor, width: int, group_ids: torch.Te
 
 
 def with_columns(algorithm: Algorithm, batch: TrainBatch, seed: int) -> TrainBatch:
-    """What the loop fills: the trainer's log-probs before the update, where they are asked for."""
+    """Fill the columns that the loop fills: the trainer's log-probs before the update, if the algorithm requires them."""
     g = torch.Generator().manual_seed(seed + 1)
     assert batch.rollout_log_probs is not None
     own = batch.rollout_log_probs + 0.25 * torch.randn(batch.tokens.shape, generator=g, dtype=torch.float64)
@@ -635,7 +635,7 @@ BAD = [
 
 
 def describe_arguments(value: Any) -> str | None:
-    """Without addresses of functions, which differ from process to process."""
+    """Describe arguments without addresses of functions, which differ between processes."""
     return str({k: getattr(v, "__name__", v) for k, v in value.items()}) if isinstance(value, dict) else None
 
 

@@ -208,7 +208,7 @@ def test_episodes_without_a_turn_have_their_episode_advantage_everywhere():
     assert found.tolist() == [[0.5] * 3, [-0.5] * 3]
 
 
-# -- conventions, rewards that are sparse, what is told
+# -- conventions, sparse rewards, metrics
 
 
 def test_the_two_conventions_by_hand():

@@ -213,7 +213,7 @@ JUDGED_EPISODES = st.lists(
     st.tuples(
         st.integers(0, 1),  # group
         st.lists(st.tuples(st.sampled_from("ab"), st.none() | PAID), max_size=3),  # observation, and what the environment said
-        st.sampled_from(["environment", None, (), []]) | st.dictionaries(st.integers(0, 2), PAID, max_size=3),  # who judges, and steps
+        st.sampled_from(["environment", None, (), []]) | st.dictionaries(st.integers(0, 2), PAID, max_size=3),  # the judge, and steps
         st.sampled_from([0.0, 1.0, 2.0]),  # score
     ),
     min_size=1,

@@ -67,7 +67,7 @@ def test_k1_and_k3_are_unbiased_and_k2_and_abs_are_not():
 
 
 def expected_gradient(kl) -> torch.Tensor:
-    """Of the estimator at sampled tokens, averaged over all tokens with their probabilities (which have no gradient)."""
+    """Compute the estimator's gradient at sampled tokens, averaged over all tokens with their probabilities (which have no gradient)."""
     logits, ref = distributions()
     log_probs = logits.log_softmax(0)
     return torch.autograd.grad((log_probs.exp().detach() * kl(log_probs, ref)).sum(), logits)[0]

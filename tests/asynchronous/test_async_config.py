@@ -1,4 +1,4 @@
-"""What settings of asynchronous rollouts are refused, and what their defaults come to."""
+"""Settings of asynchronous rollouts: values that are refused, and defaults that are derived."""
 
 from __future__ import annotations
 

@@ -78,14 +78,14 @@ CONFIGS = st.builds(
 
 
 def log_prob(place: int, version: int) -> float:
-    """What weights of this version say about any token at this place."""
+    """Return the log-prob of any token at this place under the weights of this version."""
     return -1.0 - version - place / 64
 
 
 @dataclass
 class World:
-    """What rollouts do, decided by (seed, prompt, attempt): how long they and their rewards take, whether they fail, obey an abort, pass
-    the filter. It holds what engines hold (version), and remembers what may have become of each prompt."""
+    """Behaviour of rollouts, decided by (seed, prompt, attempt): how long they and their rewards take, whether they fail, obey an abort,
+    pass the filter. It holds what engines hold (version), and the possible outcomes of each prompt."""
 
     seed: int
     p_failure: float = 0.0
@@ -161,7 +161,7 @@ class World:
         return self.is_wanted(index)
 
     def explains(self, error: Exception, asynchronous: AsyncConfig) -> bool:
-        """Whether the error is one that this world makes and that its policies let through."""
+        """Return whether this world raises this error and its policies let it through."""
         if isinstance(error, RewardError):
             return self.p_reward_failure > 0 and self.on_reward_error != "drop" and "the judge of sample" in str(error)
         if asynchronous.on_failure != "raise":
@@ -363,7 +363,7 @@ class Run:
         await self.wait(take, BATCH_SIZE)
 
     async def sync(self) -> None:
-        """What the loop does around a weight sync."""
+        """Act as the loop does around a weight sync."""
         self.syncing = True
         if self.asynchronous.interrupts:
             await self.executor.interrupt()
@@ -691,8 +691,8 @@ class RandomDrops(StandardPPOStrategy):
 @pytest.mark.parametrize("gives_back", [True, False])
 @given(seed=SEEDS, max_staleness=st.integers(0, 2), p=st.sampled_from([0.3, 0.6]))
 def test_a_run_that_drops_at_random_ends_only_if_room_is_given_back(gives_back: bool, seed: int, max_staleness: int, p: float):
-    """Without the modifier the room of dropped groups stays taken, and the run stands still before its end: nothing runs or waits, nothing
-    is enough, and all that may be accepted was. Given the room of what was dropped, the same run goes on to its end."""
+    """Without the modifier, dropped groups keep their capacity and the run stalls before its end: no group runs or waits, there are too few
+    for a batch, and no more may be accepted. If the capacity of dropped groups is returned, the same run reaches its end."""
 
     async def main() -> tuple[int, bool]:
         world, drops = World(seed), RandomDrops(seed, p)

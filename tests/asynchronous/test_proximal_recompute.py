@@ -1,4 +1,4 @@
-"""ProximalRecomputer: which tokens it asks about, whom, how often, and that nothing of another version gets in."""
+"""ProximalRecomputer: the tokens it recomputes, the model it asks, how often, and that no value of another version is used."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_an_engine_without_versions_is_refused(versions: tuple[int, ...] |
         await train_on_rollouts(FakeBackend(), batch, decoupled(grpo(), segment_wise=True), plan=UpdatePlan(current_version=3.0))
 
 
-# whom to ask
+# the model to ask
 
 
 def brute_force(model: torch.nn.Module, sample: Sample) -> list[float]:

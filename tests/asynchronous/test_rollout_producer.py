@@ -1,4 +1,4 @@
-"""Whom the producer of rollouts wakes, and who wakes it. What it starts and stops is in test_async_rollouts.py."""
+"""Wake-ups of and by the producer of rollouts. Its starts and stops are tested in test_async_rollouts.py."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class RolloutMachine(RuleBasedStateMachine):
             )
 
     def bring(self, index: int, status: Status) -> Group:
-        """What generate_fn returns."""
+        """Return a group as generate_fn does, and record it in the state."""
         prompt = self.state.running[index].pending.prompt
         group = (make_versioned_sample((-1, *self.versions[index]), group_index=prompt.index, status=status),)
         run = replace(self.state.running[index], pending=PendingGroup(prompt, group), scoring=status is Status.COMPLETED)

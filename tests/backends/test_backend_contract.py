@@ -1,4 +1,4 @@
-"""What every training backend promises, asked through its protocol alone.
+"""The contract of every training backend, tested through its protocol alone.
 
 A backend joins by one line in BACKENDS: a function (model, **settings) -> asynchronous context manager that gives the backend, with AdamW
 or another optimizer whose first update at settings REVEALING is -lr / eps times the gradient. The settings are keywords of
@@ -73,7 +73,7 @@ async def jax_backend(model, **settings):
 
 @asynccontextmanager
 async def lora_backend(model, **settings):
-    """With the base in its checkpoints: a backend promises to restore one into any model of the architecture."""
+    """Backend with adapters and the base in its checkpoints, so that they can be restored into any model of the architecture."""
     yield create_direct(model, **(settings or SETTINGS), lora=LoRAConfig(rank=8, alpha=32.0, save_base=True))
 
 

@@ -1,4 +1,4 @@
-"""Exchanges between processes: one rank, two ranks, and what a failed one is called. What two ranks find is in distributed_ranks.py."""
+"""Exchanges between processes: one rank, two ranks, and errors of failed ones. The program of two ranks is distributed_ranks.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ distributed_ranks.main(Path(sys.argv[1]))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each of two ranks found."""
+    """Return the findings of each of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     children = start_ranks(CODE.format(tests=str(Path(__file__).parents[1] / "support")), 2, folder, folder=folder / "output")
     try:

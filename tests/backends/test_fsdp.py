@@ -1,4 +1,4 @@
-"""A model sharded over processes gives the numbers of one process. What several ranks find is in fsdp_ranks.py."""
+"""A model sharded over processes gives the numbers of one process. The program of several ranks is fsdp_ranks.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_ranks(folder: Path, num_steps: int, names: Sequence[str], *, all_checks:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each of two ranks found."""
+    """Return the findings of each of two ranks."""
     return run_ranks(tmp_path_factory.mktemp("ranks"), 2, ("grpo", "decoupled ppo"), all_checks=True)
 
 

@@ -403,7 +403,7 @@ def test_a_critic_begins_at_the_merged_weights():
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """What each of two ranks found, and the folder with what they and one process have written."""
+    """Return the findings of each of two ranks, and the folder with the files of both and of one process."""
     folder = tmp_path_factory.mktemp("ranks")
     model = create_tiny_model()
     for name in ("model", "single", "two_ranks"):

@@ -97,5 +97,5 @@ def test_weight_decay_is_for_matrices_only():
 
 
 def test_a_learning_rate_without_a_schedule_is_left_alone():
-    """Who changes it by hand finds it so after the next step."""
+    """A learning rate that is changed by hand stays so after the next step."""
     assert create_pytorch_backend(create_tiny_model(), lr=1e-3).scheduler is None

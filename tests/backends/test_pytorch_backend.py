@@ -110,7 +110,7 @@ def test_an_update_that_breaks_a_parameter_is_an_error_that_names_it(tmp_path):
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2)])
 @pytest.mark.parametrize("kind", ["pytorch", "fsdp"])
 def test_a_checkpoint_never_holds_what_is_not_finite(tmp_path, kind, lora):
-    """Neither in weights or adapters, nor in the optimizer's moments, of which a run would not recover."""
+    """A run would not recover from values that are not finite in weights, adapters or the optimizer's moments."""
     model = create_tiny_model()
     if lora is not None:
         add_adapters(model, lora)

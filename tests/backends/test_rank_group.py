@@ -100,7 +100,7 @@ print(json.dumps(out), flush=True)
 
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory) -> dict:
-    """What three ranks did that all went well."""
+    """Return the results of three ranks that all succeeded."""
     children = start_ranks(WORK, 3, folder=tmp_path_factory.mktemp("worked"))
     ends = end_all(children)
     assert [status for status, _ in ends] == [0, 0, 0], ends
@@ -130,7 +130,7 @@ def test_what_cannot_be_sent_is_refused_with_what_to_do(worked):
 def test_an_answer_that_cannot_be_sent_is_an_error_of_its_rank_and_leaves_the_group_usable(worked):
     kind, message = worked["unsendable answer"]
     assert kind == "BackendError"
-    # both of the others fail so; who is first is told
+    # both of the others fail so; the first is reported
     assert re.match(r"rank [12] failed in trying: what it returned cannot be sent to rank 0 \(a builtins.function is no", message)
 
 
@@ -301,7 +301,7 @@ def test_values_arrive_as_they_were_and_a_view_without_the_rest_of_its_tensor():
     assert found["flag"].item() is True
     assert torch.equal(found["half"], value["half"])
     assert found["loss"] is sft_loss
-    found["row"][0] = 1  # what arrives belongs to who gets it
+    found["row"][0] = 1  # the receiver owns the value that arrives
 
 
 def test_messages_are_whole_and_the_end_of_a_process_is_seen_at_once():

@@ -1,4 +1,4 @@
-"""Who is a rank and who is a stranger: real sockets, real processes, and attackers that do what attackers would."""
+"""The difference between a rank and a stranger, with real sockets, real processes, and attackers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def dial(listener: Listener) -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other end is closed, once it has said so."""
+    """Return whether the other end closes the connection."""
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -193,7 +193,7 @@ def test_a_stranger_that_says_nothing_is_sent_away_when_its_time_is_over(monkeyp
 
 
 class Relay:
-    """Sits between a rank and rank 0, as who has led the rank to an address of its own, and passes bytes on through `change`."""
+    """Relays between a rank and rank 0, as an attacker that led the rank to an address of its own, and passes bytes through `change`."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -248,7 +248,7 @@ def test_a_message_is_taken_once_and_by_the_other_end_only():
     assert receiver.receive(PATIENCE_S) == b"once"
     with pytest.raises(ChannelClosed, match="has not sent as it is"):
         receiver.receive(PATIENCE_S)
-    tap.sendall(message)  # back to who said it
+    tap.sendall(message)  # back to its sender
     with pytest.raises(ChannelClosed, match="has not sent as it is"):
         sender.receive(PATIENCE_S)
     door.close()
@@ -259,7 +259,7 @@ def test_a_message_is_taken_once_and_by_the_other_end_only():
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a builder."""
+    """Settings of a builder."""
 
     name: str
     sizes: tuple[int, ...] = (1, 2)

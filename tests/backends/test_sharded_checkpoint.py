@@ -1,4 +1,4 @@
-"""Sharded models are loaded, exported, saved and restored in parts. What several ranks find is in sharded_ranks.py."""
+"""Sharded models are loaded, exported, saved and restored in parts. The program of several ranks is sharded_ranks.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_ranks(function: str, num_ranks: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where two ranks have done everything once."""
+    """Return the folder in which two ranks have run every case once."""
     folder = tmp_path_factory.mktemp("sharded")
     sharded_ranks.prepare(folder)
     for name, backend in (("of one process", sharded_ranks.make_single()), ("of one rank", sharded_ranks.make_backend(init_distributed()))):
@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What each of two ranks found."""
+    """Return the findings of each of two ranks."""
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -129,7 +129,7 @@ def trained_texts(tokenizer, conversation) -> list[str]:
 
 
 def check_conversation(tokenizer, messages, conversation, **kwargs):
-    """What holds for every tokenized conversation."""
+    """Check the properties of every tokenized conversation."""
     rendered = tokenizer.apply_chat_template(messages, return_dict=True, **kwargs)["input_ids"]
     assert list(conversation.tokens) == rendered
     assert conversation.loss_mask == compute_loss_mask(len(conversation.tokens), conversation.spans)

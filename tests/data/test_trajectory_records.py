@@ -1,4 +1,4 @@
-"""What a training step makes of samples, in files: aligned with the tokens, complete for the group, lossless; steps beside samples."""
+"""Files of a training step's samples: aligned with the tokens, complete for the group, lossless; steps beside samples."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ async def test_weights_travel_in_the_precision_of_the_servers(directory):
 
 @pytest.mark.parametrize(("at", "later"), [(1, 1), (1, 5), (3, 0)])
 async def test_a_transfer_that_is_cancelled_leaves_the_old_weights_at_once(directory, at: int, later: int):
-    """Also before the server was asked for the bucket that is being broadcast, for which the trainer's thread waits."""
+    """This includes a cancellation before the server was asked for the current bucket, while the trainer's thread waits for it."""
     weights = dict(create_endless_model(1).state_dict())
 
     async def read(bucket):

@@ -1,4 +1,4 @@
-"""What every inference engine promises. An engine joins by one line in ENGINES of contract_engines.py.
+"""The contract of every inference engine. An engine joins by one line in ENGINES of contract_engines.py.
 
 tests/real_servers/test_contract.py runs the same tests on real servers. No test knows which engine it has, only what is said of it there.
 """
@@ -38,7 +38,7 @@ MOMENTS_S = (0.03, 0.1, 0.3, 0.05, 1.0, 0.2, 3.0, 0.02, 0.6, 0.07, 0.15, 2.0, 0.
 
 
 def plain_model(seed: int = 0) -> Any:
-    """Of a shape that real servers can serve."""
+    """Create a model of a shape that real servers can serve."""
     return create_tiny_model(hidden_size=64, head_dim=32, seed=seed)
 
 
@@ -107,7 +107,7 @@ async def generate_while(
 
 
 def compute_log_probs(model, completion: Completion, temperature: float | None = None) -> list[float]:
-    """Of the output tokens, by one forward pass over the whole sequence."""
+    """Compute the log-probs of the output tokens in one forward pass over the whole sequence."""
     tokens = torch.tensor([completion.input_tokens + completion.output_tokens])
     with torch.no_grad():
         logits = model(tokens).logits[0, completion.input_len - 1 : -1] / (completion.temperature if temperature is None else temperature)

@@ -1,4 +1,4 @@
-"""A fleet of engines: who gets a request, what becomes of it when its engine dies, how engines come back, and which weights they have."""
+"""A fleet of engines: the choice of a member, requests whose engine dies, engines that recover, and the weights of each."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def count_requests(engine: FakeEngine) -> int:
 
 
 async def sync(fleet: EngineFleet, version: int) -> Mapping[str, Any]:
-    """In memory: virtual time runs on while a thread reads a file."""
+    """Sync from memory, because virtual time continues while a thread reads a file."""
     return await fleet.update_weights({}, version)
 
 
@@ -212,7 +212,7 @@ async def test_a_wait_in_line_can_be_cancelled_and_aborted_and_is_bounded(autoju
 
 
 async def test_a_place_that_was_promised_to_a_cancelled_request_is_given_back():
-    """It becomes free when the request in line is cancelled already, and does not know it yet."""
+    """The place becomes free after the request in line was cancelled, but before that request has noticed."""
     roster, ask = Roster("the fleet", FleetConfig(max_requests=1)), Ask(Cost(1, 5))
     member = roster.add(FakeEngine())
     roster.set_state(member, MemberState.SERVING)
@@ -461,7 +461,7 @@ async def test_what_a_leaving_member_does_not_finish_goes_on_elsewhere_with_what
 
 
 async def test_a_moved_sample_never_goes_on_under_older_weights(autojump_clock):
-    """No member has weights as new as its tokens, so that it begins anew."""
+    """No member has weights as new as the request's tokens, so it starts again."""
     engines = fakes(2, seconds_per_update=5.0)
     found: dict[int, Completion] = {}
     async with fleet_of(engines, updates_at_once=1, exclude_failed=True) as fleet, trio.open_nursery() as nursery:
@@ -783,7 +783,7 @@ def test_no_request_is_lost_or_answered_twice_whatever_dies_when(num_engines, be
         assert completion.output_tokens == answer((3 + i % 3,), i)[:10]
         assert list(completion.output_versions) == sorted(completion.output_versions)
         assert completion.request_id == f"r{i}"
-        # an engine that is started again between two requests answers with its first weights: such an answer is refused, and asked for anew
+        # an engine that is started again between two requests answers with its first weights: it is refused and asked again
         refused = [other for other in finished[f"r{i}"] if min(other.output_versions) < min(completion.output_versions)]
         assert len(finished[f"r{i}"]) == 1 + len(refused)
     assert {name for name in finished if name.startswith("r") and "-" not in name} == {f"r{i}" for i in found}

@@ -1,4 +1,4 @@
-"""What becomes of a request whose members fail, leave or are lost: who is asked next, and who is not asked again."""
+"""Requests of a fleet whose members fail, leave or are lost: which member is asked next, and which is not asked again."""
 
 from __future__ import annotations
 

@@ -546,7 +546,7 @@ async def test_no_wire_id_is_the_beginning_of_another(nursery):
 
 
 def edit_sample(server: str, change: Callable[[list[int], list[float]], None]) -> Callable[[Any], Any]:
-    """What changes the tokens and log-probs of an answer of a server, and keeps the two fitting each other."""
+    """Return a function that changes the tokens and log-probs of a server's answer, and keeps the two consistent."""
 
     def rewrite(answer: Any) -> Any:
         if server == "vllm":

@@ -36,7 +36,7 @@ both = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
 
 def read(kind: str, name: str) -> ChatCompletion:
-    """What is made of a recorded answer, streamed or not."""
+    """Parse a recorded answer, streamed or not."""
     recording = RECORDINGS[kind][name]
     assert recording["status"] == 200, recording
     answer = recording["response"]
@@ -113,7 +113,7 @@ def test_a_stream_tells_what_one_answer_tells(kind: str, whole: str, streamed: s
     one, other = read(kind, whole), read(kind, streamed)
     assert (one.text, one.reasoning, one.usage, one.model) == (other.text, other.reasoning, other.usage, other.model)
     assert one.finish_reason == other.finish_reason
-    # vLLM writes arguments anew where it does not stream them
+    # vLLM formats arguments again if it does not stream them
     arguments = [[json.loads(call["function"]["arguments"]) for call in answer.tool_calls] for answer in (one, other)]
     assert arguments[0] == arguments[1]
 
@@ -158,7 +158,7 @@ def test_without_the_neutral_fields_the_distribution_is_cut_by_the_checkpoint(ki
 
 
 def test_sglang_answers_whatever_model_it_is_asked_for() -> None:
-    """Which is why the list of models is looked at first."""
+    """For this reason the engine checks the list of models first."""
     assert read("sglang", "err_unknown_model").model == "nope"
     assert RECORDINGS["vllm"]["err_unknown_model"]["status"] == 404
 

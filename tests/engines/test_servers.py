@@ -119,7 +119,7 @@ class StandIn:
         self.python.chmod(0o755)
 
     def settings(self, port: int | None = None, **behavior: Any) -> dict[str, Any]:
-        """Of ServerConfig."""
+        """Return the arguments of ServerConfig."""
         name, _, value = self.mark.partition("=")
         env = {"STAND_IN": json.dumps(behavior), name: value}
         return {"kind": "vllm", "model_path": "m", "python": str(self.python), "port": port, "env": env}
@@ -142,7 +142,7 @@ class StandIn:
         return found
 
     def wait_for(self, num_survivors: int) -> None:
-        """Until so many processes carry the mark. Blocks."""
+        """Wait until `num_survivors` processes carry the mark. Blocks."""
         deadline = time.monotonic() + PATIENCE_S
         while len(left := self.survivors()) != num_survivors:
             assert time.monotonic() < deadline, f"these processes are there, expected {num_survivors}: {left}"
@@ -163,13 +163,13 @@ def stand_in(tmp_path):
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """On a busy machine a healthy server may take its time to say so."""
+    """Raise the deadlines: on a busy machine a healthy server may answer late."""
     monkeypatch.setattr(servers, "HEALTH_DEADLINES", Deadlines(health_s=PATIENCE_S, connect_s=PATIENCE_S))
 
 
 @pytest.fixture
 def progress_at_once(monkeypatch):
-    """Progress is told after each look at a server that is not healthy."""
+    """Progress is logged after each check of a server that is not healthy."""
     monkeypatch.setattr(servers, "PROGRESS_S", 0.0)
 
 
@@ -200,7 +200,7 @@ def parent_of(pid: int) -> int:
 
 
 async def wait_for_looks(supervisor: int) -> None:
-    """Until a supervisor has looked at its server again: it does so each time it wakes up, and then goes to sleep."""
+    """Wait until a supervisor has checked its server again, as it does after each sleep."""
 
     def count_sleeps() -> int:
         lines = (Path("/proc") / str(supervisor) / "status").read_text().splitlines()

@@ -444,7 +444,7 @@ async def test_addresses_of_ipv6():
 
 
 async def test_names_and_those_with_an_address_at_which_nobody_listens():
-    """As of localhost, where the server listens on IPv4 alone; and a name that DNS would not allow, but a container may have."""
+    """The name is localhost, where the server listens only on IPv4, and a name that DNS would not allow but a container may have."""
     trio.socket.set_custom_hostname_resolver(Names(vllm_server=["127.0.0.1"], both=["127.0.0.2", "::1", "127.0.0.1"]))
     async with serve(answer) as server, create_client(PooledTransport()) as client:
         for name in ("vllm_server", "both"):

@@ -1,4 +1,4 @@
-"""What a request leaves behind that does not come to its end: no place taken, no file open, nothing that a later request could read."""
+"""A request that is cancelled or fails holds no place, leaves no file open, and leaves no bytes that a later request could read."""
 
 from __future__ import annotations
 

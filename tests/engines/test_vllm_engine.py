@@ -76,7 +76,7 @@ def test_the_payload_says_all_that_changes_the_distribution():
 
 
 def test_only_fields_that_the_server_knows_are_sent():
-    """It ignores the others, so that a misspelt one would change nothing and nobody would be told."""
+    """vLLM ignores unknown fields, so a misspelt one would have no effect and cause no error."""
     known = set(
         "n temperature top_p top_k min_p seed max_tokens min_tokens ignore_eos stop_token_ids stop logprobs prompt_logprobs "
         "repetition_penalty presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words skip_reading_prefix_cache "
@@ -515,7 +515,7 @@ async def test_requests_in_flight_have_a_version_for_each_token(model_path: Path
 
 
 async def test_keys_and_values_of_the_old_weights_are_dropped_twice(model_path: Path, tmp_path: Path):
-    """By the pause and after the load: a server may cease to honor the one with requests in flight."""
+    """The pause drops them, and the load drops them again, because a server may ignore the first with requests in flight."""
     export(tmp_path / "1", 1)
     async with FakeVLLMServer(model_path) as server, open_engine(server) as engine:
         await engine.update_weights_from_checkpoint(tmp_path / "1")

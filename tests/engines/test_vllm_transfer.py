@@ -56,7 +56,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 async def meet_over_gloo(world_size: int, *, timeout_s: float = 30.0) -> Meeting:
-    """What NCCL does between GPUs, between CPUs."""
+    """Meet over gloo between CPUs, in place of NCCL between GPUs."""
     rendezvous = await open_rendezvous("127.0.0.1", "gloo", GROUP_NAME, world_size, timeout_s)
 
     async def join() -> GroupSender:

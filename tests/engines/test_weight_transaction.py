@@ -20,7 +20,7 @@ from rollouts.types import SamplingParams
 
 @dataclass
 class Server:
-    """A server that notes what it is told; `fail` makes steps raise, `slow` makes them take seconds."""
+    """A server that records its commands; `fail` makes steps raise, `slow` makes them take seconds."""
 
     steps: list[str] = field(default_factory=list)
     label: str = "default"

@@ -1,4 +1,4 @@
-"""A transfer of weights to several servers, without servers: who waits for whom, what is held, and what a failure leaves behind."""
+"""A transfer of weights to several servers, without servers: the order of its parts, the memory held, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUCKET_BYTES = 16  # one tensor in each
 
 
 class Parcel:
-    """Of one bucket."""
+    """Parcel of one bucket."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names

@@ -144,7 +144,7 @@ def decode_with_kept_cache(sample: Sample) -> list[float]:
 
 
 def pick_by_version(sample: Sample, ahead: int = 0) -> list[float]:
-    """What a pass with the weights of each token's version (or `ahead` later) says about it; 0 for the prompt."""
+    """Return each token's log-prob in a pass with the weights of its version (or `ahead` later); 0 for the prompt."""
     versions = sample.weight_versions or ()
     passes = {version: brute_force(sample, version + ahead) for version in set(versions) if version >= 0}
     return [passes[version][place] if version >= 0 else 0.0 for place, version in enumerate(versions)]
@@ -155,7 +155,7 @@ def create_trainer(version: int):
 
 
 async def recompute_all_versions(group: Group) -> Group:
-    """As if the sample had been there, with all of its tokens, at each sync up to version 3."""
+    """Recompute as if the sample, with all of its tokens, had existed at each sync up to version 3."""
     for version in (1, 2, 3):
         group = await ProximalRecomputer(create_trainer(version)).add_proximal_log_probs(group, version)
     return group
@@ -195,7 +195,7 @@ async def test_the_proximal_log_prob_of_each_token_is_that_of_the_version_after_
 
 @pytest.mark.parametrize("scorer", ["trainer", "engine"])
 async def test_interrupted_requests_get_them_at_each_sync(scorer: str):
-    """As the loop does it: version by version, on what the requests have at that moment; the last version keeps its own log-probs."""
+    """Recompute as the loop does: version by version, on the tokens so far; those of the last version keep their own log-probs."""
 
     async def score(samples: Sequence[Sample], version: int) -> Sequence[Sequence[float]]:
         if scorer == "trainer":

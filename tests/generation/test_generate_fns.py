@@ -78,7 +78,7 @@ async def test_only_a_function_with_the_parameter_gets_the_unfinished_group() ->
 
 @pytest.mark.parametrize("key", FIELD_OF_KEY)
 async def test_metadata_for_which_a_sample_has_a_field_is_refused(key: str) -> None:
-    """Else such an entry is read by nothing: a baseline with metadata={"trainable": False} would be trained on."""
+    """Without the check the entry would be ignored: a baseline with metadata={"trainable": False} would be trained on."""
     field = FIELD_OF_KEY[key].split(",")[0].removeprefix("Sample.")
     assert field in {f.name for f in fields(Sample)}
 

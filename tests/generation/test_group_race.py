@@ -1,4 +1,4 @@
-"""Races: who wins, what is kept of the others, and that nothing goes on afterwards."""
+"""Races: the winner, the samples kept of the others, and no task that continues afterwards."""
 
 from __future__ import annotations
 

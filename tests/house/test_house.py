@@ -70,7 +70,7 @@ def test_pure_functions_are_not_told_what_to_do_by_strings(path: Path):
 
 
 def is_mutable(value: ast.expr | None) -> bool:
-    """Whether an expression makes a list, dict, set or the like."""
+    """Return whether an expression makes a list, dict, set or the like."""
     if isinstance(value, ast.Call):
         name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
         return name in {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ChainMap"}

@@ -83,7 +83,7 @@ def refusal(expression: str) -> str:
 
 
 def seen(expression: str) -> object:
-    """What a function of `own` was called with."""
+    """Return the argument with which a function of `own` was called."""
     estimate = resolve(expression).estimate
     assert isinstance(estimate, partial)
     return estimate.keywords["seen"]

@@ -141,7 +141,7 @@ def test_the_memory_of_one_process_is_the_sum_by_hand(sizes: ModelSizes):
 
 
 def count_saved_bytes(model: Any, precision: str) -> int:
-    """What autograd keeps of a pass over draw_rows(), parameters left out."""
+    """Count the bytes that autograd saves in a pass over draw_rows(), without parameters."""
     use_packed_attention(model)
     model.train()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}

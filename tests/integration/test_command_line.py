@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def exit_message(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is printed by a command line that ends with status 2, without the frame around it."""
+    """Return the output of a command line that ends with status 2, without the frame around it."""
     with pytest.raises(SystemExit) as ended:
         parse_command_line(argv)
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""Demonstrations of tasks in several turns: their form is the one that the model is asked for, and what an expert does wrong is said."""
+"""Demonstrations of tasks in several turns: their form is that of the prompts, and mistakes of an expert are reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {"sft": SFTSection(num_steps=4, batch_size=6), "evaluati
 
 
 def create_merging_tokenizer(eos_token: str = "<|im_end|>"):
-    """Of a model that can read: pairs of digits are single tokens."""
+    """Create a tokenizer like that of a trained model: pairs of digits are single tokens."""
     return create_bpe_tokenizer(CHATML, " ".join(str(number) for number in range(100, 1000)), eos_token)
 
 

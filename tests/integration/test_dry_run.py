@@ -1,4 +1,4 @@
-"""What a run would do."""
+"""The report of a dry run."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ def count_up(prompt: tuple[int, ...], number: int, num_loads: int, seed: int | N
 
 
 async def relabel(server: LoopbackServer, version: int) -> None:
-    """What another program does that updates the same server."""
+    """Act as another program that updates the same server."""
     async with httpx.AsyncClient(timeout=10.0) as client:
         answer = await client.post(f"{server.url}/update_weight_version", json={"new_version": str(version)})
     assert answer.status_code == 200, answer.text

@@ -56,7 +56,7 @@ if out:
 
 
 def compare(folder: Path, cases: str, *, num_steps: int, stop_after: int, num_ranks: int = 2) -> dict:
-    """What COMPARE found out."""
+    """Return the findings of COMPARE."""
     children = start_ranks(COMPARE, num_ranks, folder, cases, num_steps, stop_after, folder=folder)
     try:
         assert [child.wait() for child in children] == [0] * num_ranks, [child.error for child in children]
@@ -67,7 +67,7 @@ def compare(folder: Path, cases: str, *, num_steps: int, stop_after: int, num_ra
 
 
 def check_equal(found: list[dict], expected: list[dict]) -> None:
-    """Lines of metrics agree to 1e-5, whatever is told in them."""
+    """Check that all numbers in the lines of metrics agree to 1e-5."""
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
@@ -77,7 +77,7 @@ def check_equal(found: list[dict], expected: list[dict]) -> None:
 
 
 def steps_of(lines: list[dict]) -> list[dict]:
-    """Without the line of the evaluation before the first step."""
+    """Return the lines without that of the evaluation before the first step."""
     return [line for line in lines if line["step"] > 0]
 
 

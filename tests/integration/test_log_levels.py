@@ -1,4 +1,4 @@
-"""What is told on stderr: nothing but warnings, unless the user asks for more, of all or of one module."""
+"""Logging on stderr: warnings only, unless the user asks for more, from all modules or from one."""
 
 from __future__ import annotations
 

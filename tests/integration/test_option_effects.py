@@ -199,7 +199,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def observe_part(config: Config, part: str) -> Iterator[Any]:
-    """What one stage is given."""
+    """Yield the values that one stage is given."""
     section, steps = getattr(config, part), 40
     rule = create_rule(**vars(section.optimizer), total_steps=steps)
     clip = fsdp_config(config).clip_grad if config.backend.kind == "fsdp" else None
@@ -268,7 +268,7 @@ def observe_part(config: Config, part: str) -> Iterator[Any]:
 
 
 def look(config: Config, mode: str, dry_run: bool) -> list[Any]:
-    """What observe() finds; at the end what is wrong, if something is."""
+    """Collect the values of observe(), and its error at the end if it raises one."""
     seen: list[Any] = []
     try:
         seen.extend(observe(config, mode, dry_run))
@@ -278,7 +278,7 @@ def look(config: Config, mode: str, dry_run: bool) -> list[Any]:
 
 
 def observe(config: Config, mode: str, dry_run: bool) -> Iterator[Any]:
-    """What the parts of a run are given, piece by piece; at last the facts of a dry run."""
+    """Yield the values that the parts of a run are given, and at the end the facts of a dry run."""
     yield create_output_dir(replace(config, output_dir=config.output_dir or "x"), "now"), config.lora.create(config.seed)
     yield config.model.path or create_model_config(config.model, context_tokens(config)).to_dict()
     for part in mode.split("+"):

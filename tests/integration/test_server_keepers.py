@@ -1,4 +1,4 @@
-"""Who watches a launched server: one that loads for long is left alone, and one whose engine has left the fleet is stopped.."""
+"""The watch over a launched server: one that loads for long is left alone, and one whose engine has left the fleet is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shipped and printed for people to use is true: each configuration file, and each training command of the README."""
+"""Each shipped configuration file and each training command of the README is valid."""
 
 from __future__ import annotations
 

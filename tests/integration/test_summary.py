@@ -1,4 +1,4 @@
-"""What is told of a run."""
+"""The summary of a run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_sentences_are_true_of_the_numbers(tmp_path: Path):
 
 
 def test_a_resumed_run_does_not_say_that_it_learned(tmp_path: Path):
-    """It has no number from before the stage, so 0.00 after it is no gain."""
+    """The summary has no accuracy from before the stage, so it reports no gain to 0.00."""
     for text in (story_of(None, None, 0.0, tmp_path), story_of(None, 0.0, None, tmp_path)):
         assert "accuracy is 0.00 now" in text and "learned" not in text and "told it" not in text
 

@@ -56,7 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def see(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
-    """What the viewer prints to stdout; with status 2 to stderr."""
+    """Return the viewer's stdout, or its stderr if it ends with status 2."""
     capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == status
     out, error = capsys.readouterr()

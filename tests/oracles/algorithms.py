@@ -93,7 +93,7 @@ def clip_loss(r: Number, a: float, low: float, high: float, dual: float | None =
 
 
 def bounded(log_ratio: Number) -> Number:
-    """Of |log r| <= 20 nats, as in verl; beyond, without gradient."""
+    """Clamp |log r| to 20 nats, as in verl; beyond that there is no gradient."""
     return log_ratio.clamp(-20, 20)
 
 

@@ -18,7 +18,7 @@ def tokens_of(mask: Sequence[float]) -> list[int]:
 
 
 def judged(values: Sequence[float], mask: Sequence[float], how: str) -> list[float]:
-    """What each token of a row is judged by: its own value, or one number of the row."""
+    """Return the value by which each token of a row is judged: its own, or one number of the row."""
     own = [values[t] for t in tokens_of(mask)]
     if how == "token":
         return [values[t] if m > 0 else 0.0 for t, m in enumerate(mask)]

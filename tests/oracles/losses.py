@@ -152,7 +152,7 @@ def dppo(log_r: Number, log_p: Number, a: float, inside: Callable[..., bool], lo
 
 
 def penalized_ratio(log_r: Number, log_p: Number, a: float, width: float, scale: float, penalty: float) -> Number:
-    """With the symmetric region |p - p_old| <= width."""
+    """Penalized ratio with the symmetric region |p - p_old| <= width."""
     p, p_old = probabilities(log_r, log_p)
     kept = -scale * a * exp(log_r) if abs(p - p_old) <= width else 0.0
     return kept + penalty * log_r**2

@@ -1,4 +1,4 @@
-"""What the benchmarks report, on runs that are made up."""
+"""Reports of the benchmarks, on made-up runs."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from rollouts.types import TokenOutputs
 
 
 def differentiated(log_probs: Tensor, entropy: Tensor | None = None) -> Tensor:
-    """What the recorded gradients are gradients of: sum(log_probs) + 0.5 * sum(entropy)."""
+    """Compute the objective of the recorded gradients: sum(log_probs) + 0.5 * sum(entropy)."""
     return log_probs.sum() if entropy is None else log_probs.sum() + 0.5 * entropy.sum()
 
 

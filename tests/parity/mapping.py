@@ -1,4 +1,4 @@
-"""How one of our compositions is held against recorded inputs and outputs of another framework's function.
+"""Comparison of one of our compositions with recorded inputs and outputs of another framework's function.
 
 A folder of vectors has one JSON file a function: {name, group, notes, tolerance, inputs, outputs, grad_of?, cases: [{id, kwargs, outputs,
 grads?}]}. A mapping renames, reshapes, pads, shifts and masks, exchanges arguments, and turns options into arguments; every other number
@@ -28,7 +28,7 @@ SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Rule:
     """Cases in which we differ from the other function on purpose. They are run as well."""
 
-    reason: str  # what it does and what we do, for the table in docs/parity.md
+    reason: str  # the other framework's behaviour and ours, for the table in docs/parity.md
     applies: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]  # (kwargs, recorded outputs) -> whether this is such a case
     gives: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None  # recorded outputs -> some of ours; the others must be finite
     raises: type[Exception] | None = None  # what we raise
@@ -176,7 +176,7 @@ def tolerance_of(document: Mapping[str, Any], name: str) -> dict[str, float]:
 
 
 def case_mismatches(document: Mapping[str, Any], parity: Parity, case: Mapping[str, Any]) -> list[str]:
-    """Where a case does not agree: outputs in both directions, and gradients."""
+    """Return the places where a case does not agree: outputs in both directions, and gradients."""
     outputs, gradients = run_case(parity, case["kwargs"])
     recorded, mask = name_outputs(case["outputs"]), mask_of(parity, case["kwargs"])
     unasked = {*parity.optional, *([parity.grad_of] if parity.wrt else [])}  # what is differentiated is often recorded by its gradient only
@@ -199,7 +199,7 @@ def find_rule(parity: Parity, case: Mapping[str, Any]) -> Rule | None:
 
 
 def rule_mismatches(document: Mapping[str, Any], parity: Parity, rule: Rule, case: Mapping[str, Any]) -> list[str]:
-    """Where our results of a case that differs on purpose are not what its rule says, or not finite."""
+    """Return the results of a case that differs on purpose which do not follow its rule, or are not finite."""
     try:
         outputs, gradients = run_case(parity, case["kwargs"])
     except Exception as error:

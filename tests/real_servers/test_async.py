@@ -139,7 +139,7 @@ class Run:
 
     @cache  # noqa: B019  it lives as long as its test
     def compute_log_probs(self, sampled: tuple[int, ...], temperature: float, version: int) -> list[float]:
-        """Of all tokens in one pass over them with the trainer's weights of a version."""
+        """Compute the log-probs of all tokens in one pass, with the trainer's weights of a version."""
         model = create_endless_model(51, **SIZES)
         model.load_state_dict(self.weights[version], strict=False)
         tokens = torch.tensor([sampled])

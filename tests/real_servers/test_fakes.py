@@ -225,7 +225,7 @@ def last_of(seen: Seen) -> Any:
 
 
 def without_end(name: str, seen: Seen) -> Seen:
-    """Without the reason why it ended, where chance decides that."""
+    """Remove the finish reason if it depends on chance."""
     if name != "no sampling" or "meta_info" not in seen.body:  # vLLM refuses it
         return seen
     meta = {key: value for key, value in seen.body["meta_info"].items() if key != "finish_reason"}

@@ -55,7 +55,7 @@ def find_shared(pids: list[int]) -> set[Path]:
 
 
 def get_temporary_folder(pid: int) -> Path:
-    """Where a process puts its temporary files."""
+    """Return the directory of a process's temporary files."""
     variables = dict(entry.partition("=")[::2] for entry in Path(f"/proc/{pid}/environ").read_text().split("\0"))
     return Path(variables["TMPDIR"])
 

@@ -511,7 +511,7 @@ async def test_texts_come_as_batches_as_groups_and_from_the_openai_like_routes(s
 
 
 async def test_untempered_log_probs_are_recognised_and_a_death_fails_what_is_pending(tmp_path: Path, weights):
-    """On a server of its own, started with the environment variable that changes what its log-probs are of, and killed in the end."""
+    """The test has its own server, started with the environment variable that changes the kind of its log-probs, and kills it."""
     path = save_weights(tmp_path / "model", seed=7)
     env = {"OMP_NUM_THREADS": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
     python = os.environ["SGLANG_PYTHON"]

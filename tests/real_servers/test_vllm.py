@@ -60,7 +60,7 @@ def export(model, directory: Path, version: int) -> Path:
 
 
 def compute_log_probs(model, completion: Completion, temperature: float | None = None) -> list[float]:
-    """Of the output tokens, by one forward pass over the whole sequence."""
+    """Compute the log-probs of the output tokens in one forward pass over the whole sequence."""
     tokens = torch.tensor([completion.input_tokens + completion.output_tokens])
     with torch.no_grad():
         logits = model(tokens).logits[0, completion.input_len - 1 : -1] / (temperature or completion.temperature)
@@ -96,7 +96,7 @@ async def count_generated(server: HTTPEndpoint) -> int:
 
 
 async def wait_for_tokens(server: HTTPEndpoint, count: int) -> None:
-    """Until the server has generated so many."""
+    """Wait until the server has generated `count` tokens."""
     with trio.fail_after(60):
         while await count_generated(server) < count:
             await trio.sleep(0.005)
@@ -255,7 +255,7 @@ async def test_a_sync_without_these_precautions_would_show(vllm_server, tmp_path
 
 
 async def test_a_load_without_the_tied_output_head_would_keep_the_old_one(vllm_server, tmp_path: Path):
-    """What vLLM does on a CPU, and says that it has succeeded; the engine gives it the head besides."""
+    """On a CPU, vLLM keeps the old head and reports success; so the engine sends it the head, too."""
     old, new = create_model(33), create_model(34)
     export(old, tmp_path / "33", 33)
     export(new, tmp_path / "34", 34)

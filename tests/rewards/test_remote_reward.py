@@ -36,7 +36,7 @@ PROTOCOLS = {"sglang": SGLangScores(), "vllm": VLLMScores("rm"), "plain": PlainS
 
 
 def score(target: str, body: Any) -> Any:
-    """What servers answer whose model adds up tokens."""
+    """Return the answers of servers whose model adds up tokens."""
     if target == "/score":
         return {"scores": [float(sum(sample["tokens"])) for sample in body["samples"]]}
     if "input_ids" in body:

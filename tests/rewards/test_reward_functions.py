@@ -262,7 +262,7 @@ def test_step_outputs_are_rewards_of_turns():
     result = EvaluateResult(2.0, step_outputs=[StepOutput(1, 0.5, reason="right tool")])  # type: ignore[arg-type]
     scored = with_reward(sample, result)
     assert scored.reward == 2.0 and scored.turns is not None
-    assert [turn.reward for turn in scored.turns] == [10.0, 0.5]  # a turn that nothing is said about keeps the environment's reward
+    assert [turn.reward for turn in scored.turns] == [10.0, 0.5]  # a turn without a score keeps the environment's reward
     assert scored.reward_details == RewardDetails(steps=(StepOutput(1, 0.5, reason="right tool"),))
     named = with_reward(sample, EvaluateResult(1.0, step_outputs=(StepOutput("step0", -1.0),)))
     assert named.turns is not None and [turn.reward for turn in named.turns] == [-1.0, 11.0]

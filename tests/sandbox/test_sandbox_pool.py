@@ -388,7 +388,7 @@ trio.run(main)
 
 
 def test_calls_are_canceled_at_any_moment_without_leaving_anything(rewards: str):
-    """In a process of its own: other tests' threads open and close descriptors meanwhile."""
+    """The test runs in a process of its own, because threads of other tests open and close descriptors."""
     with no_survivors() as environment:
         subprocess.run([sys.executable, "-c", CANCELS_CALLS, rewards, *environment.popitem()], check=True, timeout=100)
 

@@ -31,7 +31,7 @@ class ContractEngine:
     scores_at_any_temperature: bool = False  # given tokens; else at temperature 1 only
 
     def make_repeatable(self, params: SamplingParams) -> SamplingParams:
-        """As it is where the seed decides, else greedy."""
+        """Return the parameters unchanged if the engine obeys seeds, else with greedy sampling."""
         return params if self.honors_seeds else params.new(greedy=True, seed=None)
 
 
@@ -67,7 +67,7 @@ async def fake_sglang(model: Any, tokenizer: Any, folder: Path) -> AsyncGenerato
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """What a server is started with."""
+    """Arguments with which a server is started."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -1,4 +1,4 @@
-"""What each of two ranks does for test_distributed.py: everything once, its findings as JSON."""
+"""Program of each of two ranks for test_distributed.py, which runs every case once and writes its findings as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rollouts.errors import BackendError
 
 
 def run_exchanges(ranks):
-    """What each function of backends/ranks/distributed.py gives."""
+    """Return the result of each function of backends/ranks/distributed.py."""
     mine = torch.tensor([1.0, 2.0]) * (ranks.rank + 1)
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 3 + 1
     mask = (torch.arange(30).reshape(6, 5) % 3 > 0).float()
@@ -52,7 +52,7 @@ def run_exchanges(ranks):
 
 
 def run_failures(ranks, folder):
-    """Rank 1 is too late for one exchange, and then ends. What rank 0 is told of both."""
+    """Let rank 1 be too late for one exchange and then end, and return the errors of rank 0."""
     short = replace(ranks, timeout_s=0.5, group=dist.new_group())
     all_reduce(short, torch.ones(1))  # the connections of the group are there
     _set_pg_timeout(timedelta(seconds=short.timeout_s), short.group)  # of what comes now

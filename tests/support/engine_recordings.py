@@ -127,7 +127,7 @@ OWN_TEXT = frozenset({"id", "model", "request_id", "system_fingerprint"})
 
 
 def compare(recorded: Seen, found: Seen, *, with_counts: bool = True) -> list[str]:
-    """What differs, one line each.
+    """Return the differences, one line each.
 
     Args:
         with_counts: whether the numbers of tokens must be those recorded, which those of an aborted request need not be.

@@ -16,7 +16,7 @@ from pathlib import Path
 PATIENCE_S = 100  # for what takes less than a second, on a machine that has other things to do
 
 START_METHOD = "forkserver"
-"""What a test gives to multiprocessing and torch.multiprocessing."""
+"""Start method that tests pass to multiprocessing and torch.multiprocessing."""
 
 CONTEXT = multiprocessing.get_context(START_METHOD)
 CONTEXT.set_forkserver_preload(
@@ -43,18 +43,18 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the process is still running."""
         return self._process.is_alive()
 
     @property
     def out(self) -> str:
-        """What it has written to stdout, whole lines."""
+        """The whole lines that it has written to stdout."""
         text = self._out.read_text() if self._out.exists() else ""
         return text[: text.rfind("\n") + 1]
 
     @property
     def error(self) -> str:
-        """What it has written to stderr."""
+        """The text that it has written to stderr."""
         return self._error.read_text() if self._error.exists() else ""
 
     def wait_for_lines(self, count: int) -> list[str]:

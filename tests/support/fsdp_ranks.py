@@ -1,4 +1,4 @@
-"""What each of several ranks does for test_fsdp.py: everything once, its findings as JSON.
+"""Program of each of several ranks for test_fsdp.py, which runs every case once and writes its findings as JSON.
 
 Rank 0 also computes with one process what the ranks compute together.
 """
@@ -79,7 +79,7 @@ def select(name):
 
 
 def optimizer_step(backend, batch, loss, weigh, *, with_entropy=False):
-    """What training_steps.submit_optimizer_step does, without a loop round it."""
+    """Run one optimizer step as training.steps.submit_optimizer_step does, without a loop around it."""
     batch = replace(batch, loss_weights=weigh(batch))
     plan = plan_sharded_microbatches(batch.lengths.tolist(), max_tokens=MAX_TOKENS, num_shards=getattr(backend, "num_shards", 1))
     parts = [backend.forward_backward(select_rows(batch, rows), loss, with_entropy=with_entropy).value for rows in plan]
@@ -111,7 +111,7 @@ def train_sft(num_steps, backend):
 
 
 SETTINGS = {"lr": 3e-3, "eps": 1e-5, "max_grad_norm": 0.3}
-"""Of AdamW, with an eps above rounding: with a smaller one a gradient that is nothing but rounding moves a weight as far as any other."""
+"""Settings of AdamW. Their eps is above rounding: with a smaller one, a gradient of rounding errors moves a weight as far as any other."""
 
 create_single_backend = partial(create_backend_with_scheduler, schedule="constant", total_steps=1, **SETTINGS)
 
@@ -198,7 +198,7 @@ CONFIGS = {
 
 
 def run_configs(ranks):
-    """Of each configuration what is inside, an update, and the weights after it."""
+    """Return the internals of each configuration, an update, and the weights after it."""
     found = {}
     for name, config in CONFIGS.items():
         policy = create_fsdp_backend(make_model(num_layers=2), **SETTINGS, config=config, ranks=ranks)
@@ -211,7 +211,7 @@ def run_configs(ranks):
 
 
 def run_state(ranks):
-    """What this rank holds of parameters and optimizer state, and whether what is not finite is left out everywhere."""
+    """Return this rank's shares of parameters and optimizer state, and whether updates that are not finite are skipped everywhere."""
     policy = create_fsdp_backend(make_model(), **SETTINGS, ranks=ranks)
     train_sft(1, policy)
     state = [x for entry in policy.optimizer.state.values() for x in entry.values() if x.dim() > 0]
@@ -253,7 +253,7 @@ def run_pairs(ranks):
 
 
 def run_late(ranks, folder):
-    """Rank 1 does not come to two passes. What rank 0 is told of them."""
+    """Let rank 1 miss two passes, and return the errors of rank 0."""
     short = replace(ranks, timeout_s=1.0, group=dist.new_group())
     mesh = DeviceMesh.from_group(short.group, "cpu", mesh_dim_names=("shard",))
     backends = [FSDPTrainingBackend(make_model(), partial(create_adamw_optimizer, lr=1e-3), ranks=short, mesh=mesh) for _ in range(2)]

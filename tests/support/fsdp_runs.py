@@ -73,7 +73,7 @@ class StopAfter:
         self.left = num_steps
 
     def __call__(self) -> bool:
-        """Whether that was the last."""
+        """Return whether that was the last."""
         self.left -= 1
         return self.left == 0
 
@@ -98,5 +98,5 @@ def run_case(case: str, directory: Path, group=None, *, num_steps: int, stop_aft
 
 
 def write_result(path: str, value: object) -> None:
-    """For the test to read."""
+    """Write a result for the test to read."""
     Path(path).write_text(json.dumps(value))

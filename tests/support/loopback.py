@@ -54,7 +54,7 @@ class Exchange:
         self.sock.close()
 
     async def wait_hung_up(self) -> None:
-        """Until the client closes."""
+        """Wait until the client closes."""
         while await self.stream.receive_some():
             pass
 
@@ -64,7 +64,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 @dataclass
 class LoopbackServer:
-    """What a test sees of the server."""
+    """The server as a test sees it."""
 
     url: str = ""
     port: int = 0
@@ -137,7 +137,7 @@ def count_open_files() -> int:
 
 
 def has_arrived(sock: trio.socket.SocketType) -> bool:
-    """Whether all that was sent is at the other end's system, or that has hung up."""
+    """Return whether the other end's system has received all bytes, or has closed the connection."""
     (num_unacknowledged,) = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
     hung_up = select.poll()
     hung_up.register(sock.fileno(), select.POLLRDHUP)

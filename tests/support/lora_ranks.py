@@ -1,4 +1,4 @@
-"""What each of several ranks does for test_lora.py: everything once, its findings as JSON."""
+"""Program of each of several ranks for test_lora.py, which runs every case once and writes its findings as JSON."""
 
 from __future__ import annotations
 

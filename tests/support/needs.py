@@ -1,4 +1,4 @@
-"""What some tests need that is not everywhere. No test is skipped for another reason, so what could run runs, and a reason says what to do.
+"""Requirements of some tests that not every machine meets. Tests are skipped for no other reason, and each reason says what to do.
 
 Each need is a mark: `@needs.GYMNASIUM`, or `@needs.bubblewrap()` where finding out takes a process. Whether it is met is never asked of the
 code under test: code that fails where it could work is a failure.
@@ -127,7 +127,7 @@ def namespaces() -> pytest.MarkDecorator:
 
 @functools.cache
 def sandbox() -> pytest.MarkDecorator:
-    """Either of the two."""
+    """Require either of the two."""
     missing = all(mark.args[0] for mark in (bubblewrap().mark, namespaces().mark))
     return _need(not missing, "bubblewrap or user namespaces", f"install bubblewrap, and {USER_NAMESPACES}")
 
@@ -165,6 +165,6 @@ def another_user() -> pytest.MarkDecorator:
 
 
 def import_path() -> list[str]:
-    """Where a bare interpreter finds this repository and the packages of this environment."""
+    """Return the paths at which a bare interpreter finds this repository and the packages of this environment."""
     root = Path(__file__).parents[2]
     return [str(root), *(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))]

@@ -1,4 +1,4 @@
-"""Several ranks of one run, each a forked process, as torchrun would start them; and functions that ranks are told to call.
+"""Several ranks of one run, each a forked process, as torchrun would start them; and functions that rank 0 calls on them.
 
 The latter stand in a module because they are sent by name.
 """
@@ -93,7 +93,7 @@ def create_tiny_backend(lr: float = 1e-2) -> FSDPTrainingBackend:
 
 
 def tell_rank(backends, *own):
-    """What each rank was given."""
+    """Return the arguments that each rank was given."""
     return own
 
 
@@ -137,7 +137,7 @@ class Bomb:
 
 
 def forbid_pickles(backends, *own) -> None:
-    """From here on this process fails where torch.distributed would unpickle what another one has sent."""
+    """Make this process fail from now on if torch.distributed would unpickle data of another one."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("a pickle of another rank was to be opened")
@@ -159,7 +159,7 @@ def assert_loopback_only() -> None:
 
 
 def return_function(backends):
-    """What cannot be sent back."""
+    """Return a value that cannot be sent back."""
     return lambda: 1
 
 

@@ -1,4 +1,4 @@
-"""Which prompts a saved state of asynchronous rollouts holds, wherever in it they are."""
+"""Prompts in a saved state of asynchronous rollouts, wherever in it they are."""
 
 from __future__ import annotations
 

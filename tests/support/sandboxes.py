@@ -59,7 +59,7 @@ def first_process(marker: str) -> int:
 
 
 def wait_until_gone(marker: str) -> None:
-    """Until no process has the marker."""
+    """Wait until no process has the marker."""
     deadline = time.monotonic() + PATIENCE_S
     while left := marked(marker):
         assert time.monotonic() < deadline, [Path("/proc", str(pid), "cmdline").read_bytes() for pid in left]

@@ -13,18 +13,18 @@ PATIENCE_S = 60.0  # after which something hangs
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
-    """Until a condition holds."""
+    """Wait until a condition holds."""
     with trio.fail_after(PATIENCE_S):
         while not condition():
             await trio.sleep(0.002)
 
 
 async def wait_for_requests(server: FakeSGLangServer | FakeVLLMServer, path: str, count: int) -> None:
-    """Until so many requests have come, and whatever they can do at once is done."""
+    """Wait until `count` requests have arrived and have run as far as they can."""
     await wait_until(lambda: server.count(path) >= count)
     await trio.testing.wait_all_tasks_blocked(0.01)
 
 
 async def wait_for_tokens(server: FakeSGLangServer | FakeVLLMServer, count: int, num_sequences: int = 1) -> None:
-    """Until so many sequences have that many tokens."""
+    """Wait until `num_sequences` sequences have `count` tokens."""
     await wait_until(lambda: sum(len(s.draws) >= count for s in server.scheduler.sequences) >= num_sequences)

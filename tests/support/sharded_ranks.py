@@ -1,4 +1,4 @@
-"""What each of several ranks does for test_sharded_checkpoint.py: everything once, its findings as JSON.
+"""Program of each of several ranks for test_sharded_checkpoint.py, which runs every case once and writes its findings as JSON.
 
 `single` and `expected` are what one process does, for comparison.
 """
@@ -61,7 +61,7 @@ def train(backend, steps):
 
 
 def differ(model, expected) -> bool:
-    """Whether two models have other weights, by a single bit. All ranks call it."""
+    """Return whether the weights of two models differ, if only by one bit. All ranks call it."""
     found, wanted = dict(stream_weights(model)), dict(stream_weights(expected))
     return list(found) != list(wanted) or any(not torch.equal(found[name], wanted[name]) for name in found)
 
@@ -186,7 +186,7 @@ def save_adapters(ranks, folder: Path):
 
 
 def differ_from_files(model, directory: Path) -> bool:
-    """Whether the weights of a model, with adapters merged, are others than those of a directory. All ranks call it."""
+    """Return whether the weights of a model, with adapters merged, differ from those of a directory. All ranks call it."""
     with FileWeights(directory) as files:
         there = {name: files.read(name, tuple(slice(0, n) for n in shape)) for name, shape in files.shapes.items()}
         return any(not torch.equal(value, there[name]) for name, value in stream_weights(model) if name in there)
@@ -292,7 +292,7 @@ def main(folder: Path) -> None:
 
 
 def resume(folder: Path) -> None:
-    """On another number of ranks."""
+    """Resume on another number of ranks."""
     ranks = init_distributed(timeout_s=60, init_method="env://")
     backend = make_backend(ranks, seed=1)
     backend.load_checkpoint(folder / "saved")

@@ -52,7 +52,7 @@ def new_weights(tmp_path_factory, models):
 
 
 def log_probs_of(model: Any, tokens: list[int], temperature: float = 1.0) -> list[float]:
-    """Of every token after the first, by a full forward pass."""
+    """Compute the log-probs of every token after the first in a full forward pass."""
     with torch.inference_mode():
         rows = log_softmax(model(torch.tensor([tokens])).logits[0].float() / temperature, -1)
     return [float(rows[i, token]) for i, token in enumerate(tokens[1:])]

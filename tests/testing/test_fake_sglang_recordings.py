@@ -93,7 +93,7 @@ class Session:
         self.server.scheduler.hold_tokens(5)
 
     async def wait_until_held(self, num_sequences: int = 1) -> None:
-        """Until so many do."""
+        """Wait until `num_sequences` samples have five tokens."""
         await wait_for_tokens(self.server, 5, num_sequences)
 
     def release(self) -> None:
@@ -101,7 +101,7 @@ class Session:
         self.server.scheduler.release_tokens()
 
     async def wait_for_requests(self, path: str, count: int) -> None:
-        """Until so many requests have come, and whatever they can do at once is done."""
+        """Wait until `count` requests have arrived and have run as far as they can."""
         await wait_for_requests(self.server, path, count)
 
 
@@ -409,7 +409,7 @@ SETTINGS = {"abort_all_queue": SGLangSettings(max_running_requests=16), "pause_h
 
 @pytest.fixture(scope="module")
 def finished() -> dict[str, Seen]:
-    """What replays that serve several tests have found."""
+    """Return the findings of replays that serve several tests."""
     return {}
 
 

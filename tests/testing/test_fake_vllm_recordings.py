@@ -154,7 +154,7 @@ async def replay_exchange(name: str, recording: dict[str, Any], model: Any, dire
 
 
 async def is_in_flight(is_done: Callable[[], bool], recorded: bool) -> bool:
-    """Whether the request in flight still is; one that was not is given time to end."""
+    """Return whether the request is still in flight, after time to end for one that was not when it was recorded."""
     if recorded:
         await trio.testing.wait_all_tasks_blocked(0.01)
     else:

@@ -1,4 +1,4 @@
-"""Runs that cannot learn: what is said of them, and what of those that can. Then the real loops, with a real model."""
+"""Warnings for runs that cannot learn, and none for those that can; then the real loops, with a real model."""
 
 from __future__ import annotations
 

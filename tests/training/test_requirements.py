@@ -1,4 +1,4 @@
-"""What a run lacks for its algorithm is said before the first rollout."""
+"""A run that lacks something its algorithm requires is refused before the first rollout."""
 
 from __future__ import annotations
 

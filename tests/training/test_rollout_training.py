@@ -1,4 +1,4 @@
-"""One rollout batch: which columns are filled by whom, how rows are dealt, and steps that anchor their ratio to themselves."""
+"""One rollout batch: the origin of each column, the split of rows, and steps that anchor their ratio to themselves."""
 
 from __future__ import annotations
 

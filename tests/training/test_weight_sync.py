@@ -1,4 +1,4 @@
-"""All engines get the weights, or an error says who did not."""
+"""All engines get the weights, or an error names those that did not."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ async def test_requests_that_a_full_queue_refused_wait_for_their_repeat_across_a
 
 @both
 async def test_the_server_is_told_the_whole_path(weights, create_server, create_engine, load_route, models, monkeypatch) -> None:
-    """It has a working directory of its own, and takes what is no directory for the name of a model to download."""
+    """A server has a working directory of its own, and takes a path that is no directory there for the name of a model to download."""
     monkeypatch.chdir(weights[1].parent)
     async with create_server(weights[0]) as server, create_engine(server.url) as engine:
         await sync_weights_to_engines([engine], weights[1].name)

@@ -15,7 +15,7 @@ from rollouts.output_files import append_text, explain_writes, replace_file
 
 @contextmanager
 def largest_file(num_bytes: int) -> Generator[None]:
-    """As a disk of this size does, it takes the beginning of what is too long."""
+    """Like a full disk, it accepts only the beginning of data that is too long."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:

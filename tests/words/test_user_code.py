@@ -1,4 +1,4 @@
-"""What a user wrote, as rewards, environments and tools call it: it ends by its deadline, and SystemExit ends nothing."""
+"""Calls of user code by rewards, environments and tools: each ends by its deadline, and SystemExit does not end the run."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_an_alarm_of_somebody_else_goes_on_and_goes_first():
 
 
 class Hard(BaseException):
-    """Of a library that thinks highly of its errors."""
+    """Error of a library that derives its errors from BaseException."""
 
 
 def exits(*_: Any) -> Any:

@@ -370,7 +370,7 @@ def write_index() -> str:
         "## Reading the metrics",
         "Each page explains what its loss reports. For every algorithm the loop logs about the rollouts of a step:",
         format_table(("metric", "what it says"), [(f"`{name}`", escape(meaning)) for name, meaning in ROLLOUT_METRICS.items()]),
-        "Which functions of other frameworks these numbers agree with is in [parity.md](../parity.md).",
+        "[parity.md](../parity.md) lists the functions of other frameworks that give the same numbers.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -135,20 +135,22 @@ def write_page() -> str:
         "",
         "# Parity with other frameworks",
         "",
-        f"{len(rows)} functions of other frameworks were run on their own, and their inputs, outputs and gradients recorded"
-        " ([format](../tests/data/golden/README.md)). `tests/test_parity.py` holds our compositions against them, in float64, at each"
-        " file's tolerance. A mapping renames, reshapes, pads, shifts and masks, exchanges arguments, and turns options into arguments;"
-        " every other number comes from the library, or from the five parts in `tests/parity/peers.py` that only this comparison needs."
-        " `ROLLOUTS_GOLDEN_DIR` points the same tests at another folder of vectors.",
+        f"This page compares the library's numbers with those of other frameworks. {len(rows)} of their functions were run alone, and"
+        " their inputs, outputs and gradients recorded ([format](../tests/data/golden/README.md)). `tests/test_parity.py` compares our"
+        " compositions with them, in float64, at each file's tolerance. A mapping renames, reshapes, pads, shifts and masks, exchanges"
+        " arguments, and turns options into arguments. Every other number comes from the library, or from the five parts in"
+        " `tests/parity/peers.py` that only this comparison needs. `ROLLOUTS_GOLDEN_DIR` points the same tests at another folder of"
+        " recordings.",
         "",
-        f"{agreeing} of {len(rows)} ({agreeing / len(rows):.0%}) agree in value and, where recorded, gradient: {counts[AGREES]} in every"
-        f" case, {counts[EXCEPT]} except for cases that differ on purpose. {counts[DIFFERS]} differ, {counts[NOT]} are not offered. By"
-        f" cases: {cases - differing} of {cases}. In these, {results} outputs and gradients are recorded, and {results - left_out} of them"
-        f" compared; the other {left_out} stand under `not compared` with the reason, most of them metrics of the other framework's own.",
+        f"{agreeing} of {len(rows)} ({agreeing / len(rows):.0%}) agree in value and, if recorded, in gradient: {counts[AGREES]} in every"
+        f" case, {counts[EXCEPT]} except for cases that differ on purpose. {counts[DIFFERS]} differ, and {counts[NOT]} are not offered by"
+        f" the library. Counted by cases, {cases - differing} of {cases} agree. These have {results} recorded outputs and gradients, of"
+        f" which {results - left_out} are compared. The column `not compared` lists the other {left_out} with the reason; most are metrics"
+        " that only the other framework has.",
         "",
-        "`what differs` also names what we do otherwise by default, where an option gives the other framework's numbers. A case that"
-        " differs on purpose is run all the same: its results must be what the rule says, or finite. The last table has every such rule,"
-        " also those that no recorded case falls under; a test has an example of each.",
+        "The column `what differs` also lists differences of the defaults, if an option gives the other framework's numbers. A case that"
+        " differs on purpose is run, too: its results must be those of its rule, or finite. The last table has every such rule,"
+        " including those that no recorded case needs; a test has an example of each.",
     ]
     for group in dict.fromkeys(row.group for row in rows):
         lines += ["", f"## {group}", "", *format_rows([row for row in rows if row.group == group])]
