@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import math
 from functools import partial
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch
 from samples import make_batch
 
 from rollouts.algorithms import presets
-from rollouts.algorithms.anchors import compute_turn_levels
-from rollouts.algorithms.estimators import estimate_reinforce_plus_plus
+from rollouts.algorithms.anchors import compute_turn_levels, step_returns
+from rollouts.algorithms.covariance import token_covariances
+from rollouts.algorithms.estimators import estimate_gigpo, estimate_reinforce_plus_plus
 from rollouts.algorithms.kl import k1
-from rollouts.algorithms.losses import value_loss
+from rollouts.algorithms.losses import KLTerm, kl_cov_policy_loss, value_loss
 from rollouts.algorithms.preferences import pair_mean
-from rollouts.algorithms.surrogates import clipped_sequence_ratio, dppo, sequence_ratio
-from rollouts.errors import ConfigError
-from rollouts.types import Algorithm, TokenOutputs
+from rollouts.algorithms.surrogates import clipped_sequence_ratio, dppo, sequence_ratio, token_ratio
+from rollouts.errors import ConfigError, DataError
+from rollouts.types import Algorithm, TokenOutputs, Turns
 
 DEFAULTS = """
 advantages.shape_rewards: bias=0.0 scale=1.0 low=-inf high=inf
@@ -269,3 +271,39 @@ def test_ratios_of_rows_are_0_beside_the_mask():
 def test_a_small_cap_of_the_ratio_is_a_cap():
     log_probs, advantages = torch.tensor([[-1.0]]), torch.tensor([[1.0]])
     torch.testing.assert_close(dppo(torch.zeros(1, 1), log_probs, advantages, cap=0.5), torch.tensor([[0.5]]))
+
+
+def test_columns_of_another_shape_are_named():
+    with pytest.raises(AssertionError, match="trajectory_ids"):
+        step_returns(torch.ones(3), torch.arange(2), 0.9)
+    for advantages, mask, name in ((torch.ones(1, 2), torch.ones(2, 2), "advantages"), (torch.ones(2, 2), torch.ones(2, 1), "mask")):
+        with pytest.raises(AssertionError, match=name):
+            token_covariances(torch.ones(2, 2), advantages, mask)
+
+
+def test_an_infinite_reward_of_a_turn_is_named():
+    turns = Turns(ids=torch.tensor([[0, 1]]), states=torch.tensor([[0, 1]]), rewards=torch.tensor([[0.0, float("inf")]]))
+    with pytest.raises(DataError, match="the reward of turn 1 of row 0 is inf"):
+        estimate_gigpo(make_batch(torch.ones(1, 2), turns=turns))
+
+
+def test_kl_cov_passes_its_terms_on():
+    mask = torch.ones(1, 2)
+    columns = {"advantages": mask, "loss_weights": mask, "old_log_probs": torch.zeros(1, 2), "ref_log_probs": torch.zeros(1, 2)}
+    batch = make_batch(mask, selected=torch.zeros(1, 2, dtype=torch.bool), **columns)
+    outputs = TokenOutputs(log_probs=torch.full((1, 2), 2.0), entropy=torch.full((1, 2), 3.0))
+    bounded = partial(token_ratio, bound=1.0)
+    plain = kl_cov_policy_loss(outputs, batch, ratio=bounded).loss
+    torch.testing.assert_close(plain, torch.tensor(-2 * math.e))
+    torch.testing.assert_close(kl_cov_policy_loss(outputs, batch, ratio=bounded, entropy_coef=0.1).loss, plain - 0.6)
+    torch.testing.assert_close(kl_cov_policy_loss(outputs, batch, ratio=bounded, kl=KLTerm(k1, 0.1)).loss, plain + 0.4)
+
+
+def test_sapo_reports_the_gate_of_its_temperatures():
+    mask, old = torch.ones(1, 2), torch.zeros(1, 2)
+    columns = {"loss_weights": mask, "old_log_probs": old}
+    outputs = TokenOutputs(log_probs=torch.full((1, 2), 0.5))
+    for sign, name in ((1.0, "tau_pos"), (-1.0, "tau_neg")):
+        batch = make_batch(mask, advantages=sign * mask, **columns)
+        plain, steep = (float(presets.sapo(**values).loss(outputs, batch).metrics["gate"]) for values in ({}, {name: 4.0}))
+        assert steep < plain - 0.1
