@@ -116,7 +116,7 @@ async def test_a_list_of_models_is_not_needed_where_it_is_not_asked_for(tokenize
 
 
 async def test_a_checkpoint_does_not_cut_the_distribution_unless_it_may(tokenizer: Any) -> None:
-    """Both servers take what a chat request does not name from generation_config.json."""
+    """Both servers take parameters that a chat request does not name from generation_config.json."""
     settings = VLLMSettings(generation_config={"top_k": 1, "repetition_penalty": 1.3})
     async with open_engine("vllm", tokenizer, {"settings": settings}) as (engine, server):
         await engine.complete(USER)

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.timeout(700), pytest.mark.filterwarnings("ignore:.*ign
 
 CLIENTS = {"vllm": VLLMEngine, "sglang": SGLangEngine}
 FACTS = {"vllm": FAKE_VLLM, "sglang": FAKE_SGLANG}
-"""A real server is entitled to what its fake is entitled to."""
+"""Facts of each kind: the contract makes the same exceptions for a real server as for its fake."""
 
 
 @asynccontextmanager

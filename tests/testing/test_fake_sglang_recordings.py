@@ -137,7 +137,7 @@ def answers_of(name: str) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def open_session(name: str, model: Any, directories: Path, settings: SGLangSettings = SGLangSettings()):
-    """A server that says what was recorded under that name, where something was said."""
+    """Open a server that answers with the tokens recorded under that name, if there are any."""
     tokens = next((answer["output_ids"] for answer in answers_of(name)), None) or ([40] if "stream" in name else None)
     if name == "tok_stop_string":  # the text of the last token only is one of the stop strings
         tokens = [*Letters().encode(" " * 37), Letters().encode("b")[0]]

@@ -110,7 +110,7 @@ def recorded_tokens(body: Any) -> list[int]:
 
 
 def create_server(name: str, model: Any, response: Any) -> FakeVLLMServer:
-    """A fake that says what was recorded, where something was said; else one with a real model."""
+    """Create a fake that answers with the recorded tokens, or one with a real model if there are none."""
     tokens = recorded_tokens(response)
     if tokens and "logprobs_full_vocab" not in name:
         model = repeat_tokens(tokens)

@@ -106,7 +106,7 @@ class Source:
 
 
 class Described(Source):
-    """One that says what it gives."""
+    """Source with the configuration from which its columns can be told."""
 
     def __init__(self, **settings: Any) -> None:
         self.config = RolloutConfig(batch_size=2, **settings)
