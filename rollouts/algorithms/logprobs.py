@@ -7,6 +7,7 @@ log_probs[:, t] = log p(tokens[:, t] | tokens[:, :t]), 0 without such a predicti
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +128,31 @@ def shift_packed(tokens: Tensor, cu_seqlens: Tensor) -> PackedShift:
     return PackedShift(predictors=positions - 1, positions=positions, targets=tokens[positions])
 
 
+@dataclass(frozen=True)
+class LogitTransform:
+    """The change of logits behind the output layer that some models have: soft_cap * tanh(scale * x / soft_cap)."""
+
+    scale: float = 1.0  # factor of the logits (Cohere, Granite, Falcon-H1)
+    soft_cap: float | None = None  # > 0, bound of the logits (Gemma 2); None = no bound
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return changed logits. # any shape"""
+        logits = logits if self.scale == 1.0 else logits * self.scale
+        return logits if self.soft_cap is None else (logits / self.soft_cap).tanh() * self.soft_cap
+
+    def multiply_by_slope(self, grad: Tensor, changed: Tensor | None) -> Tensor:
+        """Multiply a gradient with respect to changed logits by the derivative of apply, in place.
+
+        Args:
+            grad: # any shape.
+            changed: the changed logits, of grad's shape; not read without a soft cap.
+        """
+        if self.soft_cap is not None:
+            assert changed is not None, "the slope of a soft cap depends on the logits"
+            grad.mul_(1 - (changed / self.soft_cap).square())
+        return grad.mul_(self.scale)
+
+
 def chunked_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -136,8 +162,9 @@ def chunked_log_probs(
     temperatures: Tensor | None = None,
     chunk_size: int = 1024,
     with_entropy: bool = False,
+    transform: LogitTransform | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """gather_log_probs((hidden @ weight.T + bias) / temperature, targets) without holding [N, V] logits in memory.
+    """gather_log_probs(transform(hidden @ weight.T + bias) / temperature, targets) without holding [N, V] logits in memory.
 
     Logits exist for chunk_size positions at a time; the backward pass computes them again. Sums of products, softmax and gradients of
     the weight are in float32 (float64 for float64 inputs) and never rounded to a lower precision on the way.
@@ -150,13 +177,14 @@ def chunked_log_probs(
         temperatures: # [N] > 0, or None for 1.
         chunk_size: positions per chunk; memory is chunk_size * V numbers.
         with_entropy: also return the entropy of each distribution.
+        transform: change of the model's logits, before the temperature; None = none.
 
     Returns: log_probs # [N], entropy # [N] or None; both differentiable with respect to hidden, weight and bias.
     """
     assert hidden.dim() == 2 and weight.dim() == 2, f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
     assert hidden.shape[0] == targets.shape[0], f"{hidden.shape[0]} hidden states for {targets.shape[0]} targets"
     assert chunk_size >= 1, f"chunk_size is {chunk_size}, expected at least 1"
-    log_probs, entropy, _ = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperatures, chunk_size, with_entropy)
+    log_probs, entropy, _ = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperatures, chunk_size, with_entropy, transform)
     return log_probs, (entropy if with_entropy else None)
 
 
@@ -172,6 +200,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         temperatures: Tensor | None,
         chunk_size: int,
         with_entropy: bool,
+        transform: LogitTransform | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         precise = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.empty(hidden.shape[0], dtype=precise, device=hidden.device)
@@ -180,7 +209,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         head = _cast_once(weight, hidden)
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = _chunk_logits(hidden[rows], head, bias, temperatures, rows)  # [C, V]
+            logits = _temper(_chunk_logits(hidden[rows], head, bias, transform), temperatures, rows)  # [C, V]
             log_z[rows] = logits.logsumexp(-1)
             log_probs[rows] = logits.gather(1, targets[rows, None])[:, 0] - log_z[rows]
             if with_entropy:
@@ -190,11 +219,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        hidden, weight, bias, targets, temperatures, chunk_size, with_entropy = inputs
+        hidden, weight, bias, targets, temperatures, chunk_size, with_entropy, transform = inputs
         _, entropy, log_z = output
         ctx.mark_non_differentiable(log_z)
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, log_z, entropy)
-        ctx.chunk_size, ctx.with_entropy = chunk_size, with_entropy
+        ctx.chunk_size, ctx.with_entropy, ctx.transform = chunk_size, with_entropy, transform
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -210,7 +239,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         head = _cast_once(weight, hidden)
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            logits = _chunk_logits(hidden[rows], head, bias, temperatures, rows)
+            changed = _chunk_logits(hidden[rows], head, bias, ctx.transform)
+            logits = _temper(changed, temperatures, rows)
+            if changed is logits and ctx.transform is not None and ctx.transform.soft_cap is not None:
+                changed = changed.clone()  # logits are overwritten below
             log_p = logits.sub_(log_z[rows, None])
             upstream = torch.zeros_like(log_z[rows, None]) if grad_log_probs is None else grad_log_probs[rows, None].to(precise)
             # d log p(y) / d logit_v = 1[v = y] - p_v; d H / d logit_v = -p_v (log p_v + H). In place: a chunk is large
@@ -223,6 +255,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad.scatter_add_(1, targets[rows, None], upstream)
             if temperatures is not None:
                 grad.div_(temperatures[rows, None])
+            if ctx.transform is not None:
+                ctx.transform.multiply_by_slope(grad, changed)
             if grad_bias is not None:
                 grad_bias.add_(grad.sum(0))
             if grad_hidden is not None:
@@ -237,7 +271,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     grad_weight.add_(_precise_product(grad.to(head.dtype).t(), hidden[rows].to(head.dtype)))
         out_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         out_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, out_weight, out_bias, None, None, None, None
+        return grad_hidden, out_weight, out_bias, None, None, None, None, None
 
 
 def _cast_once(weight: Tensor, hidden: Tensor) -> Tensor:
@@ -253,11 +287,15 @@ def _precise_product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(precise) @ b.to(precise)
 
 
-def _chunk_logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperatures: Tensor | None, rows: slice) -> Tensor:
-    """Return logits of one chunk, tempered, in float32 or better."""
+def _chunk_logits(hidden: Tensor, head: Tensor, bias: Tensor | None, transform: LogitTransform | None) -> Tensor:
+    """Return the model's logits of one chunk in float32 or better."""
     logits = _precise_product(hidden, head.t())
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
+    return logits if transform is None else transform.apply(logits)
+
+
+def _temper(logits: Tensor, temperatures: Tensor | None, rows: slice) -> Tensor:
     return logits if temperatures is None else logits / temperatures[rows, None].to(logits.dtype)
 
 

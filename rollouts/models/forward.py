@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollouts.algorithms.logprobs import chunked_log_probs, shift_packed
+from rollouts.algorithms.logprobs import LogitTransform, chunked_log_probs, shift_packed
 from rollouts.batches import find_context_starts, map_turns
 from rollouts.data.model_limits import ModelLimits
 from rollouts.errors import ConfigError, DataError
@@ -256,19 +256,20 @@ def compute_log_probs(
 
     In a row of several contexts a token is conditioned on its own context; both outputs are 0 at the first token of each.
     """
-    weight, bias = get_output_layer(model)
+    layer = get_output_layer(model)
     shift = shift_packed(packed.tokens, packed.cu_seqlens)
     if temperatures is not None:
         row_of_token = packed.flat_index // packed.shape[1]
         temperatures = temperatures[row_of_token[shift.positions]]
     log_probs, entropy = chunked_log_probs(
         hidden[shift.predictors].to(options.compute_dtype),
-        weight,
+        layer.weight,
         shift.targets,
-        bias=bias,
+        bias=layer.bias,
         temperatures=temperatures,
         chunk_size=options.chunk_size,
         with_entropy=options.with_entropy,
+        transform=layer.transform,
     )
     return TokenOutputs(
         log_probs=_place(log_probs, packed, shift.positions),
@@ -328,15 +329,36 @@ def get_decoder(model: PreTrainedModel) -> torch.nn.Module:
     return decoder
 
 
-def get_output_layer(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Return weight [V, H] and bias [V] of the output layer. Raises ConfigError if logits are more than one linear layer."""
+@dataclass(frozen=True, eq=False)
+class OutputLayer:
+    """The step from last hidden states to logits: one linear layer, and a change of its results."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    transform: LogitTransform | None  # None = no change
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [..., V] from hidden states [..., H], in float32 if they are changed."""
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        return logits if self.transform is None else self.transform.apply(logits.float())
+
+
+def get_output_layer(model: PreTrainedModel) -> OutputLayer:
+    """Return the output layer, with the change of logits that the configuration names. Raises ConfigError if it is not linear.
+
+    use_packed_attention compares the result with the model's own logits.
+    """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise ConfigError(f"{type(model).__name__} has no linear output layer (found {type(head).__name__})")
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(model.config, name, None) not in (None, 0, 1, 1.0):
-            raise ConfigError(f"{type(model).__name__} changes its logits by {name}, which chunked log-probs do not do: use another model")
-    return head.weight, head.bias
+    config: Any = model.config.get_text_config()
+    scale = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale *= 1.0 if getattr(config, name, None) is None else float(getattr(config, name))
+    if getattr(config, "logits_scaling", None) is not None:  # Granite divides by it, HyperCLOVA X multiplies
+        scale *= float(config.logits_scaling) ** (1 if str(config.model_type).startswith("hyperclovax") else -1)
+    transform = LogitTransform(scale, getattr(config, "final_logit_softcapping", None))
+    return OutputLayer(head.weight, head.bias, None if transform == LogitTransform() else transform)
 
 
 def get_value_head(model: PreTrainedModel) -> torch.nn.Linear:

@@ -175,7 +175,7 @@ def use_packed_attention(model: PreTrainedModel, compute_dtype: torch.dtype | No
                 outputs = [run(input_ids=tokens[i : i + 1, : int(n)], use_cache=False) for i, n in enumerate(lengths)]
             rows = [(output.logits if has_logits else output.last_hidden_state)[0] for output in outputs]
             packed = run_packed(model, pack_padded(tokens, lengths))
-            found = packed if head is None else torch.nn.functional.linear(packed, *head)
+            found = packed if head is None else head.compute_logits(packed)
     except ConfigError:
         raise
     except (TypeError, AssertionError, RuntimeError, ValueError, LookupError, AttributeError) as error:

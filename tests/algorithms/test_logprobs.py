@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.algorithms.logprobs import (
+    LogitTransform,
     chunked_log_probs,
     entropy_from_logits,
     finite_exp,
@@ -333,3 +334,31 @@ def test_an_exponential_that_would_overflow_is_a_number_without_gradient(dtype):
     assert finite_exp(beyond).isfinite().all()
     assert torch.autograd.grad(finite_exp(beyond).sum(), beyond)[0].eq(0).all()
     assert finite_exp(torch.tensor([math.nan], dtype=dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("transform", [LogitTransform(0.25), LogitTransform(soft_cap=2.0), LogitTransform(3.0, 1.5)])
+@pytest.mark.parametrize("tempered", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_changed_logits_have_the_values_and_gradients_of_autograd(transform: LogitTransform, tempered: bool, with_entropy: bool):
+    torch.manual_seed(0)
+    inputs = [torch.randn(11, 6), torch.randn(23, 6), torch.randn(23)]
+    targets, temperatures = torch.randint(0, 23, (11,)), (torch.rand(11) + 0.5).double() if tempered else None
+    hidden, weight, bias = ours = [x.double().requires_grad_() for x in inputs]
+    found, entropy = chunked_log_probs(
+        hidden, weight, targets, bias=bias, temperatures=temperatures, chunk_size=4, with_entropy=with_entropy, transform=transform
+    )
+    reference = [x.double().requires_grad_() for x in inputs]
+    logits = (reference[0] @ reference[1].T + reference[2]) * transform.scale
+    if transform.soft_cap is not None:  # as in transformers' Gemma 2
+        logits = torch.tanh(logits / transform.soft_cap) * transform.soft_cap
+    log_p = (logits if temperatures is None else logits / temperatures[:, None]).log_softmax(-1)
+    expected = log_p.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(11).double()
+    total, wanted = (found * weights).sum(), (expected * weights).sum()
+    if with_entropy:
+        assert entropy is not None
+        torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1))
+        total, wanted = total + (entropy * weights).sum(), wanted - ((log_p.exp() * log_p).sum(-1) * weights).sum()
+    for left, right in zip(torch.autograd.grad(total, ours), torch.autograd.grad(wanted, reference), strict=True):
+        torch.testing.assert_close(left, right)

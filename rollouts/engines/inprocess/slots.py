@@ -107,7 +107,7 @@ class SlotModel:
         self.device = next(model.parameters()).device
         self._name = name
         self._decoder: Any = get_decoder(model)
-        self._head, self._bias = get_output_layer(model)
+        self._head = get_output_layer(model)
         self._keys = self._values = torch.empty(0)
         self._check()
 
@@ -140,7 +140,7 @@ class SlotModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [..., V] in float32 from hidden states [..., H]."""
         with torch.inference_mode():
-            return torch.nn.functional.linear(hidden, self._head, self._bias).float()
+            return self._head.compute_logits(hidden).float()
 
     def fill(self, slots: Sequence[int], prefix: Prefix) -> None:
         """Copy a prefix into several slots."""
@@ -227,5 +227,5 @@ class SlotModel:
             raise ConfigError(f"{self._name}: {type(self.model).__name__} cannot decode over slots: {error}") from error
         wanted = torch.stack([expected[0, length - 2], expected[1, length - 1]])
         what = f"{self._name}: {type(self.model).__name__} gives other logits when it decodes over slots"
-        check_same(found, wanted, what, self._head.dtype)
+        check_same(found, wanted, what, self._head.weight.dtype)
         self._keys = self._values = torch.empty(0)
