@@ -74,19 +74,20 @@ class OutputOptions:
     compute_dtype: torch.dtype = torch.float32  # dtype of matrix products with the vocabulary
     chunk_size: int = 1024  # tokens whose logits exist at the same time
     with_entropy: bool = False
+    native_attention: bool = False  # run rows of one length at a time with the model's own attention instead of packed rows
 
 
 def run_rows(model: PreTrainedModel, batch: TrainBatch, compute_outputs: ComputeOutputs, options: OutputOptions) -> TokenOutputs:
     """Run a packed forward pass and return the result of compute_outputs, placed in [B, T].
 
     Args:
-        model: prepared by prepare.use_packed_attention.
+        model: prepared by prepare.prepare_attention.
         batch: on the model's device.
         options: compute_dtype bfloat16 runs the model's matrix products in bfloat16 (autocast).
     """
     packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
     with torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=options.compute_dtype == torch.bfloat16):
-        hidden = run_packed(model, packed)  # [N, H]
+        hidden = (run_native if options.native_attention else run_packed)(model, packed)  # [N, H]
     return compute_outputs(model, hidden, packed, batch.temperatures, options)
 
 
@@ -197,6 +198,20 @@ def run_packed(model: PreTrainedModel, packed: PackedRows, attend_fn: AttendFn |
         **more,
     )
     return output.last_hidden_state[0]
+
+
+def run_native(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+    """Return what run_packed returns, from the model's own forward passes: one for each distinct length, over all sequences of that length.
+
+    Args:
+        model: prepared by prepare.prepare_attention, with its own attention.
+    """
+    decoder = cast("Any", get_decoder(model))
+    outputs: list[Tensor] = []
+    for positions in packed.same_length:  # [S, L]
+        hidden = decoder(input_ids=packed.tokens[positions], use_cache=False).last_hidden_state  # [S, L, H]
+        outputs.append(hidden.flatten(0, 1))
+    return torch.cat(outputs)[packed.order]
 
 
 def attend(
@@ -323,7 +338,7 @@ def _place(values: Tensor, packed: PackedRows, positions: Tensor) -> Tensor:
 
 def get_decoder(model: PreTrainedModel) -> torch.nn.Module:
     """Return the transformer below the output layer. Raises ConfigError for a model without one."""
-    decoder = getattr(model, model.base_model_prefix, None)
+    decoder = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)  # Llama 4's prefix is that of a larger model
     if not isinstance(decoder, torch.nn.Module):
         raise ConfigError(f"{type(model).__name__} has no decoder below its output layer, so log-probs cannot be computed in chunks")
     return decoder

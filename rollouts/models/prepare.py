@@ -1,13 +1,16 @@
-"""Prepare a model for packed rows: its attention is replaced by one that stays inside a row, and its results are compared.
+"""Prepare a model for rows: find the way through its attention that computes them right, and compare its results.
 
-Attention is causal, over the whole row or a sliding window. A model that asks for more is refused instead of having it dropped: an
-attention keyword unknown here, or another mask than the one computed.
+Packed attention is causal, over the whole row or a sliding window; a model's own attention is replaced by it. A model that asks for more
+(an attention keyword unknown here, another mask than the one computed, layers of another kind) keeps its own attention and runs rows of one
+length at a time, which is slower and exact. Only a model that is not causal is refused.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,6 +29,7 @@ from rollouts.models.forward import (
     get_output_layer,
     name_layer,
     pack_padded,
+    run_native,
     run_packed,
 )
 from rollouts.models.weights import check_finite_weights
@@ -33,6 +37,8 @@ from rollouts.models.weights import check_finite_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+
+_logger = logging.getLogger(__name__)
 
 PROBE_NAME = "rollouts_probe"
 """Name of attend_probe in transformers' registry: attend, with the masks that the model makes."""
@@ -52,23 +58,22 @@ def prepare_model(
     device: torch.device,
     compute_outputs: ComputeOutputs,
     options: OutputOptions,
-) -> ModelLimits:
-    """Prepare an unsharded model for training, in place: move it, give it our attention, and check it in the dtypes of its passes.
+) -> tuple[ModelLimits, OutputOptions]:
+    """Prepare an unsharded model for training, in place: move it, find its way through attention, and check it in the dtypes of its passes.
 
-    Returns: limits of its rows.
-    Raises: ConfigError for a model that cannot be trained on packed rows, lacks the head of compute_outputs, or has not this tokenizer's
-        embeddings.
+    Returns: limits of its rows; the options with the way that was found.
+    Raises: ConfigError for a model that is not causal, lacks the head of compute_outputs, or has not this tokenizer's embeddings.
     """
     dtype = options.compute_dtype
     assert dtype in (torch.float32, torch.bfloat16), f"compute_dtype is {dtype}, expected float32 or bfloat16"
     cast("torch.nn.Module", model).to(device)
     check_master_weights(model)
     limits = read_limits(model, tokenizer)
-    use_packed_attention(model)
-    if dtype != torch.float32:
-        use_packed_attention(model, dtype)  # again, in the dtype of the passes
+    options = replace(options, native_attention=prepare_attention(model))
+    if dtype != torch.float32:  # again, in the dtype of the passes
+        (check_native_rows if options.native_attention else use_packed_attention)(model, dtype)
     check_head(model, compute_outputs, options, device)
-    return limits
+    return limits, options
 
 
 def check_master_weights(model: torch.nn.Module) -> None:
@@ -143,9 +148,81 @@ def native_attention(model: PreTrainedModel) -> Generator[None]:
 
     Raises: ConfigError if the model cannot run with another attention function; then it has its own again.
     """
-    _restore_attention(model)
+    restore_attention(model)
     yield
     model.set_attn_implementation(ATTENTION_NAME)
+
+
+def prepare_attention(model: PreTrainedModel) -> bool:
+    """Give a model packed attention if that computes it right, else leave it its own; the dtype is the caller's (autocast).
+
+    Returns: whether the model keeps its own attention and runs rows of one length at a time (forward.run_native).
+    Raises: ConfigError for a model that is not causal or gives other results for a row beside others; CheckpointError for a NaN weight.
+    """
+    get_decoder(model)
+    before = getattr(model.config, "_attn_implementation", None)
+    try:
+        use_packed_attention(model)
+        return False
+    except ConfigError as refusal:
+        restore_attention(model, before)
+        check_native_rows(model)
+        why = str(refusal).removesuffix(f" {USE_ANOTHER}").removesuffix(".")
+    _logger.warning(
+        "%s runs with its own attention, one call for each distinct length of rows, which is slower than packed rows: %s",
+        type(model).__name__,
+        why,
+    )
+    return True
+
+
+def check_native_rows(model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> None:
+    """Check on random tokens that a model with its own attention can run rows of one length together.
+
+    Args:
+        compute_dtype: as in use_packed_attention.
+
+    Raises: ConfigError if a later token changes an earlier result, if a row has other results beside others than alone, or if logits are
+        more than an output layer; CheckpointError for a model with a NaN weight.
+    """
+    check_finite_weights(model.named_parameters(), f"this {type(model).__name__}")
+    device = next(model.parameters()).device
+    kind, was_training = type(model).__name__, model.training
+    has_logits = model.get_output_embeddings() is not None
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16) if compute_dtype == torch.bfloat16 else nullcontext():
+            head = get_output_layer(model) if has_logits else None
+            length = find_check_length(model, find_widest(model), at_least=9)
+            tokens = draw_check_tokens(model, (3, length))
+            tokens[2, : length // 2] = tokens[1, : length // 2]  # the third row is the second with another end
+            run = cast("Any", model if has_logits else get_decoder(model))
+            rows = [run(input_ids=row[None], use_cache=False) for row in tokens]
+            expected = torch.cat([row.logits if has_logits else row.last_hidden_state for row in rows])
+            hidden = run_native(model, pack_padded(tokens, torch.full((3,), length, device=device)))
+            found = (hidden if head is None else head.compute_logits(hidden)).view(expected.shape)
+    except ConfigError:
+        raise
+    except (TypeError, AssertionError, RuntimeError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(f"{kind} cannot run rows{_quote_fields(model.config)}: {error}") from error
+    finally:
+        model.train(was_training)
+    what, dtype = "logits" if has_logits else "hidden states", find_dtype(model, found)
+    begin = slice(0, length // 2)
+    if not is_same(found[1, begin], found[2, begin], dtype):
+        raise ConfigError(
+            f"{kind} is not causal: other tokens at the end of a row change the {what} at its beginning. Only models that predict each "
+            "token from those before it can be trained here"
+        )
+    check_same(found, expected, f"{kind} gives other {what} for rows beside others than alone", dtype)
+
+
+def find_widest(model: PreTrainedModel) -> int | None:
+    """Return the largest number of tokens that the configuration names as a bound of what a layer reads; None without one."""
+    config = model.config.get_text_config()
+    names = ("sliding_window", "attention_chunk_size", "index_topk", "linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv")
+    found = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0]
+    return max((width for width in found if width <= LONGEST_CHECK), default=None)
 
 
 def use_packed_attention(model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> None:
@@ -203,7 +280,7 @@ def probe_attention(model: PreTrainedModel) -> int | None:
         windows.update(() if window is None else (window,))
         return attend_packed(module, query, key, value, scaling, dropout, window, packed=packed)
 
-    _restore_attention(model)
+    restore_attention(model)
     before = cast("Any", model.config)._attn_implementation
     model.set_attn_implementation(PROBE_NAME)
     try:
@@ -251,12 +328,21 @@ def check_same(found: Tensor, expected: Tensor, what: str, dtype: torch.dtype | 
     Args:
         dtype: dtype of the computation; None = that of the results.
     """
-    difference = float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6))
-    if not difference <= (1e-3 if (dtype or found.dtype) == torch.float32 else 5e-2):
+    difference = _measure_difference(found, expected)
+    if not is_same(found, expected, dtype or found.dtype):
         raise ConfigError(
             f"{what} (relative difference {difference:.2g}): its layers mix positions in another way than full causal attention, "
             "which this code cannot run"
         )
+
+
+def is_same(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two results of computations in a dtype differ by rounding alone."""
+    return _measure_difference(found, expected) <= (1e-3 if dtype == torch.float32 else 5e-2)
+
+
+def _measure_difference(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6))
 
 
 def _register() -> None:
@@ -268,12 +354,12 @@ def _register() -> None:
     AttentionMaskInterface.register(PROBE_NAME, cast("Callable[..., Any]", probe_mask))
 
 
-def _restore_attention(model: PreTrainedModel) -> None:
-    """Give a model with our attention transformers' own: it was made from a config that one of our models uses."""
+def restore_attention(model: PreTrainedModel, before: str | None = None) -> None:
+    """Give a model with our attention transformers' own: `before`, or, if the model was made from a config of one of ours, the default."""
     _register()
     if cast("Any", model.config)._attn_implementation in (ATTENTION_NAME, PROBE_NAME):
         try:
-            model.set_attn_implementation("sdpa")
+            model.set_attn_implementation("sdpa" if before in (None, ATTENTION_NAME, PROBE_NAME) else before)
         except ValueError:  # only the plain implementation computes this attention
             model.set_attn_implementation("eager")
 

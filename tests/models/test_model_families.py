@@ -6,12 +6,14 @@ Each family is a tiny random model with windows of 8 tokens where it has any; ro
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import trio
 from samples import draw_batch
 
 from integration.parts.models import check_dropout
@@ -26,6 +28,7 @@ from rollouts.backends.jax.backend import create_jax_backend
 from rollouts.config import RLTrainingConfig, SFTTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.engines.inprocess.native import NativeModel
 from rollouts.errors import ConfigError
 from rollouts.models.prepare import probe_attention, use_packed_attention
 from rollouts.sft_loop import run_sft_training
@@ -60,7 +63,7 @@ class Family(NamedTuple):
     kind: str
     settings: dict[str, Any]
     window: int | None  # the widest that its layers attend to
-    refused: str = ""  # what the error says
+    refused: str = ""  # why packed attention does not compute it
 
 
 COMPUTED = {
@@ -92,7 +95,7 @@ COMPUTED = {
     "gpt2": Family("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": CONTEXT}, None),
     "opt": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, None),
 }  # fmt: skip
-REFUSED = {
+NATIVE = {  # with their own attention
     "gpt-oss": Family("gpt_oss", HEADS | {"sliding_window": WINDOW, "num_local_experts": 4}, WINDOW, r"'gpt_oss'.*sinks"),
     "gemma2": Family("gemma2", HEADS | {"sliding_window": WINDOW, "final_logit_softcapping": None}, WINDOW,
                      r"'gemma2'.*attn_logit_softcapping = 50"),
@@ -105,8 +108,13 @@ REFUSED = {
     "a window in the mask alone": Family("phimoe", {"sliding_window": WINDOW, "num_local_experts": 2}, WINDOW,
                                          r"'phimoe'.*whole rows.*mask.*sliding_window = 8"),
     "a mask of the model's own": Family("doge", {"num_attention_heads": 4}, None, r"'doge'.*mask by itself"),
-    "no causal attention": Family("llama", HEADS | {"is_causal": False}, None, r"'llama'.*mask"),
 }  # fmt: skip
+
+
+REFUSED = {"no causal attention": Family("llama", HEADS | {"is_causal": False}, None, "LlamaForCausalLM is not causal|gives other logits")}
+EVERY = {**COMPUTED, **NATIVE}
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name == "qwen3-next" else name for name in EVERY]  # its layers take seconds on a CPU
+SOME = ["gemma2", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-next", "llama4", "gpt-oss", "deepseek v3.2"))]
 
 
 def create_family(family: Family) -> Any:
@@ -141,9 +149,9 @@ def check_gradients(model: Any, expected: Any) -> None:
             torch.testing.assert_close(found.grad, wanted.grad, atol=2e-5 * float(wanted.grad.abs().max()) + 1e-5, rtol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("name", COMPUTED)
-async def test_a_family_has_the_numbers_of_transformers_beyond_its_windows(name: str):
-    family, batch = COMPUTED[name], draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"])
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_family_has_the_numbers_of_transformers_beyond_its_windows(name: str, caplog: pytest.LogCaptureFixture):
+    family, batch = EVERY[name], draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"])
     own = create_family(family)
     batch = replace(batch, dropout=False)
     backend = create_pytorch_backend(copy.deepcopy(own), lr=1e-3)
@@ -156,12 +164,17 @@ async def test_a_family_has_the_numbers_of_transformers_beyond_its_windows(name:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     backend.forward_backward(batch, weigh_log_probs)
     check_gradients(backend.model, own)
-    assert probe_attention(own) == family.window
+    said = [record.getMessage() for record in caplog.records if "one call for each distinct length" in record.getMessage()]
+    if name in COMPUTED:
+        assert not said
+        assert probe_attention(own) == family.window
+    else:
+        assert len(said) == 1 and re.search(family.refused, said[0])
 
 
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", NAMES)
 async def test_the_embedded_engine_has_the_numbers_of_transformers_beyond_windows(name: str):
-    own = create_family(COMPUTED[name])
+    own = create_family(EVERY[name])
     engine = InProcessEngine(copy.deepcopy(own), eos_token_ids=())
     rows = draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"]).tokens[:, :].tolist()
     async with engine:
@@ -187,9 +200,120 @@ def test_what_is_not_computed_right_is_refused_by_name(name: str):
             construct(copy.deepcopy(model))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral", "olmo3", "opt"])
+async def generate_all(engine: InProcessEngine, requests: dict[str, tuple[list[int], int]]) -> dict[str, Any]:
+    """Generate at the same time: (prompt, tokens) by id."""
+    done: dict[str, Any] = {}
+
+    async def generate(name: str, prompt: list[int], num_tokens: int) -> None:
+        params = SamplingParams(max_tokens=num_tokens, seed=int(name))
+        done[name] = await engine.generate(prompt, params, request_id=name)
+
+    async with trio.open_nursery() as nursery:
+        for name, (prompt, num_tokens) in requests.items():
+            nursery.start_soon(generate, name, prompt, num_tokens)
+    return done
+
+
+# row, tokens of the prompt, tokens of the answer
+REQUESTS = {
+    "0": (0, 21, 18),
+    "1": (0, 21, 9),
+    "2": (0, 21, 18),
+    "3": (2, 4, 18),
+    "4": (2, 21, 6),
+}  # row, tokens of the prompt, of the answer
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+async def test_native_caches_serve_sequences_that_come_and_go_and_new_weights(name: str, kv_cache: Any):
+    own = create_family(NATIVE[name])
+    rows = draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"]).tokens.tolist()
+    requests = {key: (rows[row][:length], count) for key, (row, length, count) in REQUESTS.items()}
+    async with InProcessEngine(copy.deepcopy(own), eos_token_ids=(), max_slots=4, kv_cache_on_update=kv_cache) as engine:
+        first = await generate_all(engine, requests)
+        again = await generate_all(engine, requests)
+        assert {key: c.output_tokens for key, c in first.items()} == {key: c.output_tokens for key, c in again.items()}
+        for key, (prompt, count) in requests.items():
+            row = torch.tensor([*prompt, *first[key].output_tokens])
+            assert len(row) == len(prompt) + count
+            expected = read_log_probs(own, row).detach()[len(prompt) :]
+            torch.testing.assert_close(torch.tensor(first[key].output_log_probs), expected, atol=1e-5, rtol=1e-4)
+            alone = await engine.generate(prompt, SamplingParams(max_tokens=count, seed=int(key)))
+            assert alone.output_tokens == first[key].output_tokens
+        other = create_family(NATIVE[name])
+        other.load_state_dict({key: value * 0.9 for key, value in own.state_dict().items()})
+        mixed: dict[str, Any] = {}
+
+        async def generate_across() -> None:
+            mixed["c"] = await engine.generate(rows[0][:21], SamplingParams(max_tokens=18, seed=0))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(generate_across)
+            await trio.sleep(0)
+            while not engine._running:
+                await trio.sleep(0.001)
+            await engine.update_weights(dict(other.state_dict()), 1)
+        row = torch.tensor([*rows[0][:21], *mixed["c"].output_tokens])
+        versions = mixed["c"].output_versions
+        new = [k for k, version in enumerate(versions) if version == 1]
+        if kv_cache == "recompute" and new:  # its whole past is that of the new weights
+            expected = read_log_probs(other, row).detach()[21:]
+            found = torch.tensor(mixed["c"].output_log_probs)
+            torch.testing.assert_close(found[new], expected[new], atol=1e-5, rtol=1e-4)
+        after = await engine.generate(rows[0][:21], SamplingParams(max_tokens=5, seed=0))
+        expected = read_log_probs(other, torch.tensor([*rows[0][:21], *after.output_tokens])).detach()[21:]
+        torch.testing.assert_close(torch.tensor(after.output_log_probs), expected, atol=1e-5, rtol=1e-4)
+
+
+async def test_a_step_that_failed_is_repeated_without_counting_its_tokens_twice(monkeypatch: pytest.MonkeyPatch):
+    own = create_family(NATIVE["lfm2"])
+    rows = draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"]).tokens.tolist()
+    decoding = NativeModel(copy.deepcopy(own), name="engine")
+    for slot, length in enumerate((10, 7)):
+        decoding.fill([slot], decoding.prefill([rows[0][:length]])[0])
+    step, positions = torch.tensor([rows[0][10], rows[0][7]]), torch.tensor([10, 7])
+    layer = decoding.model.model.layers[2]
+    calls = 0
+
+    def fail_at_the_second_cohort(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("out of memory")
+
+    hook = layer.register_forward_pre_hook(fail_at_the_second_cohort)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decoding.decode(step, positions)
+    hook.remove()
+    for _ in range(2):  # and once more: a step may fail behind the model, in sampling
+        found = decoding.decode(step, positions)
+        with torch.no_grad():
+            for slot, length in enumerate((11, 8)):
+                expected = own(input_ids=torch.tensor([rows[0][:length]]), use_cache=False).logits[0, -1]
+                torch.testing.assert_close(found[slot], expected, atol=1e-5, rtol=1e-4)
+    decoding.free(0)
+    assert not decoding.places
+
+
+@pytest.mark.parametrize("name", SOME)
+async def test_greedy_answers_of_native_caches_are_those_of_generate(name: str):
+    own = create_family(NATIVE[name])
+    rows = draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"]).tokens.tolist()
+    async with InProcessEngine(copy.deepcopy(own), eos_token_ids=()) as engine:
+        for prompt in (rows[0][:21], rows[2][:4]):
+            found = await engine.generate(prompt, SamplingParams(max_tokens=15, temperature=0.0))
+            with torch.no_grad():
+                settings = {"max_new_tokens": 15, "min_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
+                expected = own.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
+            assert list(found.output_tokens) == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3", "mistral", "olmo3", "opt", "gemma2", "lfm2", pytest.param("qwen3-next", marks=pytest.mark.slow)]
+)
 async def test_the_other_backends_have_the_numbers_of_the_first(name: str):
-    model, batch = create_family(COMPUTED[name]), replace(draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"]), dropout=False)
+    model, batch = create_family(EVERY[name]), replace(draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"]), dropout=False)
     first = create_pytorch_backend(copy.deepcopy(model), lr=1e-3)
     expected = first.forward(batch, lambda outputs: outputs.log_probs).value
     first.forward_backward(batch, weigh_log_probs)

@@ -48,7 +48,7 @@ from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_
 from rollouts.backends.weights.export import export_sharded
 from rollouts.batches import plan_shards, select_rows
 from rollouts.data.model_limits import read_limits
-from rollouts.errors import BackendError
+from rollouts.errors import BackendError, ConfigError
 from rollouts.models.forward import (
     ComputeOutputs,
     OutputOptions,
@@ -59,7 +59,7 @@ from rollouts.models.forward import (
     run_rows,
     training_mode,
 )
-from rollouts.models.prepare import check_head, check_master_weights, use_packed_attention
+from rollouts.models.prepare import check_head, check_master_weights, prepare_attention
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import base_weights, check_weights_fit, describe_model_weights, gather_model_weights, stream_weights
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
@@ -118,7 +118,7 @@ class FSDPTrainingBackend:
                 save_checkpoint and close() wait for the write and raise its error.
             lora: as in PyTorchTrainingBackend; for a model that is already sharded, init_adapters must have made the adapters.
 
-        Raises: ConfigError if the model cannot be trained on packed rows or be sharded, or the ranks cannot be arranged as asked.
+        Raises: ConfigError if the model is not causal or cannot be sharded, or the ranks cannot be arranged as asked.
         """
         assert max_grad_norm > 0, f"max_grad_norm is {max_grad_norm}, expected > 0"
         assert rows_per_unit >= 1, f"rows_per_unit is {rows_per_unit}, expected at least 1"
@@ -359,11 +359,16 @@ class FSDPTrainingBackend:
             raise BackendError(first) from problem
 
     def _check_model(self) -> None:
-        """Raise ConfigError unless packed rows give the results of single rows and the model has the head that is read."""
+        """Find the model's way through attention. Raises ConfigError if it has none on these ranks, or not the head that is read."""
 
         def check() -> None:
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._options.compute_dtype == torch.bfloat16):
-                use_packed_attention(self.model)
+                self._options = replace(self._options, native_attention=prepare_attention(self.model))
+            if self._options.native_attention and self.ranks.world_size > 1:
+                raise ConfigError(
+                    f"{type(self.model).__name__} runs rows of one length at a time, because packed attention cannot compute it, and ranks "
+                    "with other lengths would wait for one another: train it in one process"
+                )
             check_head(self.model, self._compute_outputs, self._options, self.device)
 
         with torch.no_grad():

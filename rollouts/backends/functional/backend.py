@@ -45,7 +45,7 @@ def create_forward(model: PreTrainedModel, compute_outputs: ComputeOutputs, opti
     """Return the model as a pure function of its parameters: packed rows, log-probs in chunks.
 
     Args:
-        model: prepared by prepare.use_packed_attention; only its structure is used, parameters are an argument of the function.
+        model: prepared by prepare.prepare_attention; only its structure is used, parameters are an argument of the function.
         training: apply dropout, if the batch has it.
     """
     caller = _Caller(model)
@@ -94,12 +94,12 @@ class TorchFuncTrainingBackend:
             compute_outputs: compute_log_probs (a policy) or compute_values (a critic).
             seed: seed of dropout.
 
-        Raises: ConfigError for a model that cannot be trained on packed rows.
+        Raises: ConfigError for a model that is not causal or lacks the head of compute_outputs.
         """
         self.device = torch.device(device)
         self.model: Any = model
         options = OutputOptions(compute_dtype=compute_dtype, chunk_size=chunk_size)
-        self.limits = prepare_model(model, tokenizer, self.device, compute_outputs, options)
+        self.limits, options = prepare_model(model, tokenizer, self.device, compute_outputs, options)
         self.rule = rule
         self.tokenizer = tokenizer
         self.weight_version = weight_version

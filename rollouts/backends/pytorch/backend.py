@@ -100,14 +100,14 @@ class PyTorchTrainingBackend:
             lora: the config that lora.add_adapters was called with; the optimizer updates the adapters alone. Snapshots and exports have
                 merged weights; load_weights replaces the weights below the adapters and resets the adapters.
 
-        Raises: ConfigError for a model that cannot be trained on packed rows.
+        Raises: ConfigError for a model that is not causal or lacks the head of compute_outputs.
         """
         assert max_grad_norm > 0, f"max_grad_norm is {max_grad_norm}, expected > 0"
         check_lora(model, lora)
         self.device = torch.device(device)
         self.model: Any = model
-        self._options = OutputOptions(compute_dtype=compute_dtype, chunk_size=chunk_size)
-        self.limits = prepare_model(model, tokenizer, self.device, compute_outputs, self._options)
+        options = OutputOptions(compute_dtype=compute_dtype, chunk_size=chunk_size)
+        self.limits, self._options = prepare_model(model, tokenizer, self.device, compute_outputs, options)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.tokenizer = tokenizer

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from rollouts.algorithms.logprobs import gather_log_probs
 from rollouts.data.model_limits import find_context_length
+from rollouts.engines.inprocess.native import open_slots
 from rollouts.engines.inprocess.sampling import SamplingRows, UniformStream, sample_tokens
-from rollouts.engines.inprocess.slots import Prefix, SlotModel
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, EngineFeature
 from rollouts.engines.request_checks import check_params, check_tokens
 from rollouts.errors import CheckpointError, ConfigError, EngineContextError, EngineError, EngineRequestError
@@ -106,7 +106,7 @@ class InProcessEngine:
         """
         assert max_slots >= 1, f"max_slots is {max_slots}, expected at least 1"
         self.name = name
-        self._slots = SlotModel(model, max_slots=max_slots, name=name)
+        self._slots = open_slots(model, max_slots=max_slots, name=name)
         self._model: torch.nn.Module = model
         self._tokenizer = tokenizer
         self._eos = frozenset(_default_eos(model, tokenizer) if eos_token_ids is None else eos_token_ids)
@@ -121,7 +121,7 @@ class InProcessEngine:
         self._weight_version = weight_version
         self._kv_cache_on_update = kv_cache_on_update
         self._prefix_cache_tokens = prefix_cache_tokens
-        self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         self._pending: dict[str, _Request] = {}  # generate() calls in flight, by request id
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []  # the request at index i occupies slot i
@@ -280,7 +280,7 @@ class InProcessEngine:
     def _step(self, admitted: Sequence[_Request]) -> None:
         """Sample one token for every running sequence, and the first token for admitted ones."""
         self._free_slots()
-        prefixes: dict[tuple[int, ...], Prefix] = {}
+        prefixes: dict[tuple[int, ...], Any] = {}
         if self._running:
             tokens = torch.tensor([r.tokens[-1] for r in self._running], device=self._slots.device)
             positions = torch.tensor([r.position for r in self._running], device=self._slots.device)
@@ -298,7 +298,7 @@ class InProcessEngine:
         admitted, self._waiting = self._waiting[:free], self._waiting[free:]
         return admitted
 
-    def _find_prefixes(self, prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Prefix]:
+    def _find_prefixes(self, prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         """Return the prefixes of the prompts, computed unless they are cached; each distinct prompt once."""
         wanted = dict.fromkeys(prompts)
         found = {prompt: self._prefixes[prompt] for prompt in wanted if prompt in self._prefixes}
@@ -312,7 +312,7 @@ class InProcessEngine:
             total -= len(self._prefixes.popitem(last=False)[0])
         return found
 
-    def _occupy_slots(self, requests: Sequence[_Request], prefixes: Mapping[tuple[int, ...], Prefix]) -> None:
+    def _occupy_slots(self, requests: Sequence[_Request], prefixes: Mapping[tuple[int, ...], Any]) -> None:
         """Give each request the next free slot, filled with its prefix; requests of one prompt are filled together."""
         first = len(self._running)
         slots: dict[tuple[int, ...], list[int]] = {}
@@ -335,6 +335,7 @@ class InProcessEngine:
         for source, target in zip(movers, holes, strict=True):
             self._running[target] = self._running[source]
         del self._running[num_alive:]
+        self._slots.free(num_alive)
 
     def _sample(self, requests: Sequence[_Request], logits: Tensor) -> None:
         """Append one token to each request. logits: # [len(requests), V]."""

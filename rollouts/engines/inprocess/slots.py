@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -50,6 +50,43 @@ class Prefix:
     def length(self) -> int:
         """Number of tokens n."""
         return self.keys.shape[2]
+
+
+class Decoding(Protocol):
+    """Decoding of running sequences in slots 0 .. A - 1, by SlotModel or native.NativeModel. Each uses its own prefixes."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        ...
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]:
+        """Run prompts. Returns their prefixes, which have logits [V] for the token after them."""
+        ...
+
+    def hidden_states(self, tokens: Sequence[int]) -> Tensor:
+        """Return the last hidden states of one row. # [N, H]"""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [..., V] in float32 from hidden states [..., H]."""
+        ...
+
+    def fill(self, slots: Sequence[int], prefix: Any) -> None:
+        """Put a prefix into several slots."""
+        ...
+
+    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Append one token to each of the first A slots and return the logits after it. # [A, V]"""
+        ...
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
+        """Put the sequences of slots into other slots."""
+        ...
+
+    def free(self, num_used: int) -> None:
+        """Give back the slots from num_used on."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +215,9 @@ class SlotModel:
             with torch.inference_mode():
                 self._keys[:, target, :, :longest] = self._keys[:, source, :, :longest]
                 self._values[:, target, :, :longest] = self._values[:, source, :, :longest]
+
+    def free(self, num_used: int) -> None:
+        """Keep the memory for later sequences."""
 
     def _pack(self, rows: Sequence[Sequence[int]]) -> PackedRows:
         width = max(map(len, rows))

@@ -25,10 +25,10 @@ from rollouts.chat.tokenize import prepare_sft_sample, render_messages, special_
 from rollouts.data.model_limits import find_context_length
 from rollouts.data.samples import describe_sample, find_actions, sample_messages
 from rollouts.errors import ConfigError, DataError, RewardError
-from rollouts.models.forward import get_value_head, pack_padded, run_packed
+from rollouts.models.forward import get_value_head, pack_padded, run_native, run_packed
 from rollouts.models.heads import load_reward_model, reads_turn_end
 from rollouts.models.loading import load_tokenizer, parse_device
-from rollouts.models.prepare import use_packed_attention
+from rollouts.models.prepare import prepare_attention
 from rollouts.models.tokens import describe_tokenizer, explain_token_differences
 from rollouts.rewards.gathering import GatheredReward, gather_calls
 from rollouts.types import Message, Sample, Status
@@ -64,7 +64,7 @@ class RewardModel:
         self._tokenize = read_tokens if tokenize is None else tokenize
         self._max_tokens = max_tokens_per_batch
         cast("torch.nn.Module", model).requires_grad_(False).eval()
-        use_packed_attention(model)
+        self._run = run_native if prepare_attention(model) else run_packed
         self._num_embeddings = int(cast("Any", model).get_input_embeddings().weight.shape[0])
         self._context = find_context_length(model.config)
 
@@ -109,7 +109,7 @@ class RewardModel:
         tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
         packed = pack_padded(tokens, torch.tensor([len(row) for row in rows], device=device))
         with torch.no_grad():
-            last = run_packed(self.model, packed)[packed.cu_seqlens[1:] - 1].float()  # [B, H]
+            last = self._run(self.model, packed)[packed.cu_seqlens[1:] - 1].float()  # [B, H]
             bias = None if self._head.bias is None else self._head.bias.float()  # pyright: ignore[reportUnnecessaryComparison]
             return linear(last, self._head.weight.float(), bias).squeeze(-1).cpu()
 

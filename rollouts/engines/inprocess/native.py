@@ -1,0 +1,206 @@
+"""Decoding with a model's own attention and caches, for models that slots of keys and values cannot compute.
+
+Running sequences of one length that began together, as the samples of a prompt do, form a cohort with one cache and are decoded by one
+forward pass; a batch of different lengths would need pads, which recurrent layers read. A cohort never grows: its rows leave one by one.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from rollouts.engines.inprocess.slots import Decoding, SlotModel
+from rollouts.errors import ConfigError
+from rollouts.models.forward import USE_ANOTHER, get_decoder, get_output_layer
+from rollouts.models.prepare import check_same, draw_check_tokens, find_check_length, find_widest, restore_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class NativePrefix:
+    """A prefilled prompt."""
+
+    cache: Any  # transformers' cache of one row; None for a model without caches
+    tokens: Tensor  # [1, n] int64
+    logits: Tensor  # [V] float32, for the token after it
+
+    @property
+    def length(self) -> int:
+        """Number of tokens n."""
+        return self.tokens.shape[1]
+
+
+@dataclass(eq=False)
+class _Cohort:
+    """Sequences of one length with one cache."""
+
+    cache: Any  # as in NativePrefix, of all rows
+    tokens: Tensor  # [S, n] int64
+    hidden: Tensor | None = None  # [S, H] last hidden states of the newest step
+    is_whole: bool = True  # False = a step failed in the middle, so that some layers of the cache have its tokens
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all other rows and put these in this order."""
+        if list(rows) == list(range(self.tokens.shape[0])):
+            return
+        index = torch.tensor(rows, device=self.tokens.device)
+        self.tokens = self.tokens[index]
+        self.hidden = None if self.hidden is None else self.hidden[index]
+        if self.cache is not None:
+            self.cache.reorder_cache(index)
+
+
+class NativeModel:
+    """A model with cohorts, used like a SlotModel. Holds weights and caches; independent of requests."""
+
+    def __init__(self, model: PreTrainedModel, *, name: str) -> None:
+        """
+        Args:
+            model: used by this object alone from now on.
+
+        Raises: ConfigError if decoding with caches gives other logits than the model's own forward pass.
+        """
+        self.model = model.eval()
+        self.device = next(model.parameters()).device
+        self._name = name
+        self._decoder: Any = get_decoder(model)
+        self._head = get_output_layer(model)
+        self.places: list[tuple[_Cohort, int]] = []  # cohort and row of each slot
+        self._uses_cache = True
+        try:
+            self._check()
+        except ConfigError as problem:
+            self._uses_cache = False
+            self._check()
+            _logger.warning(
+                "%s computes the whole sequence for each token, since its caches cannot be used: %s", type(model).__name__, problem
+            )
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[NativePrefix]:
+        """Run prompts one by one."""
+        return [self._prefill(prompt) for prompt in prompts]
+
+    def _prefill(self, prompt: Sequence[int]) -> NativePrefix:
+        tokens = torch.tensor([list(prompt)], device=self.device)
+        with torch.inference_mode():
+            output = self._decoder(input_ids=tokens, use_cache=self._uses_cache)
+            cache = getattr(output, "past_key_values", None) if self._uses_cache else None
+            return NativePrefix(cache, tokens, self.compute_logits(output.last_hidden_state[0, -1]))
+
+    def hidden_states(self, tokens: Sequence[int]) -> Tensor:
+        """Return the last hidden states of one row. # [N, H]"""
+        with torch.inference_mode():
+            return self._decoder(input_ids=torch.tensor([list(tokens)], device=self.device), use_cache=False).last_hidden_state[0]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [..., V] in float32 from hidden states [..., H]."""
+        with torch.inference_mode():
+            return self._head.compute_logits(hidden).float()
+
+    def fill(self, slots: Sequence[int], prefix: NativePrefix) -> None:
+        """Begin a cohort of as many sequences as slots, each from the prefix."""
+        with torch.inference_mode():
+            cohort = _Cohort(copy.deepcopy(prefix.cache), prefix.tokens)
+            cohort.keep([0] * len(slots))
+        self.places += [(cohort, -1)] * (max(slots) + 1 - len(self.places))  # filled in before it is decoded
+        for row, slot in enumerate(slots):
+            self.places[slot] = (cohort, row)
+
+    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Append one token to each of the first A slots and return the logits after it. Arguments and result as in SlotModel.decode."""
+        del self.places[tokens.numel() :]
+        cohorts: dict[int, tuple[_Cohort, list[int]]] = {}  # cohort and its slots, in order
+        for slot, (cohort, _) in enumerate(self.places):
+            cohorts.setdefault(id(cohort), (cohort, []))[1].append(slot)
+        hidden: list[Tensor] = []
+        order: list[int] = []
+        with torch.inference_mode():
+            for cohort, slots in cohorts.values():
+                cohort.keep([self.places[slot][1] for slot in slots])
+                for row, slot in enumerate(slots):
+                    self.places[slot] = (cohort, row)
+                hidden.append(self._step(cohort, tokens[slots], positions[slots]))
+                order += slots
+            logits = self.compute_logits(torch.cat(hidden))
+            return logits[torch.tensor(order, device=self.device).argsort()]
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
+        """Give slots the sequences of other slots (distinct from all targets)."""
+        for source, target in zip(sources, targets, strict=True):
+            self.places[target] = self.places[source]
+
+    def free(self, num_used: int) -> None:
+        """Give back the slots from num_used on; a cohort without slots gives back its memory."""
+        del self.places[num_used:]
+
+    def _step(self, cohort: _Cohort, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Append a token to each row of a cohort, once, however often the step is repeated. Returns the last hidden states. # [S, H]"""
+        if cohort.hidden is not None and cohort.tokens.shape[1] == int(positions[0]) + 1:  # an error came behind this step
+            return cohort.hidden
+        if self._uses_cache and not cohort.is_whole:
+            cohort.cache = self._decoder(input_ids=cohort.tokens, use_cache=True).past_key_values
+        cohort.is_whole = False
+        longer = torch.cat([cohort.tokens, tokens[:, None]], dim=1)
+        if cohort.cache is None:
+            hidden = self._decoder(input_ids=longer, use_cache=False).last_hidden_state[:, -1]
+        else:
+            call = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "past_key_values": cohort.cache}
+            hidden = self._decoder(**call, use_cache=True).last_hidden_state[:, 0]
+        cohort.tokens, cohort.hidden, cohort.is_whole = longer, hidden, True
+        return hidden
+
+    def _check(self) -> None:
+        """Compare decoding with the model's own forward pass without a cache, in rows longer than its windows, one of which ends early."""
+        self.places.clear()
+        kind = type(self.model).__name__
+        try:
+            with torch.inference_mode():
+                length = find_check_length(self.model, find_widest(self.model), at_least=9)
+                rows = draw_check_tokens(self.model, (3, length))
+                rows[1:, : length - 3] = rows[1, : length - 3]  # the second and the third begin together
+                expected = self.model(input_ids=rows, use_cache=False).logits.float()
+                prefixes = self.prefill(rows[[0, 1]][:, : length - 3].tolist())
+                self.fill([0], prefixes[0])
+                self.fill([1, 2], prefixes[1])
+                steps = torch.full((3,), length - 3, device=self.device)
+                found = [prefixes[0].logits, *self.decode(rows[:, length - 3], steps)]
+                wanted = [expected[0, length - 4], *expected[:, length - 3]]
+                self.move([2], [1], length)  # the second row ends
+                found += [*self.decode(rows[[0, 2], length - 2], steps[:2] + 1), *self.decode(rows[[0, 2], length - 1], steps[:2] + 2)]
+                wanted += [*expected[[0, 2], length - 2], *expected[[0, 2], length - 1]]
+        except ConfigError as error:
+            raise ConfigError(f"{self._name}: {error}") from error
+        except (TypeError, RuntimeError, AssertionError, AttributeError, LookupError, ValueError) as error:
+            raise ConfigError(f"{self._name}: {kind} cannot decode: {error}") from error
+        what = f"{self._name}: {kind} gives other logits when it decodes than in one pass"
+        check_same(torch.stack(found), torch.stack(wanted), what, self._head.weight.dtype)
+        self.places.clear()
+
+
+def open_slots(model: PreTrainedModel, *, max_slots: int, name: str) -> Decoding:
+    """Create the fastest kind of decoding that computes a model right.
+
+    Args:
+        model, max_slots: as for SlotModel.
+
+    Raises: ConfigError if no kind gives the logits of the model's own forward pass.
+    """
+    before = cast("str | None", getattr(model.config, "_attn_implementation", None))
+    try:
+        return SlotModel(model, max_slots=max_slots, name=name)
+    except ConfigError as refusal:
+        restore_attention(model, before)
+        native = NativeModel(model, name=name)
+        why = str(refusal).removesuffix(f" {USE_ANOTHER}").removesuffix(".")
+    _logger.warning("%s decodes with its own attention and caches, which is slower than slots: %s", type(model).__name__, why)
+    return native
