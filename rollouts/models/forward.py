@@ -361,7 +361,7 @@ class OutputLayer:
 def get_output_layer(model: PreTrainedModel) -> OutputLayer:
     """Return the output layer, with the change of logits that the configuration names. Raises ConfigError if it is not linear.
 
-    use_packed_attention compares the result with the model's own logits.
+    prepare.check_output_layer compares the result with the model's own logits.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
@@ -372,7 +372,9 @@ def get_output_layer(model: PreTrainedModel) -> OutputLayer:
         scale *= 1.0 if getattr(config, name, None) is None else float(getattr(config, name))
     if getattr(config, "logits_scaling", None) is not None:  # Granite divides by it, HyperCLOVA X multiplies
         scale *= float(config.logits_scaling) ** (1 if str(config.model_type).startswith("hyperclovax") else -1)
-    transform = LogitTransform(scale, getattr(config, "final_logit_softcapping", None))
+    caps = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
+    soft_cap = next((cap for cap in caps if cap is not None), None)
+    transform = LogitTransform(scale, soft_cap)
     return OutputLayer(head.weight, head.bias, None if transform == LogitTransform() else transform)
 
 

@@ -194,6 +194,8 @@ def check_native_rows(model: PreTrainedModel, compute_dtype: torch.dtype | None 
         with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16) if compute_dtype == torch.bfloat16 else nullcontext():
             head = get_output_layer(model) if has_logits else None
             length = find_check_length(model, find_widest(model), at_least=9)
+            if has_logits:
+                check_output_layer(model)
             tokens = draw_check_tokens(model, (3, length))
             tokens[2, : length // 2] = tokens[1, : length // 2]  # the third row is the second with another end
             run = cast("Any", model if has_logits else get_decoder(model))
@@ -215,6 +217,33 @@ def check_native_rows(model: PreTrainedModel, compute_dtype: torch.dtype | None 
             "token from those before it can be trained here"
         )
     check_same(found, expected, f"{kind} gives other {what} for rows beside others than alone", dtype)
+
+
+def check_output_layer(model: PreTrainedModel) -> None:
+    """Check that get_output_layer gives the model's own logits, also large ones, which soft caps bound.
+
+    Raises: ConfigError if it does not, or if the output layer is not linear.
+    """
+    layer, scaled = get_output_layer(model), list[Tensor]()
+
+    def enlarge(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden = inputs[0]
+        largest = torch.nn.functional.linear(hidden, layer.weight, layer.bias).abs().max().float().clamp(min=1e-6)
+        scaled.append(hidden * (100 / largest).to(hidden.dtype))
+        return (scaled[-1], *inputs[1:])
+
+    hook = cast("torch.nn.Module", model.get_output_embeddings()).register_forward_pre_hook(enlarge)
+    try:
+        expected = cast("Any", model)(input_ids=draw_check_tokens(model, (1, 5)), use_cache=False).logits
+    finally:
+        hook.remove()
+    found = layer.compute_logits(scaled[-1]).view(expected.shape)
+    dtype = find_dtype(model, found)
+    if not _measure_difference(found, expected) <= (1e-4 if dtype == torch.float32 else 5e-2):
+        raise ConfigError(
+            f"{type(model).__name__} changes the logits of its output layer in a way that is not computed here"
+            f"{_quote_fields(model.config)}: use another model"
+        )
 
 
 def find_widest(model: PreTrainedModel) -> int | None:
@@ -248,6 +277,8 @@ def use_packed_attention(model: PreTrainedModel, compute_dtype: torch.dtype | No
             has_logits = model.get_output_embeddings() is not None
             head = get_output_layer(model) if has_logits else None
             with native_attention(model):
+                if has_logits:
+                    check_output_layer(model)
                 run = cast("Any", model if has_logits else get_decoder(model))
                 outputs = [run(input_ids=tokens[i : i + 1, : int(n)], use_cache=False) for i, n in enumerate(lengths)]
             rows = [(output.logits if has_logits else output.last_hidden_state)[0] for output in outputs]

@@ -111,6 +111,8 @@ NATIVE = {  # with their own attention
 }  # fmt: skip
 
 
+NATIVE["recurrent gemma"] = Family("recurrent_gemma", HEADS | {"num_hidden_layers": 3, "attention_window_size": 8, "logits_soft_cap": 2.0},
+                                   None, "recurrent")  # fmt: skip
 REFUSED = {"no causal attention": Family("llama", HEADS | {"is_causal": False}, None, "LlamaForCausalLM is not causal|gives other logits")}
 EVERY = {**COMPUTED, **NATIVE}
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name == "qwen3-next" else name for name in EVERY]  # its layers take seconds on a CPU
@@ -448,3 +450,13 @@ def test_dropout_of_adapters_that_no_stage_trains_with_is_refused():
     check_dropout(asked, "rl")
     assert rl_training_config(asked, None).dropout and not rl_training_config(Config(), None).dropout
     assert sft_training_config(Config()).dropout and not sft_training_config(Config(sft=SFTSection(dropout=False))).dropout
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+@pytest.mark.parametrize("construct", [partial(create_pytorch_backend, lr=1e-3), InProcessEngine])
+def test_logits_that_are_changed_in_another_way_are_refused(name: str, construct: Any):
+    """Even where the change is far below the rounding of small logits."""
+    model = create_family(EVERY[name])
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: 30 * torch.tanh(logits / 30))
+    with pytest.raises(ConfigError, match="changes the logits of its output layer in a way that is not computed here"):
+        construct(model)

@@ -18,7 +18,7 @@ from torch import Tensor
 from rollouts.engines.inprocess.slots import Decoding, SlotModel
 from rollouts.errors import ConfigError
 from rollouts.models.forward import USE_ANOTHER, get_decoder, get_output_layer
-from rollouts.models.prepare import check_same, draw_check_tokens, find_check_length, find_widest, restore_attention
+from rollouts.models.prepare import check_output_layer, check_same, draw_check_tokens, find_check_length, find_widest, restore_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -165,6 +165,7 @@ class NativeModel:
         kind = type(self.model).__name__
         try:
             with torch.inference_mode():
+                check_output_layer(self.model)
                 length = find_check_length(self.model, find_widest(self.model), at_least=9)
                 rows = draw_check_tokens(self.model, (3, length))
                 rows[1:, : length - 3] = rows[1, : length - 3]  # the second and the third begin together

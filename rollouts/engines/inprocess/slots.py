@@ -18,7 +18,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollouts.errors import ConfigError
 from rollouts.models.forward import PackedRows, attend_packed, get_decoder, get_output_layer, pack_padded, run_packed
-from rollouts.models.prepare import check_layer_kinds, check_same, draw_check_tokens, find_check_length, native_attention, probe_attention
+from rollouts.models.prepare import (
+    check_layer_kinds,
+    check_output_layer,
+    check_same,
+    draw_check_tokens,
+    find_check_length,
+    native_attention,
+    probe_attention,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -250,6 +258,7 @@ class SlotModel:
                 rows = draw_check_tokens(self.model, (2, length))
                 tokens = cast("list[list[int]]", rows.tolist())
                 with native_attention(self.model):
+                    check_output_layer(self.model)
                     expected = self.model(input_ids=rows, use_cache=False).logits.float()
                 prefixes = self.prefill([tokens[0][: length - 3], tokens[1][: length - 2]])
                 self._kv_shape = (prefixes[0].keys.shape[0], prefixes[0].keys.shape[1], prefixes[0].keys.shape[3])
