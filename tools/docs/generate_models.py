@@ -47,7 +47,6 @@ OWN = {  # settings under names of a family's own, or that it needs besides
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "falcon": {"alibi": False},
-    "longcat_flash": {"head_dim": 8},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_expand": 2},
     "zamba2": {"num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
