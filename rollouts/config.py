@@ -86,8 +86,12 @@ def convert_fields(**converters: Callable[[Any], Any]) -> Callable[[type[C]], ty
     return decorate
 
 
-def _freeze_list(value: Any) -> Any:
-    return tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(cast("Any", value)) == 2 and all(is_number(b) and 0 <= b < 1 for b in cast("Any", value))
+
+
+def _freeze_betas(value: Any) -> Any:
+    return tuple(value) if _are_betas(value) else value  # a wrong value stays as it was given, for the error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +328,7 @@ class GenerationConfig:
         )
 
 
-@convert_fields(betas=_freeze_list)
+@convert_fields(betas=_freeze_betas)
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW, gradient clipping and the learning-rate schedule."""
@@ -343,9 +347,7 @@ class OptimizerConfig:
         check_count(self, "warmup_steps")
         norm = self.max_grad_norm
         check_setting(is_number(norm) and norm > 0, "OptimizerConfig.max_grad_norm", norm, "more than 0 (inf = no clipping)")
-        betas: Any = self.betas
-        good = isinstance(betas, tuple) and len(self.betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
-        check_setting(good, "OptimizerConfig.betas", self.betas, "two numbers in [0, 1)")
+        check_setting(_are_betas(self.betas), "OptimizerConfig.betas", self.betas, "two numbers in [0, 1)")
         check_choice(self, "schedule", get_args(Schedule))
         check_setting(self.min_lr_ratio <= 1, "OptimizerConfig.min_lr_ratio", self.min_lr_ratio, "a number in [0, 1]")
 

@@ -109,19 +109,21 @@ class RolloutStore:
 
     def _pass_on(self) -> None:
         queue, rules, num_passed = self.parts.queue, self.parts.rules, 0
-        for result in transitions.find_due(rules, self.state, self._clock()):
-            if rules.asynchronous.when_queue_full == "wait" and queue.full():
-                break
-            try:
-                queue.put_nowait(result)
-            except ConfigError as error:  # the queue is full
-                self.update(failures=(*self.state.failures, error))
-                break
-            num_passed += 1
-            if self.state.num_wanted and queue.full():  # wait() has requested more than is ready
-                drain(queue, self.parts.cache)
-        if num_passed:
-            self.set(transitions.pass_on(self.state, num_passed))
+        try:
+            for result in transitions.find_due(rules, self.state, self._clock()):
+                if rules.asynchronous.when_queue_full == "wait" and queue.full():
+                    break
+                try:
+                    queue.put_nowait(result)
+                except ConfigError as error:  # the queue is full
+                    self.update(failures=(*self.state.failures, error))
+                    break
+                num_passed += 1
+                if self.state.num_wanted and queue.full():  # wait() has requested more than is ready
+                    drain(queue, self.parts.cache)
+        finally:  # also after an error of a user's queue or cache: no group is in two places
+            if num_passed:
+                self.set(transitions.pass_on(self.state, num_passed))
 
     def collect(self) -> None:
         """Purge the queue (if the version rose), move it into the cache, filter the cache; begin stale groups anew, or give them up."""
@@ -129,10 +131,13 @@ class RolloutStore:
         dropped, purged = parts.strategy.purge_stale_samples_from_queue(parts.queue, version, self.state.purged_version)
         self.update(purged_version=purged, collected_version=version)
         drain(parts.queue, parts.cache)
-        due = transitions.find_due(rules, self.state, self._clock())
-        for result in due:  # there is space for them
-            parts.cache.add(result)
-        self.set(transitions.pass_on(self.state, len(due)))
+        num_passed = 0
+        try:
+            for result in transitions.find_due(rules, self.state, self._clock()):  # there is space for them
+                parts.cache.add(result)
+                num_passed += 1
+        finally:  # also after an error of a user's cache: no group is in two places
+            self.set(transitions.pass_on(self.state, num_passed))
         dropped += parts.strategy.filter_stale_from_cache(parts.cache, version)
         dropped += take_out(parts.cache, lambda rollout: is_beyond(rollout, version, rules.asynchronous.max_staleness))
         if dropped:

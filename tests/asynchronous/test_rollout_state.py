@@ -19,6 +19,7 @@ from rollouts.asynchronous import transitions
 from rollouts.asynchronous.capacity import clamp_capacity
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.asynchronous.create import create_filtered_capacity_modifier, create_parts, register_capacity_modifiers
+from rollouts.asynchronous.queue import LocalRolloutCache, LocalRolloutQueue, TimedResult
 from rollouts.asynchronous.state import ByIndex, Failed, Refused, RolloutState, Running, Scored, Stopped, change
 from rollouts.asynchronous.store import RolloutStore
 from rollouts.config import RolloutConfig
@@ -227,6 +228,43 @@ class RolloutMachine(RuleBasedStateMachine):
 
 RolloutMachine.TestCase.settings = settings(stateful_step_count=40, max_examples=4 * settings().max_examples)
 test_transitions_in_any_order_lose_nothing_and_exceed_no_limit = RolloutMachine.TestCase
+
+
+class FullDiskQueue(LocalRolloutQueue):
+    """A queue of a user that fails for the second group."""
+
+    def put_nowait(self, result: TimedResult) -> None:
+        if self.qsize() == 1:
+            raise OSError("no space left on device")
+        super().put_nowait(result)
+
+
+class FullDiskCache(LocalRolloutCache):
+    """A cache of a user that fails for the fourth group."""
+
+    def add(self, result: TimedResult) -> None:
+        if self.size() == 3:
+            raise OSError("no space left on device")
+        super().add(result)
+
+
+@pytest.mark.parametrize("parts", [{"queue": FullDiskQueue(4)}, {"queue": LocalRolloutQueue(2), "cache": FullDiskCache()}])
+def test_an_error_of_a_users_queue_or_cache_leaves_each_group_in_one_place(parts: dict[str, Any]):
+    config = RolloutConfig(batch_size=BATCH_SIZE, generate_fn=lambda prompt, n: ())
+    asynchronous = AsyncConfig(max_staleness=1, max_concurrent_rollouts=4, when_queue_full="wait", order="submitted")
+    store = RolloutStore(create_parts(DataBuffer(["a", "b", "c", "d"]), config, asynchronous, **parts), 0, clock=lambda: 0.0)
+    assert store.start_rollouts() == (0, 1, 2, 3)
+    with pytest.raises(OSError, match="no space left"):
+        for index in (1, 2, 3, 0):  # the last one lets all of them go on
+            group, run = (make_versioned_sample((-1, 0), group_index=index),), store.state.running[index]
+            store.set(
+                transitions.update_run(store.state, index, change(run, pending=PendingGroup(run.pending.prompt, group), scoring=True))
+            )
+            store.end(index, Scored(group, True, before=group))
+        store.collect()
+    assert sorted(rollout.prompt.index for rollout in store.finished) == [0, 1, 2, 3]
+    finished = store.state_dict()["finished"]
+    assert len(finished["ready"]) + len(finished["held"]) == 4
 
 
 INDICES = st.integers(0, 300)  # several blocks

@@ -195,6 +195,19 @@ def test_a_failed_loss_leaves_the_backend_usable():
     assert torch.equal(backend.forward(make_ragged(), log_probs).value, expected)
 
 
+@pytest.mark.parametrize("create", [create_fsdp_backend, create_pytorch_backend])
+def test_a_gradient_is_there_although_a_metric_is_no_number(create):
+    backend = create(create_tiny_model(), lr=1e-2)
+
+    def loss_with_a_bad_metric(outputs, batch):
+        loss, metrics = sft_loss(outputs, batch)
+        return loss, {**metrics, "pair": torch.ones(2)}
+
+    with pytest.raises(ValueError, match="only one element tensors"):
+        backend.forward_backward(make_ragged(), loss_with_a_bad_metric)
+    assert backend.optim_step().value["grad_norm"] > 0
+
+
 def test_a_directory_gives_the_backend_that_its_model_gives(tmp_path: Path):
     create_tiny_model(seed=5).save_pretrained(tmp_path)
     create_char_tokenizer().save_pretrained(tmp_path)

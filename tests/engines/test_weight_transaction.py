@@ -10,9 +10,12 @@ import trio
 import trio.testing
 from cancellation import cancel_at_step
 
+from rollouts.engines.http.checks import ServerInfo
 from rollouts.engines.http.requests import RequestsInFlight, WireRequest
 from rollouts.engines.http.samples import Generated
-from rollouts.engines.weights.checkpoint_check import read_fingerprint
+from rollouts.engines.weights import server_weights
+from rollouts.engines.weights.checkpoint_check import CheckpointLayout, read_fingerprint
+from rollouts.engines.weights.path_map import PathMap
 from rollouts.engines.weights.transaction import ServedDirectory, ServerControls, WeightTransaction
 from rollouts.errors import EngineError
 from rollouts.types import SamplingParams
@@ -413,3 +416,24 @@ async def test_cancelled_at_any_moment_an_update_is_complete_or_undone(tmp_path:
             break
     assert not scope.cancel_called  # every step was tried
     assert len(outcomes) > 5
+
+
+async def test_an_engine_that_is_closed_while_files_are_checked_says_so_and_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    server = Server()
+    requests = RequestsInFlight("the engine", server.abort)
+    controls = ServerControls(server.pause, server.load, server.set_label, server.read_label, server.resume)
+    weights = server_weights.ServerWeights(requests, controls, PathMap(), None, allow_cast=False)
+    facts = ServerInfo(
+        kind="sglang", version="1", model_path=str(tmp_path), served_name="model", context_length=8, log_prob_kind="sampled",
+        weight_version="default",
+    )  # fmt: skip
+    await weights.open(facts)
+
+    def check(path: Path, *args: object, **options: object) -> CheckpointLayout:
+        requests.close()
+        return CheckpointLayout(path, {}, (), False, ())
+
+    monkeypatch.setattr(server_weights, "check_checkpoint", check)
+    with pytest.raises(EngineError, match="the engine is closed: generate inside its `async with` block"):
+        await weights.load_checkpoint(tmp_path)
+    assert server.steps == []

@@ -294,6 +294,7 @@ def test_nothing_in_a_value_changes_with_the_list_that_it_was_made_of():
         (SFTTrainingConfig, {"seed": None}, "SFTTrainingConfig.seed is None"),
         (RolloutConfig, {"batch_size": 1, "segment_log_probs": 1}, "RolloutConfig.segment_log_probs is 1"),
         (OptimizerConfig, {"betas": 0.9}, "OptimizerConfig.betas is 0.9"),
+        (OptimizerConfig, {"betas": [0.9]}, r"OptimizerConfig.betas is \[0.9\]"),
         (partial(ServerConfig, "vllm", "m", "python"), {"tensor_parallel_size": None}, "tensor_parallel_size is None"),
         (partial(ServerConfig, "vllm", "m", "python"), {"tensor_parallel_size": True}, "tensor_parallel_size is True"),
         (partial(ServerConfig, "vllm", "m", "python"), {"port": "80"}, "port is '80'"),

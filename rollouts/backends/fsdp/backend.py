@@ -324,6 +324,7 @@ class FSDPTrainingBackend:
                 else:
                     loss, metrics = loss_fn(outputs, batch)
                     loss.backward()
+                    self._has_gradient = True  # also if a metric is no number
                     values = collect_metrics(loss, metrics, batch)
             finally:
                 drop_gathered(self.model)

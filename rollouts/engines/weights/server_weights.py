@@ -68,13 +68,14 @@ class ServerWeights:
 
     async def load_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
         """Load a directory, after checking it. Raises EngineError; before the server is contacted if it does not fit."""
-        transaction, path = self._get_transaction(), Path(checkpoint_path).absolute()
+        self._get_transaction()
+        path = Path(checkpoint_path).absolute()
         try:
             layout = await trio.to_thread.run_sync(partial(check_checkpoint, path, self._reference, allow_cast=self._allow_cast))
             version = await trio.to_thread.run_sync(read_weight_version, path)
         except CheckpointError as error:
             raise self._refuse(error) from error
-        answer = await transaction.load_directory(path, version, layout.fingerprint)
+        answer = await self._get_transaction().load_directory(path, version, layout.fingerprint)  # the engine may be closed by then
         self._reference = self._reference or layout
         return answer
 
