@@ -203,13 +203,15 @@ def check_native_rows(model: PreTrainedModel, compute_dtype: torch.dtype | None 
             expected = torch.cat([row.logits if has_logits else row.last_hidden_state for row in rows])
             hidden = run_native(model, pack_padded(tokens, torch.full((3,), length, device=device)))
             found = (hidden if head is None else head.compute_logits(hidden)).view(expected.shape)
+            dtype = find_dtype(model, found)  # within autocast: changed logits are float32 whatever the passes are
     except ConfigError:
         raise
     except (TypeError, AssertionError, RuntimeError, ValueError, LookupError, AttributeError) as error:
         raise ConfigError(f"{kind} cannot run rows{_quote_fields(model.config)}: {error}") from error
     finally:
         model.train(was_training)
-    what, dtype = "logits" if has_logits else "hidden states", find_dtype(model, found)
+    _check_finite(model, expected)
+    what = "logits" if has_logits else "hidden states"
     begin = slice(0, length // 2)
     if not is_same(found[1, begin], found[2, begin], dtype):
         raise ConfigError(
@@ -237,6 +239,7 @@ def check_output_layer(model: PreTrainedModel) -> None:
         expected = cast("Any", model)(input_ids=draw_check_tokens(model, (1, 5)), use_cache=False).logits
     finally:
         hook.remove()
+    _check_finite(model, scaled[-1], expected)
     found = layer.compute_logits(scaled[-1]).view(expected.shape)
     dtype = find_dtype(model, found)
     if not _measure_difference(found, expected) <= (1e-4 if dtype == torch.float32 else 5e-2):
@@ -284,6 +287,7 @@ def use_packed_attention(model: PreTrainedModel, compute_dtype: torch.dtype | No
             rows = [(output.logits if has_logits else output.last_hidden_state)[0] for output in outputs]
             packed = run_packed(model, pack_padded(tokens, lengths))
             found = packed if head is None else head.compute_logits(packed)
+            dtype = find_dtype(model, found)  # within autocast: changed logits are float32 whatever the passes are
     except ConfigError:
         raise
     except (TypeError, AssertionError, RuntimeError, ValueError, LookupError, AttributeError) as error:
@@ -292,7 +296,7 @@ def use_packed_attention(model: PreTrainedModel, compute_dtype: torch.dtype | No
         model.train(was_training)
     what = "logits" if head is not None else "hidden states"
     what = f"{type(model).__name__} gives other {what} for packed than for single rows"
-    check_same(found, torch.cat(rows), what, find_dtype(model, found))
+    check_same(found, torch.cat(rows), what, dtype)
 
 
 def probe_attention(model: PreTrainedModel) -> int | None:
@@ -370,6 +374,11 @@ def check_same(found: Tensor, expected: Tensor, what: str, dtype: torch.dtype | 
 def is_same(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Whether two results of computations in a dtype differ by rounding alone."""
     return _measure_difference(found, expected) <= (1e-3 if dtype == torch.float32 else 5e-2)
+
+
+def _check_finite(model: PreTrainedModel, *results: Tensor) -> None:
+    if not all(bool(torch.isfinite(result).all()) for result in results):
+        raise ConfigError(f"{type(model).__name__} gives logits that are not finite for random tokens: look at its weights and its dtype")
 
 
 def _measure_difference(found: Tensor, expected: Tensor) -> float:

@@ -300,14 +300,17 @@ async def test_a_step_that_failed_is_repeated_without_counting_its_tokens_twice(
 
 @pytest.mark.parametrize("name", SOME)
 async def test_greedy_answers_of_native_caches_are_those_of_generate(name: str):
+    from transformers import GenerationConfig
+
     own = create_family(NATIVE[name])
     rows = draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"]).tokens.tolist()
     async with InProcessEngine(copy.deepcopy(own), eos_token_ids=()) as engine:
         for prompt in (rows[0][:21], rows[2][:4]):
             found = await engine.generate(prompt, SamplingParams(max_tokens=15, temperature=0.0))
             with torch.no_grad():
-                settings = {"max_new_tokens": 15, "min_new_tokens": 15, "do_sample": False, "pad_token_id": 0}
-                expected = own.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
+                settings = GenerationConfig(max_new_tokens=15, do_sample=False, pad_token_id=0)  # no token ends it
+                own.generation_config = settings
+                expected = own.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)))
             assert list(found.output_tokens) == expected[0, len(prompt) :].tolist()
 
 
@@ -460,3 +463,19 @@ def test_logits_that_are_changed_in_another_way_are_refused(name: str, construct
     model.lm_head.register_forward_hook(lambda module, inputs, logits: 30 * torch.tanh(logits / 30))
     with pytest.raises(ConfigError, match="changes the logits of its output layer in a way that is not computed here"):
         construct(model)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3 with soft-capped logits", "recurrent gemma", "cohere", "llama"])
+def test_passes_in_bfloat16_are_compared_with_the_limit_of_bfloat16(name: str):
+    """Logits that are changed in float32 behind such a pass have its rounding all the same."""
+    model, batch = create_family(EVERY[name]), replace(draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"]), dropout=False)
+    rounded = create_pytorch_backend(copy.deepcopy(model), lr=1e-3, compute_dtype="bfloat16").forward(batch, lambda o: o.log_probs).value
+    exact = create_pytorch_backend(model, lr=1e-3).forward(batch, lambda o: o.log_probs).value
+    assert 1e-5 < float((rounded - exact).abs().max()) < 0.3
+
+
+def test_logits_that_are_not_finite_are_called_so():
+    model = create_family(EVERY["llama"])
+    model.lm_head.weight.data[5] = 1e38
+    with pytest.raises(ConfigError, match="LlamaForCausalLM gives logits that are not finite"):
+        create_pytorch_backend(model, lr=1e-3)

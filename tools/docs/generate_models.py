@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -93,7 +94,7 @@ class Row:
         if self.problem:
             return f"| {self.family} | {self.problem} | | | | |"
         pairs = ((self.log_probs, LOG_PROB_BAR), (self.gradients, GRADIENT_BAR), (self.engine, LOG_PROB_BAR))
-        figures = " | ".join(f"{value:.0e}" if value < 1.05 * bar else f"**{value:.0e}**" for value, bar in pairs)
+        figures = " | ".join(f"{value:.0e}" if value <= bar else f"**{value:.0e}**" for value, bar in pairs)
         return f"| {self.family} | {self.training} | {self.decoding} | {figures} |"
 
 
@@ -132,6 +133,12 @@ def read_log_probs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.zeros(1), chosen])
 
 
+def find_worst(worst: float, differences: torch.Tensor) -> float:
+    """Return the larger one of a number and the largest difference; infinity if one is no number."""
+    found = float(differences.abs().max())
+    return max(worst, found) if math.isfinite(found) else math.inf
+
+
 def draw_rows() -> list[list[int]]:
     """Draw rows of random tokens."""
     generator = torch.Generator().manual_seed(0)
@@ -156,11 +163,12 @@ def compare_training(model: Any, trained: Any) -> tuple[float, float]:
     for i, length in enumerate(batch.lengths.tolist()):
         row = read_log_probs(model, batch.tokens[i, :length])
         (row * weights[:length]).sum().backward()
-        worst = max(worst, float((row.detach() - found[i, :length]).abs().max()))
+        worst = find_worst(worst, row.detach() - found[i, :length])
     pairs = zip(backend.model.parameters(), model.parameters(), strict=True)
-    gradients = [(a.grad, b.grad) for a, b in pairs if b.grad is not None and a.grad is not None]
-    largest = max(float(b.abs().max()) for _, b in gradients)
-    relative = max(float((a - b).abs().max() / (b.abs().max() + 1e-3 * largest)) for a, b in gradients)
+    gradients = [(a.grad, b.grad) for a, b in pairs if b.grad is not None]
+    largest, relative = max(float(b.abs().max()) for _, b in gradients), 0.0
+    for a, b in gradients:
+        relative = math.inf if a is None else find_worst(relative, (a - b) / (b.abs().max() + 1e-3 * largest))
     model.zero_grad()
     return worst, relative
 
@@ -185,7 +193,7 @@ async def compare_engine(model: Any, served: Any) -> tuple[bool, float]:
         tokens = torch.tensor([*completion.input_tokens, *completion.output_tokens])
         with torch.no_grad():
             expected = read_log_probs(model, tokens)[len(completion.input_tokens) :]
-        worst = max(worst, float((torch.tensor(completion.output_log_probs) - expected).abs().max()))
+        worst = find_worst(worst, torch.tensor(completion.output_log_probs) - expected)
     return isinstance(engine._slots, NativeModel), worst  # pyright: ignore[reportPrivateUsage]
 
 
