@@ -1,5 +1,7 @@
 """Benchmark training: tokens per second and peak memory against a plain padded Hugging Face loop on the same model and ragged rows.
 
+A second table compares a micro-batch of 32 rows of one length with 32 rows of distinct lengths that have as many tokens.
+
     python -m benchmarks.train_throughput [--size S|M] [--repeats 5] [--threads 1] [--output FILE.json]
 
 Padding does not count as tokens. Memory is measured in a process of its own for each contender.
@@ -25,10 +27,16 @@ from rollouts.data.collate import collate_samples
 from rollouts.types import Sample, TrainBatch
 
 
-def create_rows(size: str, rows: int = 64) -> TrainBatch:
-    """Create rows of log-normal lengths, as responses have: mean about 90 tokens, at most 400."""
+RAGGED = np.clip(np.random.default_rng(0).lognormal(4.2, 0.8, 64).astype(int), 4, 400)
+"""Log-normal lengths of rows, as responses have: mean about 90 tokens, at most 400."""
+
+DISTINCT = np.random.default_rng(0).permutation(np.delete(np.arange(110, 143), 16))
+"""32 distinct lengths of rows with a mean of 126 tokens."""
+
+
+def create_rows(size: str, lengths: np.ndarray) -> TrainBatch:
+    """Create rows of random tokens, all of them trained but the first."""
     generator = np.random.default_rng(0)
-    lengths = np.clip(generator.lognormal(4.2, 0.8, rows).astype(int), 4, 400)
     vocabulary = MODEL_SIZES[size]["vocab_size"]
     samples = [
         Sample(tokens=tuple(generator.integers(3, vocabulary, n).tolist()), loss_mask=(0.0, *(1.0,) * (int(n) - 1)), index=i)
@@ -68,6 +76,17 @@ def packed_backend(size: str, batch: TrainBatch) -> Callable[[], int]:
     return step
 
 
+def passes(size: str, batch: TrainBatch) -> Callable[[], int]:
+    """Make a forward and backward pass over one micro-batch."""
+    backend = create_pytorch_backend(create_model(size), lr=1e-4)
+
+    def step() -> int:
+        backend.forward_backward(batch, sft_loss)
+        return int(batch.lengths.sum())
+
+    return step
+
+
 CONTENDERS = {"padded Hugging Face loop": padded_loop, "rollouts": packed_backend}
 
 
@@ -87,7 +106,7 @@ def main() -> None:
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    batch = create_rows(arguments.size)
+    batch = create_rows(arguments.size, RAGGED)
     if arguments.memory_of:
         before = memory_mb("VmRSS")
         step = CONTENDERS[arguments.memory_of](arguments.size, batch)
@@ -99,10 +118,15 @@ def main() -> None:
     print(f"size {arguments.size}: {batch.num_rows} rows, {int(batch.lengths.sum())} tokens, {pads:.0%} of a padded batch is pads")
     speed = compare({name: create(arguments.size, batch) for name, create in CONTENDERS.items()}, arguments.repeats)
     print_table("tokens per second", speed)
+    equal = create_rows(arguments.size, np.full(len(DISTINCT), DISTINCT.sum() // len(DISTINCT)))
+    distinct = create_rows(arguments.size, DISTINCT)
+    contenders = {"32 rows of one length": passes(arguments.size, equal), "32 distinct lengths": passes(arguments.size, distinct)}
+    lengths = compare(contenders, arguments.repeats)
+    print_table(f"tokens per second of a forward and backward pass, {int(distinct.lengths.sum())} tokens", lengths)
     names = ["--size", arguments.size, "--threads", str(arguments.threads), "--memory-of"]
     memory = {name: {"peak_extra_mb": measure_in_process_of_its_own(*names, name)} for name in CONTENDERS}
     print_table("memory of two steps", memory)
-    write_json(arguments.output, {"size": arguments.size, "speed": speed, "memory": memory})
+    write_json(arguments.output, {"size": arguments.size, "speed": speed, "lengths": lengths, "memory": memory})
 
 
 if __name__ == "__main__":

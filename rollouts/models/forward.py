@@ -1,9 +1,9 @@
 """Forward pass of a model over the rows of a batch: packed behind each other, attention inside each row, outputs read by a head.
 
 The rows of a micro-batch become one sequence [1, N] whose position ids restart at each row, so no pad token is computed. Attention is the
-only part of a transformer that mixes positions, and it stays inside a row: everything else needs no change. Rows of one length share one
-batched attention call without pads: a micro-batch with few distinct lengths makes few calls. A row of several contexts is packed as if each
-of them were a row. prepare.py makes a model ready for this, or refuses it.
+only part of a transformer that mixes positions, and it stays inside a row: everything else needs no change. On a GPU in half precision one
+call attends in all rows; elsewhere rows of one length share a batched call without pads: a micro-batch with few distinct lengths makes few
+calls. A row of several contexts is packed as if each of them were a row. prepare.py makes a model ready for this, or refuses it.
 
 A head turns the last hidden states into log-probs of a language model, values of a critic or scores of a reward model. A backend takes one
 of the three functions as its compute_outputs; everything else about it is the same for all three.
@@ -11,7 +11,7 @@ of the three functions as its compute_outputs; everything else about it is the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollouts.algorithms.logprobs import LogitTransform, chunked_log_probs, shift_packed
+from rollouts.algorithms.logprobs import LogitTransform, PackedShift, chunked_log_probs, shift_packed
 from rollouts.batches import find_context_starts, map_turns
 from rollouts.data.model_limits import ModelLimits
 from rollouts.errors import ConfigError, DataError
@@ -58,13 +58,50 @@ class PackedRows:
     cu_seqlens: Tensor  # [R + 1] int64: sequence r occupies [cu_seqlens[r], cu_seqlens[r + 1])
     flat_index: Tensor  # [N] int64: position of each packed token in the flattened [B * T] batch
     shape: tuple[int, int]  # (B, T)
-    same_length: tuple[Tensor, ...]  # for each distinct length L: [S, L] packed positions of its S sequences
-    order: Tensor  # [N] position of each packed token in the concatenation of same_length's entries
+    same_length: tuple[tuple[int, int], ...]  # (S, L): number of sequences of each distinct length L, the shortest first
+    by_length: Tensor  # [N] int64: packed positions, sequences of the first length first
+    order: Tensor  # [N] int64: position of each packed token in by_length
+    shift: PackedShift  # which positions predict which
 
     def unpack(self, values: Tensor) -> Tensor:
         """Unpack [N] -> [B, T], 0 on pads; keeps the gradient."""
         flat = torch.zeros(self.shape[0] * self.shape[1], dtype=values.dtype, device=values.device)
         return flat.index_copy(0, self.flat_index, values).view(self.shape)
+
+    def split_lengths(self, values: Tensor) -> list[Tensor]:
+        """Split values [N, ...] of packed tokens into one [S, L, ...] for each distinct length; the gradient is gathered, not scattered."""
+        sizes = [count * length for count, length in self.same_length]
+        parts = values[None] if len(sizes) == 1 else _Permuted.apply(values, self.by_length, self.order).split(sizes)
+        return [part.reshape(*shape, *values.shape[1:]) for part, shape in zip(parts, self.same_length, strict=True)]
+
+    def join_lengths(self, parts: Sequence[Tensor]) -> Tensor:
+        """Join the parts of split_lengths to values [N, ...] of packed tokens."""
+        flat = [part.flatten(0, 1) for part in parts]
+        return flat[0] if len(flat) == 1 else _Permuted.apply(torch.cat(flat), self.order, self.by_length)
+
+    def to(self, device: torch.device) -> PackedRows:
+        """Return the rows with every tensor on the device."""
+        if self.tokens.device == device:
+            return self
+        moved: dict[str, Any] = {f.name: _send(x, device) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        return replace(self, **moved, shift=PackedShift(*(_send(x, device) for x in self.shift)))
+
+
+class _Permuted(torch.autograd.Function):
+    """values[index] for a permutation whose inverse is known: the gradient is gathered by the inverse, where autograd would scatter it."""
+
+    @staticmethod
+    def forward(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return values.index_select(0, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
 @dataclass(frozen=True)
@@ -77,15 +114,18 @@ class OutputOptions:
     native_attention: bool = False  # run rows of one length at a time with the model's own attention instead of packed rows
 
 
-def run_rows(model: PreTrainedModel, batch: TrainBatch, compute_outputs: ComputeOutputs, options: OutputOptions) -> TokenOutputs:
+def run_rows(
+    model: PreTrainedModel, batch: TrainBatch, compute_outputs: ComputeOutputs, options: OutputOptions, packed: PackedRows | None = None
+) -> TokenOutputs:
     """Run a packed forward pass and return the result of compute_outputs, placed in [B, T].
 
     Args:
         model: prepared by prepare.prepare_attention.
         batch: on the model's device.
         options: compute_dtype bfloat16 runs the model's matrix products in bfloat16 (autocast).
+        packed: the batch's rows, planned by pack_batch before they were moved, so that nothing waits for the device; None = plan them here.
     """
-    packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
+    packed = pack_batch(batch, batch.tokens.device) if packed is None else packed
     with torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=options.compute_dtype == torch.bfloat16):
         hidden = (run_native if options.native_attention else run_packed)(model, packed)  # [N, H]
     return compute_outputs(model, hidden, packed, batch.temperatures, options)
@@ -117,12 +157,20 @@ def move_batch(batch: TrainBatch, device: torch.device) -> TrainBatch:
     """Return the batch with every column on the device."""
     if batch.tokens.device == device:
         return batch
-    moved: dict[str, Any] = {f.name: getattr(batch, f.name).to(device) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
+    send = partial(_send, device=device)
+    moved: dict[str, Any] = {f.name: send(getattr(batch, f.name)) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
     if batch.turns is not None:
-        moved["turns"] = map_turns(batch.turns, lambda column: column.to(device))
+        moved["turns"] = map_turns(batch.turns, send)
     if batch.reward_components is not None:
-        moved["reward_components"] = replace(batch.reward_components, scores=batch.reward_components.scores.to(device))
+        moved["reward_components"] = replace(batch.reward_components, scores=send(batch.reward_components.scores))
     return replace(batch, **moved)
+
+
+def _send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device, from pinned memory behind the work already submitted where the device is a GPU, so that the caller need not wait."""
+    if device.type == "cuda" and values.device.type == "cpu":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 @contextmanager
@@ -167,19 +215,25 @@ def pack_padded(tokens: Tensor, lengths: Tensor, context_ids: Tensor | None = No
     starts = begins.flatten()[flat_index].nonzero().squeeze(-1)  # [R]
     cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=flat_index.numel())
     sizes = cu_seqlens.diff()
-    same_length = tuple(
-        starts[sizes == size][:, None] + torch.arange(size, device=tokens.device) for size in sorted(set(cast("list[int]", sizes.tolist())))
-    )
-    gathered = torch.cat([positions.flatten() for positions in same_length])
+    distinct, counts = sizes.unique(return_counts=True)  # ascending
+    by_length = torch.argsort(sizes.repeat_interleave(sizes), stable=True)
+    packed_tokens = tokens.flatten()[flat_index]
     return PackedRows(
-        tokens=tokens.flatten()[flat_index],
+        tokens=packed_tokens,
         position_ids=torch.arange(flat_index.numel(), device=tokens.device) - starts.repeat_interleave(sizes),
         cu_seqlens=cu_seqlens,
         flat_index=flat_index,
         shape=(rows, width),
-        same_length=same_length,
-        order=torch.argsort(gathered),
+        same_length=tuple(zip(cast("list[int]", counts.tolist()), cast("list[int]", distinct.tolist()), strict=True)),
+        by_length=by_length,
+        order=torch.argsort(by_length),
+        shift=shift_packed(packed_tokens, cu_seqlens),
     )
+
+
+def pack_batch(batch: TrainBatch, device: torch.device) -> PackedRows:
+    """Plan the packing of a batch's rows where they are, and move the plan to the device of the pass."""
+    return pack_padded(batch.tokens, batch.lengths, batch.context_ids).to(device)
 
 
 def run_packed(model: PreTrainedModel, packed: PackedRows, attend_fn: AttendFn | None = None, **more: Any) -> Tensor:
@@ -207,11 +261,8 @@ def run_native(model: PreTrainedModel, packed: PackedRows) -> Tensor:
         model: prepared by prepare.prepare_attention, with its own attention.
     """
     decoder = cast("Any", get_decoder(model))
-    outputs: list[Tensor] = []
-    for positions in packed.same_length:  # [S, L]
-        hidden = decoder(input_ids=packed.tokens[positions], use_cache=False).last_hidden_state  # [S, L, H]
-        outputs.append(hidden.flatten(0, 1))
-    return torch.cat(outputs)[packed.order]
+    rows = packed.split_lengths(packed.tokens)  # [S, L] each
+    return packed.join_lengths([decoder(input_ids=tokens, use_cache=False).last_hidden_state for tokens in rows])
 
 
 def attend(
@@ -245,17 +296,40 @@ def attend_packed(
     module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None, *, packed: PackedRows
 ) -> Tensor:
     """Causal attention inside each sequence. query: # [1, Hq, N, D]; key, value: # [1, Hk, N, D]. Returns # [1, N, Hq, D]."""
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, H, D]
     grouped = query.shape[1] != key.shape[1]
+    if _has_varlen(query, value, dropout):
+        return _attend_varlen(rows, scaling, window, packed).unsqueeze(0)
     outputs: list[Tensor] = []
-    for positions in packed.same_length:  # [S, L]
-        q, k, v = (x[0][:, positions].transpose(0, 1) for x in (query, key, value))  # [S, H, L, D]
-        length = positions.shape[1]
+    for parts in zip(*map(packed.split_lengths, rows), strict=True):  # [S, L, H, D] each
+        q, k, v = (x.transpose(1, 2) for x in parts)
+        length = q.shape[2]
         seen = None if window is None or length <= window else _see_window(length, window, query.device)
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=seen is None, scale=scaling, enable_gqa=grouped
         )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [S * L, Hq, D]
-    return torch.cat(outputs)[packed.order].unsqueeze(0)
+        outputs.append(out.transpose(1, 2))  # [S, L, Hq, D]
+    return packed.join_lengths(outputs).unsqueeze(0)
+
+
+def _has_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether torch has one attention call for all rows of this device, dtype and head size; it knows no dropout."""
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or dropout > 0:
+        return False
+    sizes_fit = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return sizes_fit and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _attend_varlen(rows: Sequence[Tensor], scaling: float | None, window: int | None, packed: PackedRows) -> Tensor:
+    """Attend in all rows by one call (FlashAttention, arXiv 2307.08691). rows: query # [N, Hq, D], key and value # [N, Hk, D]."""
+    from torch.nn.attention.varlen import varlen_attn  # since torch 2.10; this backend runs without it elsewhere
+
+    query, key, value = rows
+    ends, longest = packed.cu_seqlens.int(), packed.same_length[-1][1]
+    left = -1 if window is None or window >= longest else window - 1  # tokens before a position that it attends to
+    grouped = query.shape[1] != key.shape[1]
+    attend_rows: Callable[..., Any] = varlen_attn
+    return attend_rows(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=grouped)
 
 
 def _see_window(length: int, window: int, device: torch.device) -> Tensor:
@@ -272,7 +346,7 @@ def compute_log_probs(
     In a row of several contexts a token is conditioned on its own context; both outputs are 0 at the first token of each.
     """
     layer = get_output_layer(model)
-    shift = shift_packed(packed.tokens, packed.cu_seqlens)
+    shift = packed.shift
     if temperatures is not None:
         row_of_token = packed.flat_index // packed.shape[1]
         temperatures = temperatures[row_of_token[shift.positions]]
@@ -301,7 +375,7 @@ def compute_values(
     head's dropout, which token-classification models have, is left out.
     """
     head = get_value_head(model)
-    shift = shift_packed(packed.tokens, packed.cu_seqlens)
+    shift = packed.shift
     values = torch.nn.functional.linear(hidden[shift.predictors].float(), head.weight, head.bias).squeeze(-1)
     return TokenOutputs(log_probs=torch.zeros(packed.shape, device=hidden.device), values=_place(values, packed, shift.positions))
 

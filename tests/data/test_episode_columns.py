@@ -136,11 +136,11 @@ def test_each_context_is_packed_as_a_row_of_its_own(samples):
     assert packed.tokens.tolist() == [token for part in parts for token in part]
     assert packed.position_ids.tolist() == [t for part in parts for t in range(len(part))]
     assert packed.cu_seqlens.tolist() == [sum(map(len, parts[:i])) for i in range(len(parts) + 1)]
-    sequences = {tuple(row) for same in packed.same_length for row in same.tolist()}
+    groups = packed.split_lengths(torch.arange(packed.tokens.numel()))
     bounds = packed.cu_seqlens.tolist()
-    assert sequences == {tuple(range(a, b)) for a, b in pairwise(bounds)}
-    gathered = torch.cat([same.flatten() for same in packed.same_length])
-    assert gathered[packed.order].tolist() == list(range(packed.tokens.numel()))
+    assert [tuple(group.shape) for group in groups] == list(packed.same_length)
+    assert sorted(tuple(row) for group in groups for row in group.tolist()) == [tuple(range(a, b)) for a, b in pairwise(bounds)]
+    assert packed.join_lengths(groups).tolist() == list(range(packed.tokens.numel()))
     real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
     assert packed.unpack(packed.tokens).equal(batch.tokens * real)
 

@@ -52,10 +52,12 @@ from rollouts.errors import BackendError, ConfigError
 from rollouts.models.forward import (
     ComputeOutputs,
     OutputOptions,
+    PackedRows,
     check_batch,
     compute_log_probs,
     describe_outputs,
     move_batch,
+    pack_batch,
     run_rows,
     training_mode,
 )
@@ -298,10 +300,10 @@ class FSDPTrainingBackend:
         Returns: tensor of output_fn, [rows, T of the shard] on the CPU; None without rows.
         """
         self.model.eval()
-        batch = self._dummy_batch() if shard is None else move_batch(shard, self.device)
+        batch, packed = self._place(shard)
         with self._operation("forward"), torch.no_grad():
             try:
-                outputs = self._run(batch, with_entropy)
+                outputs = self._run(batch, packed, with_entropy)
             finally:
                 drop_gathered(self.model)
             return None if shard is None else output_fn(outputs).cpu()
@@ -314,10 +316,10 @@ class FSDPTrainingBackend:
 
         Returns: {"loss", "num_tokens", and the loss's metrics} of this rank's rows; without rows, zeros and no metrics.
         """
-        batch = self._dummy_batch() if shard is None else move_batch(shard, self.device)
+        batch, packed = self._place(shard)
         with training_mode(self.model, dropout=batch.has_dropout), self._operation("forward_backward"):
             try:
-                outputs = self._run(batch, with_entropy)
+                outputs = self._run(batch, packed, with_entropy)
                 if shard is None:  # as many exchanges as the other ranks, and a gradient of zero
                     values = {"loss": 0.0, "num_tokens": 0.0}
                     torch.autograd.backward([0.0 * x.sum() for x in _differentiable(outputs)])
@@ -333,12 +335,17 @@ class FSDPTrainingBackend:
 
     # -- parts
 
-    def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
+    def _place(self, shard: TrainBatch | None) -> tuple[TrainBatch, PackedRows]:
+        """Plan the rows of a shard where it is, and move both to the device; rows that count nothing in place of a shard without rows."""
+        batch = self._dummy_batch() if shard is None else shard
+        return move_batch(batch, self.device), pack_batch(batch, self.device)
+
+    def _run(self, batch: TrainBatch, packed: PackedRows, with_entropy: bool) -> TokenOutputs:
         """Run run_rows inside the call that gathers the root's parameters; that call knows tensors only."""
         options = replace(self._options, with_entropy=with_entropy)
 
         def run() -> tuple[Tensor, Tensor | None, Tensor | None]:
-            outputs = run_rows(self.model, batch, self._compute_outputs, options)
+            outputs = run_rows(self.model, batch, self._compute_outputs, options, packed)
             copies = (None if x is None else x.clone() for x in (outputs.log_probs, outputs.entropy, outputs.values))
             log_probs, entropy, values = copies  # not views: the backward pass hooks these very tensors
             assert log_probs is not None

@@ -35,7 +35,18 @@ from rollouts.backends.pytorch.files import (
     write_trainer_state,
 )
 from rollouts.backends.ranks.distributed import Ranks
-from rollouts.models.forward import ComputeOutputs, OutputOptions, admit_batch, compute_log_probs, describe_outputs, run_rows, training_mode
+from rollouts.models.forward import (
+    ComputeOutputs,
+    OutputOptions,
+    PackedRows,
+    check_batch,
+    compute_log_probs,
+    describe_outputs,
+    move_batch,
+    pack_batch,
+    run_rows,
+    training_mode,
+)
 from rollouts.models.prepare import prepare_model
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import (
@@ -140,14 +151,14 @@ class PyTorchTrainingBackend:
         """Return output_fn of the model's outputs, without gradient, on the CPU."""
         self.model.eval()
         with torch.no_grad():
-            outputs = self._run(admit_batch(batch, self.limits, self.device), with_entropy)
+            outputs = self._run(*self._admit(batch), with_entropy)
         return ImmediateTrainFuture(output_fn(outputs).cpu(), "forward")
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
         """Add the gradient of loss_fn on this batch."""
-        batch = admit_batch(batch, self.limits, self.device)
+        batch, packed = self._admit(batch)
         with training_mode(self.model, dropout=batch.has_dropout):
-            loss, metrics = loss_fn(self._run(batch, with_entropy), batch)
+            loss, metrics = loss_fn(self._run(batch, packed, with_entropy), batch)
             loss.backward()
         self._has_gradient = True
         return ImmediateTrainFuture(collect_metrics(loss, metrics, batch), "forward_backward")
@@ -267,5 +278,10 @@ class PyTorchTrainingBackend:
         check_weights_fit(self.model, weights, str(directory))
         copy_weights(self.model, weights)
 
-    def _run(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
-        return run_rows(self.model, batch, self._compute_outputs, replace(self._options, with_entropy=with_entropy))
+    def _admit(self, batch: TrainBatch) -> tuple[TrainBatch, PackedRows]:
+        """Check a batch and plan its rows where it is, then move both to the device."""
+        check_batch(batch, self.limits)
+        return move_batch(batch, self.device), pack_batch(batch, self.device)
+
+    def _run(self, batch: TrainBatch, packed: PackedRows, with_entropy: bool) -> TokenOutputs:
+        return run_rows(self.model, batch, self._compute_outputs, replace(self._options, with_entropy=with_entropy), packed)
