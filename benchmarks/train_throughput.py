@@ -26,7 +26,6 @@ from rollouts.backends.factory import create_pytorch_backend
 from rollouts.data.collate import collate_samples
 from rollouts.types import Sample, TrainBatch
 
-
 RAGGED = np.clip(np.random.default_rng(0).lognormal(4.2, 0.8, 64).astype(int), 4, 400)
 """Log-normal lengths of rows, as responses have: mean about 90 tokens, at most 400."""
 

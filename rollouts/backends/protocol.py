@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, overload
 
+import torch
 from torch import Tensor
 
 from rollouts.data.model_limits import ModelLimits
@@ -203,5 +204,8 @@ def count_shards(backend: object) -> int:
 
 def collect_metrics(loss: Tensor, metrics: Mapping[str, float | Tensor], batch: TrainBatch) -> dict[str, float]:
     """Collect the result of a forward_backward: {"loss", "num_tokens", the metrics of the loss}."""
-    values = {"loss": float(loss.detach()), "num_tokens": float((batch.loss_mask > 0).sum())}
-    return values | {name: float(value) for name, value in metrics.items()}
+    values = {"loss": loss.detach(), "num_tokens": (batch.loss_mask > 0).sum(), **metrics}
+    on_device = {name: value.detach().double() for name, value in values.items() if isinstance(value, Tensor) and value.is_cuda}
+    if on_device:  # one copy, since each waits for the device
+        values |= dict(zip(on_device, cast("list[float]", torch.stack(list(on_device.values())).tolist()), strict=True))
+    return {name: float(value) for name, value in values.items()}

@@ -36,7 +36,8 @@ ATTENTION_NAME = "rollouts"
 
 USE_ANOTHER = "Use another model, or one of this family without that"
 _PASSED_ON = ("scaling", "dropout", "sliding_window")  # keywords of attention that an AttendFn gets
-_UNRELATED = ("position_ids", "use_cache", "output_router_logits")  # keywords that do not concern attention
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # keywords of name_boundaries
+_UNRELATED = ("position_ids", "use_cache", "output_router_logits", *_BOUNDARIES)  # keywords that our attention does not need
 
 
 AttendFn: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor, "float | None", float, "int | None"], Tensor]
@@ -61,7 +62,7 @@ class PackedRows:
     same_length: tuple[tuple[int, int], ...]  # (S, L): number of sequences of each distinct length L, the shortest first
     by_length: Tensor  # [N] int64: packed positions, sequences of the first length first
     order: Tensor  # [N] int64: position of each packed token in by_length
-    shift: PackedShift  # which positions predict which
+    shift: PackedShift  # predictors and predicted positions
 
     def unpack(self, values: Tensor) -> Tensor:
         """Unpack [N] -> [B, T], 0 on pads; keeps the gradient."""
@@ -167,7 +168,7 @@ def move_batch(batch: TrainBatch, device: torch.device) -> TrainBatch:
 
 
 def _send(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device, from pinned memory behind the work already submitted where the device is a GPU, so that the caller need not wait."""
+    """Copy to a device; to a GPU from pinned memory, behind the work already submitted, so that the caller need not wait."""
     if device.type == "cuda" and values.device.type == "cpu":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
@@ -249,9 +250,23 @@ def run_packed(model: PreTrainedModel, packed: PackedRows, attend_fn: AttendFn |
         position_ids=packed.position_ids[None],
         use_cache=False,
         attend_fn=attend_fn or partial(attend_packed, packed=packed),
+        **name_boundaries(model, packed),
         **more,
     )
     return output.last_hidden_state[0]
+
+
+def name_boundaries(model: PreTrainedModel, packed: PackedRows) -> dict[str, Any]:
+    """Name the boundaries of packed rows as transformers does, for kernels of linear attention; empty for a model without such layers.
+
+    transformers raises ValueError, naming the package to install, where only its own implementation is there, which mixes rows.
+    """
+    if "linear_attention" not in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        return {}
+    ends, num_tokens = packed.cu_seqlens.int(), packed.tokens.numel()
+    rows = torch.arange(len(ends) - 1, dtype=torch.int32, device=ends.device).repeat_interleave(ends.diff(), output_size=num_tokens)
+    longest = packed.same_length[-1][1]
+    return dict(zip(_BOUNDARIES, (ends, ends, longest, longest, rows[None]), strict=True))
 
 
 def run_native(model: PreTrainedModel, packed: PackedRows) -> Tensor:
@@ -298,8 +313,8 @@ def attend_packed(
     """Causal attention inside each sequence. query: # [1, Hq, N, D]; key, value: # [1, Hk, N, D]. Returns # [1, N, Hq, D]."""
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, H, D]
     grouped = query.shape[1] != key.shape[1]
-    if _has_varlen(query, value, dropout):
-        return _attend_varlen(rows, scaling, window, packed).unsqueeze(0)
+    if has_varlen(query, value, dropout):
+        return attend_varlen(rows, scaling, window, packed).unsqueeze(0)
     outputs: list[Tensor] = []
     for parts in zip(*map(packed.split_lengths, rows), strict=True):  # [S, L, H, D] each
         q, k, v = (x.transpose(1, 2) for x in parts)
@@ -312,19 +327,31 @@ def attend_packed(
     return packed.join_lengths(outputs).unsqueeze(0)
 
 
-def _has_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether torch has one attention call for all rows of this device, dtype and head size; it knows no dropout."""
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or dropout > 0:
+def has_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether torch has one attention call for all rows on this device, in this dtype and head size; it knows no dropout."""
+    if query.device.type != "cuda" or find_attention_dtype(query) not in (torch.bfloat16, torch.float16) or dropout > 0:
         return False
     sizes_fit = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     return sizes_fit and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _attend_varlen(rows: Sequence[Tensor], scaling: float | None, window: int | None, packed: PackedRows) -> Tensor:
-    """Attend in all rows by one call (FlashAttention, arXiv 2307.08691). rows: query # [N, Hq, D], key and value # [N, Hk, D]."""
+def find_attention_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype that attention computes in: that of autocast, where rotated queries and keys are float32, or the query's."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def attend_varlen(rows: Sequence[Tensor], scaling: float | None, window: int | None, packed: PackedRows) -> Tensor:
+    """Attend in all rows by one call (FlashAttention-2, arXiv 2307.08691).
+
+    Args:
+        rows: query # [N, Hq, D], key and value # [N, Hk, D].
+
+    Returns: # [N, Hq, D], in the dtype of attention.
+    """
     from torch.nn.attention.varlen import varlen_attn  # since torch 2.10; this backend runs without it elsewhere
 
-    query, key, value = rows
+    query, key, value = (x.to(find_attention_dtype(rows[0])) for x in rows)
     ends, longest = packed.cu_seqlens.int(), packed.same_length[-1][1]
     left = -1 if window is None or window >= longest else window - 1  # tokens before a position that it attends to
     grouped = query.shape[1] != key.shape[1]

@@ -8,7 +8,7 @@ length at a time, which is slower and exact. Only a model that is not causal is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -49,7 +49,11 @@ LONGEST_CHECK = 512
 FARTHEST_MASK = 1 << 20
 """Position up to which masks are read if a model has no context length or a longer one."""
 
-_KINDS = ("full_attention", "sliding_attention")  # layer types that are computed
+ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+"""Layer types whose attention is computed here."""
+
+PACKED_LAYERS = (*ATTENTION_LAYERS, "linear_attention")
+"""Layer types that can run packed rows: linear attention where its kernels keep rows apart."""
 
 
 def prepare_model(
@@ -305,13 +309,16 @@ def probe_attention(model: PreTrainedModel) -> int | None:
     Returns: the widest sliding window of its layers; None if all attend to whole rows. The model has transformers' attention afterwards.
     Raises: ConfigError for a layer with any other attention than causal over whole rows or a sliding window.
     """
-    check_layer_kinds(model)
+    check_layer_kinds(model, PACKED_LAYERS)
     masks = ProbedMasks(model.config.get_text_config())
     windows: set[int] = set()
+    calls = 0
     tokens = draw_check_tokens(model, (1, 5))
     packed = pack_padded(tokens, torch.full((1,), 5, device=tokens.device))
 
     def note(module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
+        nonlocal calls
+        calls += 1
         windows.update(() if window is None else (window,))
         return attend_packed(module, query, key, value, scaling, dropout, window, packed=packed)
 
@@ -322,17 +329,19 @@ def probe_attention(model: PreTrainedModel) -> int | None:
         run_packed(model, packed, note, masks=masks)
     finally:
         model.set_attn_implementation(before)
+    if calls == 0:
+        raise ConfigError(f"{type(model).__name__} has no layer whose attention function can be replaced. {USE_ANOTHER}")
     return max(windows, default=None)
 
 
-def check_layer_kinds(model: PreTrainedModel) -> None:
-    """Raise ConfigError if the configuration names layers of an unsupported kind."""
+def check_layer_kinds(model: PreTrainedModel, known: Sequence[str] = ATTENTION_LAYERS) -> None:
+    """Raise ConfigError if the configuration names layers of another kind than the known ones."""
     config: Any = model.config.get_text_config()
-    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(_KINDS)
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(known)
     if kinds:
         raise ConfigError(
             f"{type(model).__name__} has layers that are not computed here: layer_types of its configuration (model_type "
-            f"{config.model_type!r}) has {', '.join(map(repr, sorted(kinds)))}, and known are {', '.join(_KINDS)}. {USE_ANOTHER}"
+            f"{config.model_type!r}) has {', '.join(map(repr, sorted(kinds)))}, and known are {', '.join(known)}. {USE_ANOTHER}"
         )
 
 

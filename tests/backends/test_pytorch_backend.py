@@ -2,10 +2,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.attention.varlen
+from hypothesis import given
+from hypothesis import strategies as st
 from samples import draw_batch
 
 from rollouts.algorithms.loss_weights import token_mean
@@ -19,7 +23,8 @@ from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.pytorch.files import read_trainer_state
 from rollouts.data.collate import collate_samples
 from rollouts.errors import BackendError, CheckpointError
-from rollouts.models.forward import pack_padded, run_packed
+from rollouts.models import forward
+from rollouts.models.forward import attend_packed, find_attention_dtype, has_varlen, pack_padded, run_packed
 from rollouts.models.prepare import use_packed_attention
 from rollouts.testing import create_tiny_model
 from rollouts.types import Sample
@@ -39,6 +44,62 @@ def test_packed_rows_have_the_hidden_states_of_single_rows(architecture):
         rows = [plain.model(input_ids=batch.tokens[i : i + 1, :n]).last_hidden_state[0] for i, n in enumerate(batch.lengths.tolist())]
     torch.testing.assert_close(found, torch.cat(rows), atol=1e-5, rtol=1e-4)
     assert packed.unpack(packed.tokens.float()).long().equal(batch.tokens * (torch.arange(9) < batch.lengths[:, None]))
+
+
+def attend_as_documented(query, key, value, ends, ends_of_keys, longest, longest_key, *, scale, window_size, enable_gqa):
+    """torch.nn.attention.varlen.varlen_attn in naive loops: position i of a row attends to the positions i - left to i + right."""
+    assert ends.dtype == torch.int32 and ends.equal(ends_of_keys) and longest == longest_key == int(ends.diff().max())
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    left, right = window_size
+    assert right == 0
+    out = torch.empty_like(query)
+    for begin, end in pairwise(ends.tolist()):
+        for i in range(begin, end):
+            for head in range(query.shape[1]):
+                own = head * key.shape[1] // query.shape[1]
+                seen = slice(begin if left < 0 else max(begin, i - left), i + 1)
+                scores = (key[seen, own] @ query[i, head]) * (query.shape[-1] ** -0.5 if scale is None else scale)
+                out[i, head] = scores.softmax(0) @ value[seen, own]
+    return out
+
+
+@pytest.mark.parametrize(("window", "scaling"), [(None, None), (3, 0.3), (9, None), (40, 0.2)])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_one_call_for_all_rows_attends_as_a_call_for_each_length(monkeypatch, window, scaling, num_kv_heads):
+    batch, draw = draw_batch(0, LENGTHS), torch.Generator().manual_seed(0)
+    packed = pack_padded(batch.tokens, batch.lengths)
+    query, key, value = (torch.randn(1, n, sum(LENGTHS), 8, generator=draw) for n in (4, num_kv_heads, num_kv_heads))
+    expected = attend_packed(None, query, key, value, scaling, 0.0, window, packed=packed)
+    monkeypatch.setattr(forward, "has_varlen", lambda *_: True)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", attend_as_documented)
+    found = attend_packed(None, query, key, value, scaling, 0.0, window, packed=packed)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_one_call_for_all_rows_is_for_half_precision_on_a_gpu_alone():
+    query = torch.zeros(1, 4, 9, 64)
+    assert not any(has_varlen(query.to(dtype), query.to(dtype), 0.0) for dtype in (torch.float32, torch.bfloat16, torch.float16))
+    assert find_attention_dtype(query) == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # a rotated query is float32 there, and attention casts it
+        assert find_attention_dtype(query) == torch.bfloat16
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 99))
+def test_splitting_by_length_gathers_values_and_gradients(lengths, seed):
+    draw = torch.Generator().manual_seed(seed)
+    packed = pack_padded(torch.zeros(len(lengths), max(lengths), dtype=torch.int64), torch.tensor(lengths))
+    values = torch.randn(sum(lengths), 2, generator=draw, requires_grad=True)
+    weights = torch.randn(sum(lengths), 2, generator=draw)
+    rows = torch.split(values, lengths)
+    weighed = torch.split(weights, lengths)
+    parts = packed.split_lengths(values)
+    for size, part in zip(sorted(set(lengths)), parts, strict=True):
+        assert part.equal(torch.stack([row for row in rows if len(row) == size]))
+    coefficients = packed.split_lengths(weights)
+    (grad,) = torch.autograd.grad(sum((part * c * c).sum() for part, c in zip(parts, coefficients, strict=True)), values)
+    assert grad.equal(torch.cat([w * w for w in weighed]))
+    (grad,) = torch.autograd.grad((packed.join_lengths([part * 2 for part in packed.split_lengths(values)]) * weights).sum(), values)
+    assert grad.equal(2 * weights)
 
 
 def test_logits_of_all_tokens_never_exist_at_once():

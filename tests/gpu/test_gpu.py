@@ -33,6 +33,8 @@ from rollouts.backends.ranks.distributed import init_distributed, leave_distribu
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.weights.cuda_ipc import SharedBucket, vllm_handles
 from rollouts.engines.weights.nccl import create_communicator
+from rollouts.models import forward
+from rollouts.models.forward import OutputOptions, attend_packed, compute_log_probs, move_batch, pack_batch, run_rows
 from rollouts.models.loading import load_hf_model
 from rollouts.types import SamplingParams
 
@@ -78,6 +80,39 @@ def test_attention_takes_a_kernel_without_a_matrix_of_scores(dtype: torch.dtype,
     before = torch.cuda.memory_allocated()
     torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=num_kv_heads != 14)
     assert torch.cuda.max_memory_allocated() - before < 200 * 2**20, "the scores alone are 14 x 4096 x 4096 numbers"
+
+
+@needs.cuda()
+@pytest.mark.parametrize(("window", "num_kv_heads"), [(None, 2), (None, 8), (16, 2), (50, 8)])
+def test_one_call_for_all_rows_is_a_call_for_each_length(window: int | None, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch):
+    packed = pack_batch(draw_batch(0, LENGTHS), torch.device(DEVICE))
+    shapes = [(1, sum(LENGTHS), heads, 64) for heads in (8, num_kv_heads, num_kv_heads)]
+    leaves = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    direction = torch.randn(shapes[0], device=DEVICE)
+    found = []
+    for one_call in (True, False):
+        monkeypatch.setattr(forward, "has_varlen", lambda *_, one_call=one_call: one_call)
+        query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
+        out = attend_packed(None, query, key, value, 0.2, 0.0, window, packed=packed)
+        found.append((out.detach(), *torch.autograd.grad((out.float() * direction).sum(), leaves)))
+    for a, b in zip(*found, strict=True):
+        assert float((a - b).abs().max()) < 2e-2 * float(b.abs().max())  # an attended position too many or too few changes more
+
+
+@needs.cuda()
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_a_micro_batch_is_submitted_without_waiting_for_the_device(dtype: str):
+    backend = create_pytorch_backend(make_model(), lr=1e-4, device=DEVICE, compute_dtype=dtype)
+    batch = draw_batch(0, LENGTHS, vocab_size=32_000)
+    options = OutputOptions(compute_dtype=getattr(torch, dtype), with_entropy=True)
+    backend.forward_backward(batch, sft_loss, with_entropy=True)  # allocates
+    torch.cuda.set_sync_debug_mode("error")  # any wait raises
+    try:
+        moved, packed = move_batch(batch, torch.device(DEVICE)), pack_batch(batch, torch.device(DEVICE))
+        loss, _ = sft_loss(run_rows(backend.model, moved, compute_log_probs, options, packed), moved)
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

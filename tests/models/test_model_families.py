@@ -6,6 +6,7 @@ Each family is a tiny random model with windows of 8 tokens where it has any; ro
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from dataclasses import replace
 from functools import partial
@@ -101,8 +102,8 @@ NATIVE = {  # with their own attention
                      r"'gemma2'.*attn_logit_softcapping = 50"),
     "llama4": Family("llama4_text", HEADS | {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}, WINDOW,
                      r"'llama4_text'.*'chunked_attention'"),
-    "qwen3-next": Family("qwen3_next", HEADS | LINEAR | {"num_hidden_layers": 4}, None, r"layer_types.*'qwen3_next'.*'linear_attention'"),
-    "qwen3.5": Family("qwen3_5_text", HEADS | LINEAR | {"num_hidden_layers": 4}, None, r"'qwen3_5_text'.*'linear_attention'"),
+    "qwen3-next": Family("qwen3_next", HEADS | LINEAR | {"num_hidden_layers": 4}, None, "packed.*(causal.conv1d|flash-linear)"),
+    "qwen3.5": Family("qwen3_5_text", HEADS | LINEAR | {"num_hidden_layers": 4}, None, "packed.*(causal.conv1d|flash-linear)"),
     "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, None, r"layer_types.*'lfm2'.*'conv'"),
     "deepseek v3.2": Family("deepseek_v32", LATENT | EXPERTS | {"num_key_value_heads": 4}, None, "'indexed_attention'"),
     "a window in the mask alone": Family("phimoe", {"sliding_window": WINDOW, "num_local_experts": 2}, WINDOW,
@@ -112,7 +113,7 @@ NATIVE = {  # with their own attention
 
 
 NATIVE["recurrent gemma"] = Family("recurrent_gemma", HEADS | {"num_hidden_layers": 3, "attention_window_size": 8, "logits_soft_cap": 2.0},
-                                   None, "recurrent")  # fmt: skip
+                                   None, "RecurrentGemma.*other logits for packed")  # fmt: skip
 REFUSED = {"no causal attention": Family("llama", HEADS | {"is_causal": False}, None, "LlamaForCausalLM is not causal|gives other logits")}
 EVERY = {**COMPUTED, **NATIVE}
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name == "qwen3-next" else name for name in EVERY]  # its layers take seconds on a CPU
@@ -172,6 +173,45 @@ async def test_a_family_has_the_numbers_of_transformers_beyond_its_windows(name:
         assert probe_attention(own) == family.window
     else:
         assert len(said) == 1 and re.search(family.refused, said[0])
+
+
+def keep_rows_apart(module: Any) -> dict[str, Any]:
+    """Return functions of linear attention that keep packed rows apart, as the kernels for GPUs do, from transformers' own for one row."""
+    compute_rows, convolve_rows = module.torch_chunk_gated_delta_rule, module.causal_conv1d_fn
+
+    def delta_rule(*inputs: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, cu_seqlens: Any = None, **more: Any) -> Any:
+        bounds = [0, inputs[0].shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+        more = {key: more[key] for key in ("use_qk_l2norm_in_kernel", "initial_state", "output_final_state")}
+        parts = [
+            compute_rows(*(x[:, a:b] for x in inputs), g=g[:, a:b], beta=beta[:, a:b], **more)[0] for a, b in itertools.pairwise(bounds)
+        ]
+        return torch.cat(parts, dim=1), None
+
+    def convolve(hidden: torch.Tensor, weight: Any, bias: Any = None, activation: Any = None, seq_idx: Any = None, **_: Any) -> Any:
+        sizes = [hidden.shape[2]] if seq_idx is None else seq_idx[0].bincount().tolist()
+        return torch.cat([convolve_rows(part, weight, bias, activation=activation) for part in hidden.split(sizes, dim=2)], dim=2)
+
+    return {"torch_chunk_gated_delta_rule": delta_rule, "causal_conv1d_fn": convolve}
+
+
+async def test_linear_attention_runs_packed_where_its_kernels_keep_rows_apart(monkeypatch: pytest.MonkeyPatch, caplog: Any):
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    own, batch = create_family(NATIVE["qwen3.5"]), draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"])
+    batch = replace(batch, dropout=False)
+    native = create_pytorch_backend(copy.deepcopy(own), lr=1e-3)
+    assert "flash-linear-attention" in caplog.text or "causal" in caplog.text
+    caplog.clear()
+    for name, function in keep_rows_apart(modeling_qwen3_5).items():
+        monkeypatch.setattr(modeling_qwen3_5, name, function)
+    packed = create_pytorch_backend(copy.deepcopy(own), lr=1e-3)
+    assert not caplog.records
+    found, expected = (backend.forward(batch, lambda outputs: outputs.log_probs).value for backend in (packed, native))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for backend in (packed, native):
+        backend.forward_backward(batch, weigh_log_probs)
+    for (name, a), (_, b) in zip(packed.model.named_parameters(), native.model.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("name", NAMES)
