@@ -471,12 +471,18 @@ def get_output_layer(model: PreTrainedModel) -> OutputLayer:
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier"):
         scale *= 1.0 if getattr(config, name, None) is None else float(getattr(config, name))
+    if getattr(config, "logits_mup_width_multiplier", None) is not None:  # Inkling
+        scale /= float(config.logits_mup_width_multiplier)
     if getattr(config, "logits_scaling", None) is not None:  # Granite divides by it, HyperCLOVA X multiplies
         scale *= float(config.logits_scaling) ** (1 if str(config.model_type).startswith("hyperclovax") else -1)
     caps = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
     soft_cap = next((cap for cap in caps if cap is not None), None)
     transform = LogitTransform(scale, soft_cap)
-    return OutputLayer(head.weight, head.bias, None if transform == LogitTransform() else transform)
+    weight, bias = cast("tuple[Tensor, Tensor | None]", (head.weight, head.bias))
+    size = getattr(config, "unpadded_vocab_size", None)  # Inkling drops the logits of rows that only pad the matrix
+    if size is not None and size < head.out_features:
+        weight, bias = weight[:size], None if bias is None else bias[:size]
+    return OutputLayer(weight, bias, None if transform == LogitTransform() else transform)
 
 
 def get_value_head(model: PreTrainedModel) -> torch.nn.Linear:

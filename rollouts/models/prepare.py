@@ -196,15 +196,17 @@ def check_native_rows(model: PreTrainedModel, compute_dtype: torch.dtype | None 
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16) if compute_dtype == torch.bfloat16 else nullcontext():
-            head = get_output_layer(model) if has_logits else None
             length = find_check_length(model, find_widest(model), at_least=9)
-            if has_logits:
-                check_output_layer(model)
             tokens = draw_check_tokens(model, (3, length))
             tokens[2, : length // 2] = tokens[1, : length // 2]  # the third row is the second with another end
             run = cast("Any", model if has_logits else get_decoder(model))
             rows = [run(input_ids=row[None], use_cache=False) for row in tokens]
             expected = torch.cat([row.logits if has_logits else row.last_hidden_state for row in rows])
+            _check_finite(model, expected)
+            _check_causal(model, expected[1, : length // 2], expected[2, : length // 2])
+            head = get_output_layer(model) if has_logits else None
+            if has_logits:
+                check_output_layer(model)
             hidden = run_native(model, pack_padded(tokens, torch.full((3,), length, device=device)))
             found = (hidden if head is None else head.compute_logits(hidden)).view(expected.shape)
             dtype = find_dtype(model, found)  # within autocast: changed logits are float32 whatever the passes are
@@ -214,37 +216,47 @@ def check_native_rows(model: PreTrainedModel, compute_dtype: torch.dtype | None 
         raise ConfigError(f"{kind} cannot run rows{_quote_fields(model.config)}: {error}") from error
     finally:
         model.train(was_training)
-    _check_finite(model, expected)
     what = "logits" if has_logits else "hidden states"
-    begin = slice(0, length // 2)
-    if not is_same(found[1, begin], found[2, begin], dtype):
-        raise ConfigError(
-            f"{kind} is not causal: other tokens at the end of a row change the {what} at its beginning. Only models that predict each "
-            "token from those before it can be trained here"
-        )
     check_same(found, expected, f"{kind} gives other {what} for rows beside others than alone", dtype)
 
 
+def _check_causal(model: PreTrainedModel, found: Tensor, expected: Tensor) -> None:
+    """Raise ConfigError if two rows with one beginning have other results there."""
+    if not is_same(found, expected, find_dtype(model, found)):
+        raise ConfigError(
+            f"{type(model).__name__} is not causal: other tokens at the end of a row change the results at its beginning. Only models that "
+            "predict each token from those before it can be trained here"
+        )
+
+
 def check_output_layer(model: PreTrainedModel) -> None:
-    """Check that get_output_layer gives the model's own logits, also large ones, which soft caps bound.
+    """Check that get_output_layer gives the model's own logits of its last hidden states, also large ones, which soft caps bound.
 
     Raises: ConfigError if it does not, or if the output layer is not linear.
     """
     layer, scaled = get_output_layer(model), list[Tensor]()
 
-    def enlarge(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden = inputs[0]
+    def enlarge(hidden: Tensor) -> Tensor:
         largest = torch.nn.functional.linear(hidden, layer.weight, layer.bias).abs().max().float().clamp(min=1e-6)
-        scaled.append(hidden * (100 / largest).to(hidden.dtype))
-        return (scaled[-1], *inputs[1:])
+        scaled[:] = [hidden * (100 / largest).to(hidden.dtype)]
+        return scaled[0]
 
-    hook = cast("torch.nn.Module", model.get_output_embeddings()).register_forward_pre_hook(enlarge)
+    def enlarge_output(_module: Any, _inputs: Any, output: Any) -> None:
+        output.last_hidden_state = enlarge(output.last_hidden_state)
+
+    def enlarge_input(_module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        return None if scaled else (enlarge(inputs[0]), *inputs[1:])
+
+    head = cast("torch.nn.Module", model.get_output_embeddings())
+    # OPT calls a part of its decoder only, so that the first hook is not reached
+    hooks = (get_decoder(model).register_forward_hook(enlarge_output), head.register_forward_pre_hook(enlarge_input))
     try:
         expected = cast("Any", model)(input_ids=draw_check_tokens(model, (1, 5)), use_cache=False).logits
     finally:
-        hook.remove()
-    _check_finite(model, scaled[-1], expected)
-    found = layer.compute_logits(scaled[-1]).view(expected.shape)
+        for hook in hooks:
+            hook.remove()
+    _check_finite(model, scaled[0], expected)
+    found = layer.compute_logits(scaled[0]).view(expected.shape)
     dtype = find_dtype(model, found)
     if not _measure_difference(found, expected) <= (1e-4 if dtype == torch.float32 else 5e-2):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Compare text families of transformers, as tiny random models, with transformers' own forward pass, and write the table of docs/models.md.
 
-python tools/docs/generate_models.py           writes the table, about three minutes
+python tools/docs/generate_models.py           writes the table, about four minutes
 python tools/docs/generate_models.py qwen3     prints the rows of some families
 """
 
@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from rollouts.types import LossOutput, Sample, SamplingParams
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families begin -->", "<!-- families end -->"
 WINDOW = 8
-LENGTHS = (33, 5, 33, 24, 11)  # more than three windows, and ragged
 LOG_PROB_BAR, GRADIENT_BAR = 1e-5, 1e-4  # largest differences in float32: nats; relative to the largest entry of a gradient
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -40,7 +40,7 @@ EXPERTS |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2, "mamba_d_conv": 4}
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
-OTHERS = {"mamba_chunk_size": 8, "linear_conv_kernel_dim": 4, "sliding_window": WINDOW, "attention_chunk_size": WINDOW}
+OTHERS = {"mamba_chunk_size": 8, "linear_conv_kernel_dim": 4}
 OWN = {  # settings under names of a family's own, or that it needs besides
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64},
     "bloom": {"n_head": 4, "n_layer": 2},
@@ -61,6 +61,14 @@ OWN = {  # settings under names of a family's own, or that it needs besides
         "hidden_size_per_layer_input": 16,
     },
     "gemma4_text": {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 16, "num_hidden_layers": 6},
+    "longcat_flash": {
+        "head_dim": 8,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "num_layers": 2,
+    },
     "llama4_text": {"intermediate_size_mlp": 96},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "chunk_size": 8},
     "cohere": {"logit_scale": 0.25},
@@ -73,7 +81,9 @@ gemma3_text gemma3n_text gemma4_text phi phi3 phimoe olmo olmo2 olmo3 olmoe olmo
 deepseek_v3 deepseek_v32 deepseek_v4 glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa smollm3 granite granitemoe granitemoehybrid cohere
 cohere2 starcoder2 opt bloom falcon stablelm ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe minimax minimax_m2 lfm2
 lfm2_moe exaone4 seed_oss dots1 flex_olmo longcat_flash mamba mamba2 bamba jamba falcon_h1 nemotron_h nemotron arcee apertus vaultgemma
-llama4_text helium zamba2 recurrent_gemma afmoe solar_open youtu bitnet diffllama doge jetmoe cwm step3p5 mimo_v2 hy_v3
+llama4_text helium zamba2 recurrent_gemma afmoe solar_open youtu bitnet diffllama doge jetmoe cwm mimo_v2_flash hy_v3 hy_v4 persimmon
+nanochat jais2 exaone_moe minicpm3 hyperclovax laguna mellum bailing_hybrid kolibri1 flint falcon_mamba axk1 cohere2_moe granite_swa
+granitemoe_swa granitemoeshared iquestcoder lfm3 minimax_m3_vl_text hrm_text inkling_text gpt_neox_japanese biogpt
 """.split()  # noqa: SIM905
 
 
@@ -98,15 +108,20 @@ class Row:
         return f"| {self.family} | {self.training} | {self.decoding} | {figures} |"
 
 
-def create_model(family: str) -> Any:
-    """Create a tiny random causal language model. Raises ValueError if transformers has none of this family of these sizes."""
+def create_model(family: str, window: int = WINDOW) -> Any:
+    """Create a tiny random causal language model. Raises ValueError if transformers has none of this family of these sizes.
+
+    Args:
+        window: sliding window, or size of chunks, of the layers that have one, in tokens.
+    """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     if family not in CONFIG_MAPPING:
         raise ValueError("not in this version of transformers")
     kind = CONFIG_MAPPING[family]
     names = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "__dataclass_fields__", ())}
-    wanted = {**SIZES, **EXPERTS, **LATENT, **MAMBA, **LINEAR, **OTHERS}
+    wanted = {**SIZES, **EXPERTS, **LATENT, **MAMBA, **LINEAR, **OTHERS, "sliding_window": window, "attention_chunk_size": window}
+    wanted["max_position_embeddings"] = max(64, 8 * window)
     problem: Exception | None = None
     for left_out in ((), ("head_dim",), tuple(LATENT)):
         chosen = {name: value for name, value in wanted.items() if name in names and name not in left_out}
@@ -118,7 +133,7 @@ def create_model(family: str) -> Any:
                     if "proj" in name or "attn" in name:  # so that attention is not next to uniform
                         parameter.data *= 3
             with torch.no_grad():
-                model(input_ids=torch.tensor([draw_rows()[0]]), use_cache=False)
+                model(input_ids=torch.tensor([draw_rows(window)[0]]), use_cache=False)
             return model
         except Exception as error:  # whatever a configuration raises
             problem = error
@@ -139,20 +154,21 @@ def find_worst(worst: float, differences: torch.Tensor) -> float:
     return max(worst, found) if math.isfinite(found) else math.inf
 
 
-def draw_rows() -> list[list[int]]:
-    """Draw rows of random tokens."""
+def draw_rows(window: int) -> list[list[int]]:
+    """Draw ragged rows of random tokens, two of them longer than four windows."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in LENGTHS]
+    lengths = (4 * window + 1, 5, 4 * window + 1, 3 * window, window + 3)
+    return [torch.randint(3, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
 
 
-def compare_training(model: Any, trained: Any) -> tuple[float, float]:
+def compare_training(model: Any, trained: Any, rows: Sequence[Sequence[int]]) -> tuple[float, float]:
     """Return the largest differences of log-probs and gradients between a backend and the model's own passes over single rows.
 
     Args:
         model, trained: equal models.
     """
     samples = []
-    for i, tokens in enumerate(draw_rows()):
+    for i, tokens in enumerate(rows):
         samples.append(Sample(index=i, group_index=i, tokens=tuple(tokens), loss_mask=(0, *[1] * (len(tokens) - 1)), reward=0.0))
     batch = replace(collate_samples(samples), dropout=False)
     weights = torch.linspace(-1, 1, batch.tokens.shape[1])
@@ -173,17 +189,19 @@ def compare_training(model: Any, trained: Any) -> tuple[float, float]:
     return worst, relative
 
 
-async def compare_engine(model: Any, served: Any) -> tuple[bool, float]:
+async def compare_engine(model: Any, served: Any, rows: Sequence[Sequence[int]]) -> tuple[bool, float]:
     """Return whether the embedded engine decodes with the model's own caches, and the largest difference of its log-probs.
 
     Args:
         model, served: equal models.
     """
     engine = InProcessEngine(served, eos_token_ids=())
-    rows, done = draw_rows(), []
+    done = []
+    longest = max(map(len, rows)) // 3
 
     async def generate(i: int) -> None:
-        done.append(await engine.generate(rows[i][:11], SamplingParams(max_tokens=12 + 3 * i, seed=i), request_id=f"{i}"))
+        params = SamplingParams(max_tokens=longest + 3 * i, seed=i)
+        done.append(await engine.generate(rows[i][:longest], params, request_id=f"{i}"))
 
     async with engine, trio.open_nursery() as nursery:
         for i in range(len(rows)):
@@ -197,16 +215,17 @@ async def compare_engine(model: Any, served: Any) -> tuple[bool, float]:
     return isinstance(engine._slots, NativeModel), worst  # pyright: ignore[reportPrivateUsage]
 
 
-def compare_family(family: str) -> Row:
-    """Compare one family."""
+def compare_family(family: str, window: int = WINDOW) -> Row:
+    """Compare one family, in rows beyond four windows."""
+    create, rows = partial(create_model, family, window), draw_rows(window)
     try:
-        model = create_model(family)
+        model = create()
     except ValueError as error:
         return Row(family, problem=str(error).splitlines()[0])
     try:
-        training = "native rows" if prepare_attention(create_model(family)) else "packed"
-        log_probs, gradients = compare_training(model, create_model(family))
-        native, engine = trio.run(compare_engine, model, create_model(family))
+        training = "native rows" if prepare_attention(create()) else "packed"
+        log_probs, gradients = compare_training(model, create(), rows)
+        native, engine = trio.run(compare_engine, model, create(), rows)
     except RolloutsError as error:
         return Row(family, problem=f"refused: {str(error).splitlines()[0][:160]}")
     return Row(family, training, "native caches" if native else "slots", log_probs, gradients, engine)
