@@ -20,12 +20,16 @@ from samples import draw_batch
 from integration.parts.models import check_dropout
 from integration.settings.config import Config, rl_training_config, sft_training_config
 from integration.settings.sections import LoRASection, RLSection, SFTSection
+from rollouts.algorithms.loss_weights import token_mean
+from rollouts.algorithms.losses import sft_loss
 from rollouts.algorithms.presets import reinforce
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend, create_reference_backend, create_reward_model_backend
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.jax.backend import create_jax_backend
+from rollouts.backends.optim.optimizers import create_adamw_optimizer
+from rollouts.batches import select_rows
 from rollouts.config import RLTrainingConfig, SFTTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.engine import InProcessEngine
@@ -519,3 +523,23 @@ def test_logits_that_are_not_finite_are_called_so():
     model.lm_head.weight.data[5] = 1e38
     with pytest.raises(ConfigError, match="LlamaForCausalLM gives logits that are not finite"):
         create_pytorch_backend(model, lr=1e-3)
+
+
+@pytest.mark.slow
+async def test_steps_beyond_a_window_have_the_losses_of_a_plain_loop_over_transformers():
+    """Gemma 3 with a window of 64, rows of up to 200 tokens, five updates."""
+    own = create_family(Family("gemma3_text", HEADS | {"sliding_window": 64, "max_position_embeddings": 256, "layer_types": MIXED}, 64))
+    batch = replace(draw_batch(7, (200, 77, 200, 150, 199), vocab_size=SIZES["vocab_size"]), dropout=False)
+    batch = replace(batch, loss_weights=token_mean(batch))
+    backend = create_pytorch_backend(copy.deepcopy(own), lr=1e-3, max_grad_norm=1.0)
+    optimizer = create_adamw_optimizer(own, lr=1e-3)
+    for _ in range(5):
+        found = [backend.forward_backward(select_rows(batch, rows), sft_loss).value["loss"] for rows in ((0, 1), (2, 3, 4))]
+        rows = [read_log_probs(own, batch.tokens[i, :n]) * batch.loss_weights[i, :n] for i, n in enumerate(batch.lengths.tolist())]
+        loss = -sum(row.sum() for row in rows)
+        loss.backward()
+        assert sum(found) == pytest.approx(float(loss.detach()), abs=1e-5)
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        backend.optim_step()
