@@ -44,7 +44,7 @@ class Workload:
     embedded_row_tokens: int | None = None  # maximum tokens of such a sequence, prompt included; None = row_tokens
     kept_prompts: int = 0  # prompts of one weight version with keys and values cached by the embedded engine
     num_servers: int = 0  # inference servers
-    server_width: int = 2  # bytes per weight of a server
+    engine_width: int = FLOAT  # bytes per number of the engine's weights, keys and values, embedded or server
     server_ranks: int = 1  # GPUs per server
     bucket_bytes: int = 0  # bytes of weights sent to servers at a time; 0 = servers read weights from disk
     row_tokens: int = 0  # maximum tokens of a training row, prompt included
@@ -127,9 +127,9 @@ def critic_training(training: Training) -> Training:
 def server_parts(work: Workload) -> list[Part]:
     """Return the memory of one GPU of a server: weights, and its share of keys and values of a batch at full length."""
     per_server = ceil(work.batch_rows / work.num_servers)
-    cache = cache_bytes(work.sizes, tokens=per_server * work.row_tokens, width=work.server_width)
+    cache = cache_bytes(work.sizes, tokens=per_server * work.row_tokens, width=work.engine_width)
     return [
-        Part("weights", ceil(work.server_width * work.sizes.num_parameters / work.server_ranks)),
+        Part("weights", ceil(work.engine_width * work.sizes.num_parameters / work.server_ranks)),
         Part("keys and values of its share of a batch", ceil(cache / work.server_ranks)),
         *([Part("two buckets of weights", 2 * work.bucket_bytes)] if work.bucket_bytes else []),
     ]
@@ -140,13 +140,13 @@ def _parts_of_rank_0(work: Workload) -> list[Part]:
     parts: list[Part] = []
     whole = FLOAT * work.sizes.num_parameters
     if work.embedded_slots:
-        parts.append(Part("engine: weights", whole))
+        parts.append(Part("engine: weights", work.engine_width * work.sizes.num_parameters))
         row_tokens = work.row_tokens if work.embedded_row_tokens is None else work.embedded_row_tokens
-        cache = cache_bytes(work.sizes, tokens=work.embedded_slots * row_tokens)
+        cache = cache_bytes(work.sizes, tokens=work.embedded_slots * row_tokens, width=work.engine_width)
         kept = min(PREFIX_TOKENS, work.kept_prompts * PROMPT_TOKENS)
         parts.append(Part("engine: keys and values", cache))
         parts.append(Part("engine: room in which they grow", ceil(GROWTH * cache)))
-        parts += [Part("engine: keys and values of prompts", cache_bytes(work.sizes, tokens=kept))] if kept else []
+        parts += [Part("engine: keys and values of prompts", cache_bytes(work.sizes, tokens=kept, width=work.engine_width))] if kept else []
         tied = FLOAT * work.sizes.head_parameters if work.sizes.is_tied else 0  # tied weights are copied under each name
         parts.append(Part("weights on their way to the engine", whole + tied, on_host=True))
     if work.num_servers and work.bucket_bytes:
@@ -244,7 +244,7 @@ def plan_traffic(work: Workload, links: Links) -> list[Traffic]:
             sharding=work.training.sharding,
             links=links,
             num_engines=work.num_servers,
-            width=work.server_width if work.bucket_bytes else FLOAT,
+            width=work.engine_width if work.bucket_bytes else FLOAT,
         )
         traffic += [Traffic("a weight sync", 1, tuple(sync))] if sync else []
     elif work.embedded_slots:

@@ -86,6 +86,7 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
         gpu=device.index or 0,
         ranks_per_node=config.hardware.ranks_per_node,
         row_tokens=stage_row_tokens(config, stage),
+        engine_width=4 if config.engine.precision(config.model.device) == "float32" else 2,
     )
     if stage == "sft":  # an embedded engine evaluates, whatever engine generates in the RL stage
         return replace(
@@ -110,7 +111,6 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
         reference_is_policy=config.lora.rank > 0 and config.reference.path is None,
         num_servers=(len(engine.urls) or engine.num_servers) if engine.is_server else 0,
         bucket_bytes=engine.weight_sync_mib * 2**20 if engine.weight_sync in ("memory", "group", "ipc") else 0,
-        server_width=4 if engine.is_server and engine.precision(config.model.device) == "float32" else 2,
         server_ranks=engine.tensor_parallel_size,
         step_rows=per_step // rl.num_minibatches,
         batch_rows=per_step,

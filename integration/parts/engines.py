@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 import trio
@@ -126,9 +126,10 @@ INITIAL_MODEL = "initial_model"
 def create_embedded_engine(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, is_trained: bool = True
 ) -> InProcessEngine:
-    """Create the embedded engine over a copy of the model's weights, or over the model itself if it is not trained."""
-    own = copy_without_adapters(model) if is_trained else model
-    return InProcessEngine(own, tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
+    """Create the embedded engine over a copy of the model's weights, or over the model itself if it is not trained, in engine.dtype."""
+    own: torch.nn.Module = copy_without_adapters(model) if is_trained else model
+    own.to(getattr(torch, config.engine.precision(config.model.device)))
+    return InProcessEngine(cast("PreTrainedModel", own), tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
 
 
 @asynccontextmanager
@@ -264,7 +265,7 @@ async def create_inference_engine(
         url: address of a running server; None = launch one and stop it at the end of the block.
         python: Python interpreter with the server package; None = VLLM_PYTHON or SGLANG_PYTHON, else this one.
         device: cpu, cuda or auto.
-        dtype: dtype of a launched server: float32, bfloat16, float16; auto = float32 on a CPU, bfloat16 on a GPU.
+        dtype: dtype of weights and caches, not of a running server: float32, bfloat16, float16; auto = float32 on a CPU, bfloat16 on a GPU.
         tensor_parallel_size: GPUs of a launched server.
         max_model_len: maximum tokens of prompt and response together, not for a running server; None = the model's context.
         environment: environment variables; None = os.environ.
@@ -281,7 +282,8 @@ async def create_inference_engine(
             )
         if url is not None:
             raise ConfigError(f"url is {url!r}, but the embedded engine is not a server: use 'vllm' or 'sglang'")
-        model = load_hf_model(Path(model_path), device=parse_device(device))
+        own_dtype = getattr(torch, EngineSection(dtype=dtype).precision(device))
+        model = load_hf_model(Path(model_path), device=parse_device(device), dtype=own_dtype)
         async with InProcessEngine(model, load_tokenizer(Path(model_path)), **{"max_length": max_model_len, **engine_options}) as engine:
             yield engine
         return

@@ -241,7 +241,12 @@ _BY_OPTIONS: Mapping[str, Effect] = {
         needs="the embedded engine: --engine.kind inprocess",
     ),
     "engine.urls engine.launch engine.api_key_variable engine.in_flight engine.one_request_per_group": SERVER,
-    "engine.dtype engine.tensor_parallel_size": SERVER_ONLY,
+    "engine.tensor_parallel_size": SERVER_ONLY,
+    "engine.dtype": Effect(
+        holds=lambda c, m: c.engine.kind == "inprocess" or c.engine.launch or c.engine.weight_sync_mode == "channel",
+        needs="the embedded engine, a launched server, or weights that are sent to running servers",
+        part="rl",
+    ),
     "engine.path_map": Effect(
         holds=lambda c, m: c.engine.is_server and c.engine.weight_sync_mode == "checkpoint",
         needs=f"{SERVER.needs}, which reads weights from the disk",

@@ -299,7 +299,8 @@ class EngineSection:
     python: str | None = None  # Python interpreter with the server package; None = VLLM_PYTHON or SGLANG_PYTHON, else this one
     api_key_variable: str | None = None  # environment variable with the API key of the servers; None = no key
     port: int | None = None  # port of the launched server; None = a free port
-    dtype: str = "auto"  # dtype of the server's weights: float32, bfloat16, float16, or auto = float32 on a CPU, bfloat16 on a GPU
+    # dtype of the engine's weights and caches, embedded or launched: auto = float32 on a CPU, bfloat16 on a GPU
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     tensor_parallel_size: int = 1  # GPUs per server
     context_length: int | None = None  # maximum tokens of prompt and response together; None = the model's context
     max_num_seqs: int | None = None  # maximum concurrent sequences of a server; None = the server's default
@@ -425,7 +426,7 @@ class EngineSection:
         return ParityConfig(num_rows=rows, threshold=self.parity_threshold, action=self.parity_action) if rows else None
 
     def precision(self, device: str) -> str:
-        """Return the dtype of a server whose model is on `device`: cpu, cuda, cuda:N, auto."""
+        """Return the dtype of an engine whose model is on `device`: cpu, cuda, cuda:N, auto."""
         if self.dtype != "auto":
             return self.dtype
         return "float32" if find_device_name(device) == "cpu" else "bfloat16"

@@ -17,6 +17,7 @@ import trio
 from integration.parts.engines import (
     check_engine,
     choose_gpus,
+    create_embedded_engine,
     create_inference_engine,
     create_server_config,
     create_server_engine,
@@ -366,7 +367,8 @@ async def test_an_engine_that_is_not_known_or_cannot_be_is_refused(model_path: P
 
 
 async def test_the_embedded_engine_by_name_keeps_to_the_length_it_is_given(model_path: Path):
-    async with create_inference_engine("local", model_path, device="cpu", max_model_len=6) as engine:
+    async with create_inference_engine("local", model_path, device="cpu", dtype="bfloat16", max_model_len=6) as engine:
+        assert {p.dtype for p in engine._model.parameters()} == {torch.bfloat16}
         completion = await engine.generate((5, 6, 7), SamplingParams(max_tokens=20, temperature=0.0))
     assert (completion.output_len, completion.finish_reason) == (3, "length")
 
@@ -451,3 +453,24 @@ async def test_a_server_whose_weights_become_older_within_an_answer_is_not_heard
 
             with pytest.raises(EngineProtocolError, match="with versions that fall, from 3 to 2"):
                 await engine.generate((5, 6), SamplingParams(max_tokens=20))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+async def test_the_embedded_engine_computes_in_its_dtype_beside_a_float32_trainer(dtype: Any, architecture: str):
+    model, other = (create_tiny_model(architecture=architecture, seed=seed) for seed in (0, 1))
+    config = Config(engine=EngineSection(dtype=dtype))
+    engine = create_embedded_engine(config, model, create_char_tokenizer())
+    wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype)  # auto on a CPU
+    async with engine:
+        await engine.update_weights(dict(other.state_dict()), 1)
+        completion = await engine.generate((5, 6, 7, 8), SamplingParams(max_tokens=12, seed=3))
+        slots: Any = engine._slots
+        assert {p.dtype for p in slots.model.parameters()} == {slots._keys.dtype, slots._values.dtype} == {wanted}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    row = torch.tensor([[5, 6, 7, 8, *completion.output_tokens]])
+    with torch.no_grad():
+        exact = other(input_ids=row).logits[0, 3:-1].log_softmax(-1).gather(1, row[0, 4:, None])[:, 0]
+    error = float((torch.tensor(completion.output_log_probs) - exact).abs().max())
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}[wanted]
+    assert wanted == torch.float32 or error > 1e-6

@@ -390,7 +390,6 @@ def test_a_run_logs_the_warning_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("argv", "message"),
     [
         (["--engine.tensor-parallel-size", "2"], r"engine.tensor_parallel_size is 2, which has no effect here: it needs a server"),
-        (["--engine.dtype", "bfloat16"], r"engine.dtype is 'bfloat16', .* or leave --engine.dtype out"),
         (["--engine.path-map", "/a=/b"], r"engine.path_map is \('/a=/b',\), which has no effect here: it needs a server"),
         (["--engine.parity-action", "stop"], r"engine.parity_action is 'stop', which has no effect here: it needs --engine.parity-rows"),
         (["--rl.overlong-penalty", "0.5"], r"rl.overlong_penalty is 0.5, which has no effect here: it needs --rl.overlong-buffer"),
