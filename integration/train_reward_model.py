@@ -46,6 +46,7 @@ from rollouts.data.preference_pairs import PreferencePair, load_preference_pairs
 from rollouts.errors import DataError, raise_single_errors
 from rollouts.models.heads import create_reward_model, load_reward_start, reads_turn_end
 from rollouts.models.loading import load_tokenizer, parse_device
+from rollouts.models.prepare import recompute_activations
 from rollouts.output_files import explain_writes, replace_file
 from rollouts.reward_model_loop import STAGE, evaluate_reward_model, train_reward_model
 from rollouts.training.checkpoints import lock_run_directory
@@ -144,6 +145,8 @@ async def run_reward_model(
         compute_dtype=config.backend.precision(config.model.device),
         **vars(config.training.optimizer),
     )
+    if config.backend.gradient_checkpointing:
+        recompute_activations(backend.model)
     logger = None if control.logger is None else StageLogger(control.logger, STAGE)
     checkpoint_dir, pad_id, start_step = output_dir / CHECKPOINTS, ensure_pad_token(tokenizer), 0
     source = find_checkpoint(checkpoint_dir, control)

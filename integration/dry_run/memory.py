@@ -73,6 +73,7 @@ class Training:
     precision: Precision = "float32"
     sharding: Sharding | None = None  # None = one process without FSDP
     adapters: AdapterSizes | None = None  # LoRA adapters, the only trained parameters; None = all parameters are trained
+    keeps_inputs_alone: bool = False  # activations are recomputed in the backward pass (one process; with FSDP its own setting says so)
     has_vocabulary: bool = True  # computes log-probs; False = a critic, with a head of one column
 
     @property
@@ -88,7 +89,7 @@ class Training:
     @property
     def checkpoints_layers(self) -> bool:
         """Whether activations of a layer are recomputed in the backward pass."""
-        return self.sharding is not None and self.sharding.config.gradient_checkpointing
+        return self.keeps_inputs_alone if self.sharding is None else self.sharding.config.gradient_checkpointing
 
 
 def sharded_training(tokens: int, num_ranks: int, config: FSDPConfig, **others: Any) -> Training:

@@ -134,10 +134,16 @@ def read_training(config: Config, stage: str, sizes: ModelSizes) -> Training:
     tokens = max(row, min(most, ceil(rows * row / ranks)))
     lora = config.lora.create(config.seed)
     adapters = None if lora is None else read_adapter_sizes(sizes, lora)
-    training = Training(tokens=tokens, precision=config.backend.precision(config.model.device), adapters=adapters)
-    if config.backend.kind != "fsdp":
+    backend = config.backend
+    training = Training(
+        tokens=tokens,
+        precision=backend.precision(config.model.device),
+        adapters=adapters,
+        keeps_inputs_alone=backend.gradient_checkpointing,
+    )
+    if backend.kind != "fsdp":
         return training
-    fsdp = config.backend.fsdp
+    fsdp = replace(backend.fsdp, gradient_checkpointing=backend.recomputes_activations)
     precision = training.precision if fsdp.mixed_precision is None else fsdp.mixed_precision
     return replace(training, precision=precision, sharding=Sharding(num_ranks=ranks, config=fsdp))
 

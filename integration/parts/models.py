@@ -33,6 +33,7 @@ from rollouts.data.model_limits import check_tokenizer, read_config_limits
 from rollouts.errors import ConfigError
 from rollouts.models.heads import load_critic_model
 from rollouts.models.loading import check_model_directory, find_device_name, load_hf_model, load_tokenizer, parse_device
+from rollouts.models.prepare import recompute_activations
 from rollouts.models.tokens import TokenSpec, describe_tokenizer, explain_token_differences
 from rollouts.types import Algorithm
 
@@ -101,6 +102,8 @@ def create_backend(
     device = parse_device(config.model.device)
     if config.backend.kind == "torch_func":
         return create_torch_func_backend(model, device=device, seed=config.seed, **arguments)
+    if config.backend.gradient_checkpointing:
+        recompute_activations(model)
     return create_backend_with_scheduler(model, device=device, lora=config.lora.create(config.seed), **arguments)
 
 
@@ -188,6 +191,8 @@ def create_companions(
             tokenizer=tokenizer,
             **vars(config.critic.optimizer),
         )
+        if config.backend.gradient_checkpointing:
+            recompute_activations(critic.model)
     return Companions(reference, critic, reference_is_base=is_base)
 
 

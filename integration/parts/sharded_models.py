@@ -39,9 +39,10 @@ POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 
 
 def fsdp_config(config: Config) -> FSDPConfig:
-    """Return backend.fsdp with the mixed precision that follows from backend.compute_dtype."""
+    """Return backend.fsdp with what follows from backend.compute_dtype and backend.gradient_checkpointing."""
     section = config.backend
-    return replace(section.fsdp, mixed_precision="bfloat16") if section.precision(config.model.device) == "bfloat16" else section.fsdp
+    fsdp = replace(section.fsdp, gradient_checkpointing=section.recomputes_activations)
+    return replace(fsdp, mixed_precision="bfloat16") if section.precision(config.model.device) == "bfloat16" else fsdp
 
 
 def build_policy(config: Config, source: Path | None, optimizer: OptimizerConfig, total_steps: int) -> FSDPTrainingBackend:

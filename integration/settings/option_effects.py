@@ -127,7 +127,7 @@ def _environment_of(*tasks: str) -> Effect:
 
 _BY_OPTIONS: Mapping[str, Effect] = {
     "task seed output_dir loggers num_threads": ALWAYS,
-    "model.path model.device backend.kind backend.compute_dtype lora.rank checkpoint.keep_last_n": ALWAYS,
+    "model.path model.device backend.kind backend.compute_dtype backend.gradient_checkpointing lora.rank checkpoint.keep_last_n": ALWAYS,
     "enable_segment_wise_ppo": ASYNC,
     "model.trust_remote_code": Effect(
         holds=lambda c, m: any((c.model.path, c.reference.path, c.critic.path, c.reward.model)), needs="a model directory: --model.path"

@@ -230,6 +230,8 @@ class BackendSection:
     # dtype of matrix products, float32 or bfloat16; weights and log-probs stay float32; auto = bfloat16 on a CUDA GPU that has it, else
     # float32
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # keep the inputs of layers alone and recompute activations in the backward pass: less memory, and a third more time
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in BACKEND_KINDS:
@@ -239,12 +241,23 @@ class BackendSection:
         check_setting(self.timeout_s > 0, "backend.timeout_s", self.timeout_s, "more than 0")
         good = self.kind != "jax" or self.compute_dtype != "bfloat16"
         check_setting(good, "backend.compute_dtype", self.compute_dtype, "float32 with backend.kind 'jax'")
+        check_setting(
+            not self.gradient_checkpointing or self.kind in ("pytorch", "fsdp"),
+            "backend.gradient_checkpointing",
+            True,
+            f"False with backend.kind {self.kind!r}, whose functions cannot keep a layer's input alone: use 'pytorch' or 'fsdp'",
+        )
         if self.kind != "fsdp":
             for name, default in (("num_processes", None), ("fsdp", FSDPConfig())):
                 value = getattr(self, name)
                 check_setting(
                     value == default, f"backend.{name}", value, f"nothing with backend.kind {self.kind!r}: add --backend.kind fsdp"
                 )
+
+    @property
+    def recomputes_activations(self) -> bool:
+        """Whether activations are recomputed in the backward pass, by either option."""
+        return self.gradient_checkpointing or self.fsdp.gradient_checkpointing
 
     def precision(self, device: str) -> str:
         """Return the dtype of matrix products of a model on `device`: cpu, cuda, cuda:N, mps, auto."""

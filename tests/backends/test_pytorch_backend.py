@@ -14,7 +14,7 @@ from samples import draw_batch
 
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
-from rollouts.backends.factory import create_pytorch_backend
+from rollouts.backends.factory import create_critic_backend, create_pytorch_backend
 from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.functional.backend import TorchFuncTrainingBackend
 from rollouts.backends.lora.adapters import LoRAConfig, add_adapters
@@ -25,9 +25,9 @@ from rollouts.data.collate import collate_samples
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.models import forward
 from rollouts.models.forward import attend_packed, find_attention_dtype, has_varlen, pack_padded, run_packed
-from rollouts.models.prepare import use_packed_attention
+from rollouts.models.prepare import recompute_activations, use_packed_attention
 from rollouts.testing import create_tiny_model
-from rollouts.types import Sample
+from rollouts.types import LossOutput, Sample
 
 LENGTHS = (5, 9, 5, 3)
 
@@ -44,6 +44,22 @@ def test_packed_rows_have_the_hidden_states_of_single_rows(architecture):
         rows = [plain.model(input_ids=batch.tokens[i : i + 1, :n]).last_hidden_state[0] for i, n in enumerate(batch.lengths.tolist())]
     torch.testing.assert_close(found, torch.cat(rows), atol=1e-5, rtol=1e-4)
     assert packed.unpack(packed.tokens.float()).long().equal(batch.tokens * (torch.arange(9) < batch.lengths[:, None]))
+
+
+@pytest.mark.parametrize(("critic", "lora"), [(False, None), (False, LoRAConfig(rank=2, dropout=0.2)), (True, None)])
+def test_recomputed_activations_give_the_same_gradients(critic, lora):
+    """With dropout too, which is drawn again as it was."""
+    batch, gradients = replace(draw_batch(0, LENGTHS), returns=torch.ones(4, 9)), []
+    for recomputed in (False, True):
+        model = create_tiny_model()
+        backend = create_critic_backend(model, lr=1e-3, total_steps=1) if critic else create_pytorch_backend(model, lr=1e-3, lora=lora)
+        if recomputed:
+            recompute_activations(backend.model)
+        torch.manual_seed(1)
+        backend.forward_backward(batch, (lambda o, b: LossOutput(o.values.square().sum(), {})) if critic else sft_loss)
+        gradients.append({name: p.grad for name, p in backend.model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() != set()
+    assert all(gradients[0][name].equal(grad) for name, grad in gradients[1].items())
 
 
 def attend_as_documented(query, key, value, ends, ends_of_keys, longest, longest_key, *, scale, window_size, enable_gqa):

@@ -25,6 +25,7 @@ from integration.dry_run.memory import (
     cache_bytes,
     heap_bytes,
     inference_parts,
+    layer_bytes_per_token,
     sharded_training,
     training_parts,
     unsharded_bytes,
@@ -56,7 +57,7 @@ from rollouts.engines.inprocess.slots import SlotModel
 from rollouts.errors import ConfigError
 from rollouts.models.forward import OutputOptions, compute_log_probs, run_rows
 from rollouts.models.heads import create_reward_model
-from rollouts.models.prepare import use_packed_attention
+from rollouts.models.prepare import recompute_activations, use_packed_attention
 from rollouts.testing import create_tiny_model
 
 GIB = 2**30
@@ -170,6 +171,19 @@ def test_activations_are_what_autograd_saves(kind: str, precision: Any):
     found = count_saved_bytes(getattr(transformers, f"{kind}ForCausalLM")(config), precision)
     sizes, training = read_sizes(config), Training(tokens=256, precision=precision)
     assert activation_bytes(sizes, training) + unsharded_bytes(sizes, training) == pytest.approx(found, rel=0.01)
+
+
+def test_recomputed_layers_save_their_inputs_alone():
+    import transformers
+
+    config = make_config("Qwen3")
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config)
+    recompute_activations(model)
+    sizes, training = read_sizes(config), Training(tokens=256, keeps_inputs_alone=True)
+    in_the_backward_pass = 256 * layer_bytes_per_token(sizes, "float32")  # of one layer at a time
+    ratio = activation_bytes(sizes, training) / (count_saved_bytes(model, "float32") + in_the_backward_pass)
+    assert 1.0 < ratio < 1.05  # keyword arguments of layers, such as rotations, are kept where hooks do not see them
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -436,8 +450,10 @@ def test_rank_0_has_the_engine_and_every_rank_its_shard(sizes: ModelSizes):
     assert cache_bytes(sizes, tokens=60) == 2 * 3 * 16 * 60 * FLOAT
     assert needed_bytes(work) == first.total(on_host=False)
     assert needed_bytes(replace(work, device="cpu")) > 4 * others.total()
-    served = plan_roles(replace(work, embedded_slots=0, num_servers=2, server_ranks=2))[-1]
+    served = plan_roles(replace(work, embedded_slots=0, num_servers=2, server_ranks=2, engine_width=2))[-1]
     assert (served.count, served.parts[0].size) == (4, TOTAL)  # two bytes, over two GPUs
+    halved = {part.name: part.size for part in plan_roles(replace(work, engine_width=2))[0].parts if part.name.startswith("engine: ")}
+    assert halved == {name: size / 2 for name, size in extra.items() if name.startswith("engine: ")}
     sent = plan_roles(replace(work, embedded_slots=0, num_servers=2, bucket_bytes=100))
     assert [part.size for role in sent for part in role.parts if part.name == "two buckets of weights"] == [200, 200]
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.errors import ConfigError
 from rollouts.models.forward import get_decoder
+from rollouts.models.prepare import recompute_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +57,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: FSDPConfig) ->
     Raises: ConfigError if the model or device does not support the config.
     """
     if config.gradient_checkpointing:
-        _enable_gradient_checkpointing(model)
+        recompute_activations(model)
     offload = _offload_policy(config, mesh)
     keep = config.sharding_strategy == "shard_grad_op"
     layer_dtypes = MixedPrecisionPolicy()
@@ -137,11 +138,3 @@ def _offload_policy(config: FSDPConfig, mesh: DeviceMesh) -> OffloadPolicy:
     if mesh.device_type == "cpu":
         raise ConfigError("cpu_offload is set, but the device is cpu: all of the model is in host memory anyway. Leave it off")
     return CPUOffloadPolicy()
-
-
-def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise ConfigError(f"gradient_checkpointing is set, but {type(model).__name__} does not support it: leave it off")
-    # the second is the name before transformers 5.2x
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
