@@ -44,6 +44,7 @@ class Workload:
     embedded_row_tokens: int | None = None  # maximum tokens of such a sequence, prompt included; None = row_tokens
     kept_prompts: int = 0  # prompts of one weight version with keys and values cached by the embedded engine
     num_servers: int = 0  # inference servers
+    reference_width: int = FLOAT  # bytes per weight of the reference
     engine_width: int = FLOAT  # bytes per number of the engine's weights, keys and values, embedded or server
     server_ranks: int = 1  # GPUs per server
     bucket_bytes: int = 0  # bytes of weights sent to servers at a time; 0 = servers read weights from disk
@@ -88,7 +89,7 @@ def plan_roles(work: Workload) -> list[Role]:
     policy = training_parts(work.sizes, work.training)
     parts = [Part("Python, torch and libraries", PROCESS_BYTES, on_host=True), *policy]
     if work.has_reference and not work.reference_is_policy:
-        parts += [_of("reference", part) for part in inference_parts(work.sizes, work.training)]
+        parts += [_of("reference", part) for part in inference_parts(work.sizes, replace(work.training, frozen_width=work.reference_width))]
     gaps = heap_bytes(work.sizes, work.training, policy)
     if work.has_critic:
         sizes, training = critic_sizes(work.sizes), critic_training(work.training)
@@ -121,7 +122,7 @@ def critic_sizes(sizes: ModelSizes) -> ModelSizes:
 
 def critic_training(training: Training) -> Training:
     """Return the training of a critic from the policy's: all weights, even if the policy has adapters."""
-    return replace(training, has_vocabulary=False, adapters=None)
+    return replace(training, has_vocabulary=False, adapters=None, frozen_width=FLOAT)
 
 
 def server_parts(work: Workload) -> list[Part]:

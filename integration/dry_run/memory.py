@@ -73,6 +73,7 @@ class Training:
     precision: Precision = "float32"
     sharding: Sharding | None = None  # None = one process without FSDP
     adapters: AdapterSizes | None = None  # LoRA adapters, the only trained parameters; None = all parameters are trained
+    frozen_width: int = FLOAT  # bytes of a weight that is not trained: below adapters, or of a reference
     keeps_inputs_alone: bool = False  # activations are recomputed in the backward pass (one process; with FSDP its own setting says so)
     has_vocabulary: bool = True  # computes log-probs; False = a critic, with a head of one column
 
@@ -116,7 +117,7 @@ def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
     """
     sharding = training.sharding
     trained = sizes.num_parameters if training.adapters is None else training.adapters.num_parameters
-    held = sizes.num_parameters + (0 if training.trains_all else trained)
+    held = FLOAT * trained + (0 if training.trains_all else training.frozen_width * sizes.num_parameters)
     shards = 1 if sharding is None else sharding.shards
     offloaded = sharding is not None and sharding.config.cpu_offload
     begin = activation_bytes(sizes, training) + working_bytes(sizes, training)
@@ -125,7 +126,7 @@ def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
         begin += sizes.head_parameters * FLOAT if training.has_vocabulary else 0
         end = gradient_buffer_bytes(sizes, training)
     parts = [
-        Part("parameters", ceil(FLOAT * held / shards), offloaded),
+        Part("parameters", ceil(held / shards), offloaded),
         Part("gradients", ceil(FLOAT * trained / shards), offloaded),
         Part("Adam's moments", ceil(MOMENTS * FLOAT * trained / shards), offloaded),
         Part("parameters as they are computed with", unsharded_bytes(sizes, training)),
@@ -163,7 +164,7 @@ def inference_parts(sizes: ModelSizes, training: Training) -> list[Part]:
     shards, offloaded = (1, False) if sharding is None else (sharding.shards, sharding.config.cpu_offload)
     layer = layer_bytes_per_token(sizes, training.precision) * training.tokens
     parts = [
-        Part("parameters", ceil(FLOAT * sizes.num_parameters / shards), offloaded),
+        Part("parameters", ceil(training.frozen_width * sizes.num_parameters / shards), offloaded),
         Part("parameters as they are computed with", unsharded_bytes(sizes, training)),
         Part("a forward pass", layer + working_bytes(sizes, training)),
     ]
@@ -224,10 +225,10 @@ def unsharded_bytes(sizes: ModelSizes, training: Training) -> int:
     sharding = training.sharding
     in_layers = sizes.num_parameters - sizes.root_parameters
     if sharding is None or sharding.shards == 1:
-        return 0 if training.precision == "float32" else training.width * in_layers
+        return 0 if training.precision == "float32" or training.frozen_width < FLOAT else training.width * in_layers
     unit = unit_parameters(sizes, sharding.config)
     whole = in_layers if sharding.keeps_layers else min(2 * unit, in_layers)
-    return training.width * (whole + unit) + FLOAT * sizes.root_parameters
+    return training.width * (whole + unit) + training.frozen_width * sizes.root_parameters
 
 
 def gradient_buffer_bytes(sizes: ModelSizes, training: Training) -> int:

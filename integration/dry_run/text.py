@@ -104,6 +104,7 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
     return replace(
         shared,
         has_reference="ref_log_probs" in requires,
+        reference_width=4 if config.reference.dtype == "float32" else 2,
         has_critic="values" in requires,
         reward=read_reward_model(config),
         embedded_slots=0 if engine.is_server else min(engine.max_slots, count_sequences(config)),
@@ -139,6 +140,7 @@ def read_training(config: Config, stage: str, sizes: ModelSizes) -> Training:
         tokens=tokens,
         precision=backend.precision(config.model.device),
         adapters=adapters,
+        frozen_width=4 if lora is None or lora.base_dtype == "float32" else 2,
         keeps_inputs_alone=backend.gradient_checkpointing,
     )
     if backend.kind != "fsdp":

@@ -126,6 +126,13 @@ def check_backend(config: Config) -> None:
     kind, path = config.backend.kind, config.model.path
     if config.lora.rank and kind in ("torch_func", "jax"):
         raise ConfigError(f"lora.rank is {config.lora.rank} with backend.kind {kind!r}: adapters are trained with 'pytorch' and 'fsdp'")
+    exact = config.backend.precision(config.model.device) == "float32"
+    for option, dtype in (("lora.base_dtype", config.lora.base_dtype), ("reference.dtype", config.reference.dtype)):
+        if exact and dtype != "float32":
+            raise ConfigError(
+                f"{option} is {dtype!r}, but matrix products are in float32: add --backend.compute-dtype bfloat16, or leave "
+                f"--{option.replace('_', '-')} out"
+            )
     if kind == "jax":
         from rollouts.backends.jax.backend import require_jax
         from rollouts.backends.jax.model import read_decoder_config
@@ -178,7 +185,8 @@ def create_companions(
     if "ref_log_probs" in algorithm.requires and not is_base:
         path = config.reference.path
         model = copy_without_adapters(policy) if path is None else load_hf_model(path, trust_remote_code=config.model.trust_remote_code)
-        reference = create_reference_backend(model, device=device, compute_dtype=dtype, tokenizer=tokenizer)
+        own = config.reference.dtype
+        reference = create_reference_backend(model, device=device, compute_dtype=dtype, dtype=own, tokenizer=tokenizer)
     if "values" in algorithm.requires:
         path = config.critic.path
         load = partial(load_critic_model, seed=config.seed, trust_remote_code=config.model.trust_remote_code)

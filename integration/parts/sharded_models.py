@@ -70,6 +70,7 @@ def build_reference(config: Config, source: Path | None) -> FSDPTrainingBackend:
     return create_fsdp_reference_backend(
         _find_model(config, origin),
         device=parse_device(config.model.device),
+        dtype=config.reference.dtype,
         tokenizer=_create_padded_tokenizer(config, source),
         config=fsdp_config(config),
     )

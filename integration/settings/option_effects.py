@@ -126,8 +126,8 @@ def _environment_of(*tasks: str) -> Effect:
 
 
 _BY_OPTIONS: Mapping[str, Effect] = {
-    "task seed output_dir loggers num_threads": ALWAYS,
-    "model.path model.device backend.kind backend.compute_dtype backend.gradient_checkpointing lora.rank checkpoint.keep_last_n": ALWAYS,
+    "task seed output_dir loggers num_threads checkpoint.keep_last_n": ALWAYS,
+    "model.path model.device backend.kind backend.compute_dtype backend.gradient_checkpointing lora.rank engine.dtype": ALWAYS,
     "enable_segment_wise_ppo": ASYNC,
     "model.trust_remote_code": Effect(
         holds=lambda c, m: any((c.model.path, c.reference.path, c.critic.path, c.reward.model)), needs="a model directory: --model.path"
@@ -158,7 +158,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "rl.over_sampling_factor": Effect(
         holds=lambda c, m: not c.rl.asynchronous.enabled, needs="synchronous rollouts: leave --rl.asynchronous.enabled out", part="rl"
     ),
-    "rl.kl_control.kl_coef rl.kl_control.target reference.path": REFERENCE,
+    "rl.kl_control.kl_coef rl.kl_control.target reference.path reference.dtype": REFERENCE,
     "rl.kl_control.horizon": Effect(
         holds=lambda c, m: REFERENCE.holds(c, m) and c.rl.kl_control.target is not None, needs="--rl.kl-control.target", part="rl"
     ),
@@ -234,7 +234,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
         holds=lambda c, m: FSDP.holds(c, m) and c.backend.precision(c.model.device) == "float32",
         needs="--backend.kind fsdp with --backend.compute-dtype float32: bfloat16 means both",
     ),
-    "lora.alpha lora.dropout lora.target_modules lora.use_rslora lora.save_base": ADAPTERS,
+    "lora.alpha lora.base_dtype lora.dropout lora.target_modules lora.use_rslora lora.save_base": ADAPTERS,
     "engine.kind engine.weight_sync engine.parity_rows engine.probe_tolerance": RL,
     "engine.max_slots": Effect(
         holds=lambda c, m: ("sft" in m and has_heldout(c, m)) or not c.engine.is_server,
@@ -242,11 +242,6 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     ),
     "engine.urls engine.launch engine.api_key_variable engine.in_flight engine.one_request_per_group": SERVER,
     "engine.tensor_parallel_size": SERVER_ONLY,
-    "engine.dtype": Effect(
-        holds=lambda c, m: c.engine.kind == "inprocess" or c.engine.launch or c.engine.weight_sync_mode == "channel",
-        needs="the embedded engine, a launched server, or weights that are sent to running servers",
-        part="rl",
-    ),
     "engine.path_map": Effect(
         holds=lambda c, m: c.engine.is_server and c.engine.weight_sync_mode == "checkpoint",
         needs=f"{SERVER.needs}, which reads weights from the disk",

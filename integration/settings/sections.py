@@ -156,6 +156,7 @@ class ReferenceSection:
     """The frozen reference model; loaded only if the algorithm has a KL term."""
 
     path: str | None = None  # Hugging Face model directory; None = the policy at the start of RL
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of its weights; bfloat16 needs --backend.compute-dtype bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +276,8 @@ class LoRASection:
     dropout: float = 0.0  # dropout of an adapter's input, in training only
     target_modules: tuple[str, ...] = (ALL_LINEAR,)  # layers with adapters, such as q_proj v_proj; all-linear = all but the output layer
     use_rslora: bool = False  # scale adapters by alpha / sqrt(rank)
+    # dtype of the frozen weights; bfloat16 takes half the memory and needs --backend.compute-dtype bfloat16
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
     save_base: bool = False  # include the frozen base weights in each checkpoint
 
     def __post_init__(self) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import TYPE_CHECKING, Literal, Unpack, cast
 
 import torch
 
 from rollouts.algorithms.losses import sft_loss
-from rollouts.backends.lora.adapters import LoRAConfig, add_adapters
+from rollouts.backends.lora.adapters import LoRAConfig, add_adapters, freeze_weights
 from rollouts.backends.optim.optimizers import (
     AdamW,
     AdamWArguments,
@@ -131,15 +131,18 @@ def create_reference_backend(
     *,
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
+    dtype: Literal["float32", "bfloat16"] = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PyTorchTrainingBackend:
     """Create a backend that only computes log-probs, for the reference= of run_rl_training: no gradients, no optimizer state.
 
     Args:
         model: a directory (its tokenizer is loaded, too, unless one is given) or a model. The model is frozen: pass a copy of a policy.
+        dtype: dtype of its weights; bfloat16 takes half the memory and needs compute_dtype bfloat16.
     """
     model, tokenizer = open_model(model, tokenizer)
-    model = cast("PreTrainedModel", cast("torch.nn.Module", model).to(device).requires_grad_(False))
+    freeze_weights(model, dtype)
+    model = cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))
     optimizer = create_idle_optimizer(cast("torch.nn.Module", model))
     return PyTorchTrainingBackend(model, optimizer, device=device, compute_dtype=parse_dtype(compute_dtype), tokenizer=tokenizer)
 

@@ -71,7 +71,7 @@ def prepare_model(
     dtype = options.compute_dtype
     assert dtype in (torch.float32, torch.bfloat16), f"compute_dtype is {dtype}, expected float32 or bfloat16"
     cast("torch.nn.Module", model).to(device)
-    check_master_weights(model)
+    check_master_weights(model, dtype)
     limits = read_limits(model, tokenizer)
     options = replace(options, native_attention=prepare_attention(model))
     if dtype != torch.float32:  # again, in the dtype of the passes
@@ -94,10 +94,21 @@ def recompute_activations(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
-def check_master_weights(model: torch.nn.Module) -> None:
-    """Assert that all parameters are float32: the optimizer updates these, whatever dtype a pass has."""
+def check_master_weights(model: torch.nn.Module, compute_dtype: torch.dtype) -> None:
+    """Check the dtypes of parameters: trained ones are float32, whatever dtype a pass has; frozen ones may be bfloat16 as the passes are.
+
+    Raises: ConfigError for frozen weights in bfloat16 and passes in float32.
+    """
     for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; master weights are float32"
+        assert parameter.dtype == torch.float32 or not parameter.requires_grad, (
+            f"parameter {name} is {parameter.dtype}; master weights are float32"
+        )
+        assert parameter.dtype in (torch.float32, torch.bfloat16), f"parameter {name} is {parameter.dtype}, expected float32 or bfloat16"
+        if parameter.dtype != torch.float32 and compute_dtype == torch.float32:
+            raise ConfigError(
+                f"parameter {name} is frozen in bfloat16, but matrix products are in float32: take compute_dtype bfloat16, or float32 for "
+                "the frozen weights"
+            )
 
 
 def check_head(model: PreTrainedModel, compute_outputs: ComputeOutputs, options: OutputOptions, device: torch.device) -> None:

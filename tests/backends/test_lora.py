@@ -5,7 +5,9 @@ import json
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lora_ranks
 import pytest
@@ -42,6 +44,9 @@ def create_backend(model=None, lora: LoRAConfig = LORA, **options):
     model = create_tiny_model() if model is None else model
     settings = {"lr": 1e-2, "schedule": "constant", "total_steps": 1} | options
     return create_backend_with_scheduler(model, lora=lora, tokenizer=create_char_tokenizer(), **settings)
+
+
+create_adapted = create_backend
 
 
 def create_whole_fsdp_backend(model, lora: LoRAConfig = LORA):
@@ -175,9 +180,10 @@ def test_given_weights_become_the_base_and_adapters_begin_anew():
         backend.load_weights({"model.layers.0.self_attn.q_proj.base_layer.weight": torch.zeros(32, 32)})
 
 
-@pytest.mark.parametrize("save_base", [False, True])
-def test_five_steps_a_checkpoint_and_five_steps_are_ten_steps_bit_for_bit(save_base: bool, tmp_path: Path):
-    config = replace(LORA, save_base=save_base, dropout=0.1)
+@pytest.mark.parametrize(("save_base", "dtype"), [(False, "float32"), (True, "float32"), (False, "bfloat16"), (True, "bfloat16")])
+def test_five_steps_a_checkpoint_and_five_steps_are_ten_steps_bit_for_bit(save_base: bool, dtype: Any, tmp_path: Path):
+    config = replace(LORA, save_base=save_base, dropout=0.1, base_dtype=dtype)
+    create_backend = partial(create_adapted, compute_dtype=dtype)
     torch.manual_seed(5)
     backend = create_backend(lora=config)
     straight = train(backend, range(10))
@@ -399,6 +405,85 @@ def test_a_critic_begins_at_the_merged_weights():
     shared = [name for name in weights if name in merged]
     assert len(shared) > 20 and all(torch.equal(weights[name], merged[name]) for name in shared)
     assert all(p.requires_grad for p in critic.model.parameters())
+
+
+ROUNDED = replace(LORA, base_dtype="bfloat16")
+
+
+def test_a_base_in_bfloat16_trains_float32_adapters():
+    exact, rounded = create_backend(compute_dtype="bfloat16"), create_backend(lora=ROUNDED, compute_dtype="bfloat16")
+    base = {name: value.clone() for name, value in rounded.get_weights().value.items()}
+    assert {(p.dtype, p.requires_grad) for p in rounded.model.parameters()} == {(torch.bfloat16, False), (torch.float32, True)}
+    assert {value.dtype for value in base.values()} == {torch.bfloat16}
+    for left, right in zip(train(exact), train(rounded), strict=True):
+        assert left[0]["loss"] == pytest.approx(right[0]["loss"], abs=2e-3)
+        assert left[1]["grad_norm"] == pytest.approx(right[1]["grad_norm"], rel=0.05)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    (layer,) = [layer for found, layer in adapted_layers(rounded.model) if found == name.removesuffix(".weight")]
+    a, b = adapter_of(layer)
+    whole = (base[name].float() + LORA.scale * (b @ a)).detach()  # rounded once, after the sum
+    assert rounded.get_weights().value[name].equal(whole.to(torch.bfloat16)) and not base[name].equal(whole.to(torch.bfloat16))
+    critic = create_critic_backend(rounded.model, lr=1e-2)
+    assert {p.dtype for p in critic.model.parameters()} == {torch.float32}
+
+
+def test_frozen_weights_in_bfloat16_need_passes_in_bfloat16():
+    for create in (partial(create_backend, lora=ROUNDED), partial(create_fsdp_backend, lora=ROUNDED, lr=1e-2), None):
+        with pytest.raises(ConfigError, match="frozen in bfloat16, but matrix products are in float32"):
+            if create is None:
+                create_reference_backend(create_tiny_model(), dtype="bfloat16")
+            else:
+                create(create_tiny_model())
+    model = create_tiny_model()
+    reference = create_reference_backend(copy.deepcopy(model), dtype="bfloat16", compute_dtype="bfloat16")
+    assert {p.dtype for p in reference.model.parameters()} == {torch.bfloat16}
+    found, expected = log_probs(reference), log_probs(create_reference_backend(model))
+    assert 0 < float((found - expected).abs().max()) < 0.02
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_a_base_in_bfloat16_as_one_process_does(tmp_path: Path):
+    create_tiny_model().save_pretrained(tmp_path / "model")
+    create_char_tokenizer().save_pretrained(tmp_path / "model")
+    tests = str(Path(__file__).parents[1] / "support")
+    code = f"""
+sys.path.insert(0, {tests!r})
+import json, torch, lora_ranks
+from pathlib import Path
+from dataclasses import replace
+from rollouts.backends.fsdp.config import FSDPConfig
+from rollouts.backends.fsdp.factory import create_fsdp_backend, create_fsdp_reference_backend
+from rollouts.backends.ranks.distributed import init_distributed, leave_distributed
+folder, ranks = Path(sys.argv[1]), init_distributed(timeout_s=60, init_method="env://")
+shared = {{"ranks": ranks, "config": FSDPConfig(mixed_precision="bfloat16")}}
+lora = replace(lora_ranks.LORA, base_dtype="bfloat16")
+backend = create_fsdp_backend(folder / "model", **lora_ranks.SETTINGS, **shared, lora=lora)
+reference = create_fsdp_reference_backend(folder / "model", dtype="bfloat16", **shared)
+found = {{
+    "kinds": sorted({{str((p.dtype, p.requires_grad)) for p in backend.model.parameters()}}),
+    "frozen": sorted({{str(p.dtype) for p in reference.model.parameters()}}),
+    "reference": reference.forward(lora_ranks.draw_step(), lora_ranks.select_log_probs).value.tolist(),
+    "history": lora_ranks.train(backend, range(4)),
+    "dtypes": sorted({{str(value.dtype) for value in backend.get_weights().value.values()}}),
+}}
+(folder / f"rank_{{ranks.rank}}.json").write_text(json.dumps(found))
+leave_distributed()
+"""
+    children = start_ranks(code, 2, tmp_path, folder=tmp_path / "output")
+    try:
+        assert [child.wait() for child in children] == [0, 0], [child.error for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    zero, one = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
+    assert zero == one
+    assert zero["kinds"] == ["(torch.bfloat16, False)", "(torch.float32, True)"] and zero["frozen"] == zero["dtypes"] == ["torch.bfloat16"]
+    single = create_backend(lora=replace(lora_ranks.LORA, base_dtype="bfloat16"), compute_dtype="bfloat16", **lora_ranks.SETTINGS)
+    for found, expected in zip(zero["history"], train(single, range(4)), strict=True):
+        assert found[0]["loss"] == pytest.approx(expected[0]["loss"], abs=2e-3)
+        assert found[1]["grad_norm"] == pytest.approx(expected[1]["grad_norm"], rel=0.05)
+    alone = create_reference_backend(create_tiny_model(), dtype="bfloat16", compute_dtype="bfloat16")
+    torch.testing.assert_close(torch.tensor(zero["reference"]), log_probs(alone), atol=5e-3, rtol=0)
 
 
 @pytest.fixture(scope="module")

@@ -173,6 +173,16 @@ def test_activations_are_what_autograd_saves(kind: str, precision: Any):
     assert activation_bytes(sizes, training) + unsharded_bytes(sizes, training) == pytest.approx(found, rel=0.01)
 
 
+def test_frozen_weights_in_bfloat16_take_half_the_memory(sizes: ModelSizes):
+    adapters, bfloat = AdapterSizes(num_parameters=100), {"tokens": 64, "precision": "bfloat16"}
+    whole, halved = (parts_of(sizes, Training(**bfloat, adapters=adapters, frozen_width=width)) for width in (4, 2))
+    assert (whole["parameters"], halved["parameters"]) == (4 * (TOTAL + 100), 2 * TOTAL + 4 * 100)
+    assert whole.pop("parameters as they are computed with") > 0  # cast for each pass
+    assert whole | {"parameters": halved["parameters"]} == halved
+    reference = {part.name: part.size for part in inference_parts(sizes, Training(**bfloat, frozen_width=2))}
+    assert reference["parameters"] == 2 * TOTAL
+
+
 def test_recomputed_layers_save_their_inputs_alone():
     import transformers
 

@@ -135,7 +135,7 @@ OTHER: dict[str, Any] = {  # a further value of an option, where none can be tho
     "backend.fsdp.auto_wrap_min_params": 10**6, "rl.baseline": 0.25, "environment.parameters": ("depth=3",),
     "environment.state_key": "rollouts.algorithms.anchors:hash_observation", "environment.similarity": 0.5,
     "loggers": ("jsonl('copy.jsonl')",),
-    "rl.segment_scores": "engines",
+    "rl.segment_scores": "engines", "lora.base_dtype": "bfloat16", "reference.dtype": "bfloat16",
     "data.mixture": ("DIR/heldout.jsonl(repeat=2)",),
 }  # fmt: skip
 for section in ("sft.optimizer", "rl.optimizer", "critic.optimizer"):
@@ -150,6 +150,9 @@ STILL_OTHER = {
 READ_BY = {  # options of which `observe` sees nothing: the file of integration/ that hands them on, and how
     "backend.kind": ("parts/models.py", 'config.backend.kind == "jax"'),
     "backend.compute_dtype": ("parts/models.py", '"compute_dtype": config.backend.precision(config.model.device)'),
+    "backend.gradient_checkpointing": ("parts/models.py", "if config.backend.gradient_checkpointing:"),
+    "reference.dtype": ("parts/models.py", "own = config.reference.dtype"),
+    "engine.dtype": ("parts/engines.py", "config.engine.precision(config.model.device)"),
     "engine.gpus": ("parts/engines.py", "gpus = section.gpus"),
     "engine.weight_sync_mib": ("parts/engines.py", '"bucket_bytes": section.weight_sync_mib * MIB'),
     "num_threads": ("run/job.py", "torch.set_num_threads(config.num_threads)"),
@@ -246,7 +249,7 @@ def observe_part(config: Config, part: str) -> Iterator[Any]:
     engine = config.engine
     yield engine.weight_sync_mode, engine.kind
     if not engine.is_server:
-        yield engine.max_slots
+        yield engine.max_slots, engine.precision(config.model.device)
         return
     client = cast("Any", engines[0])
     yield (

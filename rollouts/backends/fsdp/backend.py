@@ -144,7 +144,7 @@ class FSDPTrainingBackend:
                 mesh = create_mesh(self.config, self.device, self.ranks.world_size) if mesh is None else mesh
                 model = shard_model(model, mesh, self.config)  # moves one layer at a time to the device
             self.model: Any = model
-            check_master_weights(self.model)
+            check_master_weights(self.model, dtype)
             self.limits = read_limits(self.model, tokenizer)
             self._check_model()
         self._adapters = None if lora is None else Adapters(self.model, lora)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import torch
 
@@ -17,7 +17,7 @@ from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.load import load_critic_on_meta, load_hf_model_on_meta, materialize_critic, materialize_from_hf
 from rollouts.backends.fsdp.model import create_mesh, shard_model
-from rollouts.backends.lora.adapters import LoRAConfig, add_adapters, init_adapters
+from rollouts.backends.lora.adapters import LoRAConfig, add_adapters, freeze_weights, init_adapters
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_idle_optimizer, create_rule, takes
 from rollouts.backends.ranks.distributed import Ranks, init_distributed
 from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_values
@@ -103,6 +103,7 @@ def create_fsdp_reference_backend(
     model: str | Path | PreTrainedModel,
     *,
     device: str | torch.device = "cpu",
+    dtype: Literal["float32", "bfloat16"] = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
     config: FSDPConfig | None = None,
     ranks: Ranks | None = None,
@@ -111,13 +112,17 @@ def create_fsdp_reference_backend(
 
     Args:
         model: a directory, or a model. The model is frozen: pass a copy of a policy.
+        dtype: dtype of its weights; bfloat16 takes half the memory and needs a config with mixed_precision bfloat16.
         Other arguments: as in create_fsdp_backend.
     """
     place = _arrange(model, tokenizer, device, ranks, config)
     if isinstance(model, str | Path):
-        frozen = _freeze(load_hf_model_on_meta(model))
-        model = _load_sharded(frozen, place, partial(materialize_from_hf, directory=model))
-    return FSDPTrainingBackend(_freeze(model), create_idle_optimizer, config=place.config, ranks=place.ranks, tokenizer=place.tokenizer)
+        empty = load_hf_model_on_meta(model)
+        freeze_weights(empty, dtype)
+        model = _load_sharded(empty, place, partial(materialize_from_hf, directory=model))
+    else:
+        freeze_weights(model, dtype)
+    return FSDPTrainingBackend(model, create_idle_optimizer, config=place.config, ranks=place.ranks, tokenizer=place.tokenizer)
 
 
 @takes(ScheduledAdamWArguments)
@@ -203,7 +208,3 @@ def _assemble(
         save_in_background=save_in_background,
         lora=lora,
     )
-
-
-def _freeze(model: PreTrainedModel) -> PreTrainedModel:
-    return cast("PreTrainedModel", cast("torch.nn.Module", model).requires_grad_(False))

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ class LoRAConfig:
     dropout: float = 0.0  # dropout of an adapter's input, in training only
     target_modules: tuple[str, ...] = (ALL_LINEAR,)  # suffixes of names, as ("q_proj", "v_proj"); all-linear = all but the output layer
     use_rslora: bool = False  # scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)
+    base_dtype: Literal["float32", "bfloat16"] = (
+        "float32"  # dtype of the frozen weights; bfloat16 = half the memory, for passes in bfloat16
+    )
     seed: int = 0  # seed of A; B begins as 0
     save_base: bool = False  # write the frozen weights into each checkpoint, too, so that it needs no other directory
 
@@ -50,6 +53,8 @@ class LoRAConfig:
         check_not_negative(self, "dropout")
         check_setting(self.dropout < 1, "LoRAConfig.dropout", self.dropout, "less than 1")
         check_setting(self.alpha is None or self.alpha > 0, "LoRAConfig.alpha", self.alpha, "more than 0, or None for 2 * rank")
+        good = self.base_dtype in ("float32", "bfloat16")
+        check_setting(good, "LoRAConfig.base_dtype", self.base_dtype, "float32 or bfloat16")
         named = len(self.target_modules) > 0 and not any(len(name) == 1 for name in self.target_modules)  # a str is letters
         check_setting(named, "LoRAConfig.target_modules", self.target_modules, 'a tuple of names, as ("q_proj", "v_proj")')
 
@@ -101,8 +106,21 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, warns: bool = Tr
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=on_meta)
+    freeze_weights(model, config.base_dtype, only_frozen=True)
     if not on_meta:
         init_adapters(model, config.seed)
+
+
+def freeze_weights(model: PreTrainedModel, dtype: str, *, only_frozen: bool = False) -> None:
+    """Freeze the weights of a model in place and hold them in a dtype: float32 or bfloat16. Buffers stay as they are.
+
+    Args:
+        only_frozen: leave out what is trained, such as adapters.
+    """
+    for parameter in model.parameters():
+        if not (only_frozen and parameter.requires_grad):
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
