@@ -106,8 +106,10 @@ class SFTTrainingConfig:
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward; bounds memory, never changes a result
     seed: int = 0  # seed of the order of samples
     dropout: bool = True  # train with the dropout that the model's configuration and its adapters have; False = without any
+    router_balance_coef: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts; 0 = none
 
     def __post_init__(self) -> None:
+        check_not_negative(self, "router_balance_coef")
         check_positive(self, "num_steps", "batch_size", "log_every", "max_tokens_per_microbatch")
         check_count(self, "checkpoint_every", "eval_every")
         check_seed(self)
@@ -163,6 +165,7 @@ class RLTrainingConfig:
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward
     dropout: bool = False  # train with the dropout that the models and adapters have: importance ratios are then partly noise
+    router_balance_coef: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts; 0 = none
     weight_sync: WeightSync = "checkpoint"  # way to the engines: files in a directory, memory of this process, or a weight_channel
     seed: int = 0  # seed of the order of rows in minibatches
     shape_reward: Callable[[Sample], float] | None = None  # reward for training, from a sample whose own reward the filters have seen
@@ -178,6 +181,7 @@ class RLTrainingConfig:
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "sync_every", "num_epochs", "num_minibatches", "log_every", "max_tokens_per_microbatch")
         check_count(self, "checkpoint_every", "eval_every", "critic_warmup_steps")
+        check_not_negative(self, "router_balance_coef")
         check_seed(self)
         check_flags(self, "mask_truncated")
         check_choice(self, "weight_sync", get_args(WeightSync))

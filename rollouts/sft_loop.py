@@ -24,6 +24,7 @@ from rollouts.training.steps import (
     is_checkpoint_due,
     is_due,
     note_checkpoint,
+    require_balance,
     require_checkpointing,
     save_training_checkpoint,
     submit_optimizer_step,
@@ -77,12 +78,15 @@ async def run_sft_training(
         clock: time in seconds, for keys that end in `_s`.
 
     Returns: one dict per step from start_step on.
-    Raises: DataError (nothing to train on, a sample outside the model's limits), ConfigError (backend cannot checkpoint), and the errors
+    Raises: DataError (nothing to train on, a sample outside the model's limits), ConfigError (backend cannot checkpoint, or not
+            balance experts), and the errors
         of the backend's futures.
     """
     if not samples:
         raise DataError("there are no samples to train on (found 0): check the data path and its filters")
     check_samples(samples, find_limits(backend))
+    if config.router_balance_coef:
+        require_balance(backend)
     saver = None if checkpoint_dir is None else require_checkpointing(backend)
     history, signs = list[Metrics](), Signs()
     for step in range(start_step, config.num_steps):
@@ -90,7 +94,12 @@ async def run_sft_training(
         rows = select_sft_rows(samples, step, config.batch_size, config.seed)
         batch = replace(collate_samples(rows, pad_id=pad_id), dropout=config.dropout)
         pending = submit_optimizer_step(
-            backend, batch, sft_loss, weigh=token_mean, max_tokens_per_microbatch=config.max_tokens_per_microbatch
+            backend,
+            batch,
+            sft_loss,
+            weigh=token_mean,
+            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+            router_balance_coef=config.router_balance_coef,
         )
         with note_checkpoint(step + 1, checkpoint_dir):
             metrics = await pending.result()

@@ -567,6 +567,7 @@ class TrainBatch:
     importance_weights: Tensor | None = None  # [B, T] detached; multiplies the policy term only
     selected: Tensor | None = None  # [B, T] bool; tokens that a loss treats apart, for example KL-Cov's
     kl_coef: Tensor | None = None  # [B] coefficient of a KL controller, equal in all rows; None = the algorithm's own
+    router_balance: Tensor | None = None  # [B] coefficient of the load-balancing loss of the model's routers, equal in all rows
     dropout: bool | None = None  # True = the model's dropout is active in training on the batch; None = see has_dropout
 
     @property
@@ -586,7 +587,7 @@ class TrainBatch:
                      "ref_log_probs", "values", "weight_versions", "context_ids", "advantages", "returns", "loss_weights",
                      "importance_weights", "selected")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b, t)) for name in per_token})
-        per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "policy_versions")
+        per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions")
         check_shapes(**{name: (getattr(self, name), (b,)) for name in per_row})
         if self.reward_components is not None:
             check_shapes(reward_components=(self.reward_components.scores, (b, len(self.reward_components.names))))
@@ -605,12 +606,23 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertLoad:
+    """Load of the experts of a mixture-of-experts model: sums over some tokens, so loads of parts add up. L routers, E experts."""
+
+    counts: Tensor  # [L, E] times that a router chose an expert
+    probs: Tensor  # [L, E] sums of the softmax of a router's logits; has a gradient if the batch has router_balance
+    entropy: Tensor  # [L] sums of the entropy of that softmax, nats
+    num_tokens: Tensor  # [] tokens
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TokenOutputs:
     """Outputs of a model for the tokens of a batch. Aligned with tokens; 0 where t = 0 and on pads."""
 
     log_probs: Tensor  # [B, T] float32, has a gradient in forward_backward
     entropy: Tensor | None = None  # [B, T] nats, of the distribution that tokens[:, t] was drawn from
     values: Tensor | None = None  # [B, T] estimates of a critic
+    expert_load: ExpertLoad | None = None  # load of all real tokens, prompts included; None = no routers that can be recorded
 
 
 class LossOutput(NamedTuple):

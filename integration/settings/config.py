@@ -208,6 +208,7 @@ def sft_training_config(config: Config) -> SFTTrainingConfig:
         max_tokens_per_microbatch=config.sft.max_tokens_per_microbatch,
         seed=config.seed,
         dropout=config.sft.dropout,
+        router_balance_coef=config.sft.router_balance_coef,
     )
 
 
@@ -317,6 +318,7 @@ def rl_training_config(config: Config, algorithm: Algorithm | None, max_tokens: 
         eval_every=config.rl.eval_every,
         max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,
         dropout=config.rl.dropout,
+        router_balance_coef=config.rl.router_balance_coef,
         weight_sync=config.engine.weight_sync_mode,
         parity=config.engine.parity(),
         probe_tolerance=config.engine.tolerance(config.model.device),

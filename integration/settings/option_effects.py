@@ -142,11 +142,12 @@ _BY_OPTIONS: Mapping[str, Effect] = {
         holds=lambda c, m: reads_conversations(c, m) and c.data.max_length is not None, needs=f"--data.max-length, and {ROWS.needs}"
     ),
     "sft.num_steps sft.batch_size sft.log_every sft.max_tokens_per_microbatch sft.dropout checkpoint.sft_every": SFT,
+    "sft.router_balance_coef": SFT,
     "sft.eval_every": Effect(holds=has_heldout, needs=HELDOUT.needs, part="sft"),
     **_optimizer("sft", "sft"),
     "rl.num_steps rl.prompts_per_step rl.samples_per_prompt rl.num_epochs rl.num_minibatches rl.algorithm rl.baseline": RL,
     "rl.mask_truncated rl.overlong_buffer rl.filter rl.sync_every rl.log_every rl.eval_every": RL,
-    "rl.max_tokens_per_microbatch rl.dropout checkpoint.rl_every": RL,
+    "rl.max_tokens_per_microbatch rl.dropout rl.router_balance_coef checkpoint.rl_every": RL,
     "rl.overlong_penalty": Effect(
         holds=lambda c, m: c.rl.overlong_buffer > 0, needs="--rl.overlong-buffer, in tokens", part="rl", is_mistake=True
     ),

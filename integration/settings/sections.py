@@ -86,9 +86,13 @@ class SFTSection:
     eval_every: int = 30  # steps between two evaluations; 0 = only at the end
     max_tokens_per_microbatch: int = 16384  # maximum tokens of one forward and backward pass, padding excluded; bounds memory only
     dropout: bool = True  # apply the dropout of the model's configuration and lora.dropout; False = no dropout
+    router_balance_coef: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts; 0 = none
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.05, weight_decay=0.01)
     )
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "router_balance_coef")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +133,7 @@ class RLSection:
     eval_every: int = 1  # steps between two evaluations; 0 = only at the end
     max_tokens_per_microbatch: int = 16384  # maximum tokens of one forward and backward pass, padding excluded; bounds memory only
     dropout: bool = False  # apply the dropout of the model's configuration and lora.dropout; makes policy ratios noisy
+    router_balance_coef: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts; 0 = none
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))
 
     def __post_init__(self) -> None:
@@ -141,7 +146,7 @@ class RLSection:
                 f"divide into rl.num_minibatches = {self.num_minibatches}: choose a divisor of {rows}"
             )
         check_count(self, "overlong_buffer")
-        check_not_negative(self, "overlong_penalty")
+        check_not_negative(self, "overlong_penalty", "router_balance_coef")
         _ = self.parsed_algorithm  # report a misspelt name now, not after the SFT stage
         parse_filter(self.filter)
 

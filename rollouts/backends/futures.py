@@ -160,6 +160,15 @@ class Pipeline:
         backend = require_backend_feature(self.backend, BackendFeature.ADAPTERS, "Pipeline.forward_base")
         return self._submit("forward_base", lambda: backend.forward_base(batch, output_fn, with_entropy=with_entropy))
 
+    def check_balance(self) -> None:
+        """Run check_balance of the backend at once."""
+        require_backend_feature(self.backend, BackendFeature.EXPERTS, "Pipeline.check_balance").check_balance()
+
+    def count_experts(self, batch: TrainBatch) -> Future[None]:
+        """Submit a pass that counts the load of the experts."""
+        backend = require_backend_feature(self.backend, BackendFeature.EXPERTS, "Pipeline.count_experts")
+        return self._submit("count_experts", lambda: backend.count_experts(batch))
+
     def save_checkpoint(self, directory: Path) -> Future[None]:
         """Submit the writing of all state."""
         backend = self._require_checkpoints("save_checkpoint")

@@ -73,6 +73,7 @@ class BackendFeature(StrEnum):
     ADAPTERS = "adapters"  # trains adapters on a frozen model, and can compute without them: TrainsAdapters
     OUTPUTS = "outputs"  # declares the fields that it computes: BackendFacts.computes
     TOKENS = "tokens"  # declares the vocabulary of its model: BackendFacts.token_spec
+    EXPERTS = "experts"  # balances the experts of a mixture-of-experts model: BalancesExperts
     SHARDS = "shards"  # deals the rows of each call to several processes: BackendFacts.num_shards
 
 
@@ -82,6 +83,7 @@ _ATTRIBUTES: Mapping[BackendFeature, tuple[str, ...]] = MappingProxyType({
     BackendFeature.ADAPTERS: ("forward_base",),
     BackendFeature.OUTPUTS: ("computes",),
     BackendFeature.TOKENS: ("token_spec",),
+    BackendFeature.EXPERTS: ("check_balance", "count_experts"),
     BackendFeature.SHARDS: ("num_shards",),
 })  # fmt: skip
 
@@ -131,6 +133,23 @@ class TrainsAdapters(Protocol):
         ...
 
 
+class BalancesExperts(Protocol):
+    """Backend with BackendFeature.EXPERTS, for typing only; see models/expert_load.py.
+
+    forward_backward of a batch with TrainBatch.router_balance adds this coefficient times the part of the batch in the load-balancing loss
+    of the step. The load of the step is what count_experts has counted since the last update; if it has counted nothing, the load of the
+    batch itself, so a step of one micro-batch in one process needs no count.
+    """
+
+    def check_balance(self) -> None:
+        """Raise ConfigError, with the reason, unless the model has a load-balancing loss that is computed here."""
+        ...
+
+    def count_experts(self, batch: TrainBatch) -> Future[None]:
+        """Run forward and add the load of the experts to that of the step; optim_step clears it."""
+        ...
+
+
 class BackendFacts(Protocol):
     """Properties of backends with OUTPUTS, TOKENS and SHARDS, for typing only; a backend has the ones it declares."""
 
@@ -163,6 +182,10 @@ def require_backend_feature(
 def require_backend_feature(
     backend: object, feature: Literal[BackendFeature.WEIGHT_STREAM], needed_by: str, *, instead: str = ""
 ) -> StreamsWeights: ...
+@overload
+def require_backend_feature(
+    backend: object, feature: Literal[BackendFeature.EXPERTS], needed_by: str, *, instead: str = ""
+) -> BalancesExperts: ...
 @overload
 def require_backend_feature(
     backend: object, feature: Literal[BackendFeature.ADAPTERS], needed_by: str, *, instead: str = ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -25,6 +25,7 @@ from rollouts.algorithms.logprobs import LogitTransform, PackedShift, chunked_lo
 from rollouts.batches import find_context_starts, map_turns
 from rollouts.data.model_limits import ModelLimits
 from rollouts.errors import ConfigError, DataError
+from rollouts.models.routers import LoadRecord, Routers, record_choices
 from rollouts.types import TokenOutputs, TrainBatch
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class OutputOptions:
     chunk_size: int = 1024  # tokens whose logits exist at the same time
     with_entropy: bool = False
     native_attention: bool = False  # run rows of one length at a time with the model's own attention instead of packed rows
+    routers: Routers = field(default_factory=Routers)  # routers of the model; their load is measured
 
 
 def run_rows(
@@ -127,9 +129,14 @@ def run_rows(
         packed: the batch's rows, planned by pack_batch before they were moved, so that nothing waits for the device; None = plan them here.
     """
     packed = pack_batch(batch, batch.tokens.device) if packed is None else packed
-    with torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=options.compute_dtype == torch.bfloat16):
+    record = LoadRecord(options.routers, with_gradient=batch.router_balance is not None)
+    with (
+        torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=options.compute_dtype == torch.bfloat16),
+        record_choices(options.routers, record.note),
+    ):
         hidden = (run_native if options.native_attention else run_packed)(model, packed)  # [N, H]
-    return compute_outputs(model, hidden, packed, batch.temperatures, options)
+    outputs = compute_outputs(model, hidden, packed, batch.temperatures, options)
+    return replace(outputs, expert_load=record.sum_up()) if options.routers.modules else outputs
 
 
 def check_batch(batch: TrainBatch, limits: ModelLimits) -> None:

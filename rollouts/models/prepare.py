@@ -32,6 +32,7 @@ from rollouts.models.forward import (
     run_native,
     run_packed,
 )
+from rollouts.models.routers import Routers, find_routers
 from rollouts.models.weights import check_finite_weights
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def prepare_model(
     options = replace(options, native_attention=prepare_attention(model))
     if dtype != torch.float32:  # again, in the dtype of the passes
         (check_native_rows if options.native_attention else use_packed_attention)(model, dtype)
+    options = replace(options, routers=inspect_routers(model, native=options.native_attention))
     check_head(model, compute_outputs, options, device)
     return limits, options
 
@@ -92,6 +94,23 @@ def recompute_activations(model: PreTrainedModel) -> None:
     # the second is the name before transformers 5.2x
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+
+
+def inspect_routers(model: PreTrainedModel, *, native: bool) -> Routers:
+    """Find the routers of a model that prepare_attention has prepared, by small passes.
+
+    Args:
+        native: result of prepare_attention.
+    """
+    length = find_check_length(model, None, at_least=17)
+    tokens = draw_check_tokens(model, (1, length))
+    packed = pack_padded(tokens, torch.full((1,), length, device=tokens.device))
+
+    def run_own() -> Any:
+        with nullcontext() if native else native_attention(model):
+            return cast("Any", model)(input_ids=tokens, output_router_logits=True, use_cache=False)
+
+    return find_routers(model, lambda: (run_native if native else run_packed)(model, packed), run_own)
 
 
 def check_master_weights(model: torch.nn.Module, compute_dtype: torch.dtype) -> None:

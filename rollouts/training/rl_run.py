@@ -44,6 +44,7 @@ from rollouts.training.steps import (
     is_checkpoint_due,
     is_due,
     note_checkpoint,
+    require_balance,
     require_checkpointing,
     save_training_checkpoint,
 )
@@ -208,6 +209,8 @@ class RLRun:
             source=source,
             controls_kl=config.kl_control is not None,
         )
+        if config.router_balance_coef:
+            require_balance(parts.backend)
         if isinstance(source, ConfiguredSource):
             check_rl_batch_sizes(source.config, config)
         if config.critic_warmup_steps and parts.critic is None:
@@ -293,6 +296,7 @@ class RLRun:
             only_critic=step < config.critic_warmup_steps,
             kl_coef=None if self._kl_control is None else self._kl_control.kl_coef,
             current_version=self.served.version + step % config.sync_every / config.sync_every,
+            router_balance_coef=config.router_balance_coef,
             dropout=config.dropout,
         )
 

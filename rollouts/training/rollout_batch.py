@@ -174,6 +174,7 @@ class UpdatePlan:
     kl_coef: float | None = None  # coefficient of a KL controller; fills the column of that name and overrides the algorithm's own
     current_version: float | None = None  # weight version of the trainer, for algorithms that read the age of tokens: the version of the
     # engines, plus the fraction of steps done between the last sync and the next; see TrainBatch.policy_versions
+    router_balance_coef: float = 0.0  # coefficient of the policy's load-balancing loss, see submit_optimizer_step
     dropout: bool = False  # train policy and critic with their dropout; off by default, since ratios are to passes without dropout
 
 
@@ -235,7 +236,14 @@ async def train_on_rollouts(
     for epoch in range(plan.num_epochs):
         for minibatch in deal_minibatches(batch, plan.num_minibatches, seed=derive_seed(plan.seed, epoch)):
             if not plan.only_critic:
-                step = submit(backend, minibatch, loss, weigh=algorithm.weigh, with_entropy="entropy" in algorithm.requires)
+                step = submit(
+                    backend,
+                    minibatch,
+                    loss,
+                    weigh=algorithm.weigh,
+                    with_entropy="entropy" in algorithm.requires,
+                    router_balance_coef=plan.router_balance_coef,
+                )
                 policy_steps.append(step)
             if critic is not None:
                 critic_steps.append(submit(critic, minibatch, partial(value_loss, clip=plan.value_clip), weigh=token_mean))

@@ -17,6 +17,7 @@ from torch import Tensor
 from rollouts.algorithms.losses import merge_metrics
 from rollouts.backends.protocol import (
     BackendFeature,
+    BalancesExperts,
     CheckpointingBackend,
     Future,
     OutputFn,
@@ -40,9 +41,12 @@ class PendingOptimizerStep:
 
     parts: tuple[Future[dict[str, float]], ...]
     update: Future[dict[str, float]]
+    counts: tuple[Future[None], ...] = ()  # passes before the others, which count the load of the experts
 
     async def result(self) -> Metrics:
-        """Return the metrics of the whole step: loss (a sum over micro-batches), num_tokens, the loss's means, grad_norm and lr."""
+        """Return the metrics of the whole step: loss (a sum over micro-batches), num_tokens, the loss's means, and those of the update."""
+        for count in self.counts:
+            await count.result()
         return merge_step_metrics([await part.result() for part in self.parts]) | await self.update.result()
 
 
@@ -54,6 +58,7 @@ def submit_optimizer_step(
     weigh: Callable[[TrainBatch], Tensor],
     max_tokens_per_microbatch: int,
     with_entropy: bool = False,
+    router_balance_coef: float = 0.0,
 ) -> PendingOptimizerStep:
     """Submit the forward_backward calls of a batch, split into micro-batches, and the update that follows them.
 
@@ -65,11 +70,30 @@ def submit_optimizer_step(
         loss: (TokenOutputs, TrainBatch) -> LossOutput.
         weigh: TrainBatch -> loss_weights [B, T].
         max_tokens_per_microbatch: most real tokens of one process in a forward_backward; a longer row has a micro-batch of its own.
+        router_balance_coef: coefficient of the load-balancing loss of a mixture of experts, see expert_load.py. Its factors are counted
+            over the whole step: with several micro-batches or processes by a further forward pass of each, without gradient.
+
+    Raises: ConfigError for a router_balance_coef that the backend cannot apply.
     """
     batch = select_trained_rows(replace(batch, loss_weights=weigh(batch)))
     plan = plan_backend_microbatches(backend, batch.lengths.tolist(), max_tokens_per_microbatch)
-    parts = tuple(backend.forward_backward(select_rows(batch, rows), loss, with_entropy=with_entropy) for rows in plan)
-    return PendingOptimizerStep(parts=parts, update=backend.optim_step())
+    micro = [select_rows(batch, rows) for rows in plan]
+    counts: tuple[Future[None], ...] = ()
+    if router_balance_coef:
+        balancing = require_balance(backend)
+        micro = [replace(part, router_balance=torch.full_like(part.rewards, router_balance_coef)) for part in micro]
+        if len(micro) > 1 or count_shards(backend) > 1:
+            counts = tuple(balancing.count_experts(part) for part in micro)
+    parts = tuple(backend.forward_backward(part, loss, with_entropy=with_entropy) for part in micro)
+    return PendingOptimizerStep(parts=parts, update=backend.optim_step(), counts=counts)
+
+
+def require_balance(backend: TrainingBackend) -> BalancesExperts:
+    """Return the backend as one that balances experts. Raises ConfigError, with the reason, if it or its model cannot."""
+    advice = "Set it to 0, or train with the PyTorch, functional or FSDP backend."
+    balancing = require_backend_feature(backend, BackendFeature.EXPERTS, "router_balance_coef", instead=advice)
+    balancing.check_balance()
+    return balancing
 
 
 def plan_backend_microbatches(backend: TrainingBackend, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -173,7 +173,7 @@ def test_sampling_params_derivation():
         params.new(greedy=True, temperature=1.0)
 
 
-PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "policy_versions"}
+PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions"}
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(TrainBatch) if f.name not in ("tokens", "turns", "reward_components", "dropout")])

@@ -71,7 +71,7 @@ READING_ORDER = (
         "Groups race, and are filtered, until they make a rollout batch.",
         ("AsyncRolloutManager",),
     ),
-    Stop("rollouts/backends/protocol.py", "The five methods that a training backend has."),
+    Stop("rollouts/backends/protocol.py", "The five methods that a training backend has.", ("Future", "TrainingBackend", "BackendFeature")),
     Stop("rollouts/backends/pytorch/backend.py", "One of them: forward, backward and optimizer step of a PyTorch module."),
     Stop("rollouts/rl_loop.py", "The loop: generate, train, write a checkpoint, hand over the weights."),
     Stop(

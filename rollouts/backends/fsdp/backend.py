@@ -44,11 +44,12 @@ from rollouts.backends.optim.updates import (
     update_parameters,
 )
 from rollouts.backends.protocol import BackendFeature, Future, OutputFn, collect_metrics
-from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_values, init_distributed
+from rollouts.backends.ranks.distributed import Ranks, all_gather, explain_failures, gather_values, init_distributed
 from rollouts.backends.weights.export import export_sharded
 from rollouts.batches import plan_shards, select_rows
 from rollouts.data.model_limits import read_limits
 from rollouts.errors import BackendError, ConfigError
+from rollouts.models.expert_load import add_balance, add_loads, stack_load, summarize_load, unstack_load
 from rollouts.models.forward import (
     ComputeOutputs,
     OutputOptions,
@@ -61,18 +62,19 @@ from rollouts.models.forward import (
     run_rows,
     training_mode,
 )
-from rollouts.models.prepare import check_head, check_master_weights, prepare_attention
+from rollouts.models.prepare import check_head, check_master_weights, inspect_routers, prepare_attention
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import base_weights, check_weights_fit, describe_model_weights, gather_model_weights, stream_weights
-from rollouts.types import LossFn, TokenOutputs, TrainBatch
+from rollouts.types import ExpertLoad, LossFn, TokenOutputs, TrainBatch
 from rollouts.weight_specs import WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_FEATURES = frozenset(
-    {BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS, BackendFeature.SHARDS}
-)
+_FEATURES = frozenset({
+    BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS, BackendFeature.EXPERTS,
+    BackendFeature.SHARDS,
+})  # fmt: skip
 
 
 class FSDPTrainingBackend:
@@ -137,6 +139,8 @@ class FSDPTrainingBackend:
         self._max_skipped_updates = max_skipped_updates
         self._compute_outputs = compute_outputs
         self._has_gradient = False
+        self._load: ExpertLoad | None = None  # load of this rank's passes since the last update
+        self._counted: ExpertLoad | None = None  # load on all ranks, counted since the last update
         check_lora(model, lora)
         self._writer = AsyncWriter(self.ranks) if save_in_background else None
         with self._operation("sharding the model"):
@@ -200,12 +204,15 @@ class FSDPTrainingBackend:
 
         If the gradient is not finite on one rank, all ranks skip the update: update_skipped = 1 in the metrics.
 
-        Returns: grad_norm (whole gradient, before clipping), lr (of this update), update_skipped.
+        Returns: grad_norm (whole gradient, before clipping), lr (of this update), update_skipped; for a mixture of experts those of
+            summarize_load, over all ranks.
         Raises: BackendError after max_skipped_updates skipped updates in a row, or if an update left a non-finite parameter.
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
         with self._operation("optim_step"):
             metrics, self.counts = update_parameters(self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm)
+            metrics |= summarize_load(self._sum_load(self._load))
+        self._load = self._counted = None
         self._has_gradient = False
         self._check_updated()
         check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)
@@ -230,6 +237,19 @@ class FSDPTrainingBackend:
         """Iterate over (name, whole tensor on the CPU) of each weight; all ranks must iterate to the end."""
         with self._operation("gathering a weight"):
             yield from stream_weights(self.model)
+
+    # -- BackendFeature.EXPERTS
+
+    def check_balance(self) -> None:
+        """Raise ConfigError, with the reason, unless the model has a load-balancing loss that is computed here."""
+        self._options.routers.check_balance()
+
+    def count_experts(self, batch: TrainBatch) -> ImmediateTrainFuture[None]:
+        """Run forward and add the load of the experts on the rows of all ranks to that of the step."""
+        check_batch(batch, self.limits)
+        plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
+        self.count_experts_shard(select_part(batch, plan[self.ranks.rank]))
+        return ImmediateTrainFuture(None, "count_experts")
 
     # -- BackendFeature.WEIGHT_STREAM
 
@@ -325,13 +345,32 @@ class FSDPTrainingBackend:
                     torch.autograd.backward([0.0 * x.sum() for x in _differentiable(outputs)])
                 else:
                     loss, metrics = loss_fn(outputs, batch)
+                    assert batch.router_balance is None or self._counted is not None or self.num_shards == 1, (
+                        "a batch with router_balance needs count_experts first: this rank knows the experts of its own rows only"
+                    )
+                    loss = add_balance(loss, batch, outputs.expert_load, self._counted)
                     loss.backward()
+                    self._load = add_loads(self._load, outputs.expert_load)
                     self._has_gradient = True  # also if a metric is no number
                     values = collect_metrics(loss, metrics, batch)
             finally:
                 drop_gathered(self.model)
         self._has_gradient = True
         return values
+
+    def count_experts_shard(self, shard: TrainBatch | None) -> None:
+        """Run count_experts on this rank's rows; all ranks must call it.
+
+        Args:
+            shard: None = this rank has no rows.
+        """
+        batch, packed = self._place(shard)
+        with training_mode(self.model, dropout=False), self._operation("count_experts"), torch.no_grad():
+            try:
+                outputs = self._run(batch, packed, with_entropy=False)
+            finally:
+                drop_gathered(self.model)
+            self._counted = add_loads(self._counted, self._sum_load(None if shard is None else outputs.expert_load))
 
     # -- parts
 
@@ -340,19 +379,30 @@ class FSDPTrainingBackend:
         batch = self._dummy_batch() if shard is None else shard
         return move_batch(batch, self.device), pack_batch(batch, self.device)
 
+    def _sum_load(self, load: ExpertLoad | None) -> ExpertLoad | None:
+        """Sum the loads of all ranks' rows; None = this rank has none. Every rank must call it."""
+        routers = self._options.routers
+        if not routers.modules:
+            return None
+        total = torch.zeros(len(routers.modules), 2 * routers.num_experts + 2, device=self.device)
+        if load is not None:
+            total += stack_load(load).detach()
+        parts = all_gather(self.ranks, total, operation="gathering the load of the experts")
+        return unstack_load(torch.stack(parts).sum(0))
+
     def _run(self, batch: TrainBatch, packed: PackedRows, with_entropy: bool) -> TokenOutputs:
         """Run run_rows inside the call that gathers the root's parameters; that call knows tensors only."""
         options = replace(self._options, with_entropy=with_entropy)
 
-        def run() -> tuple[Tensor, Tensor | None, Tensor | None]:
+        def run() -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
             outputs = run_rows(self.model, batch, self._compute_outputs, options, packed)
             copies = (None if x is None else x.clone() for x in (outputs.log_probs, outputs.entropy, outputs.values))
             log_probs, entropy, values = copies  # not views: the backward pass hooks these very tensors
             assert log_probs is not None
-            return log_probs, entropy, values
+            return log_probs, entropy, values, None if outputs.expert_load is None else stack_load(outputs.expert_load)
 
-        log_probs, entropy, values = call_gathered(self.model, run)
-        return TokenOutputs(log_probs=log_probs, entropy=entropy, values=values)
+        log_probs, entropy, values, load = call_gathered(self.model, run)
+        return TokenOutputs(log_probs=log_probs, entropy=entropy, values=values, expert_load=None if load is None else unstack_load(load))
 
     def _check_updated(self) -> None:
         """Run check_updated on all ranks, each on its part of the parameters; all raise the same error."""
@@ -377,6 +427,7 @@ class FSDPTrainingBackend:
                     f"{type(self.model).__name__} runs rows of one length at a time, because packed attention cannot compute it, and ranks "
                     "with other lengths would wait for one another: train it in one process"
                 )
+            self._options = replace(self._options, routers=inspect_routers(self.model, native=self._options.native_attention))
             check_head(self.model, self._compute_outputs, self._options, self.device)
 
         with torch.no_grad():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 import torch
 from torch import Tensor
 
-from rollouts.backends.functional.state import ForwardFn, Parameters, accumulate_gradient, apply_update, create_state
+from rollouts.backends.functional.state import ForwardFn, Parameters, accumulate_gradient, apply_update, count_experts, create_state
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_rule, takes
 from rollouts.backends.optim.updates import check_skipped_updates, check_updated, read_counts
@@ -66,7 +66,9 @@ class TorchFuncTrainingBackend:
     parameters of the state (without a copy); to change them, use load_weights.
     """
 
-    features = frozenset({BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS})
+    features = frozenset(
+        {BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS, BackendFeature.EXPERTS}
+    )
 
     def __init__(
         self,
@@ -106,6 +108,7 @@ class TorchFuncTrainingBackend:
         self._max_skipped_updates = max_skipped_updates
         self._compute_outputs = compute_outputs
         self._evaluate = create_forward(self.model, compute_outputs, options, training=False)
+        self._routers = options.routers
         self._train = create_forward(self.model, compute_outputs, options, training=True)
         named = cast("dict[str, torch.nn.Parameter]", dict(self.model.named_parameters()))
         self.state = create_state(named, [name for name, parameter in named.items() if parameter.requires_grad], seed=seed)
@@ -153,6 +156,17 @@ class TorchFuncTrainingBackend:
         self._replace_parameters(weights)
         return ImmediateTrainFuture(None, "load_weights")
 
+    # -- BackendFeature.EXPERTS
+
+    def check_balance(self) -> None:
+        """Raise ConfigError, with the reason, unless the model has a load-balancing loss that is computed here."""
+        self._routers.check_balance()
+
+    def count_experts(self, batch: TrainBatch) -> ImmediateTrainFuture[None]:
+        """Run forward and add the load of the experts to that of the step."""
+        self.state = count_experts(self.state, admit_batch(batch, self.limits, self.device), self._evaluate)
+        return ImmediateTrainFuture(None, "count_experts")
+
     # -- BackendFeature.WEIGHT_STREAM
 
     def describe_weights(self) -> ImmediateTrainFuture[tuple[WeightSpec, ...]]:
@@ -196,6 +210,8 @@ class TorchFuncTrainingBackend:
             first_moments=MappingProxyType(moments[0]),
             second_moments=MappingProxyType(moments[1]),
             gradients=None,
+            expert_load=None,
+            counted_load=None,
             num_applied=int(saved["num_applied"]),
             num_passes=int(saved["num_passes"]),
             seed=int(saved["seed"]),

@@ -22,7 +22,8 @@ from torch import Tensor
 from rollouts.backends.optim.optimizers import AdamW
 from rollouts.backends.optim.updates import UpdateCounts, count_update
 from rollouts.backends.protocol import collect_metrics
-from rollouts.types import LossFn, TokenOutputs, TrainBatch
+from rollouts.models.expert_load import add_balance, add_loads, stack_load, summarize_load, unstack_load
+from rollouts.types import ExpertLoad, LossFn, TokenOutputs, TrainBatch
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 
@@ -42,6 +43,8 @@ class TrainState:
     num_passes: int = 0  # calls of accumulate_gradient; dropout is drawn from it and the seed
     seed: int = 0
     counts: UpdateCounts = field(default_factory=UpdateCounts)
+    expert_load: ExpertLoad | None = None  # load of the passes since the last update; None = no routers that can be recorded
+    counted_load: ExpertLoad | None = None  # load that count_experts has counted since the last update
 
 
 def create_state(parameters: Parameters, trained: Sequence[str] | None = None, *, seed: int = 0) -> TrainState:
@@ -66,17 +69,28 @@ def accumulate_gradient(
     """
     fixed = {name: value for name, value in state.parameters.items() if name not in state.first_moments}
 
-    def evaluate(trained: Parameters) -> tuple[Tensor, Mapping[str, Tensor]]:
-        loss, metrics = loss_fn(forward({**fixed, **trained}, batch, with_entropy), batch)
-        return loss, {name: torch.as_tensor(value) for name, value in metrics.items()}
+    def evaluate(trained: Parameters) -> tuple[Tensor, tuple[Mapping[str, Tensor], list[Tensor]]]:
+        outputs = forward({**fixed, **trained}, batch, with_entropy)
+        loss, metrics = loss_fn(outputs, batch)
+        loss = add_balance(loss, batch, outputs.expert_load, state.counted_load)
+        loads = [] if outputs.expert_load is None else [stack_load(outputs.expert_load)]
+        return loss, ({name: torch.as_tensor(value) for name, value in metrics.items()}, loads)
 
     trained = {name: state.parameters[name] for name in state.first_moments}
     with _drawing_from(state, batch.tokens.device):
-        found, (loss, metrics) = torch.func.grad_and_value(evaluate, has_aux=True)(trained)
+        found, (loss, (metrics, loads)) = torch.func.grad_and_value(evaluate, has_aux=True)(trained)
     before = state.gradients
     gradients = found if before is None else {name: before[name] + value for name, value in found.items()}
-    state = replace(state, gradients=MappingProxyType(gradients), num_passes=state.num_passes + 1)
+    expert_load = add_loads(state.expert_load, unstack_load(loads[0]) if loads else None)
+    state = replace(state, gradients=MappingProxyType(gradients), num_passes=state.num_passes + 1, expert_load=expert_load)
     return state, collect_metrics(loss, metrics, batch)
+
+
+def count_experts(state: TrainState, batch: TrainBatch, forward: ForwardFn) -> TrainState:
+    """Add the load of the experts on this batch to that of the step, which a load-balancing loss reads."""
+    with torch.no_grad():
+        outputs = forward(state.parameters, batch, False)
+    return replace(state, counted_load=add_loads(state.counted_load, outputs.expert_load))
 
 
 def apply_update(state: TrainState, rule: AdamW) -> tuple[TrainState, dict[str, float]]:
@@ -87,14 +101,15 @@ def apply_update(state: TrainState, rule: AdamW) -> tuple[TrainState, dict[str, 
     with g the gradient, scaled down to max_grad_norm if its norm is larger, and wd = 0 for parameters that are no matrix. A non-finite
     gradient is not applied: only the counts of the state change, and update_skipped is 1.
 
-    Returns: the state without gradient; grad_norm (before clipping), lr (of this update), update_skipped.
+    Returns: the state without gradient; grad_norm (before clipping), lr (of this update), update_skipped; for a mixture of experts those of
+        summarize_load.
     Source: Loshchilov and Hutter 2019, algorithm 2, with the decay times the learning rate, as torch.optim.AdamW has it.
     """
     assert state.gradients is not None, "optim_step was called without a forward_backward since the last one"
     norm = float(global_norm(state.gradients))
     lr, finite = rule.rate(state.counts), math.isfinite(norm)
-    metrics = {"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)}
-    state = replace(state, counts=count_update(state.counts, finite=finite))
+    metrics = {"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)} | summarize_load(state.expert_load)
+    state = replace(state, counts=count_update(state.counts, finite=finite), expert_load=None, counted_load=None)
     if not finite:
         return replace(state, gradients=None), metrics
     scale = min(1.0, rule.max_grad_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_

@@ -35,6 +35,7 @@ from rollouts.backends.pytorch.files import (
     write_trainer_state,
 )
 from rollouts.backends.ranks.distributed import Ranks
+from rollouts.models.expert_load import add_balance, add_loads, summarize_load
 from rollouts.models.forward import (
     ComputeOutputs,
     OutputOptions,
@@ -58,7 +59,7 @@ from rollouts.models.weights import (
     read_weights,
     stream_weights,
 )
-from rollouts.types import LossFn, TokenOutputs, TrainBatch
+from rollouts.types import ExpertLoad, LossFn, TokenOutputs, TrainBatch
 from rollouts.weight_specs import WeightSpec
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ if TYPE_CHECKING:
 
 
 KIND = "pytorch"
-_FEATURES = frozenset({BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS})
+_FEATURES = frozenset(
+    {BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS, BackendFeature.EXPERTS}
+)
 
 
 class PyTorchTrainingBackend:
@@ -127,6 +130,8 @@ class PyTorchTrainingBackend:
         self._max_grad_norm = max_grad_norm
         self._max_skipped_updates = max_skipped_updates
         self._has_gradient = False
+        self._load: ExpertLoad | None = None  # load of the passes since the last update
+        self._counted: ExpertLoad | None = None  # load that count_experts has counted since the last update
         self._compute_outputs = compute_outputs
         self._adapters = None if lora is None else Adapters(model, lora)
 
@@ -158,8 +163,11 @@ class PyTorchTrainingBackend:
         """Add the gradient of loss_fn on this batch."""
         batch, packed = self._admit(batch)
         with training_mode(self.model, dropout=batch.has_dropout):
-            loss, metrics = loss_fn(self._run(batch, packed, with_entropy), batch)
+            outputs = self._run(batch, packed, with_entropy)
+            loss, metrics = loss_fn(outputs, batch)
+            loss = add_balance(loss, batch, outputs.expert_load, self._counted)
             loss.backward()
+        self._load = add_loads(self._load, outputs.expert_load)
         self._has_gradient = True
         return ImmediateTrainFuture(collect_metrics(loss, metrics, batch), "forward_backward")
 
@@ -174,11 +182,13 @@ class PyTorchTrainingBackend:
 
         A non-finite gradient is not applied: parameters and optimizer state are unchanged, and update_skipped is 1.
 
-        Returns: grad_norm (before clipping), lr (of this update), update_skipped.
+        Returns: grad_norm (before clipping), lr (of this update), update_skipped; for a mixture of experts those of summarize_load.
         Raises: BackendError after max_skipped_updates skipped updates in a row, or if an update left a non-finite parameter.
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
         metrics, self.counts = update_parameters(self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm)
+        metrics |= summarize_load(self._load)
+        self._load = self._counted = None
         self._has_gradient = False
         check_updated(trained_parameters(self.model), self.counts)
         check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)
@@ -195,6 +205,19 @@ class PyTorchTrainingBackend:
         if self._adapters is not None:
             self._adapters.replaced_base(self.optimizer)
         return ImmediateTrainFuture(None, "load_weights")
+
+    # -- BackendFeature.EXPERTS
+
+    def check_balance(self) -> None:
+        """Raise ConfigError, with the reason, unless the model has a load-balancing loss that is computed here."""
+        self._options.routers.check_balance()
+
+    def count_experts(self, batch: TrainBatch) -> ImmediateTrainFuture[None]:
+        """Run forward and add the load of the experts to that of the step."""
+        with training_mode(self.model, dropout=False), torch.no_grad():
+            outputs = self._run(*self._admit(batch), with_entropy=False)
+        self._counted = add_loads(self._counted, outputs.expert_load)
+        return ImmediateTrainFuture(None, "count_experts")
 
     # -- BackendFeature.WEIGHT_STREAM
 
@@ -255,6 +278,7 @@ class PyTorchTrainingBackend:
         self.weight_version = int(state["weight_version"])
         self.optimizer.zero_grad(set_to_none=True)
         self._has_gradient = False
+        self._load = self._counted = None
         return ImmediateTrainFuture(None, "load_checkpoint")
 
     def export_weights(self, directory: Path) -> ImmediateTrainFuture[None]:

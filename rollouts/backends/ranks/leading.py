@@ -32,6 +32,10 @@ class RankBackend(Protocol):
         """Run forward_backward on this rank's rows; the resulting gradient covers the rows of all ranks."""
         ...
 
+    def count_experts_shard(self, shard: TrainBatch | None) -> None:
+        """Run count_experts on this rank's rows; the count covers the rows of all ranks."""
+        ...
+
     def optim_step(self) -> Future[dict[str, float]]:
         """Update as TrainingBackend.optim_step; done when it returns, and the same on every rank."""
         ...
@@ -162,6 +166,16 @@ class LeadingBackend:
 
     # -- BackendFeature.CHECKPOINTS
 
+    def check_balance(self) -> None:
+        """Run check_balance of rank 0's part, without a command to the other ranks."""
+        self._own.check_balance()
+
+    def count_experts(self, batch: TrainBatch) -> ImmediateTrainFuture[None]:
+        """Count the load of the experts, on every rank."""
+        _, shards = self._deal(batch)
+        self._group.run("count_experts", _count_experts, self._name, own=shards)
+        return ImmediateTrainFuture(None, "count_experts")
+
     def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Write all state, every rank its part, into a shared directory."""
         self._group.run("save_checkpoint", _save_checkpoint, self._name, directory)
@@ -215,6 +229,10 @@ def _forward_base(backends: _Backends, name: str, output_fn: OutputFn, with_entr
 
 def _forward_backward(backends: _Backends, name: str, loss_fn: LossFn, with_entropy: bool, shard: TrainBatch | None) -> dict[str, float]:
     return dict(backends[name].forward_backward_shard(shard, loss_fn, with_entropy=with_entropy))
+
+
+def _count_experts(backends: _Backends, name: str, shard: TrainBatch | None) -> None:
+    backends[name].count_experts_shard(shard)
 
 
 def _optim_step(backends: _Backends, name: str) -> dict[str, float]:
