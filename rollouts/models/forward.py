@@ -114,6 +114,7 @@ class OutputOptions:
     chunk_size: int = 1024  # tokens whose logits exist at the same time
     with_entropy: bool = False
     native_attention: bool = False  # run rows of one length at a time with the model's own attention instead of packed rows
+    native_passes: int = 0  # least number of passes then, some of which count nothing: ranks of a sharded model make equally many
     routers: Routers = field(default_factory=Routers)  # routers of the model; their load is measured
 
 
@@ -130,11 +131,10 @@ def run_rows(
     """
     packed = pack_batch(batch, batch.tokens.device) if packed is None else packed
     record = LoadRecord(options.routers, with_gradient=batch.router_balance is not None)
-    with (
-        torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=options.compute_dtype == torch.bfloat16),
-        record_choices(options.routers, record.note),
-    ):
-        hidden = (run_native if options.native_attention else run_packed)(model, packed)  # [N, H]
+    with torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=options.compute_dtype == torch.bfloat16):
+        with record_choices(options.routers, record.note):
+            hidden = (run_native if options.native_attention else run_packed)(model, packed)  # [N, H]
+        hidden = add_idle_passes(model, hidden, packed, options.native_passes)
     outputs = compute_outputs(model, hidden, packed, batch.temperatures, options)
     return replace(outputs, expert_load=record.sum_up()) if options.routers.modules else outputs
 
@@ -285,6 +285,14 @@ def run_native(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     decoder = cast("Any", get_decoder(model))
     rows = packed.split_lengths(packed.tokens)  # [S, L] each
     return packed.join_lengths([decoder(input_ids=tokens, use_cache=False).last_hidden_state for tokens in rows])
+
+
+def add_idle_passes(model: PreTrainedModel, hidden: Tensor, packed: PackedRows, num_passes: int) -> Tensor:
+    """Return the hidden states of run_native after passes of one token that count nothing, until num_passes were made."""
+    decoder, token = cast("Any", get_decoder(model)), packed.tokens[:1][None]
+    missing = range(num_passes - len(packed.same_length))
+    idle = [decoder(input_ids=token, use_cache=False).last_hidden_state.sum() for _ in missing]
+    return hidden + 0.0 * torch.stack(idle).sum() if idle else hidden
 
 
 def attend(

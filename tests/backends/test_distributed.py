@@ -174,3 +174,22 @@ def test_other_errors_pass_an_exchange_as_they_are():
         raise torch.distributed.DistStoreError("store")
     with pytest.raises(AssertionError, match="rank is 4 of 4"):
         Ranks(rank=4, world_size=4, device=torch.device("cpu"), timeout_s=3.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_run_models_with_their_own_attention_as_one_process_does(tmp_path: Path):
+    """Each rank makes a pass for each distinct length of its rows, and as many as the others."""
+    code = CODE.replace("distributed_ranks", "native_ranks").format(tests=str(Path(__file__).parents[1] / "support"))
+    children = start_ranks(code, 2, tmp_path, folder=tmp_path / "output")
+    try:
+        assert [child.wait() for child in children] == [0, 0], [child.error for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    zero, one = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
+    assert zero.keys() == one.keys() and len(zero) == 6
+    for name, runs in zero.items():
+        assert runs["ranks"] == one[name]["ranks"], name
+        for found, expected in zip(runs["ranks"], runs["single"], strict=True):
+            assert found == pytest.approx(expected, abs=1e-4), name

@@ -48,7 +48,7 @@ from rollouts.backends.ranks.distributed import Ranks, all_gather, explain_failu
 from rollouts.backends.weights.export import export_sharded
 from rollouts.batches import plan_shards, select_rows
 from rollouts.data.model_limits import read_limits
-from rollouts.errors import BackendError, ConfigError
+from rollouts.errors import BackendError
 from rollouts.models.expert_load import add_balance, add_loads, stack_load, summarize_load, unstack_load
 from rollouts.models.forward import (
     ComputeOutputs,
@@ -392,7 +392,7 @@ class FSDPTrainingBackend:
 
     def _run(self, batch: TrainBatch, packed: PackedRows, with_entropy: bool) -> TokenOutputs:
         """Run run_rows inside the call that gathers the root's parameters; that call knows tensors only."""
-        options = replace(self._options, with_entropy=with_entropy)
+        options = replace(self._options, with_entropy=with_entropy, native_passes=self._agree_on_passes(packed))
 
         def run() -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
             outputs = run_rows(self.model, batch, self._compute_outputs, options, packed)
@@ -403,6 +403,14 @@ class FSDPTrainingBackend:
 
         log_probs, entropy, values, load = call_gathered(self.model, run)
         return TokenOutputs(log_probs=log_probs, entropy=entropy, values=values, expert_load=None if load is None else unstack_load(load))
+
+    def _agree_on_passes(self, packed: PackedRows) -> int:
+        """Return the number of passes of native rows that every rank makes, since each pass gathers layers from all of them."""
+        own = len(packed.same_length)
+        if not self._options.native_attention or self.ranks.world_size == 1:
+            return own
+        counts = all_gather(self.ranks, torch.tensor(own, device=self.device), operation="counting the passes of all ranks")
+        return int(torch.stack(counts).max())
 
     def _check_updated(self) -> None:
         """Run check_updated on all ranks, each on its part of the parameters; all raise the same error."""
@@ -422,11 +430,6 @@ class FSDPTrainingBackend:
         def check() -> None:
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._options.compute_dtype == torch.bfloat16):
                 self._options = replace(self._options, native_attention=prepare_attention(self.model))
-            if self._options.native_attention and self.ranks.world_size > 1:
-                raise ConfigError(
-                    f"{type(self.model).__name__} runs rows of one length at a time, because packed attention cannot compute it, and ranks "
-                    "with other lengths would wait for one another: train it in one process"
-                )
             self._options = replace(self._options, routers=inspect_routers(self.model, native=self._options.native_attention))
             check_head(self.model, self._compute_outputs, self._options, self.device)
 
