@@ -128,7 +128,8 @@ def create_embedded_engine(
 ) -> InProcessEngine:
     """Create the embedded engine over a copy of the model's weights, or over the model itself if it is not trained."""
     own = copy_without_adapters(model) if is_trained else model
-    return InProcessEngine(own, tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
+    engine = config.engine
+    return InProcessEngine(own, tokenizer, max_slots=engine.max_slots, seed=config.seed, record_experts=config.rl.router_replay)
 
 
 @asynccontextmanager

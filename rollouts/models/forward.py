@@ -25,6 +25,7 @@ from rollouts.algorithms.logprobs import LogitTransform, chunked_log_probs, shif
 from rollouts.batches import find_context_starts, map_turns
 from rollouts.data.model_limits import ModelLimits
 from rollouts.errors import ConfigError, DataError
+from rollouts.models.replay import check_replayed, replay_experts
 from rollouts.models.routers import LoadRecord, Routers, record_choices
 from rollouts.types import TokenOutputs, TrainBatch
 
@@ -96,6 +97,25 @@ def run_rows(model: PreTrainedModel, batch: TrainBatch, compute_outputs: Compute
         hidden = (run_native if options.native_attention else run_packed)(model, packed)  # [N, H]
     outputs = compute_outputs(model, hidden, packed, batch.temperatures, options)
     return replace(outputs, expert_load=record.sum_up()) if options.routers.modules else outputs
+
+
+@contextmanager
+def replaying(batch: TrainBatch, options: OutputOptions) -> Generator[None]:
+    """Make the routers of passes of this batch, and of recomputed layers, choose its recorded experts; without any, do nothing.
+
+    Raises: ConfigError for a model that cannot replay; DataError for a record of another model.
+    """
+    calls: dict[tuple[int, int], Tensor] = {}
+    if batch.routed_experts is not None:
+        options.routers.check_replay()
+        check_replayed(options.routers, batch.routed_experts)
+        packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
+        experts = batch.routed_experts.flatten(0, 1)[packed.flat_index].long()  # [N, routers, k]
+        calls = {(1, len(experts)): experts}
+        if options.native_attention:
+            calls = {(positions.shape[0], positions.shape[1]): experts[positions.flatten()] for positions in packed.same_length}
+    with replay_experts(options.routers, calls):
+        yield
 
 
 def check_batch(batch: TrainBatch, limits: ModelLimits) -> None:

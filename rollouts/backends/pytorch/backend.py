@@ -36,7 +36,16 @@ from rollouts.backends.pytorch.files import (
 )
 from rollouts.backends.ranks.distributed import Ranks
 from rollouts.models.expert_load import add_balance, add_loads, summarize_load
-from rollouts.models.forward import ComputeOutputs, OutputOptions, admit_batch, compute_log_probs, describe_outputs, run_rows, training_mode
+from rollouts.models.forward import (
+    ComputeOutputs,
+    OutputOptions,
+    admit_batch,
+    compute_log_probs,
+    describe_outputs,
+    replaying,
+    run_rows,
+    training_mode,
+)
 from rollouts.models.prepare import prepare_model
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import (
@@ -144,14 +153,15 @@ class PyTorchTrainingBackend:
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Return output_fn of the model's outputs, without gradient, on the CPU."""
         self.model.eval()
-        with torch.no_grad():
-            outputs = self._run(admit_batch(batch, self.limits, self.device), with_entropy)
+        batch = admit_batch(batch, self.limits, self.device)
+        with torch.no_grad(), replaying(batch, self._options):
+            outputs = self._run(batch, with_entropy)
         return ImmediateTrainFuture(output_fn(outputs).cpu(), "forward")
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
         """Add the gradient of loss_fn on this batch."""
         batch = admit_batch(batch, self.limits, self.device)
-        with training_mode(self.model, dropout=batch.has_dropout):
+        with training_mode(self.model, dropout=batch.has_dropout), replaying(batch, self._options):
             outputs = self._run(batch, with_entropy)
             loss, metrics = loss_fn(outputs, batch)
             loss = add_balance(loss, batch, outputs.expert_load, self._counted)
@@ -201,10 +211,15 @@ class PyTorchTrainingBackend:
         """Raise ConfigError, with the reason, unless the model has a load-balancing loss that is computed here."""
         self._options.routers.check_balance()
 
+    def check_replay(self) -> None:
+        """Raise ConfigError, with the reason, unless the model can replay recorded experts."""
+        self._options.routers.check_replay()
+
     def count_experts(self, batch: TrainBatch) -> ImmediateTrainFuture[None]:
         """Run forward and add the load of the experts to that of the step."""
-        with training_mode(self.model, dropout=False), torch.no_grad():
-            outputs = self._run(admit_batch(batch, self.limits, self.device), with_entropy=False)
+        batch = admit_batch(batch, self.limits, self.device)
+        with training_mode(self.model, dropout=False), torch.no_grad(), replaying(batch, self._options):
+            outputs = self._run(batch, with_entropy=False)
         self._counted = add_loads(self._counted, outputs.expert_load)
         return ImmediateTrainFuture(None, "count_experts")
 
