@@ -8,6 +8,7 @@ contexts (TrainBatch.context_ids) each context is a text of its own: the rules f
 from __future__ import annotations
 
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -195,6 +196,56 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutedExperts:
+    """Experts that the routers of a mixture of experts chose for a row of tokens, for their replay in training (models/replay.py).
+
+    The entry of a token is about the pass that read it, so the last token of a completion, which no pass has read, has none.
+    """
+
+    data: bytes  # [tokens, num_routers, top_k] int16, little-endian; -1 = not recorded
+    num_routers: int  # routers, in the order in which a pass calls them
+    top_k: int  # experts of a token in each router
+
+    def __post_init__(self) -> None:
+        assert self.num_routers >= 1, f"num_routers is {self.num_routers}, expected at least 1"
+        assert self.top_k >= 1, f"top_k is {self.top_k}, expected at least 1"
+        assert len(self.data) % self.width == 0, f"data has {len(self.data)} bytes, expected a multiple of {self.width}"
+
+    @property
+    def width(self) -> int:
+        """Bytes of a token."""
+        return 2 * self.num_routers * self.top_k
+
+    def __len__(self) -> int:
+        return len(self.data) // self.width
+
+    def take(self, num_tokens: int) -> RoutedExperts:
+        """Return the entries of the first tokens, and entries without experts for further ones."""
+        data = self.data[: num_tokens * self.width]
+        return replace(self, data=data + b"\xff" * (num_tokens * self.width - len(data)))
+
+    def fill(self, later: RoutedExperts) -> RoutedExperts:
+        """Fill the entries without experts, and the entries behind the end, from a later record of the same tokens.
+
+        A token keeps the experts of the pass that sampled what follows it.
+        """
+        assert (self.num_routers, self.top_k) == (later.num_routers, later.top_k), "the two records are of different models"
+        width, empty = self.width, b"\xff" * self.width
+        rows = (self.data[at : at + width] for at in range(0, len(self.data), width))
+        filled = b"".join(later.data[i * width : (i + 1) * width] or row if row == empty else row for i, row in enumerate(rows))
+        return replace(self, data=filled + later.data[len(filled) :])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain JSON values, data in base64."""
+        return {"data": b64encode(self.data).decode(), "num_routers": self.num_routers, "top_k": self.top_k}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RoutedExperts:
+        """Return the record of to_dict's values."""
+        return cls(data=b64decode(data["data"]), num_routers=data["num_routers"], top_k=data["top_k"])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """One trajectory, one row of a batch: prompt tokens followed by response tokens.
 
@@ -223,6 +274,7 @@ class Sample:
     truncated_sampling: bool = False  # True = top_p, top_k or min_p cut the distribution that tokens were drawn from
     log_prob_kind: LogProbKind = "sampled"  # distribution of rollout_log_probs
     untempered_log_probs: tuple[float, ...] | None = None  # nats, of the whole policy at temperature 1; None = not asked for
+    routed_experts: RoutedExperts | None = None  # experts of each token as the engine chose them; None = not recorded
     turns: tuple[Turn, ...] | None = None  # actions of an episode, in order; None = not an episode
     messages: tuple[Message, ...] | None = None  # the whole conversation; None = prompt and response are all of it
     action_messages: tuple[int, ...] | None = None  # places of the policy's actions in messages; None = see samples.find_actions
@@ -246,6 +298,8 @@ class Sample:
                 f"{where}: weight_versions has {len(self.weight_versions)} entries for {n} tokens; "
                 "it is aligned with tokens, -1 for the prompt"
             )
+        if self.routed_experts is not None:
+            assert len(self.routed_experts) == n, f"{where}: routed_experts has {len(self.routed_experts)} entries for {n} tokens"
         if self.segment_log_probs is not None:
             assert len(self.segment_log_probs) == n, f"{where}: segment_log_probs has {len(self.segment_log_probs)} entries for {n} tokens"
         if self.segment_versions is not None:
@@ -308,7 +362,7 @@ class Sample:
                 take[name] = require_flag(getattr(self, name), f"Sample.{name}", error=DataError)
         if self.log_prob_kind not in _LOG_PROB_KINDS:
             raise DataError(f"Sample.log_prob_kind is {self.log_prob_kind!r}, expected one of {', '.join(_LOG_PROB_KINDS)}")
-        for name, of in (("episode", EpisodeOutcome), ("reward_details", RewardDetails)):
+        for name, of in _VALUES:
             value = getattr(self, name)
             if value is not None and type(value) is not of:
                 raise DataError(f"Sample.{name} is {value!r:.200}, expected a value of the type {of.__name__}, or None")
@@ -324,7 +378,7 @@ class Sample:
             out[name] = None if out[name] is None else list(out[name])
         for name in ("turns", "messages"):
             out[name] = None if out[name] is None else [item.to_dict() for item in out[name]]
-        for name in ("episode", "reward_details"):
+        for name, _ in _VALUES:
             out[name] = None if out[name] is None else out[name].to_dict()
         return out
 
@@ -340,7 +394,7 @@ class Sample:
                 values[name] = tuple(values[name])
         if values.get("turns") is not None:
             values["turns"] = tuple(turn if isinstance(turn, Turn) else Turn(**turn) for turn in values["turns"])
-        for name, of in (("episode", EpisodeOutcome), ("reward_details", RewardDetails)):
+        for name, of in _VALUES:
             if values.get(name) is not None and not isinstance(values[name], of):
                 values[name] = of.from_dict(values[name])
         return cls(**values)
@@ -380,6 +434,13 @@ _COLUMNS: tuple[
     ("untempered_log_probs", _take_log_prob, _NUMBERS),
     ("action_messages", take_int, frozenset({int})),
     ("context_starts", take_int, frozenset({int})),
+)
+
+
+_VALUES: tuple[tuple[str, type[Any]], ...] = (  # fields of a Sample that hold another value
+    ("episode", EpisodeOutcome),
+    ("reward_details", RewardDetails),
+    ("routed_experts", RoutedExperts),
 )
 
 
@@ -455,9 +516,13 @@ class Completion:
     truncated_sampling: bool = False  # True if top_p, top_k or min_p cut the distribution that the tokens were drawn from
     log_prob_kind: LogProbKind = "sampled"  # distribution of output_log_probs
     untempered_log_probs: tuple[float, ...] | None = None  # nats, of the whole policy at temperature 1; None = not asked for
+    routed_experts: RoutedExperts | None = None  # experts of input and output tokens; None = not recorded
 
     def __post_init__(self) -> None:
         n = len(self.output_tokens)
+        if self.routed_experts is not None:
+            found, whole = len(self.routed_experts), len(self.input_tokens) + n
+            assert found == whole, f"completion {self.request_id}: routed_experts has {found} entries for {whole} tokens"
         for name in ("output_log_probs", "output_versions", "untempered_log_probs"):
             value = getattr(self, name)
             assert value is None or len(value) == n, f"completion {self.request_id}: {name} has {len(value)} entries for {n} output tokens"
@@ -557,6 +622,7 @@ class TrainBatch:
     weight_versions: Tensor | None = None  # [B, T] int64, -1 where the policy did not sample
     policy_versions: Tensor | None = None  # [B] float32, weight version of the trainer, equal in all rows: the version of the
     # engines, plus the fraction of the steps to the next sync that are done
+    routed_experts: Tensor | None = None  # [B, T, routers, k] int16, experts to choose instead of the model's own choice; -1 = its own
     context_ids: Tensor | None = None  # [B, T] int64, from 0 on and rising in each row: a token sees those of its own context only;
     # None = each row is one context
     turns: Turns | None = None
@@ -589,6 +655,7 @@ class TrainBatch:
         check_shapes(**{name: (getattr(self, name), (b, t)) for name in per_token})
         per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions")
         check_shapes(**{name: (getattr(self, name), (b,)) for name in per_row})
+        check_shapes(routed_experts=(self.routed_experts, (b, t, None, None)))
         if self.reward_components is not None:
             check_shapes(reward_components=(self.reward_components.scores, (b, len(self.reward_components.names))))
         if self.turns is not None:

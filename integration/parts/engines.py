@@ -128,8 +128,9 @@ def create_embedded_engine(
 ) -> InProcessEngine:
     """Create the embedded engine over a copy of the model's weights, or over the model itself if it is not trained, in engine.dtype."""
     own: torch.nn.Module = copy_without_adapters(model) if is_trained else model
-    own.to(getattr(torch, config.engine.precision(config.model.device)))
-    return InProcessEngine(cast("PreTrainedModel", own), tokenizer, max_slots=config.engine.max_slots, seed=config.seed)
+    engine = config.engine
+    own = cast("PreTrainedModel", own.to(getattr(torch, engine.precision(config.model.device))))
+    return InProcessEngine(own, tokenizer, max_slots=engine.max_slots, seed=config.seed, record_experts=config.rl.router_replay)
 
 
 @asynccontextmanager

@@ -103,6 +103,7 @@ class Config:
         check_setting(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1, or None")
         check_not_negative(self, "seed")
         parse_loggers(self.loggers)
+        check_router_replay(self)
         check_episode_sections(self.task, self.episode, self.environment)
         if self.task in EPISODE_TASKS:
             check_episode_settings(self)
@@ -234,6 +235,24 @@ def episode_tokens(config: Config) -> int:
     return response_tokens(config) + (episode_config(config).max_turns + 1) * observation_tokens(config.task, config.environment)
 
 
+def check_router_replay(config: Config) -> None:
+    """Raise ConfigError if rl.router_replay is set for rollouts that carry no record of their experts."""
+    if not config.rl.router_replay:
+        return
+    if config.engine.kind != "inprocess":
+        raise ConfigError(
+            f"rl.router_replay is True, but the experts that {config.engine.kind} chooses are not read from its answers: use the embedded "
+            "engine (--engine.kind inprocess), or leave it out"
+        )
+    if config.task in EPISODE_TASKS:
+        raise ConfigError(
+            f"rl.router_replay is True, but the samples of a task with several turns, as {config.task!r}, carry no recorded experts: leave "
+            "it out"
+        )
+    if config.backend.kind == "jax":
+        raise ConfigError("rl.router_replay is True, but backend.kind 'jax' computes no mixture of experts: leave it out")
+
+
 def check_episode_settings(config: Config) -> None:
     """Raise ConfigError for settings that a task with several turns does not support, or that conflict."""
     if config.engine.one_request_per_group:
@@ -319,6 +338,7 @@ def rl_training_config(config: Config, algorithm: Algorithm | None, max_tokens: 
         max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,
         dropout=config.rl.dropout,
         router_balance_coef=config.rl.router_balance_coef,
+        router_replay=config.rl.router_replay,
         weight_sync=config.engine.weight_sync_mode,
         parity=config.engine.parity(),
         probe_tolerance=config.engine.tolerance(config.model.device),

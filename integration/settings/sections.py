@@ -134,6 +134,9 @@ class RLSection:
     max_tokens_per_microbatch: int = 16384  # maximum tokens of one forward and backward pass, padding excluded; bounds memory only
     dropout: bool = False  # apply the dropout of the model's configuration and lora.dropout; makes policy ratios noisy
     router_balance_coef: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts; 0 = none
+    # train a mixture of experts with the experts that the engine chose for each token (R3) instead of the trainer's own choice; embedded
+    # engine
+    router_replay: bool = False
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))
 
     def __post_init__(self) -> None:

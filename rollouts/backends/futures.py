@@ -164,6 +164,10 @@ class Pipeline:
         """Run check_balance of the backend at once."""
         require_backend_feature(self.backend, BackendFeature.EXPERTS, "Pipeline.check_balance").check_balance()
 
+    def check_replay(self) -> None:
+        """Run check_replay of the backend at once."""
+        require_backend_feature(self.backend, BackendFeature.EXPERTS, "Pipeline.check_replay").check_replay()
+
     def count_experts(self, batch: TrainBatch) -> Future[None]:
         """Submit a pass that counts the load of the experts."""
         backend = require_backend_feature(self.backend, BackendFeature.EXPERTS, "Pipeline.count_experts")

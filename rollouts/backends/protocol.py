@@ -73,7 +73,7 @@ class BackendFeature(StrEnum):
     ADAPTERS = "adapters"  # trains adapters on a frozen model, and can compute without them: TrainsAdapters
     OUTPUTS = "outputs"  # declares the fields that it computes: BackendFacts.computes
     TOKENS = "tokens"  # declares the vocabulary of its model: BackendFacts.token_spec
-    EXPERTS = "experts"  # balances the experts of a mixture-of-experts model: BalancesExperts
+    EXPERTS = "experts"  # balances and replays the experts of a mixture of experts: RoutesExperts
     SHARDS = "shards"  # deals the rows of each call to several processes: BackendFacts.num_shards
 
 
@@ -83,7 +83,7 @@ _ATTRIBUTES: Mapping[BackendFeature, tuple[str, ...]] = MappingProxyType({
     BackendFeature.ADAPTERS: ("forward_base",),
     BackendFeature.OUTPUTS: ("computes",),
     BackendFeature.TOKENS: ("token_spec",),
-    BackendFeature.EXPERTS: ("check_balance", "count_experts"),
+    BackendFeature.EXPERTS: ("check_balance", "count_experts", "check_replay"),
     BackendFeature.SHARDS: ("num_shards",),
 })  # fmt: skip
 
@@ -133,16 +133,21 @@ class TrainsAdapters(Protocol):
         ...
 
 
-class BalancesExperts(Protocol):
-    """Backend with BackendFeature.EXPERTS, for typing only; see models/expert_load.py.
+class RoutesExperts(Protocol):
+    """Backend with BackendFeature.EXPERTS, for typing only; see models/expert_load.py and models/replay.py.
 
     forward_backward of a batch with TrainBatch.router_balance adds this coefficient times the part of the batch in the load-balancing loss
     of the step. The load of the step is what count_experts has counted since the last update; if it has counted nothing, the load of the
-    batch itself, so a step of one micro-batch in one process needs no count.
+    batch itself, so a step of one micro-batch in one process needs no count. A batch with TrainBatch.routed_experts is computed with these
+    experts by every method.
     """
 
     def check_balance(self) -> None:
         """Raise ConfigError, with the reason, unless the model has a load-balancing loss that is computed here."""
+        ...
+
+    def check_replay(self) -> None:
+        """Raise ConfigError, with the reason, unless the model can replay recorded experts."""
         ...
 
     def count_experts(self, batch: TrainBatch) -> Future[None]:
@@ -185,7 +190,7 @@ def require_backend_feature(
 @overload
 def require_backend_feature(
     backend: object, feature: Literal[BackendFeature.EXPERTS], needed_by: str, *, instead: str = ""
-) -> BalancesExperts: ...
+) -> RoutesExperts: ...
 @overload
 def require_backend_feature(
     backend: object, feature: Literal[BackendFeature.ADAPTERS], needed_by: str, *, instead: str = ""

@@ -90,10 +90,11 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
 
     group_ids number the distinct group_index values from 0, in the order of their first appearance. The first token of a row, and of each
     further context in it, has loss_mask 0, since nothing predicts it. A row is trainable if one of its other tokens has loss_mask > 0 and
-    its sample is trainable; the loss_mask of other rows becomes 0, their rewards still count in group statistics. temperatures
-    is None if all are 1. weight_versions and rollout_log_probs are columns if every sample has them; segment_log_probs and segment_mask if
-    one has them, with rollout_log_probs and False in the rows of the others; turns if one has them (collate_turns); context_ids if one has
-    several contexts (collate_context_ids); reward_components if one has reward_details with metrics, one component a metric.
+    its sample is trainable; the loss_mask of other rows becomes 0, their rewards still count in group statistics. temperatures is None if
+    all are 1. weight_versions and rollout_log_probs are columns if every sample has them; segment_log_probs and segment_mask if one has
+    them, with rollout_log_probs and False in the rows of the others; turns if one has them (collate_turns); context_ids if one has several
+    contexts (collate_context_ids); routed_experts if one has them, -1 in the rows of the others; reward_components if one has
+    reward_details with metrics, one component a metric.
 
     Args:
         samples: tokens and loss_mask of each, at least one token in each.
@@ -135,6 +136,7 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
         segment_log_probs=_segment_column(samples) if any(s.segment_log_probs is not None for s in samples) else None,
         segment_mask=_segment_mask(samples) if any(s.segment_versions is not None for s in samples) else None,
         weight_versions=_optional_column(samples, "weight_versions", -1, torch.int64),
+        routed_experts=_collate_experts(samples, width),
         temperatures=None if all(t == 1.0 for t in temperatures) else torch.tensor(temperatures, dtype=torch.float32),
         context_ids=collate_context_ids(samples, width) if any(s.context_starts for s in samples) else None,
         turns=collate_turns(samples, width) if any(s.turns is not None for s in samples) else None,
@@ -153,6 +155,25 @@ def _collate_components(samples: Sequence[Sample]) -> RewardComponents | None:
         return None
     scores = torch.tensor([[row.get(name, math.nan) for name in names] for row in rows], dtype=torch.float32)
     return RewardComponents(names=names, scores=scores)
+
+
+def _collate_experts(samples: Sequence[Sample], width: int) -> Tensor | None:
+    """Return the recorded experts # [B, T, routers, k], -1 behind the end of a row and in rows without a record; None if none has one."""
+    records = [sample.routed_experts for sample in samples]
+    first = next((record for record in records if record is not None), None)
+    if first is None:
+        return None
+    out = torch.full((len(samples), width, first.num_routers, first.top_k), -1, dtype=torch.int16)
+    for i, (sample, record) in enumerate(zip(samples, records, strict=True)):
+        if record is None:
+            continue
+        if (record.num_routers, record.top_k) != (first.num_routers, first.top_k):
+            raise DataError(
+                f"{describe_sample(sample)} has recorded experts of {record.num_routers} routers with {record.top_k} experts of a token, "
+                f"and another sample of {first.num_routers} with {first.top_k}: they were sampled with different models"
+            )
+        out[i, : len(record)] = torch.frombuffer(bytearray(record.data), dtype=torch.int16).view(-1, first.num_routers, first.top_k)
+    return out
 
 
 def _mask_unpredicted(sample: Sample) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from rollouts.checks import describe_function, is_finite, require_flag, show_value
 from rollouts.errors import DataError, EngineProtocolError, GenerationError, RewardError
-from rollouts.types import Completion, FilterFn, Group, Message, Prompt, RolloutBatch, Sample, Status
+from rollouts.types import Completion, FilterFn, Group, Message, Prompt, RolloutBatch, RoutedExperts, Sample, Status
 
 
 def describe_sample(sample: Sample) -> str:
@@ -195,6 +195,7 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
         truncated_sampling=start.truncated_sampling or completion.truncated_sampling,
         log_prob_kind=start.log_prob_kind if completion.log_prob_kind == "sampled" else completion.log_prob_kind,
         untempered_log_probs=_append_untempered(start, completion),
+        routed_experts=_append_experts(start, completion),
     )
 
 
@@ -209,6 +210,14 @@ def _append_untempered(start: Sample, completion: Completion) -> tuple[float, ..
     if before is None and not any(mask > 0 for mask in start.loss_mask):
         before = (0.0,) * len(start.tokens)
     return None if before is None or completion.untempered_log_probs is None else before + completion.untempered_log_probs
+
+
+def _append_experts(start: Sample, completion: Completion) -> RoutedExperts | None:
+    """Return the experts of all tokens, those of an earlier part as it recorded them; None if a part has none."""
+    before, found = start.routed_experts, completion.routed_experts
+    if found is None or before is None:
+        return None if any(mask > 0 for mask in start.loss_mask) else found
+    return before.fill(found)
 
 
 def group_samples(samples: Iterable[Sample], group_size: int | None = None) -> tuple[Group, ...]:

@@ -85,6 +85,7 @@ class EngineFeature(StrEnum):
     GROUPS = "groups"  # generates all samples of a prompt in one request: GroupGeneration
     METRICS = "metrics"  # reports numbers for the line of metrics of a step: ReportsMetrics
     DISTRUST = "distrust"  # accepts notice that its weights are not those that it reports: DistrustsWeights
+    ROUTED_EXPERTS = "routed_experts"  # records the experts of a mixture of experts: Completion.routed_experts
     MEMBER_CHECKS = "member_checks"  # stands for several engines that can be checked one by one: ChecksMembers
 
 
@@ -94,6 +95,7 @@ _METHODS: Mapping[EngineFeature, tuple[str, ...]] = MappingProxyType({
     EngineFeature.GROUPS: ("generate_group",),
     EngineFeature.METRICS: ("metrics",),
     EngineFeature.DISTRUST: ("distrust_weights",),
+    EngineFeature.ROUTED_EXPERTS: (),
     EngineFeature.MEMBER_CHECKS: ("check_each",),
 })  # fmt: skip
 

@@ -25,6 +25,7 @@ from rollouts.algorithms.logprobs import LogitTransform, PackedShift, chunked_lo
 from rollouts.batches import find_context_starts, map_turns
 from rollouts.data.model_limits import ModelLimits
 from rollouts.errors import ConfigError, DataError
+from rollouts.models.replay import check_replayed, replay_experts
 from rollouts.models.routers import LoadRecord, Routers, record_choices
 from rollouts.types import TokenOutputs, TrainBatch
 
@@ -137,6 +138,29 @@ def run_rows(
         hidden = add_idle_passes(model, hidden, packed, options.native_passes)
     outputs = compute_outputs(model, hidden, packed, batch.temperatures, options)
     return replace(outputs, expert_load=record.sum_up()) if options.routers.modules else outputs
+
+
+@contextmanager
+def replaying(batch: TrainBatch, options: OutputOptions, packed: PackedRows | None = None) -> Generator[None]:
+    """Make the routers of passes of this batch, and of recomputed layers, choose its recorded experts; without any, do nothing.
+
+    Args:
+        batch, packed: as in run_rows.
+
+    Raises: ConfigError for a model that cannot replay; DataError for a record of another model.
+    """
+    calls: dict[tuple[int, int], Tensor] = {}
+    if batch.routed_experts is not None:
+        options.routers.check_replay()
+        check_replayed(options.routers, batch.routed_experts)
+        packed = pack_batch(batch, batch.tokens.device) if packed is None else packed
+        experts = batch.routed_experts.flatten(0, 1)[packed.flat_index].long()  # [N, routers, k]
+        calls = {(1, len(experts)): experts}
+        if options.native_attention:
+            calls = {(1, 1): torch.full_like(experts[:1], -1)}  # a pass of add_idle_passes
+            calls |= dict(zip(packed.same_length, (part.flatten(0, 1) for part in packed.split_lengths(experts)), strict=True))
+    with replay_experts(options.routers, calls):
+        yield
 
 
 def check_batch(batch: TrainBatch, limits: ModelLimits) -> None:

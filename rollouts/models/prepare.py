@@ -32,6 +32,7 @@ from rollouts.models.forward import (
     run_native,
     run_packed,
 )
+from rollouts.models.replay import compare_replay
 from rollouts.models.routers import Routers, find_routers
 from rollouts.models.weights import check_finite_weights
 
@@ -106,11 +107,23 @@ def inspect_routers(model: PreTrainedModel, *, native: bool) -> Routers:
     tokens = draw_check_tokens(model, (1, length))
     packed = pack_padded(tokens, torch.full((1,), length, device=tokens.device))
 
+    def run() -> Tensor:
+        return (run_native if native else run_packed)(model, packed)
+
     def run_own() -> Any:
         with nullcontext() if native else native_attention(model):
             return cast("Any", model)(input_ids=tokens, output_router_logits=True, use_cache=False)
 
-    return find_routers(model, lambda: (run_native if native else run_packed)(model, packed), run_own)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            routers = find_routers(model, run, run_own)
+            if routers.problem is not None:
+                return routers
+            return replace(routers, replay_problem=compare_replay(type(model).__name__, routers, run, (1, length)))
+    finally:
+        model.train(was_training)
 
 
 def check_master_weights(model: torch.nn.Module, compute_dtype: torch.dtype) -> None:

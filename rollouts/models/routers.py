@@ -36,11 +36,13 @@ class Routers:
     """Routers of a model, in the order in which a pass calls them; none if they cannot be recorded."""
 
     modules: tuple[torch.nn.Module, ...] = ()
+    parents: tuple[torch.nn.Module, ...] = ()  # module that each is a part of
     logits_index: int = 0  # place of the logits in a router's outputs
     num_experts: int = 0  # E, of each router
     top_k: int = 0  # experts of a token
     problem: str | None = None  # reason why they cannot be recorded; None = they can
     balance_problem: str | None = None  # reason why the model has no load-balancing loss; None = it has one
+    replay_problem: str | None = None  # reason why its experts cannot be chosen from outside; None = they can
 
     def check_balance(self) -> None:
         """Raise ConfigError unless the load-balancing loss can be computed."""
@@ -48,13 +50,19 @@ class Routers:
         if problem is not None:
             raise ConfigError(f"router_balance_coef is set, but {problem}: set it to 0")
 
+    def check_replay(self) -> None:
+        """Raise ConfigError unless recorded experts can be replayed."""
+        problem = self.problem or self.replay_problem
+        if problem is not None:
+            raise ConfigError(f"router_replay is set, but {problem}: set it to False")
+
 
 @contextmanager
 def record_choices(routers: Routers, note: NoteChoice) -> Generator[None]:
     """Call note for each call of a router in the block. A pass that recomputes activations after the block is not noted again."""
 
     def hook(_module: torch.nn.Module, _inputs: Any, outputs: Any, *, place: int) -> None:
-        logits, experts = _read_outputs(outputs, routers.logits_index)
+        logits, experts = read_outputs(outputs, routers.logits_index)
         note(place, logits, experts)
 
     with ExitStack() as stack:
@@ -103,24 +111,17 @@ class LoadRecord:
 
 
 def find_routers(model: PreTrainedModel, run: Callable[[], object], run_own: Callable[[], Any]) -> Routers:
-    """Find the routers of a model by a pass, and compare the load-balancing loss with the model's own.
+    """Find the routers of a model in eval mode by a pass, and compare the load-balancing loss with the model's own.
 
     Args:
         run: runs the decoder on a few tokens.
         run_own: runs the model's own forward pass with output_router_logits=True and returns its outputs.
     """
-    kind = type(model).__name__
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            routers = _probe(model, run)
-            if routers.problem is None:
-                routers = replace(routers, balance_problem=_compare_balance(kind, routers, run_own))
-            elif _find_recorders(model):
-                _logger.info("the load of experts is not measured: %s", routers.problem)
-    finally:
-        model.train(was_training)
+    routers = _probe(model, run)
+    if routers.problem is None:
+        return replace(routers, balance_problem=_compare_balance(type(model).__name__, routers, run_own))
+    if _find_recorders(model):
+        _logger.info("the load of experts is not measured: %s", routers.problem)
     return routers
 
 
@@ -148,14 +149,16 @@ def _probe(model: PreTrainedModel, run: Callable[[], object]) -> Routers:
     if len(set(modules)) < len(modules):
         return Routers(problem=f"{kind} calls a router several times in a pass")
     try:
-        found = [_read_outputs(outputs, recorder.index) for _, outputs in calls]
+        found = [read_outputs(outputs, recorder.index) for _, outputs in calls]
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         return Routers(problem=f"{kind} has routers of another kind than those known here: {type(modules[0]).__name__} {error}")
     sizes = {(logits.shape[-1], experts.shape[-1]) for logits, experts in found}
     if len(sizes) > 1:
         return Routers(problem=f"{kind} has routers of several sizes, (experts, experts of a token) being {sorted(sizes)}")
     num_experts, top_k = sizes.pop()
-    return Routers(modules, recorder.index, num_experts, top_k)
+    names = {module: name for name, module in cast("torch.nn.Module", model).named_modules()}
+    parents = tuple(cast("torch.nn.Module", model).get_submodule(names[module].rpartition(".")[0]) for module in modules)
+    return Routers(modules, parents, recorder.index, num_experts, top_k)
 
 
 def _find_recorders(model: PreTrainedModel) -> list[Any]:
@@ -165,7 +168,7 @@ def _find_recorders(model: PreTrainedModel) -> list[Any]:
     return [recorder for recorder in found if hasattr(recorder, "target_class")]
 
 
-def _read_outputs(outputs: Any, logits_index: int) -> tuple[Tensor, Tensor]:
+def read_outputs(outputs: Any, logits_index: int) -> tuple[Tensor, Tensor]:
     """Return logits [N, E] and chosen experts [N, k] of a router's outputs. Raises ValueError for other outputs."""
     if not isinstance(outputs, tuple):
         raise ValueError("returns one value instead of logits and experts")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from rollouts.backends.protocol import TrainingBackend, find_outputs, find_token_spec
 from rollouts.config import RLTrainingConfig, RolloutConfig
-from rollouts.errors import ConfigError
+from rollouts.data.samples import describe_sample
+from rollouts.engines.protocol import EngineFeature, InferenceEngine, get_engine_features
+from rollouts.errors import ConfigError, DataError
 from rollouts.generation.contract import gives_turns
 from rollouts.models.tokens import explain_token_differences
-from rollouts.types import Algorithm
+from rollouts.types import Algorithm, Sample, TrainBatch
 
 POLICY_COLUMNS = ("old_log_probs", "prox_log_probs")
 """Log-probs of the policy before its first update on the batch."""
@@ -113,6 +116,27 @@ def _check_source(algorithm: Algorithm, source: object) -> None:
             "the algorithm requires segment_log_probs: set segment_wise=False, or pass a rollout_manager whose samples carry them "
             f"(rollouts.asynchronous.recompute) and whose RolloutConfig(segment_log_probs=True) says so{declared}"
         )
+
+
+def check_records_experts(engines: Sequence[InferenceEngine]) -> None:
+    """Raise ConfigError unless every engine records the experts that router_replay needs. Called before the first rollout."""
+    for engine in engines:
+        if EngineFeature.ROUTED_EXPERTS not in get_engine_features(engine):
+            raise ConfigError(
+                f"router_replay is set, but {getattr(engine, 'name', type(engine).__name__)} does not record the experts of its tokens: "
+                "use InProcessEngine(..., record_experts=True), the embedded engine, or set router_replay to False"
+            )
+
+
+def check_recorded_experts(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:
+    """Return the batch. Raises DataError for a trained sample without recorded experts, which router_replay needs."""
+    for sample, is_trained in zip(samples, batch.trainable.tolist(), strict=True):
+        if is_trained and sample.routed_experts is None:
+            raise DataError(
+                f"router_replay is set, but {describe_sample(sample)} has no routed_experts: a generate_fn must keep those of its "
+                "completions, as create_generate_fn does; episodes of several turns do not carry them. Set router_replay to False"
+            )
+    return batch
 
 
 def check_rl_batch_sizes(rollout: RolloutConfig, training: RLTrainingConfig) -> None:

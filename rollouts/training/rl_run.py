@@ -35,7 +35,13 @@ from rollouts.seeds import derive_seed
 from rollouts.training.checkpoints import load_run_state
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
-from rollouts.training.requirements import ConfiguredSource, check_requirements, check_rl_batch_sizes
+from rollouts.training.requirements import (
+    ConfiguredSource,
+    check_recorded_experts,
+    check_records_experts,
+    check_requirements,
+    check_rl_batch_sizes,
+)
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
 from rollouts.training.steps import (
     EvaluateFn,
@@ -46,6 +52,7 @@ from rollouts.training.steps import (
     note_checkpoint,
     require_balance,
     require_checkpointing,
+    require_replay,
     save_training_checkpoint,
 )
 from rollouts.training.summaries import Signs, look, summarize_rollouts, summarize_samples
@@ -211,6 +218,9 @@ class RLRun:
         )
         if config.router_balance_coef:
             require_balance(parts.backend)
+        if config.router_replay:
+            require_replay(parts.backend)
+            check_records_experts(parts.engines)
         if isinstance(source, ConfiguredSource):
             check_rl_batch_sizes(source.config, config)
         if config.critic_warmup_steps and parts.critic is None:
@@ -255,6 +265,7 @@ class RLRun:
         samples = shape_rewards(rollouts.samples, config.shape_reward)
         check_sampled_whole(samples, self.algorithm)
         batch = collate_samples(samples, pad_id=parts.pad_id, require_rewards=True)
+        batch = check_recorded_experts(batch, samples) if config.router_replay else replace(batch, routed_experts=None)
         if config.mask_truncated:
             batch = mask_truncated_rows(batch, samples)
         parity, algorithm = await self._compare(step, batch, rollouts)

@@ -94,17 +94,18 @@ async def fill_columns(
         if missing == ["reward_components"]:
             advice = "score them by a reward of named parts: create_composite_reward, or EvaluateResult(..., metrics={name: MetricResult})"
         raise DataError(f"the algorithm requires {missing}, which the samples do not have: {advice}")
-    forward = partial(submit_forward, batch=batch, max_tokens_per_microbatch=max_tokens_per_microbatch)
+    others = replace(batch, routed_experts=None)  # the experts of another model are its own
+    forward = partial(submit_forward, max_tokens_per_microbatch=max_tokens_per_microbatch)
     own_columns = [column for column in POLICY_COLUMNS if column in wanted]
     passes: dict[tuple[str, ...], PendingForward] = {}  # models with a pipeline each compute at the same time
     if own_columns:  # the policy before its update gives both old and proximal log-probs
-        passes[tuple(own_columns)] = forward(backend, output_fn=select_log_probs)
+        passes[tuple(own_columns)] = forward(backend, batch, output_fn=select_log_probs)
     if "ref_log_probs" in wanted:
         assert reference is not None, "check_requirements admits ref_log_probs only with a reference"
-        passes["ref_log_probs",] = forward(reference, output_fn=select_log_probs)
+        passes["ref_log_probs",] = forward(reference, others, output_fn=select_log_probs)
     if "values" in wanted:
         assert critic is not None, "check_requirements admits values only with a critic"
-        passes["values",] = forward(critic, output_fn=select_values)
+        passes["values",] = forward(critic, others, output_fn=select_values)
     filled: dict[str, Tensor] = {}
     for columns, pending in passes.items():
         filled |= dict.fromkeys(columns, await pending.result())
@@ -246,7 +247,8 @@ async def train_on_rollouts(
                 )
                 policy_steps.append(step)
             if critic is not None:
-                critic_steps.append(submit(critic, minibatch, partial(value_loss, clip=plan.value_clip), weigh=token_mean))
+                rows = replace(minibatch, routed_experts=None)
+                critic_steps.append(submit(critic, rows, partial(value_loss, clip=plan.value_clip), weigh=token_mean))
     metrics |= await _mean_results(policy_steps)
     if critic is not None:
         critic_metrics = await _mean_results(critic_steps)

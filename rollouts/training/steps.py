@@ -17,10 +17,10 @@ from torch import Tensor
 from rollouts.algorithms.losses import merge_metrics
 from rollouts.backends.protocol import (
     BackendFeature,
-    BalancesExperts,
     CheckpointingBackend,
     Future,
     OutputFn,
+    RoutesExperts,
     TrainingBackend,
     count_shards,
     require_backend_feature,
@@ -88,12 +88,18 @@ def submit_optimizer_step(
     return PendingOptimizerStep(parts=parts, update=backend.optim_step(), counts=counts)
 
 
-def require_balance(backend: TrainingBackend) -> BalancesExperts:
+def require_balance(backend: TrainingBackend) -> RoutesExperts:
     """Return the backend as one that balances experts. Raises ConfigError, with the reason, if it or its model cannot."""
     advice = "Set it to 0, or train with the PyTorch, functional or FSDP backend."
     balancing = require_backend_feature(backend, BackendFeature.EXPERTS, "router_balance_coef", instead=advice)
     balancing.check_balance()
     return balancing
+
+
+def require_replay(backend: TrainingBackend) -> None:
+    """Raise ConfigError, with the reason, unless the backend can replay recorded experts."""
+    advice = "Set it to False, or train with the PyTorch, functional or FSDP backend."
+    require_backend_feature(backend, BackendFeature.EXPERTS, "router_replay", instead=advice).check_replay()
 
 
 def plan_backend_microbatches(backend: TrainingBackend, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -215,7 +215,7 @@ expert_ranks.main(Path(sys.argv[1]))
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_ranks_balance_as_one_process_does(tmp_path: Path):
+def test_two_ranks_balance_and_replay_as_one_process_does(tmp_path: Path):
     children = start_ranks(CODE.format(tests=str(Path(__file__).parents[1] / "support")), 2, tmp_path, folder=tmp_path / "output")
     try:
         assert [child.wait() for child in children] == [0, 0], [child.error for child in children]
@@ -224,7 +224,8 @@ def test_two_ranks_balance_as_one_process_does(tmp_path: Path):
             child.kill()
     zero, one = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert zero["ranks"] == one["ranks"]
-    assert len(zero["ranks"]) == len(zero["single"]) == 4
+    assert len(zero["ranks"]) == len(zero["single"]) == 6
     for found, expected in zip(zero["ranks"], zero["single"], strict=True):
         assert found.keys() >= METRICS
         assert found == pytest.approx(expected, abs=2e-4)
+    assert zero["single"][0]["loss"] != pytest.approx(zero["single"][4]["loss"], abs=1e-2), "the experts are others"

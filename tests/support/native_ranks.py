@@ -34,11 +34,18 @@ def create_model(family: str) -> Any:
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family]})).float()
 
 
-def train(backend: Any) -> list[dict[str, float]]:
-    """Return the metrics of a step on each batch, and the mean log-prob after it."""
+def train(backend: Any, *, replays: bool) -> list[dict[str, float]]:
+    """Return the metrics of a step on each batch, and the mean log-prob after it.
+
+    Args:
+        replays: give each token two experts at random in each of three routers.
+    """
     found = []
     for seed, lengths in enumerate(LENGTHS):
         batch = replace(draw_batch(seed, lengths, vocab_size=50), dropout=False)
+        if replays:
+            scores = torch.rand(*batch.tokens.shape, 3, 4, generator=torch.Generator().manual_seed(seed))
+            batch = replace(batch, routed_experts=scores.argsort(-1)[..., :2].to(torch.int16))
         metrics = backend.forward_backward(batch, sft_loss).value | backend.optim_step().value
         log_probs = backend.forward(batch, lambda outputs: outputs.log_probs).value
         found.append({**metrics, "log_prob": float(log_probs.sum() / sum(lengths))})
@@ -54,8 +61,10 @@ def main(folder: Path) -> None:
         for checkpointing in (False, True):
             config = FSDPConfig(gradient_checkpointing=checkpointing)
             name = f"{family}, recomputed: {checkpointing}"
-            found[name] = {"ranks": train(create_fsdp_backend(create_model(family), ranks=ranks, config=config, **settings))}
+            backend = create_fsdp_backend(create_model(family), ranks=ranks, config=config, **settings)
+            found[name] = {"ranks": train(backend, replays=family == "gpt_oss")}
             if ranks.rank == 0:
-                found[name]["single"] = train(create_pytorch_backend(create_model(family), **settings))
+                backend = create_pytorch_backend(create_model(family), **settings)
+                found[name]["single"] = train(backend, replays=family == "gpt_oss")
     (folder / f"rank_{ranks.rank}.json").write_text(json.dumps(found))
     leave_distributed()

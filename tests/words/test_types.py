@@ -176,7 +176,9 @@ def test_sampling_params_derivation():
 PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions"}
 
 
-@pytest.mark.parametrize("name", [f.name for f in fields(TrainBatch) if f.name not in ("tokens", "turns", "reward_components", "dropout")])
+@pytest.mark.parametrize(
+    "name", [f.name for f in fields(TrainBatch) if f.name not in ("tokens", "turns", "reward_components", "dropout", "routed_experts")]
+)
 def test_columns_of_the_wrong_shape_are_refused_by_name(name):
     assert make_batch(torch.ones(2, 3)).num_rows == 2
     right, wrong = ((2,), (3,)) if name in PER_ROW else ((2, 3), (2, 2))

@@ -59,10 +59,12 @@ from rollouts.models.forward import (
     describe_outputs,
     move_batch,
     pack_batch,
+    replaying,
     run_rows,
     training_mode,
 )
 from rollouts.models.prepare import check_head, check_master_weights, inspect_routers, prepare_attention
+from rollouts.models.replay import check_replayed
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import base_weights, check_weights_fit, describe_model_weights, gather_model_weights, stream_weights
 from rollouts.types import ExpertLoad, LossFn, TokenOutputs, TrainBatch
@@ -179,7 +181,7 @@ class FSDPTrainingBackend:
 
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Return output_fn of the model's outputs for all rows, without gradient, on the CPU."""
-        check_batch(batch, self.limits)
+        self.check_rows(batch)
         plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
         part = self.forward_shard(select_part(batch, plan[self.ranks.rank]), output_fn, with_entropy=with_entropy)
         parts = gather_values(self.ranks, part, operation="gathering the outputs of a forward pass")
@@ -193,7 +195,7 @@ class FSDPTrainingBackend:
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
         """Add the gradient of loss_fn on this batch. Loss and metrics cover the rows of all ranks."""
-        check_batch(batch, self.limits)
+        self.check_rows(batch)
         plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
         part = self.forward_backward_shard(select_part(batch, plan[self.ranks.rank]), loss_fn, with_entropy=with_entropy)
         parts = gather_values(self.ranks, part, operation="gathering the metrics of a forward_backward")
@@ -244,9 +246,20 @@ class FSDPTrainingBackend:
         """Raise ConfigError, with the reason, unless the model has a load-balancing loss that is computed here."""
         self._options.routers.check_balance()
 
+    def check_replay(self) -> None:
+        """Raise ConfigError, with the reason, unless the model can replay recorded experts."""
+        self._options.routers.check_replay()
+
+    def check_rows(self, batch: TrainBatch) -> None:
+        """Raise DataError for rows that this model cannot compute, before ranks wait for one another."""
+        check_batch(batch, self.limits)
+        if batch.routed_experts is not None:
+            self.check_replay()
+            check_replayed(self._options.routers, batch.routed_experts)
+
     def count_experts(self, batch: TrainBatch) -> ImmediateTrainFuture[None]:
         """Run forward and add the load of the experts on the rows of all ranks to that of the step."""
-        check_batch(batch, self.limits)
+        self.check_rows(batch)
         plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
         self.count_experts_shard(select_part(batch, plan[self.ranks.rank]))
         return ImmediateTrainFuture(None, "count_experts")
@@ -321,7 +334,7 @@ class FSDPTrainingBackend:
         """
         self.model.eval()
         batch, packed = self._place(shard)
-        with self._operation("forward"), torch.no_grad():
+        with self._operation("forward"), torch.no_grad(), replaying(batch, self._options, packed):
             try:
                 outputs = self._run(batch, packed, with_entropy)
             finally:
@@ -337,7 +350,11 @@ class FSDPTrainingBackend:
         Returns: {"loss", "num_tokens", and the loss's metrics} of this rank's rows; without rows, zeros and no metrics.
         """
         batch, packed = self._place(shard)
-        with training_mode(self.model, dropout=batch.has_dropout), self._operation("forward_backward"):
+        with (
+            training_mode(self.model, dropout=batch.has_dropout),
+            self._operation("forward_backward"),
+            replaying(batch, self._options, packed),
+        ):
             try:
                 outputs = self._run(batch, packed, with_entropy)
                 if shard is None:  # as many exchanges as the other ranks, and a gradient of zero
@@ -367,7 +384,8 @@ class FSDPTrainingBackend:
         batch, packed = self._place(shard)
         with training_mode(self.model, dropout=False), self._operation("count_experts"), torch.no_grad():
             try:
-                outputs = self._run(batch, packed, with_entropy=False)
+                with replaying(batch, self._options, packed):
+                    outputs = self._run(batch, packed, with_entropy=False)
             finally:
                 drop_gathered(self.model)
             self._counted = add_loads(self._counted, self._sum_load(None if shard is None else outputs.expert_load))

@@ -19,7 +19,16 @@ from rollouts.backends.optim.updates import check_skipped_updates, check_updated
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import export_model, read_trainer_state, write_trainer_state
 from rollouts.errors import CheckpointError
-from rollouts.models.forward import ComputeOutputs, OutputOptions, admit_batch, compute_log_probs, describe_outputs, run_rows, training_mode
+from rollouts.models.forward import (
+    ComputeOutputs,
+    OutputOptions,
+    admit_batch,
+    compute_log_probs,
+    describe_outputs,
+    replaying,
+    run_rows,
+    training_mode,
+)
 from rollouts.models.loading import open_model, parse_dtype
 from rollouts.models.prepare import prepare_model
 from rollouts.models.tokens import TokenSpec, describe_tokens
@@ -53,7 +62,7 @@ def create_forward(model: PreTrainedModel, compute_outputs: ComputeOutputs, opti
     def forward(parameters: Parameters, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
         run = partial(run_rows, batch=batch, compute_outputs=compute_outputs, options=replace(options, with_entropy=with_entropy))
         named = {f"model.{name}": value for name, value in parameters.items()}
-        with training_mode(model, dropout=training and batch.has_dropout):
+        with training_mode(model, dropout=training and batch.has_dropout), replaying(batch, options):
             return cast("TokenOutputs", torch.func.functional_call(caller, named, (run,)))
 
     return forward
@@ -161,6 +170,10 @@ class TorchFuncTrainingBackend:
     def check_balance(self) -> None:
         """Raise ConfigError, with the reason, unless the model has a load-balancing loss that is computed here."""
         self._routers.check_balance()
+
+    def check_replay(self) -> None:
+        """Raise ConfigError, with the reason, unless the model can replay recorded experts."""
+        self._routers.check_replay()
 
     def count_experts(self, batch: TrainBatch) -> ImmediateTrainFuture[None]:
         """Run forward and add the load of the experts to that of the step."""

@@ -45,6 +45,7 @@ from rollouts.models.forward import (
     describe_outputs,
     move_batch,
     pack_batch,
+    replaying,
     run_rows,
     training_mode,
 )
@@ -155,14 +156,15 @@ class PyTorchTrainingBackend:
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Return output_fn of the model's outputs, without gradient, on the CPU."""
         self.model.eval()
-        with torch.no_grad():
-            outputs = self._run(*self._admit(batch), with_entropy)
+        batch, packed = self._admit(batch)
+        with torch.no_grad(), replaying(batch, self._options, packed):
+            outputs = self._run(batch, packed, with_entropy)
         return ImmediateTrainFuture(output_fn(outputs).cpu(), "forward")
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
         """Add the gradient of loss_fn on this batch."""
         batch, packed = self._admit(batch)
-        with training_mode(self.model, dropout=batch.has_dropout):
+        with training_mode(self.model, dropout=batch.has_dropout), replaying(batch, self._options, packed):
             outputs = self._run(batch, packed, with_entropy)
             loss, metrics = loss_fn(outputs, batch)
             loss = add_balance(loss, batch, outputs.expert_load, self._counted)
@@ -212,10 +214,15 @@ class PyTorchTrainingBackend:
         """Raise ConfigError, with the reason, unless the model has a load-balancing loss that is computed here."""
         self._options.routers.check_balance()
 
+    def check_replay(self) -> None:
+        """Raise ConfigError, with the reason, unless the model can replay recorded experts."""
+        self._options.routers.check_replay()
+
     def count_experts(self, batch: TrainBatch) -> ImmediateTrainFuture[None]:
         """Run forward and add the load of the experts to that of the step."""
-        with training_mode(self.model, dropout=False), torch.no_grad():
-            outputs = self._run(*self._admit(batch), with_entropy=False)
+        batch, packed = self._admit(batch)
+        with training_mode(self.model, dropout=False), torch.no_grad(), replaying(batch, self._options, packed):
+            outputs = self._run(batch, packed, with_entropy=False)
         self._counted = add_loads(self._counted, outputs.expert_load)
         return ImmediateTrainFuture(None, "count_experts")
 

@@ -170,6 +170,10 @@ class LeadingBackend:
         """Run check_balance of rank 0's part, without a command to the other ranks."""
         self._own.check_balance()
 
+    def check_replay(self) -> None:
+        """Run check_replay of rank 0's part, without a command to the other ranks."""
+        self._own.check_replay()
+
     def count_experts(self, batch: TrainBatch) -> ImmediateTrainFuture[None]:
         """Count the load of the experts, on every rank."""
         _, shards = self._deal(batch)
@@ -196,6 +200,8 @@ class LeadingBackend:
         limits = getattr(self._own, "limits", None)
         if limits is not None:  # checked here, since the others would wait for a rank that raises alone
             check_batch(batch, limits)
+        if batch.routed_experts is not None:
+            self._own.check_rows(batch)
         plan = plan_rank_rows(batch.lengths.tolist(), self._group.num_ranks, getattr(self._own, "rows_per_unit", 1))
         return plan, [(select_part(batch, rows),) for rows in plan]
 

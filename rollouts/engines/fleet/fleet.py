@@ -34,7 +34,7 @@ from rollouts.engines.protocol import (
 from rollouts.errors import ConfigError, EngineError, raise_single_errors
 from rollouts.types import Completion, SamplingParams
 
-_OF_MEMBERS = frozenset({EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.MEMORY_UPDATES})
+_OF_MEMBERS = frozenset({EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.MEMORY_UPDATES, EngineFeature.ROUTED_EXPERTS})
 """Features that a fleet has if all of its members have them."""
 
 _OF_FLEETS = frozenset({EngineFeature.METRICS, EngineFeature.MEMBER_CHECKS})

@@ -92,6 +92,9 @@ def join_parts(first: Completion, rest: Completion) -> Completion:
     untempered = None
     if first.untempered_log_probs is not None and rest.untempered_log_probs is not None:
         untempered = first.untempered_log_probs + rest.untempered_log_probs
+    experts = None
+    if first.routed_experts is not None and rest.routed_experts is not None:
+        experts = first.routed_experts.fill(rest.routed_experts)
     return replace(
         rest,
         request_id=first.request_id,
@@ -100,6 +103,7 @@ def join_parts(first: Completion, rest: Completion) -> Completion:
         output_log_probs=first.output_log_probs + rest.output_log_probs,
         output_versions=first.output_versions + rest.output_versions,
         untempered_log_probs=untempered,
+        routed_experts=experts,
     )
 
 
@@ -109,6 +113,7 @@ def keep_tokens(part: Completion, n: int) -> Completion:
     return replace(
         part, output_tokens=part.output_tokens[:n], output_log_probs=part.output_log_probs[:n], output_versions=part.output_versions[:n],
         untempered_log_probs=untempered,
+        routed_experts=None if part.routed_experts is None else part.routed_experts.take(part.input_len + n),
     )  # fmt: skip
 
 

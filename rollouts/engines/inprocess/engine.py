@@ -22,11 +22,13 @@ from torch import Tensor
 
 from rollouts.algorithms.logprobs import gather_log_probs
 from rollouts.data.model_limits import find_context_length
-from rollouts.engines.inprocess.native import open_slots
+from rollouts.engines.inprocess.experts import ExpertRecorder, read_rows
+from rollouts.engines.inprocess.native import NativeModel, open_slots
 from rollouts.engines.inprocess.sampling import SamplingRows, UniformStream, sample_tokens
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, EngineFeature
 from rollouts.engines.request_checks import check_params, check_tokens
 from rollouts.errors import CheckpointError, ConfigError, EngineContextError, EngineError, EngineRequestError
+from rollouts.models.prepare import inspect_routers
 from rollouts.models.weights import check_weights_fit, copy_weights, read_weights
 from rollouts.seeds import derive_seed
 from rollouts.types import Completion, FinishReason, SamplingParams
@@ -52,6 +54,7 @@ class _Request:
     log_probs: list[float] = field(default_factory=list[float])
     untempered: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    experts: list[bytes] = field(default_factory=list[bytes])  # experts of each token that a pass has read, see read_rows
     finish_reason: FinishReason | None = None
     abort_wanted: bool = False  # takes effect between two steps
     turn: trio.Event = field(default_factory=trio.Event)  # set when the request is finished, or to make its caller the driver
@@ -60,6 +63,9 @@ class _Request:
     def position(self) -> int:
         """Position of the newest token in the sequence."""
         return len(self.prompt) + len(self.tokens) - 1
+
+
+_FEATURES = frozenset({EngineFeature.MEMORY_UPDATES, EngineFeature.SCORES})
 
 
 class InProcessEngine:
@@ -74,8 +80,6 @@ class InProcessEngine:
       keys and values are computed again under the new weights, or kept, as configured.
     """
 
-    features = frozenset({EngineFeature.MEMORY_UPDATES, EngineFeature.SCORES})
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -88,6 +92,7 @@ class InProcessEngine:
         weight_version: int = 0,
         kv_cache_on_update: Literal["recompute", "keep"] = "recompute",
         prefix_cache_tokens: int = 16384,
+        record_experts: bool = False,
         name: str = "in-process engine",
     ) -> None:
         """
@@ -100,13 +105,19 @@ class InProcessEngine:
             seed: seed of requests without one, which are numbered in order of arrival.
             kv_cache_on_update: treatment of keys and values of running sequences when weights change.
             prefix_cache_tokens: prompt tokens kept for requests with the same prompt that are admitted later.
+            record_experts: completions have the experts that the routers of a mixture of experts chose, for their replay in training.
             name: name in messages.
 
-        Raises: ConfigError for a model that cannot decode over slots, or a max_length beyond its context.
+        Raises: ConfigError for a model that cannot decode over slots, a max_length beyond its context, or experts that cannot be recorded.
         """
         assert max_slots >= 1, f"max_slots is {max_slots}, expected at least 1"
         self.name = name
         self._slots = open_slots(model, max_slots=max_slots, name=name)
+        if record_experts:
+            routers = inspect_routers(model, native=isinstance(self._slots, NativeModel))
+            if routers.problem is not None:
+                raise ConfigError(f"{name}: record_experts, which router_replay needs, is set, but {routers.problem}: set both to False")
+            self._slots.recorder = ExpertRecorder(routers)
         self._model: torch.nn.Module = model
         self._tokenizer = tokenizer
         self._eos = frozenset(_default_eos(model, tokenizer) if eos_token_ids is None else eos_token_ids)
@@ -129,6 +140,11 @@ class InProcessEngine:
         self._driver: _Request | None = None
         self._stepping = False  # a step is running in a worker thread: requests belong to it, only _waiting may change
         self._closed = False
+
+    @property
+    def features(self) -> frozenset[EngineFeature]:
+        """Features of all engines of this class, and ROUTED_EXPERTS if this one records experts."""
+        return _FEATURES | {EngineFeature.ROUTED_EXPERTS} if self._slots.recorder.routers.modules else _FEATURES
 
     async def __aenter__(self) -> InProcessEngine:
         return self
@@ -284,9 +300,15 @@ class InProcessEngine:
         if self._running:
             tokens = torch.tensor([r.tokens[-1] for r in self._running], device=self._slots.device)
             positions = torch.tensor([r.position for r in self._running], device=self._slots.device)
-            self._sample(self._running, self._slots.decode(tokens, positions))
+            logits = self._slots.decode(tokens, positions)
+            for request, row in zip(self._running, read_rows(self._slots.experts), strict=False):  # no rows if nothing is recorded
+                request.experts[request.position :] = [row]
+            self._sample(self._running, logits)
         if admitted:
             prefixes = self._find_prefixes([r.prompt for r in admitted])
+            rows = {prompt: read_rows(prefix.experts) for prompt, prefix in prefixes.items()}
+            for request in admitted:
+                request.experts = list(rows[request.prompt])
             self._sample(admitted, torch.stack([prefixes[r.prompt].logits for r in admitted]))
         self._free_slots()
         self._occupy_slots([r for r in admitted if r.finish_reason is None], prefixes)
@@ -442,6 +464,7 @@ class InProcessEngine:
             temperature=1.0 if params.greedy else params.temperature,
             truncated_sampling=params.truncates,
             untempered_log_probs=tuple(request.untempered) if params.untempered_log_probs else None,
+            routed_experts=self._slots.recorder.to_value(request.experts, len(request.prompt) + len(request.tokens)),
         )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from rollouts.engines.inprocess.experts import ExpertRecorder
 from rollouts.engines.inprocess.slots import Decoding, SlotModel
 from rollouts.errors import ConfigError
 from rollouts.models.forward import USE_ANOTHER, get_decoder, get_output_layer
@@ -33,6 +34,7 @@ class NativePrefix:
     cache: Any  # transformers' cache of one row; None for a model without caches
     tokens: Tensor  # [1, n] int64
     logits: Tensor  # [V] float32, for the token after it
+    experts: Tensor | None = None  # [n, routers, k] int16; None = not recorded
 
     @property
     def length(self) -> int:
@@ -47,6 +49,7 @@ class _Cohort:
     cache: Any  # as in NativePrefix, of all rows
     tokens: Tensor  # [S, n] int64
     hidden: Tensor | None = None  # [S, H] last hidden states of the newest step
+    experts: Tensor | None = None  # [S, routers, k] int16 experts of the newest step; None = not recorded
     is_whole: bool = True  # False = a step failed in the middle, so that some layers of the cache have its tokens
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -56,6 +59,7 @@ class _Cohort:
         index = torch.tensor(rows, device=self.tokens.device)
         self.tokens = self.tokens[index]
         self.hidden = None if self.hidden is None else self.hidden[index]
+        self.experts = None if self.experts is None else self.experts[index]
         if self.cache is not None:
             self.cache.reorder_cache(index)
 
@@ -77,6 +81,8 @@ class NativeModel:
         self._head = get_output_layer(model)
         self.places: list[tuple[_Cohort, int]] = []  # cohort and row of each slot
         self._uses_cache = True
+        self.recorder = ExpertRecorder()
+        self.experts: Tensor | None = None
         try:
             self._check()
         except ConfigError as problem:
@@ -93,9 +99,9 @@ class NativeModel:
     def _prefill(self, prompt: Sequence[int]) -> NativePrefix:
         tokens = torch.tensor([list(prompt)], device=self.device)
         with torch.inference_mode():
-            output = self._decoder(input_ids=tokens, use_cache=self._uses_cache)
+            output, experts = self.recorder.run(lambda: self._decoder(input_ids=tokens, use_cache=self._uses_cache))
             cache = getattr(output, "past_key_values", None) if self._uses_cache else None
-            return NativePrefix(cache, tokens, self.compute_logits(output.last_hidden_state[0, -1]))
+            return NativePrefix(cache, tokens, self.compute_logits(output.last_hidden_state[0, -1]), experts)
 
     def hidden_states(self, tokens: Sequence[int]) -> Tensor:
         """Return the last hidden states of one row. # [N, H]"""
@@ -123,6 +129,7 @@ class NativeModel:
         for slot, (cohort, _) in enumerate(self.places):
             cohorts.setdefault(id(cohort), (cohort, []))[1].append(slot)
         hidden: list[Tensor] = []
+        experts: list[Tensor] = []
         order: list[int] = []
         with torch.inference_mode():
             for cohort, slots in cohorts.values():
@@ -130,9 +137,12 @@ class NativeModel:
                 for row, slot in enumerate(slots):
                     self.places[slot] = (cohort, row)
                 hidden.append(self._step(cohort, tokens[slots], positions[slots]))
+                experts += [] if cohort.experts is None else [cohort.experts]
                 order += slots
             logits = self.compute_logits(torch.cat(hidden))
-            return logits[torch.tensor(order, device=self.device).argsort()]
+            places = torch.tensor(order, device=self.device).argsort()
+            self.experts = torch.cat(experts)[places] if experts else None
+            return logits[places]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Give slots the sequences of other slots (distinct from all targets)."""
@@ -151,11 +161,12 @@ class NativeModel:
             cohort.cache = self._decoder(input_ids=cohort.tokens, use_cache=True).past_key_values
         cohort.is_whole = False
         longer = torch.cat([cohort.tokens, tokens[:, None]], dim=1)
-        if cohort.cache is None:
-            hidden = self._decoder(input_ids=longer, use_cache=False).last_hidden_state[:, -1]
-        else:
-            call = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "past_key_values": cohort.cache}
-            hidden = self._decoder(**call, use_cache=True).last_hidden_state[:, 0]
+        call: dict[str, Any] = {"input_ids": longer, "use_cache": False}
+        if cohort.cache is not None:
+            call = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "past_key_values": cohort.cache, "use_cache": True}
+        output, experts = self.recorder.run(lambda: self._decoder(**call))
+        hidden = output.last_hidden_state[:, -1]
+        cohort.experts = None if experts is None else experts.unflatten(0, (len(tokens), -1))[:, -1]
         cohort.tokens, cohort.hidden, cohort.is_whole = longer, hidden, True
         return hidden
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollouts.engines.inprocess.experts import ExpertRecorder
 from rollouts.errors import ConfigError
 from rollouts.models.forward import PackedRows, attend_packed, get_decoder, get_output_layer, pack_padded, run_packed
 from rollouts.models.prepare import (
@@ -53,6 +54,7 @@ class Prefix:
     keys: Tensor  # [layers, Hk, n, D]
     values: Tensor  # [layers, Hk, n, D]
     logits: Tensor  # [V] float32, for the token after it
+    experts: Tensor | None = None  # [n, routers, k] int16; None = not recorded
 
     @property
     def length(self) -> int:
@@ -63,13 +65,17 @@ class Prefix:
 class Decoding(Protocol):
     """Decoding of running sequences in slots 0 .. A - 1, by SlotModel or native.NativeModel. Each uses its own prefixes."""
 
+    recorder: ExpertRecorder
+    experts: Tensor | None
+    """Experts of the tokens of the last decode step, by slot # [A, routers, k] int16; None = not recorded."""
+
     @property
     def device(self) -> torch.device:
         """Device of the model."""
         ...
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]:
-        """Run prompts. Returns their prefixes, which have logits [V] for the token after them."""
+        """Run prompts. Returns their prefixes, which have logits [V] for the token after them, and experts."""
         ...
 
     def hidden_states(self, tokens: Sequence[int]) -> Tensor:
@@ -154,6 +160,8 @@ class SlotModel:
         self._decoder: Any = get_decoder(model)
         self._head = get_output_layer(model)
         self._keys = self._values = torch.empty(0)
+        self.recorder = ExpertRecorder()
+        self.experts: Tensor | None = None
         self._check()
 
     @property
@@ -167,13 +175,19 @@ class SlotModel:
         prefill = Prefill(packed)
         captured = prefill.captured
         with torch.inference_mode():
-            hidden = run_packed(self.model, packed, partial(attend_and_capture, prefill=prefill))  # [N, H]
+            attend_fn = partial(attend_and_capture, prefill=prefill)
+            hidden, experts = self.recorder.run(lambda: run_packed(self.model, packed, attend_fn))  # [N, H]
             logits = self.compute_logits(hidden[packed.cu_seqlens[1:] - 1])
             keys = torch.stack([captured[layer][0] for layer in sorted(captured)])  # [layers, Hk, N, D]
             values = torch.stack([captured[layer][1] for layer in sorted(captured)])
         bounds = cast("list[int]", packed.cu_seqlens.tolist())
         return [
-            Prefix(keys=keys[:, :, start:end], values=values[:, :, start:end], logits=logits[i])
+            Prefix(
+                keys=keys[:, :, start:end],
+                values=values[:, :, start:end],
+                logits=logits[i],
+                experts=None if experts is None else experts[start:end],
+            )
             for i, (start, end) in enumerate(pairwise(bounds))
         ]
 
@@ -211,9 +225,8 @@ class SlotModel:
             mask = torch.arange(live, device=self.device) <= positions[:, None]
             rows = torch.arange(num_rows, device=self.device)
             step = DecodeStep(self._keys, self._values, rows, positions, mask[:, None, None])
-            output = self._decoder(
-                input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, attend_fn=partial(attend_slots, step=step)
-            )
+            call = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "attend_fn": partial(attend_slots, step=step)}
+            output, self.experts = self.recorder.run(lambda: self._decoder(**call, use_cache=False))
             return self.compute_logits(output.last_hidden_state[:, 0])
 
     def move(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
