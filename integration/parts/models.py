@@ -31,7 +31,7 @@ from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import OptimizerConfig
 from rollouts.data.model_limits import check_tokenizer, read_config_limits
 from rollouts.errors import ConfigError
-from rollouts.models.heads import load_critic_model
+from rollouts.models.heads import check_critic_kind, load_critic_model
 from rollouts.models.loading import check_model_directory, find_device_name, load_hf_model, load_tokenizer, parse_device
 from rollouts.models.prepare import recompute_activations
 from rollouts.models.tokens import TokenSpec, describe_tokenizer, explain_token_differences
@@ -220,11 +220,15 @@ async def open_companions(companions: Companions, policy: TrainingBackend) -> As
 
 
 def check_companions(config: Config, source: Path | None = None) -> None:
-    """Raise ConfigError if the tokens of the configured reference or critic differ from the policy's. Loads no weights.
+    """Raise ConfigError if no critic can be made, or the tokens of the configured reference or critic differ from the policy's. Loads no
+    weights.
 
     Args:
         source: the policy's directory if it is not that of config.model.
     """
+    origin = source if config.critic.path is None else Path(config.critic.path)
+    if "values" in config.algorithm.requires and not config.model.trust_remote_code:
+        check_critic_kind(read_model_config(config, origin))
     for name, path in (("reference", config.reference.path), ("critic", config.critic.path)):
         if path is None:
             continue

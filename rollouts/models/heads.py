@@ -106,7 +106,7 @@ def create_model_with_head(
         with torch.random.fork_rng(devices=[]):
             made = cast("PreTrainedModel", kind.from_config(config))
     except ValueError as error:
-        raise ConfigError(f"transformers has no {kind.__name__} for {type(model).__name__}: {error}") from error
+        raise ConfigError(_explain_missing_head(kind, config)) from error
     merged = merge_adapters(model)
     names = get_decoder(made).state_dict().keys()
     prefix = f"{model.base_model_prefix}."
@@ -114,6 +114,24 @@ def create_model_with_head(
     get_decoder(made).load_state_dict(weights)
     init_value_head(made, seed=seed, std=head_std)
     return made
+
+
+def check_critic_kind(config: Any) -> None:
+    """Raise ConfigError if no critic can be made of a model with this configuration. Loads no weights."""
+    from transformers import AutoModelForTokenClassification
+
+    try:
+        with torch.device("meta"):
+            AutoModelForTokenClassification.from_config(copy.deepcopy(config))
+    except ValueError as error:
+        raise ConfigError(_explain_missing_head(AutoModelForTokenClassification, config)) from error
+
+
+def _explain_missing_head(kind: Any, config: Any) -> str:
+    return (
+        f"transformers has no {kind.__name__} for a model of type {config.model_type!r}, so that a head of one score cannot be put on it: "
+        "use another model, or for a critic an algorithm without one (grpo, rloo, ...)"
+    )
 
 
 def init_value_head(model: PreTrainedModel, *, seed: int, std: float | None = None) -> None:
