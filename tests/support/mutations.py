@@ -946,6 +946,48 @@ MUTATIONS: tuple[Mutation, ...] = (
         '"algorithm": str(config.rl.algorithm) if rl else None',
         ("integration/test_summary.py::test_the_algorithm_is_the_one_that_ran",),
     ),
+    Mutation(
+        "models/expert_load.py",
+        "experts are balanced within each micro-batch instead of over the step",
+        "detach_load(part) if counted is None else counted",
+        "detach_load(part)",
+        ("backends/test_expert_balance.py::test_a_step_is_the_same_whatever_its_micro_batches",),
+    ),
+    Mutation(
+        "models/replay.py",
+        "replayed experts have the weights of the experts that the router would have chosen",
+        "scores.gather(-1, chosen)",
+        "result.values",
+        ("backends/test_router_replay.py::test_the_weights_of_replayed_experts_are_the_routers_own_with_their_gradient",),
+    ),
+    Mutation(
+        "models/forward.py",
+        "rows of one length are replayed with the experts of other tokens",
+        "experts[positions.flatten()]",
+        "experts[positions.T.flatten()]",
+        ("backends/test_router_replay.py::test_a_replay_of_the_models_own_choice_changes_nothing_and_of_others_much[gpt_oss]",),
+    ),
+    Mutation(
+        "data/samples.py",
+        "a continued answer has the experts of its later part alone",
+        "return before.fill(found)",
+        "return found",
+        ("backends/test_router_replay.py::test_the_parts_of_a_continued_answer_keep_their_own_experts",),
+    ),
+    Mutation(
+        "engines/inprocess/engine.py",
+        "the experts of a token stand at the token before it",
+        "request.experts[request.position :] = [row]",
+        "request.experts[request.position - 1 :] = [row]",
+        ("backends/test_router_replay.py::test_the_engine_records_the_experts_of_a_pass_over_the_whole_row[qwen3_moe]",),
+    ),
+    Mutation(
+        "training/rollout_batch.py",
+        "a reference replays the experts of the policy",
+        "forward(reference, others, output_fn",
+        "forward(reference, batch, output_fn",
+        ("backends/test_router_replay.py::test_reference_and_critic_choose_their_own_experts",),
+    ),
 )
 
 
