@@ -89,7 +89,7 @@ def run_rows(model: PreTrainedModel, batch: TrainBatch, compute_outputs: Compute
         options: compute_dtype bfloat16 runs the model's matrix products in bfloat16 (autocast).
     """
     packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
-    record = LoadRecord(options.routers, with_gradient=batch.router_balance is not None)
+    record = LoadRecord(options.routers, with_gradient=batch.router_balance is not None and torch.is_grad_enabled())
     with (
         torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=options.compute_dtype == torch.bfloat16),
         record_choices(options.routers, record.note),

@@ -428,13 +428,13 @@ class FSDPTrainingBackend:
 
         def check() -> None:
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._options.compute_dtype == torch.bfloat16):
-                self._options = replace(self._options, native_attention=prepare_attention(self.model))
+                native = prepare_attention(self.model)
+                self._options = replace(self._options, native_attention=native, routers=inspect_routers(self.model, native=native))
             if self._options.native_attention and self.ranks.world_size > 1:
                 raise ConfigError(
                     f"{type(self.model).__name__} runs rows of one length at a time, because packed attention cannot compute it, and ranks "
                     "with other lengths would wait for one another: train it in one process"
                 )
-            self._options = replace(self._options, routers=inspect_routers(self.model, native=self._options.native_attention))
             check_head(self.model, self._compute_outputs, self._options, self.device)
 
         with torch.no_grad():
