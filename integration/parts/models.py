@@ -126,13 +126,12 @@ def check_backend(config: Config) -> None:
     kind, path = config.backend.kind, config.model.path
     if config.lora.rank and kind in ("torch_func", "jax"):
         raise ConfigError(f"lora.rank is {config.lora.rank} with backend.kind {kind!r}: adapters are trained with 'pytorch' and 'fsdp'")
-    exact = config.backend.precision(config.model.device) == "float32"
-    for option, dtype in (("lora.base_dtype", config.lora.base_dtype), ("reference.dtype", config.reference.dtype)):
-        if exact and dtype != "float32":
-            raise ConfigError(
-                f"{option} is {dtype!r}, but matrix products are in float32: add --backend.compute-dtype bfloat16, or leave "
-                f"--{option.replace('_', '-')} out"
-            )
+    if config.backend.precision(config.model.device) == "float32":
+        why = "but matrix products are in float32: add --backend.compute-dtype bfloat16, or leave"
+        if config.lora.base_dtype != "float32":
+            raise ConfigError(f"lora.base_dtype is {config.lora.base_dtype!r}, {why} --lora.base-dtype out")
+        if config.reference.dtype != "float32":
+            raise ConfigError(f"reference.dtype is {config.reference.dtype!r}, {why} --reference.dtype out")
     if kind == "jax":
         from rollouts.backends.jax.backend import require_jax
         from rollouts.backends.jax.model import read_decoder_config

@@ -85,7 +85,7 @@ def split_contexts(sample: Sample) -> tuple[tuple[int, int], ...]:
 PaddingSide: TypeAlias = Literal["right", "left"]
 
 
-def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewards: bool = False) -> TrainBatch:
+def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewards: bool = False, with_experts: bool = False) -> TrainBatch:
     """Make a TrainBatch of B samples, padded on the right to the longest of them.
 
     group_ids number the distinct group_index values from 0, in the order of their first appearance. The first token of a row, and of each
@@ -93,13 +93,15 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
     its sample is trainable; the loss_mask of other rows becomes 0, their rewards still count in group statistics. temperatures is None if
     all are 1. weight_versions and rollout_log_probs are columns if every sample has them; segment_log_probs and segment_mask if one has
     them, with rollout_log_probs and False in the rows of the others; turns if one has them (collate_turns); context_ids if one has several
-    contexts (collate_context_ids); routed_experts if one has them, -1 in the rows of the others; reward_components if one has
+    contexts (collate_context_ids); reward_components if one has
     reward_details with metrics, one component a metric.
 
     Args:
         samples: tokens and loss_mask of each, at least one token in each.
         pad_id: fills tokens behind the end of a row.
         require_rewards: every sample must have a reward. Otherwise (supervised data) all of them or none may have; none gives reward 0.
+
+        with_experts: make a column of recorded experts, which a trainer then replays; without any record there is none.
 
     Returns: float32 and int64 tensors; behind the end of a row stand pad_id, mask 0, log-prob 0, version -1.
     Raises: DataError for an empty list, a sample without tokens, or when no token of the batch is trained on; RewardError for a missing
@@ -136,7 +138,7 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
         segment_log_probs=_segment_column(samples) if any(s.segment_log_probs is not None for s in samples) else None,
         segment_mask=_segment_mask(samples) if any(s.segment_versions is not None for s in samples) else None,
         weight_versions=_optional_column(samples, "weight_versions", -1, torch.int64),
-        routed_experts=_collate_experts(samples, width),
+        routed_experts=_collate_experts(samples, width) if with_experts else None,
         temperatures=None if all(t == 1.0 for t in temperatures) else torch.tensor(temperatures, dtype=torch.float32),
         context_ids=collate_context_ids(samples, width) if any(s.context_starts for s in samples) else None,
         turns=collate_turns(samples, width) if any(s.turns is not None for s in samples) else None,

@@ -131,7 +131,7 @@ def run_rows(
         packed: the batch's rows, planned by pack_batch before they were moved, so that nothing waits for the device; None = plan them here.
     """
     packed = pack_batch(batch, batch.tokens.device) if packed is None else packed
-    record = LoadRecord(options.routers, with_gradient=batch.router_balance is not None)
+    record = LoadRecord(options.routers, with_gradient=batch.router_balance is not None and torch.is_grad_enabled())
     with torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=options.compute_dtype == torch.bfloat16):
         with record_choices(options.routers, record.note):
             hidden = (run_native if options.native_attention else run_packed)(model, packed)  # [N, H]

@@ -196,6 +196,7 @@ def _compare_balance(kind: str, routers: Routers, run_own: Callable[[], Any]) ->
         return f"{kind} has no load-balancing loss in transformers"
     load = record.sum_up()
     found = float(balance_loss(load, load))
-    if not abs(found - float(own)) <= (1e-3 if own.dtype == torch.float32 else 5e-2) * abs(float(own)):
+    rounded = own.dtype != torch.float32 or torch.is_autocast_enabled(own.device.type)  # two experts may then have the same probability
+    if not abs(found - float(own)) <= (5e-2 if rounded else 1e-3) * abs(float(own)):
         return f"{kind} computes another load-balancing loss ({float(own):.4g}) than transformers' usual one ({found:.4g})"
     return None

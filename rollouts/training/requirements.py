@@ -128,15 +128,14 @@ def check_records_experts(engines: Sequence[InferenceEngine]) -> None:
             )
 
 
-def check_recorded_experts(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:
-    """Return the batch. Raises DataError for a trained sample without recorded experts, which router_replay needs."""
+def check_recorded_experts(batch: TrainBatch, samples: Sequence[Sample]) -> None:
+    """Raise DataError for a trained sample without recorded experts, which router_replay needs."""
     for sample, is_trained in zip(samples, batch.trainable.tolist(), strict=True):
         if is_trained and sample.routed_experts is None:
             raise DataError(
                 f"router_replay is set, but {describe_sample(sample)} has no routed_experts: a generate_fn must keep those of its "
                 "completions, as create_generate_fn does; episodes of several turns do not carry them. Set router_replay to False"
             )
-    return batch
 
 
 def check_rl_batch_sizes(rollout: RolloutConfig, training: RLTrainingConfig) -> None:

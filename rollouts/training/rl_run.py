@@ -221,6 +221,11 @@ class RLRun:
         if config.router_replay:
             require_replay(parts.backend)
             check_records_experts(parts.engines)
+            if "segment_log_probs" in self.algorithm.requires:
+                raise ConfigError(
+                    "router_replay is set, but the algorithm requires segment_log_probs, which are computed without recorded experts: set "
+                    "router_replay or segment_wise to False"
+                )
         if isinstance(source, ConfiguredSource):
             check_rl_batch_sizes(source.config, config)
         if config.critic_warmup_steps and parts.critic is None:
@@ -264,8 +269,9 @@ class RLRun:
         check_versions(rollouts.samples, self.served.version)  # a sync has ended, so no answer has a later version
         samples = shape_rewards(rollouts.samples, config.shape_reward)
         check_sampled_whole(samples, self.algorithm)
-        batch = collate_samples(samples, pad_id=parts.pad_id, require_rewards=True)
-        batch = check_recorded_experts(batch, samples) if config.router_replay else replace(batch, routed_experts=None)
+        batch = collate_samples(samples, pad_id=parts.pad_id, require_rewards=True, with_experts=config.router_replay)
+        if config.router_replay:
+            check_recorded_experts(batch, samples)
         if config.mask_truncated:
             batch = mask_truncated_rows(batch, samples)
         parity, algorithm = await self._compare(step, batch, rollouts)

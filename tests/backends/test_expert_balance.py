@@ -18,6 +18,8 @@ from rank_processes import start_ranks
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
+from rollouts.backends.fsdp.config import FSDPConfig
+from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.batches import select_rows
@@ -203,6 +205,18 @@ def test_a_family_with_another_loss_is_refused_with_both_numbers(monkeypatch: py
     assert routers.problem is None
     with pytest.raises(ConfigError, match=r"MixtralForCausalLM computes another load-balancing loss \(\S+\) than transformers' usual one"):
         routers.check_balance()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_sharded_model_in_bfloat16_has_nearly_the_same_loss(family: str):
+    config = FSDPConfig(mixed_precision="bfloat16", gradient_checkpointing=True)
+    backend = create_fsdp_backend(create_expert_model(family), config=config, lr=1e-3)
+    backend.check_balance()
+    backend.check_replay()
+    exact = create_pytorch_backend(create_expert_model(family), lr=1e-3)
+    found, expected = (b.forward_backward(with_coef(draw_batch()), no_loss).value["loss"] for b in (backend, exact))
+    assert found == pytest.approx(expected, rel=5e-2)
+    assert found == pytest.approx(COEF * backend.optim_step().value["router_balance_loss"], rel=1e-5)
 
 
 CODE = """

@@ -16,7 +16,7 @@ from integration.settings.config import Config
 from integration.settings.sections import BackendSection, EngineSection, RLSection
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
-from rollouts.algorithms.presets import grpo, ppo
+from rollouts.algorithms.presets import decoupled, grpo, ppo
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend, create_reference_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.batches import select_rows
@@ -157,7 +157,7 @@ async def test_the_engine_records_the_experts_of_a_pass_over_the_whole_row(famil
     routers = backend._options.routers
     names = [name for name, module in backend.model.named_modules() if module in routers.modules]
     own = replace(routers, modules=tuple(model.get_submodule(name) for name in names))
-    batch = collate_samples(samples)
+    batch = collate_samples(samples, with_experts=True)
     assert batch.routed_experts is not None
     for i, sample in enumerate(samples):
         expected = choices_of(model, torch.tensor(sample.tokens), own).sort(-1).values
@@ -182,7 +182,7 @@ async def test_engine_and_trainer_agree_better_with_replay(family: str):
     """A float32 trainer beside an engine in bfloat16, whose routers choose other experts for some tokens."""
     model = create_expert_model(family, seed=3, num_hidden_layers=4, num_experts_per_tok=4, **MANY[family])
     samples = await sample_from(copy.deepcopy(model).bfloat16(), num=12)
-    batch = collate_samples(samples)
+    batch = collate_samples(samples, with_experts=True)
     backend = create_pytorch_backend(model, lr=1e-3)
     on = batch.loss_mask > 0
     assert batch.rollout_log_probs is not None
@@ -236,13 +236,15 @@ def test_records_are_filled_cut_and_written():
 
 def test_a_batch_has_the_records_of_its_samples():
     samples = [Sample(tokens=(3, 4, 5), loss_mask=(0.0, 1.0, 1.0), index=i) for i in range(2)]
-    assert collate_samples(samples).routed_experts is None
-    batch = collate_samples([replace(samples[0], routed_experts=record_of(1, 2, -1)), samples[1]])
+    recorded = [replace(samples[0], routed_experts=record_of(1, 2, -1)), samples[1]]
+    assert collate_samples(samples, with_experts=True).routed_experts is None
+    assert collate_samples(recorded).routed_experts is None, "nobody has asked for a replay"
+    batch = collate_samples(recorded, with_experts=True)
     assert batch.routed_experts is not None
     assert batch.routed_experts[:, :, 0, 0].tolist() == [[1, 2, -1], [-1, -1, -1]]
     other = RoutedExperts(data=b"\0" * 6, num_routers=1, top_k=1)
     with pytest.raises(DataError, match=r"sample 1 .* recorded experts of 1 routers with 1 experts .* another sample of 1 with 2"):
-        collate_samples([replace(samples[0], routed_experts=record_of(1, 2, -1)), replace(samples[1], routed_experts=other)])
+        collate_samples([recorded[0], replace(samples[1], routed_experts=other)], with_experts=True)
 
 
 def test_records_of_another_model_are_refused():
@@ -277,7 +279,7 @@ def count_reward(sample: Sample) -> float:
     return float(sum(sample.tokens) % 3)
 
 
-async def run_rl(*, replays: bool, records: bool = True, with_others: bool = False) -> list[dict[str, float]]:
+async def run_rl(*, replays: bool, records: bool = True, with_others: bool = False, algorithm=None) -> list[dict[str, float]]:
     """Two steps of a float32 trainer with an engine in bfloat16; metrics."""
     tokenizer = create_char_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 4, "num_experts_per_tok": 4}
@@ -288,14 +290,17 @@ async def run_rl(*, replays: bool, records: bool = True, with_others: bool = Fal
         critic = create_critic_backend(create_tiny_model(vocab_size=len(tokenizer)), lr=1e-4)
         reference = create_reference_backend(create_expert_model("qwen3_moe", num_experts=4, vocab_size=len(tokenizer)))
         others = {"critic": critic, "reference": reference}
-    algorithm = ppo(kl_coef=0.1) if with_others else grpo()
+    algorithm = algorithm or (ppo(kl_coef=0.1) if with_others else grpo())
     config = RLTrainingConfig(
         num_steps=2, weight_sync="memory", parity=ParityConfig(threshold=9.0), algorithm=algorithm, router_replay=replays, num_minibatches=2
     )
     async with InProcessEngine(model.bfloat16(), tokenizer, record_experts=records) as engine:
         buffer = DataBuffer([f"s{i}=" for i in range(10)], seed=0)
         generate = create_generate_fn([engine], tokenizer, SamplingParams(max_tokens=20), seed=0)
-        rollouts = RolloutConfig(batch_size=2, n_samples_per_prompt=4, generate_fn=generate, reward_fn=count_reward)
+        segments = "segment_log_probs" in algorithm.requires
+        rollouts = RolloutConfig(
+            batch_size=2, n_samples_per_prompt=4, generate_fn=generate, reward_fn=count_reward, segment_log_probs=segments
+        )
         async with AsyncRolloutManager(buffer, rollouts, engines=[engine]) as manager:
             return await run_rl_training(backend, buffer, manager, [engine], config, **others)
 
@@ -315,6 +320,11 @@ async def test_reference_and_critic_choose_their_own_experts():
     assert len(await run_rl(replays=True, with_others=True)) == 2
 
 
+async def test_segment_log_probs_are_refused_beside_a_replay():
+    with pytest.raises(ConfigError, match="router_replay is set, but the algorithm requires segment_log_probs"):
+        await run_rl(replays=True, algorithm=decoupled(grpo(), segment_wise=True))
+
+
 async def test_an_engine_that_records_nothing_is_refused_before_the_first_rollout():
     with pytest.raises(ConfigError, match=r"router_replay is set, but in-process engine does not record .* record_experts=True"):
         await run_rl(replays=True, records=False)
@@ -323,7 +333,7 @@ async def test_an_engine_that_records_nothing_is_refused_before_the_first_rollou
 def test_a_sample_without_a_record_is_refused_by_name():
     samples = [Sample(tokens=(3, 4), loss_mask=(0.0, 1.0), index=i, routed_experts=record_of(1, -1) if i == 0 else None) for i in range(2)]
     batch = collate_samples(samples)
-    assert check_recorded_experts(collate_samples(samples[:1]), samples[:1]).routed_experts is not None
+    check_recorded_experts(collate_samples(samples[:1]), samples[:1])
     with pytest.raises(DataError, match=r"router_replay is set, but sample 1 .* has no routed_experts: a generate_fn must keep"):
         check_recorded_experts(batch, samples)
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from rollouts.models.forward import get_output_layer
+from rollouts.models.prepare import check_output_layer
+
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"\| (\w[\w-]*) \| (\S.*?) \| (\S.*?) \| (\S+) \| (\S+) \| (\S+) \|")
 ROUNDED = {"gemma4_text": 3e-5, "youtu": 3e-5, "minicpm3": 3e-5}  # largest difference of an engine whose own float32 differs as much
@@ -51,6 +54,13 @@ def test_the_table_has_every_family_of_the_generator():
     assert re.findall(r"^\| (\S+) \|", TABLE, re.MULTILINE) == GENERATOR.FAMILIES
     assert list(WAYS) == GENERATOR.FAMILIES  # none is refused, or left out
     assert set(re.findall(r"^\| (\S+) .*\*\*", TABLE, re.MULTILINE)) <= set(ROUNDED)
+
+
+def test_logits_of_rows_that_pad_the_output_matrix_are_dropped_as_inkling_does():
+    model = GENERATOR.create_model("inkling_text")
+    model.config.unpadded_vocab_size = 90
+    check_output_layer(model)  # compares with the model's own logits
+    assert get_output_layer(model).weight.shape[0] == 90
 
 
 @pytest.mark.slow

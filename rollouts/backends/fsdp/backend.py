@@ -447,8 +447,8 @@ class FSDPTrainingBackend:
 
         def check() -> None:
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._options.compute_dtype == torch.bfloat16):
-                self._options = replace(self._options, native_attention=prepare_attention(self.model))
-            self._options = replace(self._options, routers=inspect_routers(self.model, native=self._options.native_attention))
+                native = prepare_attention(self.model)
+                self._options = replace(self._options, native_attention=native, routers=inspect_routers(self.model, native=native))
             check_head(self.model, self._compute_outputs, self._options, self.device)
 
         with torch.no_grad():
