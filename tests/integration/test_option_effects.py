@@ -136,6 +136,7 @@ OTHER: dict[str, Any] = {  # a further value of an option, where none can be tho
     "environment.state_key": "rollouts.algorithms.anchors:hash_observation", "environment.similarity": 0.5,
     "loggers": ("jsonl('copy.jsonl')",),
     "rl.segment_scores": "engines", "lora.base_dtype": "bfloat16", "reference.dtype": "bfloat16",
+    "sft.router_balance_coef": 0.1, "rl.router_balance_coef": 0.1,
     "data.mixture": ("DIR/heldout.jsonl(repeat=2)",),
 }  # fmt: skip
 for section in ("sft.optimizer", "rl.optimizer", "critic.optimizer"):
@@ -152,7 +153,7 @@ READ_BY = {  # options of which `observe` sees nothing: the file of integration/
     "backend.compute_dtype": ("parts/models.py", '"compute_dtype": config.backend.precision(config.model.device)'),
     "backend.gradient_checkpointing": ("parts/models.py", "if config.backend.gradient_checkpointing:"),
     "reference.dtype": ("parts/models.py", "own = config.reference.dtype"),
-    "engine.dtype": ("parts/engines.py", "config.engine.precision(config.model.device)"),
+    "engine.dtype": ("parts/engines.py", "own.to(getattr(torch, engine.precision(config.model.device)))"),
     "engine.gpus": ("parts/engines.py", "gpus = section.gpus"),
     "engine.weight_sync_mib": ("parts/engines.py", '"bucket_bytes": section.weight_sync_mib * MIB'),
     "num_threads": ("run/job.py", "torch.set_num_threads(config.num_threads)"),
