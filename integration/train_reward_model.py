@@ -20,7 +20,7 @@ import torch
 import trio
 import tyro
 
-from integration.parts.models import create_model, describe_hardware, fix_hardware
+from integration.parts.models import check_optimizers, create_model, describe_hardware, fix_hardware, set_master_dtype
 from integration.run.directory import (
     EXIT_STOPPED,
     METRICS_FILE,
@@ -137,6 +137,7 @@ async def run_reward_model(
     """
     control = control or RunControl()
     model, tokenizer, (train, heldout) = create_parts(config, control.say) if start is None else start
+    set_master_dtype(config.backend, model)
     backend = create_reward_model_backend(
         model,
         tokenizer=tokenizer,
@@ -226,6 +227,8 @@ def run(command: _Arguments) -> int:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     named = Config(output_dir=config.output_dir)
+    precision = config.backend.precision(config.model.device)
+    check_optimizers(config.backend, {"training": config.training.optimizer}, precision=precision)
     say = cast("Callable[[str], None]", (lambda text: None) if command.quiet else partial(print, flush=True))  # pyright: ignore
     start = create_parts(config, say)  # finds errors of the data before anything is written
     output_dir = create_output_dir(named, datetime.now().strftime("%Y%m%d-%H%M%S") + "-reward-model")

@@ -14,6 +14,7 @@ from rollouts.types import Algorithm, FilterFn, KLControl, Sample, SamplingParam
 
 C = TypeVar("C")
 Schedule = Literal["constant", "linear", "cosine"]
+Moments = Literal["float32", "8bit"]
 OnRewardError = Literal["raise", "retry", "drop", "zero"]
 WeightSync = Literal["checkpoint", "memory", "channel"]
 ParityAction = Literal["warn", "correct", "stop"]
@@ -346,6 +347,7 @@ class OptimizerConfig:
     warmup_steps: int = 0  # optimizer steps from 0 to lr
     schedule: Schedule = "constant"  # after the warm-up
     min_lr_ratio: float = 0.0  # lr at the end of a linear or cosine schedule, relative to the peak
+    moments: Moments = "float32"  # the two moments of each weight: float32, or blocks in 8 bits, a quarter of the memory (package torchao)
 
     def __post_init__(self) -> None:
         check_not_negative(self, "lr", "eps", "weight_decay", "min_lr_ratio")
@@ -354,6 +356,7 @@ class OptimizerConfig:
         check_setting(is_number(norm) and norm > 0, "OptimizerConfig.max_grad_norm", norm, "more than 0 (inf = no clipping)")
         check_setting(_are_betas(self.betas), "OptimizerConfig.betas", self.betas, "two numbers in [0, 1)")
         check_choice(self, "schedule", get_args(Schedule))
+        check_choice(self, "moments", get_args(Moments))
         check_setting(self.min_lr_ratio <= 1, "OptimizerConfig.min_lr_ratio", self.min_lr_ratio, "a number in [0, 1]")
 
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from integration.dry_run.memory import FLOAT, PROCESS_BYTES, Part, Training, cache_bytes, heap_bytes, inference_parts, training_parts
+from integration.dry_run.memory import (
+    FLOAT,
+    MOMENTS_WIDTH,
+    PROCESS_BYTES,
+    Part,
+    Training,
+    cache_bytes,
+    heap_bytes,
+    inference_parts,
+    training_parts,
+)
 from integration.dry_run.sizes import ModelSizes
 from integration.dry_run.traffic import Links, Transfer, count_microbatches, pass_traffic, rows_traffic, sync_traffic
 
@@ -39,6 +49,7 @@ class Workload:
     has_reference: bool = False  # there is a reference model
     reference_is_policy: bool = False  # the reference is the policy with its adapters disabled, without parameters of its own
     has_critic: bool = False  # there is a critic
+    critic_moments_width: float = MOMENTS_WIDTH["float32"]  # bytes of the moments of a parameter of the critic
     reward: RewardModel | None = None  # reward model in the process of rank 0, on whatever device
     embedded_slots: int = 0  # concurrent sequences of the embedded engine; 0 = no embedded engine
     embedded_row_tokens: int | None = None  # maximum tokens of such a sequence, prompt included; None = row_tokens
@@ -92,7 +103,7 @@ def plan_roles(work: Workload) -> list[Role]:
         parts += [_of("reference", part) for part in inference_parts(work.sizes, replace(work.training, frozen_width=work.reference_width))]
     gaps = heap_bytes(work.sizes, work.training, policy)
     if work.has_critic:
-        sizes, training = critic_sizes(work.sizes), critic_training(work.training)
+        sizes, training = critic_sizes(work.sizes), critic_training(work)
         critic = training_parts(sizes, training)
         parts += [_of("critic", part) for part in critic]
         gaps += heap_bytes(sizes, training, critic)
@@ -120,9 +131,10 @@ def critic_sizes(sizes: ModelSizes) -> ModelSizes:
     return replace(sizes, num_parameters=sizes.num_parameters - removed, root_parameters=sizes.root_parameters - removed, is_tied=False)
 
 
-def critic_training(training: Training) -> Training:
+def critic_training(work: Workload) -> Training:
     """Return the training of a critic from the policy's: all weights, even if the policy has adapters."""
-    return replace(training, has_vocabulary=False, adapters=None, frozen_width=FLOAT)
+    width = work.critic_moments_width
+    return replace(work.training, has_vocabulary=False, adapters=None, frozen_width=FLOAT, moments_width=width)
 
 
 def server_parts(work: Workload) -> list[Part]:
@@ -229,7 +241,7 @@ def plan_traffic(work: Workload, links: Links) -> list[Traffic]:
     if work.num_ranks > 1:
         traffic.append(Traffic("an optimizer step", passes, tuple(pass_traffic(work.sizes, work.training, links))))
         if work.has_critic:
-            critic = pass_traffic(critic_sizes(work.sizes), critic_training(work.training), links)
+            critic = pass_traffic(critic_sizes(work.sizes), critic_training(work), links)
             traffic.append(Traffic("an optimizer step of the critic", passes, tuple(critic)))
     if work.batch_rows:
         tokens = work.batch_rows * work.row_tokens

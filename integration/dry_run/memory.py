@@ -1,7 +1,8 @@
 """Memory of a run: an estimate of the bytes of each process from sizes and settings. Pure functions.
 
-One training process holds four numbers for each trained parameter, all float32: the parameter (a master copy where products run in
-bfloat16), its gradient and the two moments of Adam, 16 bytes together. Sharded over n ranks (Rajbhandari et al. 2020, "ZeRO: Memory
+One training process holds four numbers for each trained parameter, float32 unless asked otherwise: the parameter (a master copy where
+products run in bfloat16), its gradient and the two moments of Adam, 16 bytes together; 10 with moments of 8 bits, 6 with weights in
+bfloat16 as well. Sharded over n ranks (Rajbhandari et al. 2020, "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models", section 5, stage 3: K = 12 plus the parameter itself) each rank holds 16 P / n,
 and the current layers whole.
 
@@ -32,7 +33,7 @@ Precision = Literal["float32", "bfloat16"]
 """Precision of matrix products. Trained parameters, sums, norms, log-probs and the loss are float32 in both."""
 
 FLOAT = 4  # bytes of a float32
-MOMENTS = 2  # moments of Adam per trained parameter
+MOMENTS_WIDTH = {"float32": 2 * FLOAT, "8bit": 2 * (1 + FLOAT / 256)}  # bytes of Adam's moments of a trained parameter; one scale per block
 CHUNK_TOKENS = 1024  # tokens with logits in memory at a time (OutputOptions.chunk_size)
 PROCESS_BYTES = 400 * 2**20  # bytes of a CPU process with torch, transformers and this package; measured by benchmarks.memory
 HEAP_SHARE = 0.35  # heap gaps as a fraction of a step's allocations, see heap_bytes; measured likewise, as the next two
@@ -73,6 +74,8 @@ class Training:
     precision: Precision = "float32"
     sharding: Sharding | None = None  # None = one process without FSDP
     adapters: AdapterSizes | None = None  # LoRA adapters, the only trained parameters; None = all parameters are trained
+    master_width: int = FLOAT  # bytes of a trained parameter, and of its gradient
+    moments_width: float = MOMENTS_WIDTH["float32"]  # bytes of the moments of a trained parameter
     frozen_width: int = FLOAT  # bytes of a weight that is not trained: below adapters, or of a reference
     keeps_inputs_alone: bool = False  # activations are recomputed in the backward pass (one process; with FSDP its own setting says so)
     has_vocabulary: bool = True  # computes log-probs; False = a critic, with a head of one column
@@ -117,18 +120,18 @@ def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
     """
     sharding = training.sharding
     trained = sizes.num_parameters if training.adapters is None else training.adapters.num_parameters
-    held = FLOAT * trained + (0 if training.trains_all else training.frozen_width * sizes.num_parameters)
+    held = training.master_width * trained + (0 if training.trains_all else training.frozen_width * sizes.num_parameters)
     shards = 1 if sharding is None else sharding.shards
     offloaded = sharding is not None and sharding.config.cpu_offload
     begin = activation_bytes(sizes, training) + working_bytes(sizes, training)
     end = 0
     if training.trains_all:
-        begin += sizes.head_parameters * FLOAT if training.has_vocabulary else 0
+        begin += sizes.head_parameters * training.master_width if training.has_vocabulary else 0
         end = gradient_buffer_bytes(sizes, training)
     parts = [
         Part("parameters", ceil(held / shards), offloaded),
-        Part("gradients", ceil(FLOAT * trained / shards), offloaded),
-        Part("Adam's moments", ceil(MOMENTS * FLOAT * trained / shards), offloaded),
+        Part("gradients", ceil(training.master_width * trained / shards), offloaded),
+        Part("Adam's moments", ceil(training.moments_width * trained / shards), offloaded),
         Part("parameters as they are computed with", unsharded_bytes(sizes, training)),
         Part("activations", activation_bytes(sizes, training)),
         Part("logits, gradients on their way", max(begin, end) - activation_bytes(sizes, training)),
@@ -225,7 +228,8 @@ def unsharded_bytes(sizes: ModelSizes, training: Training) -> int:
     sharding = training.sharding
     in_layers = sizes.num_parameters - sizes.root_parameters
     if sharding is None or sharding.shards == 1:
-        return 0 if training.precision == "float32" or training.frozen_width < FLOAT else training.width * in_layers
+        is_cast = training.precision != "float32" and min(training.frozen_width, training.master_width) == FLOAT
+        return training.width * in_layers if is_cast else 0
     unit = unit_parameters(sizes, sharding.config)
     whole = in_layers if sharding.keeps_layers else min(2 * unit, in_layers)
     return training.width * (whole + unit) + training.frozen_width * sizes.root_parameters
@@ -235,7 +239,7 @@ def gradient_buffer_bytes(sizes: ModelSizes, training: Training) -> int:
     """Return the bytes of whole gradients at the end of a backward pass: of embedding and output layer, and FSDP's copy to sum."""
     sharding = training.sharding
     if sharding is None:
-        return sizes.head_parameters * FLOAT * (2 if sizes.is_tied and training.has_vocabulary else 1)
+        return sizes.head_parameters * training.master_width * (2 if sizes.is_tied and training.has_vocabulary else 1)
     unit = unit_parameters(sizes, sharding.config) * (training.width + FLOAT)
     return max(unit, sizes.root_parameters * 2 * FLOAT)
 

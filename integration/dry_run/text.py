@@ -23,7 +23,7 @@ from integration.dry_run.layout import (
     plan_traffic,
     reward_parts,
 )
-from integration.dry_run.memory import STATES, Part, Sharding, Training
+from integration.dry_run.memory import FLOAT, MOMENTS_WIDTH, STATES, Part, Sharding, Training
 from integration.dry_run.sizes import ModelSizes, read_adapter_sizes, read_sizes
 from integration.dry_run.traffic import Links
 from integration.parts.models import read_model_config
@@ -106,6 +106,7 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
         has_reference="ref_log_probs" in requires,
         reference_width=4 if config.reference.dtype == "float32" else 2,
         has_critic="values" in requires,
+        critic_moments_width=MOMENTS_WIDTH[config.critic.optimizer.moments],
         reward=read_reward_model(config),
         embedded_slots=0 if engine.is_server else min(engine.max_slots, count_sequences(config)),
         kept_prompts=0 if engine.is_server else count_prompts(config),
@@ -140,6 +141,8 @@ def read_training(config: Config, stage: str, sizes: ModelSizes) -> Training:
         tokens=tokens,
         precision=backend.precision(config.model.device),
         adapters=adapters,
+        master_width=FLOAT if backend.master_dtype == "float32" else 2,
+        moments_width=MOMENTS_WIDTH[getattr(config, stage).optimizer.moments],
         frozen_width=4 if lora is None or lora.base_dtype == "float32" else 2,
         keeps_inputs_alone=backend.gradient_checkpointing,
     )

@@ -7,8 +7,9 @@ with adapters is its own reference, without them: after an SFT stage the adapter
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 
 from integration.settings.config import Config, context_tokens, create_model_config
 from integration.settings.reward_model import RewardModelConfig
+from integration.settings.sections import BackendSection
 from rollouts.backends.factory import create_backend_with_scheduler, create_critic_backend, create_reference_backend
 from rollouts.backends.fsdp.load import load_hf_model_on_meta
 from rollouts.backends.functional.backend import create_torch_func_backend
@@ -104,7 +106,13 @@ def create_backend(
         return create_torch_func_backend(model, device=device, seed=config.seed, **arguments)
     if config.backend.gradient_checkpointing:
         recompute_activations(model)
+    set_master_dtype(config.backend, model)
     return create_backend_with_scheduler(model, device=device, lora=config.lora.create(config.seed), **arguments)
+
+
+def set_master_dtype(section: BackendSection, model: PreTrainedModel) -> None:
+    """Convert the weights of a model that will be trained to the configured dtype, in place."""
+    cast("torch.nn.Module", model).to(getattr(torch, section.master_dtype))
 
 
 def fix_hardware(config: AnyConfig) -> AnyConfig:
@@ -121,8 +129,43 @@ def describe_hardware(config: Config | RewardModelConfig) -> str:
     return f"training on {find_device_name(config.model.device)}{name} in {config.backend.precision(config.model.device)}"
 
 
-def check_backend(config: Config) -> None:
-    """Raise ConfigError if the backend cannot train the configured model. Loads no weights."""
+def check_optimizers(section: BackendSection, optimizers: Mapping[str, OptimizerConfig], *, precision: str, adapters: bool = False) -> None:
+    """Raise ConfigError if the backend has not the moments or the trained weights that are asked for.
+
+    Args:
+        optimizers: those of the run, by their section.
+        precision: dtype of matrix products.
+        adapters: whether adapters are trained.
+    """
+    quantized = [name for name, optimizer in optimizers.items() if optimizer.moments != "float32"]
+    if quantized and section.kind != "pytorch":
+        raise ConfigError(
+            f"{quantized[0]}.optimizer.moments is '8bit' with backend.kind {section.kind!r}, which keeps Adam's moments in float32: leave "
+            f"--{quantized[0]}.optimizer.moments out, or train with --backend.kind pytorch"
+        )
+    if quantized and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            f"{quantized[0]}.optimizer.moments is '8bit', which needs the package torchao: pip install 'rollouts-rl[low-memory]'"
+        )
+    if section.master_dtype == "float32":
+        return
+    if adapters:
+        raise ConfigError("backend.master_dtype is 'bfloat16' with lora.rank, but adapters are small: take --lora.base-dtype bfloat16")
+    if precision == "float32":
+        raise ConfigError(
+            "backend.master_dtype is 'bfloat16', but matrix products are in float32: add --backend.compute-dtype bfloat16, or leave "
+            "--backend.master-dtype out"
+        )
+    exact = [name for name in optimizers if name not in quantized]
+    if exact:
+        raise ConfigError(
+            f"backend.master_dtype is 'bfloat16', but {exact[0]}.optimizer.moments is 'float32', whose updates would be lost in rounding: "
+            f"add --{exact[0]}.optimizer.moments 8bit, which rounds stochastically"
+        )
+
+
+def check_backend(config: Config, mode: str = "sft+rl") -> None:
+    """Raise ConfigError if the backend cannot train the configured model in a mode. Loads no weights."""
     kind, path = config.backend.kind, config.model.path
     if config.lora.rank and kind in ("torch_func", "jax"):
         raise ConfigError(f"lora.rank is {config.lora.rank} with backend.kind {kind!r}: adapters are trained with 'pytorch' and 'fsdp'")
@@ -132,6 +175,10 @@ def check_backend(config: Config) -> None:
             raise ConfigError(f"lora.base_dtype is {config.lora.base_dtype!r}, {why} --lora.base-dtype out")
         if config.reference.dtype != "float32":
             raise ConfigError(f"reference.dtype is {config.reference.dtype!r}, {why} --reference.dtype out")
+    used = {name: section.optimizer for name, section in (("sft", config.sft), ("rl", config.rl)) if name in mode}
+    if "rl" in mode and "values" in config.algorithm.requires:
+        used["critic"] = config.critic.optimizer
+    check_optimizers(config.backend, used, precision=config.backend.precision(config.model.device), adapters=config.lora.rank > 0)
     if kind == "jax":
         from rollouts.backends.jax.backend import require_jax
         from rollouts.backends.jax.model import read_decoder_config
@@ -189,8 +236,10 @@ def create_companions(
     if "values" in algorithm.requires:
         path = config.critic.path
         load = partial(load_critic_model, seed=config.seed, trust_remote_code=config.model.trust_remote_code)
+        origin = policy if path is None else load(path)
+        set_master_dtype(config.backend, origin)
         critic = create_critic_backend(
-            policy if path is None else load(path),
+            origin,
             seed=config.seed,
             total_steps=critic_steps,
             device=device,

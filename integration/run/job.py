@@ -177,7 +177,7 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
     num_processes = count_processes(config, os.environ)
     check_loggers(config.loggers)
     check_data_given(config, command.mode)
-    check_backend(config)
+    check_backend(config, command.mode)
     check_dropout(config, command.mode)
     check_limits(config, command.mode)
     check_task(config)

@@ -94,7 +94,7 @@ def _optimizer(section: str, part: Part, condition: Effect | None = None) -> dic
     schedule = f"--{section}.optimizer.schedule linear or cosine"
     return {
         f"{section}.optimizer.lr {section}.optimizer.betas {section}.optimizer.eps {section}.optimizer.weight_decay "
-        f"{section}.optimizer.warmup_steps {section}.optimizer.schedule": base,
+        f"{section}.optimizer.warmup_steps {section}.optimizer.schedule {section}.optimizer.moments": base,
         f"{section}.optimizer.min_lr_ratio": Effect(holds=decays, needs=schedule, part=part),
         f"{section}.optimizer.max_grad_norm": Effect(holds=clips, needs="no --backend.fsdp.clip-grad, which replaces it", part=part),
     }
@@ -127,7 +127,8 @@ def _environment_of(*tasks: str) -> Effect:
 
 _BY_OPTIONS: Mapping[str, Effect] = {
     "task seed output_dir loggers num_threads checkpoint.keep_last_n": ALWAYS,
-    "model.path model.device backend.kind backend.compute_dtype backend.gradient_checkpointing lora.rank engine.dtype": ALWAYS,
+    "model.path model.device backend.kind backend.compute_dtype backend.master_dtype backend.gradient_checkpointing": ALWAYS,
+    "lora.rank engine.dtype": ALWAYS,
     "enable_segment_wise_ppo": ASYNC,
     "model.trust_remote_code": Effect(
         holds=lambda c, m: any((c.model.path, c.reference.path, c.critic.path, c.reward.model)), needs="a model directory: --model.path"

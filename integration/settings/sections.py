@@ -239,6 +239,9 @@ class BackendSection:
     # dtype of matrix products, float32 or bfloat16; weights and log-probs stay float32; auto = bfloat16 on a CUDA GPU that has it, else
     # float32
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # dtype of the trained weights; bfloat16 takes half the memory, needs --backend.compute-dtype bfloat16 and optimizers with moments of 8
+    # bits, which round stochastically
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
     # keep the inputs of layers alone and recompute activations in the backward pass: less memory, and a third more time
     gradient_checkpointing: bool = False
 
@@ -250,6 +253,12 @@ class BackendSection:
         check_setting(self.timeout_s > 0, "backend.timeout_s", self.timeout_s, "more than 0")
         good = self.kind != "jax" or self.compute_dtype != "bfloat16"
         check_setting(good, "backend.compute_dtype", self.compute_dtype, "float32 with backend.kind 'jax'")
+        check_setting(
+            self.master_dtype == "float32" or self.kind == "pytorch",
+            "backend.master_dtype",
+            self.master_dtype,
+            f"float32 with backend.kind {self.kind!r}: only 'pytorch' rounds stochastically",
+        )
         check_setting(
             not self.gradient_checkpointing or self.kind in ("pytorch", "fsdp"),
             "backend.gradient_checkpointing",

@@ -127,19 +127,16 @@ def inspect_routers(model: PreTrainedModel, *, native: bool) -> Routers:
 
 
 def check_master_weights(model: torch.nn.Module, compute_dtype: torch.dtype) -> None:
-    """Check the dtypes of parameters: trained ones are float32, whatever dtype a pass has; frozen ones may be bfloat16 as the passes are.
+    """Check the dtypes of parameters: float32 whatever dtype a pass has, or bfloat16 as the passes are.
 
-    Raises: ConfigError for frozen weights in bfloat16 and passes in float32.
+    Raises: ConfigError for weights in bfloat16 and passes in float32.
     """
     for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.float32 or not parameter.requires_grad, (
-            f"parameter {name} is {parameter.dtype}; master weights are float32"
-        )
         assert parameter.dtype in (torch.float32, torch.bfloat16), f"parameter {name} is {parameter.dtype}, expected float32 or bfloat16"
         if parameter.dtype != torch.float32 and compute_dtype == torch.float32:
             raise ConfigError(
-                f"parameter {name} is frozen in bfloat16, but matrix products are in float32: take compute_dtype bfloat16, or float32 for "
-                "the frozen weights"
+                f"parameter {name} is bfloat16, but matrix products are in float32: take compute_dtype bfloat16, or load the weights in "
+                "float32"
             )
 
 

@@ -12,7 +12,7 @@ from forked import run
 
 from integration.parts.models import check_backend, create_backend
 from integration.settings.config import Config
-from integration.settings.sections import BackendSection, LoRASection, ModelSection
+from integration.settings.sections import BackendSection, LoRASection, ModelSection, RLSection, SFTSection
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss, value_loss
 from rollouts.algorithms.presets import grpo
@@ -252,6 +252,51 @@ def test_settings_that_a_backend_cannot_have_are_refused_before_the_run(tmp_path
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"attention_dropout is 0\.1"):
         check_backend(Config(backend=BackendSection(kind="jax"), model=ModelSection(path=str(tmp_path))))
+
+
+QUANTIZED, BOTH = OptimizerConfig(moments="8bit"), {"master_dtype": "bfloat16", "compute_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"rl": RLSection(optimizer=QUANTIZED), "backend": BackendSection(kind="fsdp")},
+            "rl.optimizer.moments is '8bit' with backend.kind 'fsdp'",
+        ),
+        (
+            {"backend": BackendSection(master_dtype="bfloat16", compute_dtype="float32")},
+            "but matrix products are in float32: add --backend.comp",
+        ),
+        (
+            {"backend": BackendSection(**BOTH)},
+            r"but sft.optimizer.moments is 'float32', whose updates would be lost in rounding: add --sft\.opt",
+        ),
+        ({"backend": BackendSection(**BOTH), "sft": SFTSection(optimizer=QUANTIZED)}, "but rl.optimizer.moments is 'float32'"),
+        (
+            {
+                "backend": BackendSection(**BOTH),
+                "sft": SFTSection(optimizer=QUANTIZED),
+                "rl": RLSection(algorithm="ppo()", optimizer=QUANTIZED),
+            },
+            "but critic.optimizer.moments is 'float32'",
+        ),
+        ({"backend": BackendSection(**BOTH), "lora": LoRASection(rank=4)}, "adapters are small: take --lora.base-dtype bfloat16"),
+    ],
+)
+def test_weights_in_bfloat16_and_moments_of_8_bits_are_refused_where_they_cannot_be_had(settings, expected, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # torchao is there
+    with pytest.raises(ConfigError, match=expected):
+        check_backend(Config(**settings))
+
+
+def test_a_missing_package_of_quantized_moments_is_named_before_the_run(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"sft.optimizer.moments is '8bit', which needs the package torchao: pip install"):
+        check_backend(Config(sft=SFTSection(optimizer=QUANTIZED)), "sft")
+    check_backend(Config(sft=SFTSection(optimizer=QUANTIZED)), "rl")  # which has no SFT
+    with pytest.raises(ConfigError, match=r"backend.master_dtype is 'bfloat16', expected float32 with backend.kind 'jax'"):
+        BackendSection(kind="jax", master_dtype="bfloat16")
 
 
 async def test_a_critic_is_a_functional_backend_with_another_head():

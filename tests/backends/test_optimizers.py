@@ -25,7 +25,7 @@ from rollouts.config import OptimizerConfig
 from rollouts.errors import ConfigError
 from rollouts.testing import create_tiny_model
 
-ADAMW = ("lr", "betas", "eps", "weight_decay", "max_grad_norm")
+ADAMW = ("lr", "betas", "eps", "weight_decay", "max_grad_norm", "moments")
 SCHEDULED = {
     create_critic_backend, create_reward_model_backend, create_torch_func_backend, create_jax_backend,
     create_fsdp_backend, create_fsdp_critic_backend, create_fsdp_reward_model_backend,

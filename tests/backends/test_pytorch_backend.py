@@ -16,13 +16,15 @@ from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend
 from rollouts.backends.fsdp.backend import FSDPTrainingBackend
-from rollouts.backends.functional.backend import TorchFuncTrainingBackend
+from rollouts.backends.fsdp.factory import create_fsdp_backend
+from rollouts.backends.functional.backend import TorchFuncTrainingBackend, create_torch_func_backend
+from rollouts.backends.jax.backend import create_jax_backend
 from rollouts.backends.lora.adapters import LoRAConfig, add_adapters
 from rollouts.backends.optim.optimizers import AdamW, create_adamw_optimizer
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.pytorch.files import read_trainer_state
 from rollouts.data.collate import collate_samples
-from rollouts.errors import BackendError, CheckpointError
+from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.models import forward
 from rollouts.models.forward import attend_packed, find_attention_dtype, has_varlen, pack_padded, run_packed
 from rollouts.models.prepare import recompute_activations, use_packed_attention
@@ -220,10 +222,18 @@ def test_a_model_with_a_nan_weight_is_refused_when_a_backend_is_made():
         PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3))
 
 
-def test_master_weights_must_be_float32():
+def test_weights_in_bfloat16_are_refused_where_updates_would_be_lost_in_rounding():
     model = create_tiny_model().to(torch.bfloat16)
-    with pytest.raises(AssertionError, match="master weights are float32"):
-        PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3))
+    with pytest.raises(ConfigError, match="is trained in bfloat16, whose last bit is larger than most updates: load the model in float32"):
+        PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3), compute_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="is trained in bfloat16"):
+        create_torch_func_backend(model, lr=1e-3, compute_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("create", [create_torch_func_backend, create_jax_backend, create_fsdp_backend])
+def test_moments_of_8_bits_are_refused_by_other_backends(create):
+    with pytest.raises(ConfigError, match=r"moments is '8bit', but .* keeps Adam's moments in float32"):
+        create(create_tiny_model(), lr=1e-3, moments="8bit")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from integration.dry_run.layout import PREFIX_TOKENS, Workload, critic_sizes, la
 from integration.dry_run.memory import (
     FLOAT,
     HEAP_BLOCK,
+    MOMENTS_WIDTH,
     STATES,
     Sharding,
     Training,
@@ -37,6 +39,7 @@ from integration.dry_run.traffic import Links, count_microbatches, pass_traffic,
 from integration.settings.config import Config, create_model_config
 from integration.settings.sections import (
     BackendSection,
+    CriticSection,
     EngineSection,
     EvaluationSection,
     GenerationSection,
@@ -51,6 +54,7 @@ from rollouts.asynchronous.config import AsyncConfig
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.lora.adapters import LoRAConfig, add_adapters
+from rollouts.config import OptimizerConfig
 from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.slots import SlotModel
@@ -181,6 +185,31 @@ def test_frozen_weights_in_bfloat16_take_half_the_memory(sizes: ModelSizes):
     assert whole | {"parameters": halved["parameters"]} == halved
     reference = {part.name: part.size for part in inference_parts(sizes, Training(**bfloat, frozen_width=2))}
     assert reference["parameters"] == 2 * TOTAL
+
+
+def test_state_of_a_trained_parameter_takes_16_or_10_or_6_bytes(sizes: ModelSizes):
+    names = ("parameters", "gradients", "Adam's moments")
+    block = MOMENTS_WIDTH["8bit"]
+    for width, moments, expected in ((4, 8, (4, 4, 8)), (4, block, (4, 4, 2 + 8 / 256)), (2, block, (2, 2, 2 + 8 / 256))):
+        found = parts_of(sizes, Training(tokens=64, precision="bfloat16", master_width=width, moments_width=moments))
+        assert tuple(found[name] for name in names) == tuple(ceil(bytes_each * TOTAL) for bytes_each in expected)
+        assert ("parameters as they are computed with" in found) == (width == 4)  # bfloat16 weights are not cast
+
+
+def test_the_dry_run_reads_the_state_from_the_options():
+    quantized = OptimizerConfig(moments="8bit")
+    config = Config(backend=BackendSection(compute_dtype="bfloat16", master_dtype="bfloat16"), rl=RLSection(optimizer=quantized))
+    sizes = read_sizes(create_model_config(config.model, 64))
+    work = read_workload(config, "rl", sizes)
+    assert (work.training.master_width, work.training.moments_width, work.critic_moments_width) == (2, MOMENTS_WIDTH["8bit"], 8)
+    assert (read_workload(config, "sft", sizes).training.moments_width, read_workload(Config(), "rl", sizes).training.master_width) == (
+        8,
+        4,
+    )
+    config = replace(config, rl=RLSection(algorithm="ppo()"), critic=CriticSection(optimizer=quantized))
+    parts = {part.name: part.size for part in plan_roles(read_workload(config, "rl", sizes))[0].parts}
+    assert parts["critic: Adam's moments"] == ceil(MOMENTS_WIDTH["8bit"] / 2 * parts["critic: parameters"])
+    assert parts["Adam's moments"] == 4 * parts["parameters"]
 
 
 def test_recomputed_layers_save_their_inputs_alone():

@@ -135,12 +135,12 @@ OTHER: dict[str, Any] = {  # a further value of an option, where none can be tho
     "backend.fsdp.auto_wrap_min_params": 10**6, "rl.baseline": 0.25, "environment.parameters": ("depth=3",),
     "environment.state_key": "rollouts.algorithms.anchors:hash_observation", "environment.similarity": 0.5,
     "loggers": ("jsonl('copy.jsonl')",),
-    "rl.segment_scores": "engines", "lora.base_dtype": "bfloat16", "reference.dtype": "bfloat16",
+    "rl.segment_scores": "engines", "lora.base_dtype": "bfloat16", "backend.master_dtype": "bfloat16", "reference.dtype": "bfloat16",
     "sft.router_balance_coef": 0.1, "rl.router_balance_coef": 0.1,
     "data.mixture": ("DIR/heldout.jsonl(repeat=2)",),
 }  # fmt: skip
 for section in ("sft.optimizer", "rl.optimizer", "critic.optimizer"):
-    settings = {"schedule": "cosine", "betas": (0.8, 0.9), "weight_decay": 0.2, "warmup_steps": 7, "min_lr_ratio": 0.3}
+    settings = {"schedule": "cosine", "betas": (0.8, 0.9), "weight_decay": 0.2, "warmup_steps": 7, "min_lr_ratio": 0.3, "moments": "8bit"}
     OTHER |= {f"{section}.{name}": value for name, value in settings.items()}
 STILL_OTHER = {
     "engine.kind": "vllm",
@@ -152,6 +152,7 @@ READ_BY = {  # options of which `observe` sees nothing: the file of integration/
     "backend.kind": ("parts/models.py", 'config.backend.kind == "jax"'),
     "backend.compute_dtype": ("parts/models.py", '"compute_dtype": config.backend.precision(config.model.device)'),
     "backend.gradient_checkpointing": ("parts/models.py", "if config.backend.gradient_checkpointing:"),
+    "backend.master_dtype": ("parts/models.py", "set_master_dtype(config.backend, model)"),
     "reference.dtype": ("parts/models.py", "own = config.reference.dtype"),
     "engine.dtype": ("parts/engines.py", "own.to(getattr(torch, engine.precision(config.model.device)))"),
     "engine.gpus": ("parts/engines.py", "gpus = section.gpus"),

@@ -35,6 +35,7 @@ from rollouts.backends.fsdp.model import call_gathered, create_mesh, drop_gather
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.lora.adapters import LoRAConfig, adapters_off, assign
 from rollouts.backends.lora.files import Adapters, check_lora
+from rollouts.backends.optim.optimizers import check_rounding
 from rollouts.backends.optim.updates import (
     Scheduler,
     UpdateCounts,
@@ -155,6 +156,7 @@ class FSDPTrainingBackend:
             self._check_model()
         self._adapters = None if lora is None else Adapters(self.model, lora)
         self.optimizer = create_optimizer(self.model)
+        check_rounding(self.model, self.optimizer)
         self.scheduler = None if create_schedule is None else create_schedule(self.optimizer)
 
     @property

@@ -55,6 +55,7 @@ def create_fsdp_backend(
         lr and the other arguments of AdamW and its schedule: see optimizers.ScheduledAdamWArguments.
     """
     rule = create_rule(**adamw)
+    rule.require_float32_moments("FSDP")
     place = _arrange(model, tokenizer, device, ranks, config)
     if isinstance(model, str | Path):
         empty = load_hf_model_on_meta(model)
@@ -90,6 +91,7 @@ def create_fsdp_critic_backend(
         Other arguments: as in create_fsdp_backend.
     """
     rule = create_rule(**adamw)
+    rule.require_float32_moments("FSDP")
     place = _arrange(model, tokenizer, device, ranks, config)
     if isinstance(model, str | Path):
         fill = partial(materialize_critic, directory=model, seed=seed, head_std=head_std)
@@ -146,6 +148,7 @@ def create_fsdp_reward_model_backend(
         Other arguments: as in create_fsdp_backend.
     """
     rule = create_rule(**adamw)
+    rule.require_float32_moments("FSDP")
     place = _arrange(model, tokenizer, device, ranks, config)
     model, _ = open_reward_model(model, place.tokenizer, seed=seed, head_std=head_std)
     return _assemble(model, rule, place, compute_outputs=compute_scores, rows_per_unit=2)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollouts.backends.functional.state import ForwardFn, Parameters, accumulate_gradient, apply_update, count_experts, create_state
 from rollouts.backends.futures import ImmediateTrainFuture
-from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_rule, takes
+from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, check_rounding, create_rule, takes
 from rollouts.backends.optim.updates import check_skipped_updates, check_updated, read_counts
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import export_model, read_trainer_state, write_trainer_state
@@ -110,6 +110,7 @@ class TorchFuncTrainingBackend:
         self.device = torch.device(device)
         self.model: Any = model
         options = OutputOptions(compute_dtype=compute_dtype, chunk_size=chunk_size)
+        check_rounding(model, None)
         self.limits, options = prepare_model(model, tokenizer, self.device, compute_outputs, options)
         self.rule = rule
         self.tokenizer = tokenizer
@@ -272,6 +273,7 @@ def create_torch_func_backend(
         lr and the other arguments of AdamW and its schedule: see optimizers.ScheduledAdamWArguments.
     """
     rule, dtype = create_rule(**adamw), parse_dtype(compute_dtype)
+    rule.require_float32_moments("the functional backend")
     model, tokenizer = open_model(model, tokenizer)
     return TorchFuncTrainingBackend(model, rule, device=device, compute_dtype=dtype, tokenizer=tokenizer, seed=seed)
 

@@ -245,6 +245,7 @@ def create_jax_backend(
     Raises: ConfigError, see JAXTrainingBackend.
     """
     rule = create_rule(**adamw)
+    rule.require_float32_moments("the JAX backend")
     require_jax()
     if parse_dtype(compute_dtype) != torch.float32:
         raise ConfigError(

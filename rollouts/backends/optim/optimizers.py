@@ -12,7 +12,7 @@ import torch
 
 from rollouts.backends.optim.schedules import Schedule, choose_factor, warmup_constant
 from rollouts.backends.optim.updates import UpdateCounts
-from rollouts.config import OptimizerConfig
+from rollouts.config import Moments, OptimizerConfig
 from rollouts.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,6 +26,7 @@ class AdamWArguments(TypedDict, total=False):
     eps: float
     weight_decay: float  # weight decay, on matrices only
     max_grad_norm: float  # norm that larger gradients are scaled down to; inf = no clipping
+    moments: Moments  # format of Adam's two moments: float32, or 8bit, see create_8bit_optimizer
 
 
 class _ScheduleArguments(AdamWArguments, total=False):
@@ -56,14 +57,24 @@ class AdamW:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # inf = no clipping
     schedule: Callable[[int], float] = field(default=lambda step: warmup_constant(step, warmup_steps=0))  # update number -> factor of lr
+    moments: Moments = "float32"
 
     def rate(self, counts: UpdateCounts) -> float:
         """Return the learning rate of the next update."""
         return self.lr * self.schedule(counts.num_updates)
 
-    def create_optimizer(self, model: torch.nn.Module) -> torch.optim.AdamW:
-        """Create torch's optimizer for the parameters of a model that require a gradient."""
-        return create_adamw_optimizer(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+    def create_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Create the optimizer for the parameters of a model that require a gradient. Raises ConfigError, see create_8bit_optimizer."""
+        create = create_adamw_optimizer if self.moments == "float32" else create_8bit_optimizer
+        return create(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+    def require_float32_moments(self, backend: str) -> None:
+        """Raise ConfigError if the moments have 8 bits. backend: the backend that cannot have them, for the message."""
+        if self.moments != "float32":
+            raise ConfigError(
+                f"moments is {self.moments!r}, but {backend} keeps Adam's moments in float32: take moments='float32', or the backend of "
+                "one process (create_pytorch_backend; --backend.kind pytorch)"
+            )
 
     def create_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """Create torch's schedule for that optimizer."""
@@ -82,7 +93,7 @@ def create_rule(**arguments: Unpack[ScheduledAdamWArguments]) -> AdamW:
         raise ConfigError(f"schedule is {config.schedule!r}, and total_steps is not given: say in how many optimizer steps it comes down")
     total_steps = 1 if total_steps is None else total_steps  # any number serves a constant schedule
     factor = choose_factor(config.schedule, warmup_steps=config.warmup_steps, total_steps=total_steps, min_lr_ratio=config.min_lr_ratio)
-    return AdamW(config.lr, config.betas, config.eps, config.weight_decay, config.max_grad_norm, factor)
+    return AdamW(config.lr, config.betas, config.eps, config.weight_decay, config.max_grad_norm, factor, config.moments)
 
 
 def takes(arguments: type, **changed: Any) -> Callable[[F], F]:
@@ -129,12 +140,72 @@ def create_adamw_optimizer(
     weight_decay: float = 0.0,
 ) -> torch.optim.AdamW:
     """Create a fused AdamW with weight decay on matrices only (not on norms and biases)."""
+    return torch.optim.AdamW(_group_parameters(model, weight_decay), lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def create_8bit_optimizer(
+    model: torch.nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> torch.optim.Optimizer:
+    """Create torchao's AdamW with moments in 8 bits, in blocks of 256.
+
+    The source is Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization". The moments take a quarter of the memory of float32;
+    tensors of less than 4,096 numbers keep float32. bfloat16 weights are rounded stochastically: up with the probability of the part that
+    rounding down would lose, by torch's global generator. So updates smaller than their last bit count on average. torch.compile translates
+    the update, for each shape of a parameter once: seconds on a GPU, a minute on a CPU, which needs a C++ compiler.
+
+    Raises: ConfigError if torchao is missing or the update cannot be compiled.
+    """
+    try:
+        from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports, reportUnknownVariableType]  # an extra; takes seconds
+    except ImportError as error:
+        raise ConfigError(
+            f"moments of 8 bits need the package torchao, which cannot be imported ({error}): pip install 'rollouts-rl[low-memory]'"
+        ) from error
+    create = cast("Callable[..., torch.optim.Optimizer]", AdamW8bit)
+    groups = _group_parameters(model, weight_decay)
+    probe = torch.nn.Parameter(torch.zeros(4096, device=groups[0]["params"][0].device))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        create([probe], lr=lr).step()
+    except Exception as error:  # torch.compile raises errors of many classes
+        raise ConfigError(
+            f"moments of 8 bits need torch.compile, which failed here: {str(error).strip():.300}. Install a C++ compiler (a CPU), or keep "
+            "moments in float32"
+        ) from error
+    return create(groups, lr=lr, betas=betas, eps=eps, bf16_stochastic_round=True)
+
+
+def check_rounding(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Check that no update is lost in rounding: trained weights are float32, or bfloat16 with an optimizer that rounds stochastically.
+
+    Args:
+        optimizer: None = an update that rounds to the nearest number.
+
+    Raises: ConfigError.
+    """
+    stochastic = bool(getattr(optimizer, "bf16_stochastic_round", False))
+    found = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype != torch.float32), None)
+    if found is not None and not stochastic:
+        raise ConfigError(
+            f"parameter {found} is trained in bfloat16, whose last bit is larger than most updates: load the model in float32 (matrix "
+            "products are in bfloat16 all the same, with compute_dtype bfloat16), or round stochastically, with moments='8bit' of the "
+            "backend of one process"
+        )
+
+
+def _group_parameters(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the groups of trained parameters that are not empty: matrices, with weight decay, and vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    return [group for group in groups if group["params"]]
 
 
 def create_idle_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from torch import Tensor
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.lora.adapters import LoRAConfig, adapters_off
 from rollouts.backends.lora.files import Adapters, SavedAdapters, check_has_no_adapters, check_lora
+from rollouts.backends.optim.optimizers import check_rounding
 from rollouts.backends.optim.updates import (
     Scheduler,
     UpdateCounts,
@@ -25,6 +26,7 @@ from rollouts.backends.optim.updates import (
 )
 from rollouts.backends.protocol import BackendFeature, OutputFn, collect_metrics
 from rollouts.backends.pytorch.files import (
+    OPTIMIZER,
     SHARDED_DIRECTORY,
     TRAINER_FILE,
     check_optimizer_fits,
@@ -81,8 +83,9 @@ class PyTorchTrainingBackend:
     Every method runs at once and returns an ImmediateTrainFuture; open_pipeline moves the same methods into a worker thread. Given the
     same weights, batches and number of threads, results are bitwise equal on a CPU.
 
-    The optimizer updates float32 parameters. With compute_dtype=bfloat16 matrix products run in bfloat16 (autocast); log-probs, softmax
-    and the loss stay float32. Dropout is active in forward_backward of batches that have it (TrainBatch.has_dropout), and off in forward.
+    The optimizer updates float32 parameters, or bfloat16 ones if it rounds stochastically. With compute_dtype=bfloat16 matrix products run
+    in bfloat16 (autocast); log-probs, softmax and the loss stay float32. Dropout is active in forward_backward of batches that have it
+    (TrainBatch.has_dropout), and off in forward.
     """
 
     def __init__(
@@ -115,10 +118,12 @@ class PyTorchTrainingBackend:
             lora: the config that lora.add_adapters was called with; the optimizer updates the adapters alone. Snapshots and exports have
                 merged weights; load_weights replaces the weights below the adapters and resets the adapters.
 
-        Raises: ConfigError for a model that is not causal or lacks the head of compute_outputs.
+        Raises: ConfigError for a model that is not causal or lacks the head of compute_outputs, and for weights trained in bfloat16 by an
+            optimizer that rounds to the nearest number.
         """
         assert max_grad_norm > 0, f"max_grad_norm is {max_grad_norm}, expected > 0"
         check_lora(model, lora)
+        check_rounding(model, optimizer)
         self.device = torch.device(device)
         self.model: Any = model
         options = OutputOptions(compute_dtype=compute_dtype, chunk_size=chunk_size)
@@ -246,6 +251,7 @@ class PyTorchTrainingBackend:
         rng = take_random_state(self.device)
         state = {
             "optimizer": self.optimizer.state_dict(),
+            OPTIMIZER: type(self.optimizer).__name__,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "rng": rng["cpu"],
             "cuda_rng": rng["cuda"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 TRAINER_FILE = "trainer_state.pt"
 SHARDED_DIRECTORY = "sharded"
 """Subdirectory of the state of backends with several processes, see fsdp/checkpoint.py."""
+OPTIMIZER = "optimizer_class"
+"""Key of the name of the optimizer's class; older files lack it."""
 _KIND = "kind"
 
 
@@ -78,8 +81,11 @@ def write_trainer_state(directory: Path, kind: str, state: Mapping[str, Any]) ->
 
 
 def name_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the tensors in nested mappings and sequences, by path, as in optimizer.state.0.exp_avg."""
-    if isinstance(value, Tensor):
+    """Iterate over the tensors in nested mappings and sequences, by path, as in optimizer.state.0.exp_avg; of quantized ones the parts."""
+    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local"):
+        for part in cast("Any", value).__tensor_flatten__()[0]:
+            yield from name_tensors(getattr(value, part), f"{name}.{part}")
+    elif isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping | list | tuple):
         found = cast("Any", value)
@@ -101,6 +107,9 @@ def read_trainer_state(directory: Path, kind: str) -> dict[str, Any]:
         )
     try:
         state = cast("dict[str, Any]", torch.load(path, weights_only=True, map_location="cpu"))
+    except pickle.UnpicklingError as error:
+        hint = "its optimizer has moments of 8 bits: go on with --rl.optimizer.moments 8bit (of SFT: --sft.optimizer.moments)"
+        raise CheckpointError(f"{path} cannot be read: {hint if 'torchao' in str(error) else error}") from error
     except (RuntimeError, ValueError, KeyError, EOFError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     found = state.get(_KIND, "pytorch")
@@ -138,6 +147,13 @@ def check_optimizer_fits(optimizer: torch.optim.Optimizer, state: Mapping[str, A
         saved = [list(group["params"]) for group in groups]
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be restored into this optimizer: it has no {error}") from error
+    ours = type(optimizer).__name__
+    theirs = state.get(OPTIMIZER, ours)
+    if theirs != ours:
+        raise CheckpointError(
+            f"{path} has the state of {theirs}, but the optimizer is {ours}: resume with the moments that the run was started with "
+            "(--sft.optimizer.moments, --rl.optimizer.moments, --critic.optimizer.moments)"
+        )
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}: it is of another version of this library, or damaged")
     own = [cast("list[Tensor]", group["params"]) for group in optimizer.param_groups]
