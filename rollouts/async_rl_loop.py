@@ -62,6 +62,8 @@ async def train_async_rl(
         all waiting rollouts is written first, and a note on the error names it.
     """
     run = RLRun(parts, executor, config)
+    if config.sleep_engines:
+        raise ConfigError("sleep_engines is set, but the engines generate while the policy is trained: set it to False, or call train_rl")
     check_async_config(executor.asynchronous, executor.config, replace(config, algorithm=run.algorithm))
     if executor.batches_per_version != config.sync_every:
         raise ConfigError(

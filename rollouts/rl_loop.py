@@ -45,7 +45,8 @@ async def train_rl(parts: RLParts, source: RolloutSource, config: RLTrainingConf
         started = clock()
         rollouts = await source.generate_batch()
         generated = clock()
-        metrics = await run.train(step, rollouts)
+        async with run.engines_asleep():
+            metrics = await run.train(step, rollouts)
         trained, finished = clock(), step + 1
         metrics |= {"generate_s": generated - started, "train_s": trained - generated}
         stopping = require_flag(parts.should_stop(), "should_stop")

@@ -401,6 +401,7 @@ def create_server_config(section: EngineSection, model_path: str, environment: M
         context_length=section.context_length,
         max_num_seqs=section.max_num_seqs,
         memory_fraction=section.memory_fraction,
+        can_sleep=bool(section.sleep) and kind == "cuda",
         extra_args=(*transfer_args(section), *section.extra_args),
         env=env,
     )

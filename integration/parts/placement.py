@@ -130,7 +130,7 @@ def choose_weight_sync(section: EngineSection, placement: Placement, *, same_ncc
 
 
 def place_servers(config: Config, environment: Mapping[str, str], num_ranks: int, find_nccl: Callable[[str], str | None]) -> Config:
-    """Fill in engine.gpus and engine.weight_sync for the GPUs of this machine; without launched servers or GPUs nothing changes.
+    """Fill in engine.gpus, engine.weight_sync and engine.sleep for the GPUs of this machine; nothing without launched servers or GPUs.
 
     Args:
         num_ranks: training processes on this machine.
@@ -150,4 +150,6 @@ def place_servers(config: Config, environment: Mapping[str, str], num_ranks: int
 
     if section.weight_sync == "auto":
         section = replace(section, weight_sync=choose_weight_sync(section, placement, same_nccl=same_nccl))
+    if section.sleep is None:
+        section = replace(section, sleep=bool(placement.shared) and not config.asynchronous.enabled)
     return replace(config, engine=section)

@@ -118,6 +118,10 @@ class Config:
         if self.asynchronous.enabled:
             batch = RolloutConfig(batch_size=self.rl.prompts_per_step, over_sampling_factor=self.rl.over_sampling_factor)
             check_async_config(self.asynchronous, batch)
+            if self.engine.sleep:
+                raise ConfigError(
+                    "engine.sleep is True, but servers generate while the policy is trained, with --rl.asynchronous.enabled: leave one out"
+                )
         _ = self.algorithm_call
         check_mistakes(self)
 
@@ -339,6 +343,7 @@ def rl_training_config(config: Config, algorithm: Algorithm | None, max_tokens: 
         dropout=config.rl.dropout,
         router_balance_coef=config.rl.router_balance_coef,
         router_replay=config.rl.router_replay,
+        sleep_engines=config.engine.sleep is True,
         weight_sync=config.engine.weight_sync_mode,
         parity=config.engine.parity(),
         probe_tolerance=config.engine.tolerance(config.model.device),

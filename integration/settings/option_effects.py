@@ -242,7 +242,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
         holds=lambda c, m: ("sft" in m and has_heldout(c, m)) or not c.engine.is_server,
         needs="the embedded engine: --engine.kind inprocess",
     ),
-    "engine.urls engine.launch engine.api_key_variable engine.in_flight engine.one_request_per_group": SERVER,
+    "engine.urls engine.launch engine.api_key_variable engine.in_flight engine.sleep engine.one_request_per_group": SERVER,
     "engine.tensor_parallel_size": SERVER_ONLY,
     "engine.path_map": Effect(
         holds=lambda c, m: c.engine.is_server and c.engine.weight_sync_mode == "checkpoint",

@@ -339,6 +339,9 @@ class EngineSection:
     max_num_seqs: int | None = None  # maximum concurrent sequences of a server; None = the server's default
     # fraction of GPU memory for a server, weights included; None = the server's default, nearly all; required on a GPU of training
     memory_fraction: float | None = None
+    # servers release the memory of their GPU while the policy is trained; None = launched servers on a GPU of training, with synchronous
+    # rollouts
+    sleep: bool | None = None
     in_flight: Literal["continue", "abort"] = "continue"  # requests during a weight sync: continue under new weights, or abort and resend
     # transport of new weights to the engines: disk, memory, group (a process group), ipc (shared memory of one machine); auto = memory for
     # the embedded engine, group for launched servers on GPUs of their own with the trainer's NCCL, ipc for SGLang on the trainer's GPU, and
@@ -371,7 +374,7 @@ class EngineSection:
             )
         check_setting(self.kind in ENGINE_KINDS, "engine.kind", self.kind, " or ".join(ENGINE_KINDS))
         if self.kind == "inprocess":
-            names = "urls launch python port context_length max_num_seqs memory_fraction extra_args api_key_variable"
+            names = "urls launch python port context_length max_num_seqs memory_fraction sleep extra_args api_key_variable"
             for name in names.split():
                 check_setting(
                     not getattr(self, name),

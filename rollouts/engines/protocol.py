@@ -86,6 +86,7 @@ class EngineFeature(StrEnum):
     METRICS = "metrics"  # reports numbers for the line of metrics of a step: ReportsMetrics
     DISTRUST = "distrust"  # accepts notice that its weights are not those that it reports: DistrustsWeights
     ROUTED_EXPERTS = "routed_experts"  # records the experts of a mixture of experts: Completion.routed_experts
+    SLEEP = "sleep"  # releases the memory of its GPU for a while: Sleeps
     MEMBER_CHECKS = "member_checks"  # stands for several engines that can be checked one by one: ChecksMembers
 
 
@@ -96,6 +97,7 @@ _METHODS: Mapping[EngineFeature, tuple[str, ...]] = MappingProxyType({
     EngineFeature.METRICS: ("metrics",),
     EngineFeature.DISTRUST: ("distrust_weights",),
     EngineFeature.ROUTED_EXPERTS: (),
+    EngineFeature.SLEEP: ("sleep", "wake_up"),
     EngineFeature.MEMBER_CHECKS: ("check_each",),
 })  # fmt: skip
 
@@ -144,6 +146,21 @@ class DistrustsWeights(Protocol):
         ...
 
 
+class Sleeps(Protocol):
+    """An engine with EngineFeature.SLEEP, for typing only."""
+
+    async def sleep(self) -> None:
+        """Release the memory of its GPU, once its requests are done; new ones wait until wake_up. The weights are kept elsewhere.
+
+        Raises: EngineError if it cannot, or was not started so that it can; it is then awake, or fails its requests with the reason.
+        """
+        ...
+
+    async def wake_up(self) -> None:
+        """Take the memory again, with the weights from before sleep(). An engine that is awake stays so. Raises EngineError."""
+        ...
+
+
 class ChecksMembers(Protocol):
     """An engine with EngineFeature.MEMBER_CHECKS, for typing only: a fleet."""
 
@@ -177,6 +194,10 @@ def require_engine_feature(
 def require_engine_feature(
     engine: object, feature: Literal[EngineFeature.DISTRUST], needed_by: str, *, instead: str = "", name: str | None = None
 ) -> DistrustsWeights: ...
+@overload
+def require_engine_feature(
+    engine: object, feature: Literal[EngineFeature.SLEEP], needed_by: str, *, instead: str = "", name: str | None = None
+) -> Sleeps: ...
 @overload
 def require_engine_feature(
     engine: object, feature: Literal[EngineFeature.MEMBER_CHECKS], needed_by: str, *, instead: str = "", name: str | None = None

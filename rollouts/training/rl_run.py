@@ -6,13 +6,15 @@ import inspect
 import logging
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
+import trio
 
 from rollouts.algorithms.advantages import compute_advantages
 from rollouts.algorithms.estimators import estimate_group_relative
@@ -30,7 +32,7 @@ from rollouts.engines.protocol import (
     get_engine_features,
     require_engine_feature,
 )
-from rollouts.errors import CheckpointError, ConfigError, DataError
+from rollouts.errors import CheckpointError, ConfigError, DataError, raise_single_errors
 from rollouts.seeds import derive_seed
 from rollouts.training.checkpoints import load_run_state
 from rollouts.training.metrics import MetricsLogger, log_offset
@@ -226,6 +228,9 @@ class RLRun:
                     "router_replay is set, but the algorithm requires segment_log_probs, which are computed without recorded experts: set "
                     "router_replay or segment_wise to False"
                 )
+        if config.sleep_engines:
+            for engine in parts.engines:
+                require_engine_feature(engine, EngineFeature.SLEEP, "sleep_engines", instead="Set sleep_engines to False.")
         if isinstance(source, ConfiguredSource):
             check_rl_batch_sizes(source.config, config)
         if config.critic_warmup_steps and parts.critic is None:
@@ -253,7 +258,22 @@ class RLRun:
         else:
             self.served = ServedWeights(version=first // self.config.sync_every)
         self._kl_control = self.config.kl_control if resume is None or resume.kl_control is None else resume.kl_control
+        async with self.engines_asleep():  # before the first rollout, which a server that cannot sleep would waste
+            pass
         return first
+
+    @asynccontextmanager
+    async def engines_asleep(self) -> AsyncGenerator[None]:
+        """Let the engines sleep in the block, if config.sleep_engines. Raises EngineError."""
+        if not self.config.sleep_engines:
+            yield
+            return
+        engines = [require_engine_feature(engine, EngineFeature.SLEEP, "sleep_engines") for engine in self.parts.engines]
+        try:
+            await _call_each(engine.sleep for engine in engines)
+            yield
+        finally:
+            await _call_each(engine.wake_up for engine in engines)
 
     async def train(self, step: int, rollouts: RolloutBatch) -> Metrics:
         """Train on one batch, after `step` finished steps. Returns the metrics of training and of the rollouts."""
@@ -469,6 +489,13 @@ def mask_truncated_rows(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBa
     """Mask the rows of truncated samples. They stay trainable: an algorithm takes other rows for baseline samples."""
     ended = torch.tensor([sample.status is not Status.TRUNCATED for sample in samples])
     return replace(batch, loss_mask=batch.loss_mask * ended[:, None])
+
+
+async def _call_each(calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            for call in calls:
+                nursery.start_soon(call)
 
 
 async def _write_beside_policy(directory: Path, *, served: ServedWeights | None, version: int, critic: CheckpointingBackend | None) -> None:

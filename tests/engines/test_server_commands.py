@@ -61,6 +61,13 @@ def test_sglang_gets_every_setting():
     assert command[-2:] == ("--seed", "3")
 
 
+def test_a_server_that_is_to_sleep_is_started_so():
+    assert "--enable-sleep-mode" in build_vllm_command(replace(VLLM, can_sleep=True), 1)
+    assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= set(build_sglang_command(replace(SGLANG, can_sleep=True), 1))
+    for command in (build_vllm_command(VLLM, 1), build_sglang_command(SGLANG, 1)):
+        assert not {"--enable-sleep-mode", "--enable-memory-saver", "--enable-weights-cpu-backup"} & set(command)
+
+
 def test_what_is_left_open_is_left_to_the_server():
     assert not {"--max-model-len", "--max-num-seqs", "--gpu-memory-utilization", "--skip-tokenizer-init"} & set(build_command(VLLM, 1))
     assert not {"--context-length", "--max-running-requests", "--mem-fraction-static"} & set(build_command(SGLANG, 1))
@@ -132,6 +139,7 @@ def test_a_server_reaches_itself_past_a_proxy(name):
         ({"context_length": 0}, "context_length is 0"),
         ({"max_num_seqs": -1}, "max_num_seqs is -1"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
+        ({"device": "cpu", "can_sleep": True}, "can_sleep is True, expected False on a CPU"),
         ({"extra_args": ("--port", "80")}, r"extra_args is \('--port', '80'\), expected no --port: set model_path, host and port instead"),
         ({"extra_args": ("--model=x",)}, r"extra_args is .*, expected no --model=x: set"),
     ],

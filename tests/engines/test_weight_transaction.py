@@ -29,6 +29,7 @@ class Server:
     label: str = "default"
     weights: str = "start"
     is_paused: bool = False
+    is_asleep: bool = False
     fail: Callable[[str], bool] = lambda step: False
     slow: Callable[[str], float] = lambda step: 0.0
 
@@ -60,6 +61,14 @@ class Server:
         await self.note("read")
         return self.label
 
+    async def sleep(self) -> None:
+        await self.note("sleep")
+        self.is_asleep = True
+
+    async def wake_up(self) -> None:
+        await self.note("wake up")
+        self.is_asleep = False
+
     async def abort(self, wire_ids) -> None:
         raise AssertionError("nothing is aborted here")
 
@@ -72,7 +81,8 @@ class Setup:
             (directory / "model.safetensors").write_bytes(b"weights")
         self.server = Server()
         self.requests = RequestsInFlight("the engine", self.server.abort)
-        controls = ServerControls(self.server.pause, self.server.load, self.server.set_label, self.server.read_label, self.server.resume)
+        its = self.server
+        controls = ServerControls(its.pause, its.load, its.set_label, its.read_label, its.resume, its.sleep, its.wake_up)
         # files are looked at in a thread, which the autojump clock does not wait for
         served = ServedDirectory(self.start, "default", read_fingerprint(self.start) if looks_at_files else None)
         self.transaction = WeightTransaction(self.requests, controls, served=served, cleanup_s=60.0)
@@ -220,7 +230,8 @@ async def test_another_label_than_was_set_is_a_failure(setup: Setup):
         await setup.server.note("read")
         return "99" if setup.server.label == "1" else setup.server.label
 
-    controls = ServerControls(setup.server.pause, setup.server.load, setup.server.set_label, other_label, setup.server.resume)
+    its = setup.server
+    controls = ServerControls(its.pause, its.load, its.set_label, other_label, its.resume, its.sleep, its.wake_up)
     transaction = WeightTransaction(setup.requests, controls, served=ServedDirectory(setup.start, "default"))
     with pytest.raises(EngineError, match="labelled '1', but it reports '99'"):
         await transaction.load_directory(setup.new, 1)
@@ -418,10 +429,43 @@ async def test_cancelled_at_any_moment_an_update_is_complete_or_undone(tmp_path:
     assert len(outcomes) > 5
 
 
+@pytest.mark.parametrize("step", ["sleep", "wake_up"])
+async def test_cancelled_at_any_moment_a_server_can_be_woken_up_and_used(tmp_path: Path, step: str):
+    for number in range(1, 100):
+        (tmp_path / str(number)).mkdir()
+        setup = Setup(tmp_path / str(number))
+        if step == "wake_up":
+            await setup.transaction.sleep()
+        with cancel_at_step(number) as scope:
+            await getattr(setup.transaction, step)()
+        await setup.transaction.wake_up()
+        assert not setup.server.is_asleep
+        await setup.generate()
+        if not scope.cancel_called:
+            break
+    assert number > 2 and not scope.cancel_called  # every step was tried
+
+
+async def test_a_server_that_fails_to_sleep_is_awake_again_and_one_that_sleeps_is_woken_at_the_end(tmp_path: Path):
+    setup = Setup(tmp_path)
+    setup.server.fail = lambda step: step == "sleep"
+    with pytest.raises(EngineError, match="no sleep today"):
+        await setup.transaction.sleep()
+    assert setup.server.steps == ["sleep", "wake up"]
+    await setup.generate()
+    setup.server.fail = lambda step: False
+    await setup.transaction.sleep()
+    await setup.transaction.close()
+    assert not setup.server.is_asleep
+    setup.server.steps.clear()
+    await setup.transaction.close()
+    assert setup.server.steps == []
+
+
 async def test_an_engine_that_is_closed_while_files_are_checked_says_so_and_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     server = Server()
     requests = RequestsInFlight("the engine", server.abort)
-    controls = ServerControls(server.pause, server.load, server.set_label, server.read_label, server.resume)
+    controls = ServerControls(server.pause, server.load, server.set_label, server.read_label, server.resume, server.sleep, server.wake_up)
     weights = server_weights.ServerWeights(requests, controls, PathMap(), None, allow_cast=False)
     facts = ServerInfo(
         kind="sglang", version="1", model_path=str(tmp_path), served_name="model", context_length=8, log_prob_kind="sampled",

@@ -21,9 +21,10 @@ from integration.parts.placement import (
     place_servers,
     plan_placement,
 )
-from integration.settings.config import Config
-from integration.settings.sections import BackendSection, EngineSection, ModelSection, RewardSection
+from integration.settings.config import Config, rl_training_config
+from integration.settings.sections import BackendSection, EngineSection, ModelSection, RewardSection, RLSection
 from integration.train import main
+from rollouts.asynchronous.config import AsyncConfig
 from rollouts.errors import ConfigError
 
 
@@ -128,6 +129,23 @@ def test_a_run_takes_the_plan(monkeypatch: pytest.MonkeyPatch):
     for unchanged in (make("cpu"), Config(model=ModelSection(device="cuda"))):
         assert place_servers(unchanged, seen, 1, lambda python: None) is unchanged
     assert place_servers(make(), {"CUDA_VISIBLE_DEVICES": ""}, 1, lambda python: None).engine.gpus == ()
+
+
+def test_a_server_on_the_gpu_of_training_sleeps_unless_it_generates_meanwhile(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def place(config: Config, gpus: str) -> Config:
+        return place_servers(config, {"CUDA_VISIBLE_DEVICES": gpus}, 1, lambda python: None)
+
+    shared, apart = make(memory_fraction=0.4), make()
+    assert [place(config, gpus).engine.sleep for config, gpus in ((shared, "0"), (apart, "0,1"))] == [True, False]
+    asynchronous = replace(shared, rl=RLSection(asynchronous=AsyncConfig(enabled=True)))
+    assert place(asynchronous, "0").engine.sleep is False
+    assert [place(make(memory_fraction=0.4, sleep=given), "0").engine.sleep for given in (True, False)] == [True, False]
+    placed = place(shared, "0")
+    assert rl_training_config(placed, None).sleep_engines and not rl_training_config(shared, None).sleep_engines
+    with pytest.raises(ConfigError, match=r"engine.sleep is True, but servers generate while the policy is trained"):
+        replace(asynchronous, engine=placed.engine)
 
 
 def test_the_command_refuses_a_shared_gpu_before_it_writes_anything(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

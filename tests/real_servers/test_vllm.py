@@ -523,6 +523,34 @@ async def test_a_pause_holds_requests_until_the_resume(vllm_server, tmp_path: Pa
     assert set(found[0].output_versions) == {71}
 
 
+async def test_a_server_sleeps_and_goes_on_with_its_weights(vllm_server, tmp_path: Path):
+    """On a CPU, vLLM releases no memory; its routes, their order and the wait of requests are those of a GPU."""
+    async with VLLMEngine(vllm_server.url) as engine:
+        await engine.update_weights_from_checkpoint(export(create_endless_model(4), tmp_path / "4", 4))
+        params = SamplingParams(max_tokens=32, temperature=0.0)
+        before = await generate_all(engine, params)
+        for _ in range(3):
+            found: list[Completion] = []
+
+            async def ask(found: list[Completion] = found) -> None:
+                found.extend(await generate_all(engine, params))
+
+            await engine.sleep()
+            with trio.fail_after(120):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(ask)
+                    await trio.sleep(0.5)
+                    assert not found
+                    await engine.wake_up()
+            assert [one.output_tokens for one in found] == [one.output_tokens for one in before]
+            assert {version for one in found for version in one.output_versions} == {4}
+        await engine.sleep()
+        with pytest.raises(EngineError, match="is asleep"):
+            await engine.update_weights_from_checkpoint(tmp_path / "4")
+        await engine.wake_up()
+        await restore(engine, tmp_path)
+
+
 async def test_cancelled_requests_leave_nothing_behind(vllm_server):
     async with VLLMEngine(vllm_server.url) as engine:
         for _ in range(3):

@@ -34,7 +34,9 @@ from rollouts.engines.protocol import (
 from rollouts.errors import ConfigError, EngineError, raise_single_errors
 from rollouts.types import Completion, SamplingParams
 
-_OF_MEMBERS = frozenset({EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.MEMORY_UPDATES, EngineFeature.ROUTED_EXPERTS})
+_OF_MEMBERS = frozenset(
+    {EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.MEMORY_UPDATES, EngineFeature.ROUTED_EXPERTS, EngineFeature.SLEEP}
+)
 """Features that a fleet has if all of its members have them."""
 
 _OF_FLEETS = frozenset({EngineFeature.METRICS, EngineFeature.MEMBER_CHECKS})
@@ -266,6 +268,28 @@ class EngineFleet:
             causes = "; ".join(f"{member.name}: {error}" for member, error in failures.items())
             raise EngineError(f"{len(failures)} of {len(members)} engines of {self.name} failed a check of their weights: {causes}")
 
+    async def sleep(self) -> None:
+        """Let every member that serves release the memory of its GPU. Raises: the EngineError of a member, with all awake again."""
+        self._requests.check_not_closed()
+        require_engine_feature(self, EngineFeature.SLEEP, "EngineFleet.sleep", instead=_EVERY_MEMBER)
+        try:
+            await _tell_each(self._roster.serving(), lambda engine: require_engine_feature(engine, EngineFeature.SLEEP, self.name).sleep())
+        except EngineError:
+            await self.wake_up()
+            raise
+
+    async def wake_up(self) -> None:
+        """Undo sleep(), also for members that have gone down since. A member that does not wake up is down."""
+        self._requests.check_not_closed()
+
+        async def wake(engine: InferenceEngine) -> None:
+            try:
+                await require_engine_feature(engine, EngineFeature.SLEEP, self.name).wake_up()
+            except EngineError as error:
+                self._health.take_down(self._roster.find(engine), f"it did not wake up: {error}")
+
+        await _tell_each(self._roster.members.values(), wake)
+
     # -- members
 
     def status_of(self, engine: InferenceEngine) -> MemberStatus:
@@ -368,6 +392,14 @@ class EngineFleet:
             "num_requests_retried": float(self._requests.num_retried),
             "num_requests_moved": float(self._requests.num_moved),
         }
+
+
+async def _tell_each(members: Iterable[Member], tell: Callable[[InferenceEngine], Awaitable[None]]) -> None:
+    """Call a function with the engine of each member, at the same time."""
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            for member in tuple(members):
+                nursery.start_soon(tell, member.engine)
 
 
 def _read_version(path: Path, following: int) -> int:

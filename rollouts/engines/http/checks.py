@@ -37,6 +37,7 @@ class ServerInfo:
     device: str | None = None  # device that it computes on, "cpu" or "cuda"; None = unknown
     max_running: int | None = None  # maximum number of sequences that it decodes at the same time; None = unknown
     is_paused: bool = False
+    can_sleep: bool = False  # whether the server was started so that it can release the memory of its GPU and keep its weights
 
 
 def check_server(name: str, info: ServerInfo, *, expected_model: str | Path | None = None, vocab_size: int | None = None) -> None:

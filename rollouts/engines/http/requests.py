@@ -23,6 +23,7 @@ from rollouts.types import Completion, FinishReason, LogProbKind, SamplingParams
 
 T = TypeVar("T")
 
+_IDLE_POLL_S = 0.02
 _ABORT_REPEATS_S = (0.05, 0.2, 0.5, 1.0)  # seconds; an abort that overtakes its request on the way to the server is lost
 
 
@@ -258,6 +259,12 @@ class RequestsInFlight:
             yield
         finally:
             self.open_gate()
+
+    async def wait_idle(self) -> None:
+        """Wait until the server has answered all requests of this engine, behind a closed gate."""
+        while any(pending.calls for pending in (*self._pending.values(), *self._calls)):
+            await trio.sleep(_IDLE_POLL_S)
+        await trio.lowlevel.checkpoint()
 
     def close_gate(self) -> None:
         """Keep requests from being sent until open_gate was called the same number of times."""

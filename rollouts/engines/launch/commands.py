@@ -45,6 +45,7 @@ class ServerConfig:
     context_length: int | None = None  # maximum number of tokens of prompt and response together; None = the model's own
     max_num_seqs: int | None = None  # maximum number of sequences generated at the same time; None = the server's own
     memory_fraction: float | None = None  # fraction of device memory for weights and cache; None = the server's own, small on a CPU
+    can_sleep: bool = False  # whether it can release the memory of its GPU for a while, and keep its weights; not on a CPU
     skip_tokenizer_init: bool = False  # saves time if only token ids are exchanged; stop strings and text are then refused
     extra_args: tuple[str, ...] = ()  # after all others, so they win
     env: Mapping[str, str] = field(default_factory=dict[str, str])  # further variables; they also win
@@ -62,6 +63,7 @@ class ServerConfig:
         self._check("port", self.port is None or (is_whole(self.port) and 1 <= self.port <= 65535), "1 to 65535, or None for a free one")
         fraction = self.memory_fraction
         self._check("memory_fraction", fraction is None or (is_number(fraction) and 0 < fraction < 1), "between 0 and 1")
+        self._check("can_sleep", not self.can_sleep or self.device == "cuda", "False on a CPU, which has no GPU's memory to release")
         args: Any = self.extra_args
         texts = isinstance(args, list | tuple) and all(isinstance(arg, str) for arg in cast("list[Any]", args))
         self._check("extra_args", texts, "a tuple of texts, one for each argument")
@@ -95,6 +97,8 @@ def build_vllm_command(config: ServerConfig, port: int) -> tuple[str, ...]:
         command.append("--no-enable-chunked-prefill")  # a chunked prefill of a seeded request kills vLLM 0.32 on a CPU
     if config.skip_tokenizer_init:
         command.append("--skip-tokenizer-init")
+    if config.can_sleep:
+        command.append("--enable-sleep-mode")
     return (*command, *config.extra_args)
 
 
@@ -131,6 +135,8 @@ def build_sglang_command(config: ServerConfig, port: int) -> tuple[str, ...]:
         command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule"]
     if config.skip_tokenizer_init:
         command.append("--skip-tokenizer-init")
+    if config.can_sleep:
+        command += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     return (*command, *config.extra_args)
 
 

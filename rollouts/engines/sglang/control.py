@@ -56,6 +56,15 @@ class SGLangWeights:
         """Continue generating. Idempotent."""
         await self._server.post_json("/continue_generation", {}, kind="control", idempotent=True)
 
+    async def sleep(self) -> None:
+        """Move the weights to the host and drop keys and values. No request may run: the server would die of it."""
+        await self.flush()  # succeeds only if the server is idle
+        await self._server.post_json("/release_memory_occupation", {}, kind="sync")
+
+    async def wake_up(self) -> None:
+        """Move the weights back and make room for keys and values."""
+        await self._server.post_json("/resume_memory_occupation", {}, kind="sync")
+
     async def flush(self) -> None:
         """Drop keys and values of the old weights, once no request runs. Raises EngineTimeout."""
         with trio.move_on_after(_FLUSH_S):

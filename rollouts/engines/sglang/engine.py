@@ -45,7 +45,9 @@ class SGLangEngine:
     - /health is never called: the server answers it by generating, which while paused takes 20 s and ends with the server marked unhealthy.
     """
 
-    features = frozenset({EngineFeature.MEMORY_UPDATES, EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.DISTRUST})
+    features = frozenset(
+        {EngineFeature.MEMORY_UPDATES, EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.DISTRUST, EngineFeature.SLEEP}
+    )
 
     def __init__(
         self,
@@ -105,7 +107,9 @@ class SGLangEngine:
         self._requests = RequestsInFlight(self.name, self._generation.abort, initial_version=initial_version, resends=in_flight == "abort")
         pause_mode: PauseMode = "retract" if in_flight == "continue" else "abort"
         self._routes = routes = SGLangWeights(self.name, self._server, pause_mode, self._generation.count_in_flight, paths)
-        controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
+        controls = ServerControls(
+            routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume, routes.sleep, routes.wake_up
+        )
         self.weights = ServerWeights(self._requests, controls, paths, reference, allow_cast=allow_cast)
         self._facts: SGLangServer | None = None
         self._has_warned_of_seeds = False
@@ -264,6 +268,17 @@ class SGLangEngine:
     async def resume(self) -> None:
         """Undo pause(), or a pause that another client left."""
         await self.weights.resume()
+
+    async def sleep(self) -> None:
+        """Let the server release the memory of its GPU until wake_up(), once it has answered all requests; new ones wait.
+
+        Raises: EngineError, before it is told, for a server that was not started so that it can.
+        """
+        await self.weights.sleep()
+
+    async def wake_up(self) -> None:
+        """Undo sleep(). A server that is awake stays so."""
+        await self.weights.wake_up()
 
     async def describe_server(self) -> ServerInfo:
         """Return the facts that the server reports now."""

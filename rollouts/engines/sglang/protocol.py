@@ -199,6 +199,7 @@ def parse_server_info(server_info: Any, model_info: Any, models: Any) -> SGLangS
                 has_tokenizer=not server_info["skip_tokenizer_init"],
                 honors_seeds=bool(server_info["enable_deterministic_inference"]),
                 max_running=server_info["max_running_requests"],
+                can_sleep=bool(server_info.get("enable_memory_saver") and server_info.get("enable_weights_cpu_backup")),
             ),
             max_prompt=longest - 1,
             max_total=longest + _KEPT_BACK - 1,

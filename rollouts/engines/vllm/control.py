@@ -45,6 +45,19 @@ class VLLMWeights:
         """Continue generating. Idempotent."""
         await self._server.post_json("/resume", None, kind="control", idempotent=True)
 
+    async def sleep(self) -> None:
+        """Move the weights to the host and drop keys and values. No request of this client may run."""
+        params = {"level": "1", "mode": "wait"}  # level 2 would drop the weights as well
+        self._expect_status("/sleep", await self._server.post_json("/sleep", None, kind="sync", params=params), "sleeping")
+
+    async def wake_up(self) -> None:
+        """Move the weights back, make room for keys and values, and continue generating."""
+        self._expect_status("/wake_up", await self._server.post_json("/wake_up", None, kind="sync"), "awake")
+
+    def _expect_status(self, route: str, answer: Any, expected: str) -> None:
+        if not isinstance(answer, dict) or answer.get("status") != expected:
+            raise EngineProtocolError(f"{self._name}: {route} answered {str(answer)[:500]}, expected the status {expected!r}")
+
     async def load_directory(self, path: Path, _label: str) -> None:
         """Load the weights in a directory; set_label follows. An unchecked directory may kill the server."""
         stage = None

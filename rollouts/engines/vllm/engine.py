@@ -52,7 +52,7 @@ class VLLMEngine:
     - New weights are loaded from a directory, while no request runs and with all keys and values of the old ones dropped.
     """
 
-    features = frozenset({EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.DISTRUST})
+    features = frozenset({EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.DISTRUST, EngineFeature.SLEEP})
 
     def __init__(
         self,
@@ -98,7 +98,9 @@ class VLLMEngine:
         self._routes = routes = VLLMWeights(
             self.name, self._server, "keep" if in_flight == "continue" else "abort", self._is_on_cpu, self._paths
         )
-        controls = ServerControls(routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume)
+        controls = ServerControls(
+            routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume, routes.sleep, routes.wake_up
+        )
         self.weights = ServerWeights(self._requests, controls, self._paths, reference, allow_cast=allow_cast)
         self._eos_token_ids = frozenset[int]()
         self._has_warned_of_seeds = False
@@ -116,6 +118,8 @@ class VLLMEngine:
                 self._requests.mark_unusable(
                     "it was found paused: another client is changing its weights, or was stopped while it did. Sync the weights, or call "
                     "resume() if they are known to be good"
+                    + " (a server that was left asleep needs POST /wake_up before either)"
+                    * (info.can_sleep and info.device != "cpu")
                 )
             if info.log_prob_kind == "untempered":
                 warnings.warn(
@@ -250,6 +254,17 @@ class VLLMEngine:
     async def resume(self) -> None:
         """Undo pause(), or a pause that another client left."""
         await self.weights.resume()
+
+    async def sleep(self) -> None:
+        """Let the server release the memory of its GPU until wake_up(), once it has answered all requests; new ones wait.
+
+        Raises: EngineError, before it is told, for a server that was not started so that it can.
+        """
+        await self.weights.sleep()
+
+    async def wake_up(self) -> None:
+        """Undo sleep(). A server that is awake stays so."""
+        await self.weights.wake_up()
 
     async def describe_server(self) -> ServerInfo:
         """Return the facts that the server reports now."""

@@ -170,6 +170,7 @@ def parse_server_info(server_info: Any, models: Any, version: Any, weight_info: 
             device=device,
             max_running=scheduler["max_num_seqs"],
             is_paused=bool(is_paused["is_paused"]),
+            can_sleep=bool(model.get("enable_sleep_mode")) or device == "cpu",  # on a CPU it pauses alone
         )
 
 

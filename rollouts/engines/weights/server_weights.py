@@ -49,6 +49,7 @@ class ServerWeights:
         self._reference = reference
         self._allow_cast = allow_cast
         self._transaction: WeightTransaction | None = None
+        self._can_sleep = False
 
     async def open(self, info: ServerInfo) -> None:
         """Begin with the weights that the server has. Raises EngineProtocolError for a label that is no version."""
@@ -58,11 +59,12 @@ class ServerWeights:
         if self._reference is None:
             found = await trio.to_thread.run_sync(read_reference, model_path)
             self._reference = found if found is None or info.dtype is None else expect_dtype(found, info.dtype)
+        self._can_sleep = info.can_sleep
         version = version_of(self._name, info.weight_version, self._requests.initial_version)
         self._transaction = WeightTransaction(self._requests, self._controls, version=version, served=served)
 
     async def close(self) -> None:
-        """Resume a server that the user left paused."""
+        """Resume and wake up a server that the user left paused or asleep."""
         if self._transaction is not None:
             await self._transaction.close()
 
@@ -102,6 +104,23 @@ class ServerWeights:
     def distrust(self, reason: str) -> None:
         """Fail requests with this reason until an update succeeds."""
         self._get_transaction().distrust(reason)
+
+    async def sleep(self) -> None:
+        """Let the server release the memory of its GPU until wake_up(), once it has answered all requests; new ones wait.
+
+        Raises: EngineError, before it is told, for a server that was not started so that it can.
+        """
+        transaction = self._get_transaction()
+        if not self._can_sleep:
+            raise EngineError(
+                f"{self._name} cannot release the memory of its GPU, or would lose its weights: start it with --enable-sleep-mode (vLLM), "
+                "or with --enable-memory-saver --enable-weights-cpu-backup (SGLang)"
+            )
+        await transaction.sleep()
+
+    async def wake_up(self) -> None:
+        """Undo sleep()."""
+        await self._get_transaction().wake_up()
 
     async def pause(self) -> None:
         """Stop generating until resume(); new requests wait."""

@@ -32,6 +32,8 @@ class ServerControls:
     set_label: Callable[[str], Awaitable[None]]
     read_label: Callable[[], Awaitable[str]]
     resume: Callable[[], Awaitable[None]]
+    sleep: Callable[[], Awaitable[None]]  # called while no request of this client runs
+    wake_up: Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class WeightTransaction:
         self._cleanup_s = cleanup_s
         self._lock = trio.Lock()
         self._is_paused = False  # paused by the user
+        self._is_asleep = False
         self._is_unknown = False  # the server's weights are unknown, because an update failed half-way
 
     async def load_directory(self, path: Path, version: int | None, fingerprint: Fingerprint | None = None) -> Mapping[str, Any]:
@@ -112,9 +115,10 @@ class WeightTransaction:
     async def resume(self) -> None:
         """Undo pause(). Without a pause before, for a server that another client left paused: its weights are then taken as they are.
 
-        Raises: EngineError if an update failed half-way: resuming does not make its weights known.
+        Raises: EngineError if the server is asleep, or if an update failed half-way: resuming does not make its weights known.
         """
         async with self._lock:
+            self._check_awake()
             if not self._is_unknown:
                 await self._controls.resume()
                 self._requests.mark_usable()
@@ -124,17 +128,63 @@ class WeightTransaction:
             if self._is_unknown:
                 raise EngineError(f"{self._name} is left paused: which weights it has is not known. Sync the weights")
 
+    async def sleep(self) -> None:
+        """Let the server release the memory of its GPU until wake_up(), once it has answered all requests; new ones wait."""
+        async with self._lock:
+            if self._is_asleep:
+                return
+            self._requests.close_gate()
+            try:
+                await self._requests.wait_idle()
+                self._is_asleep = True  # perhaps, until the answer
+                await self._controls.sleep()
+            except EngineError:
+                await self._wake_up()
+                raise
+            finally:
+                if not self._is_asleep:
+                    self._requests.open_gate()
+
+    async def wake_up(self) -> None:
+        """Undo sleep(). Not cancellable but bounded: a server that stays asleep answers no client."""
+        async with self._lock:
+            if self._is_asleep:
+                await self._wake_up()
+                self._requests.open_gate()
+
     async def close(self) -> None:
-        """Resume a server that the user left paused, which would answer no client. Not cancellable but bounded; warns if it fails."""
-        if not self._is_paused or self._is_unknown:
-            return
-        self._is_paused = False
+        """Resume and wake up a server that the user left paused or asleep, which would answer no client. Not cancellable but bounded; warns
+        if it fails.
+        """
+        undo = [("asleep", self._controls.wake_up)] if self._is_asleep else []
+        undo += [("paused", self._controls.resume)] if self._is_paused and not self._is_unknown else []
+        self._is_paused = self._is_asleep = False
+        for state, step in undo:
+            with trio.CancelScope(shield=True):
+                try:
+                    with _raise_timeout(_CLOSE_S):
+                        await step()
+                except EngineError as error:
+                    warnings.warn(f"{self._name} was left {state}: that could not be undone at the end ({error})", stacklevel=2)
+
+    async def _wake_up(self) -> None:
         with trio.CancelScope(shield=True):
             try:
-                with _raise_timeout(_CLOSE_S):
-                    await self._controls.resume()
+                with _raise_timeout(self._cleanup_s):
+                    await self._controls.wake_up()
+                    if self._is_paused:  # waking up has resumed it
+                        await self._controls.pause()
             except EngineError as error:
-                warnings.warn(f"{self._name} was left paused: it could not be resumed at the end ({error})", stacklevel=2)
+                self._requests.mark_unusable(f"it was asleep, and could not be woken up ({error})")
+                raise
+        self._is_asleep = False
+        if not self._is_unknown:
+            self._requests.mark_usable()
+
+    def _check_awake(self) -> None:
+        """Raise EngineError if the server is asleep: it has no memory for weights or keys and values."""
+        if self._is_asleep:
+            raise EngineError(f"{self._name} is asleep: call wake_up() first")
 
     def describe(self) -> str:
         """Describe the server's weights, as the end of a sentence."""
@@ -158,6 +208,7 @@ class WeightTransaction:
         is_loading = is_confirmed = False
         failure, state = None, ""
         async with self._lock:
+            self._check_awake()
             version = self.version + 1 if version is None else version
             label = label_of(version)
             with self._requests.hold():

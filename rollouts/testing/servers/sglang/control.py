@@ -49,7 +49,7 @@ class SGLangControl:
             "/weights_checker": {"POST": self._check_weights},
             "/get_weights_by_name": {"POST": self._get_weights, "GET": self._get_weights},
             "/release_memory_occupation": {"POST": self._release_memory},
-            "/resume_memory_occupation": {"POST": self._release_memory},
+            "/resume_memory_occupation": {"POST": self._resume_memory},
             "/model_info": {"GET": self._get_model_info},
             "/get_model_info": {"GET": self._get_model_info},
             "/server_info": {"GET": self._get_server_info},
@@ -219,6 +219,11 @@ class SGLangControl:
     async def _release_memory(self, request: Request) -> Answer:
         if self._core.scheduler.running:
             raise ServerDied("release_memory_occupation should be called only when server is idle.")
+        self._core.has_memory = not self._core.can_sleep
+        return json_response(None)
+
+    async def _resume_memory(self, request: Request) -> Answer:
+        self._core.has_memory = True
         return json_response(None)
 
     async def _get_model_info(self, request: Request) -> Answer:

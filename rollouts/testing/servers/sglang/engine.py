@@ -8,6 +8,7 @@ from typing import Any
 
 import trio
 
+from rollouts.testing.servers.http import ServerDied
 from rollouts.testing.servers.models import FakeModel
 from rollouts.testing.servers.scheduler import Scheduler, Sequence_
 from rollouts.testing.servers.sglang.payloads import refuse
@@ -30,6 +31,7 @@ class SGLangCore:
         self.model_path = model.path if settings.model_path is None else settings.model_path
         self.tokenizer_path = self.model_path
         self.label = "default"  # label of the HTTP side; the scheduler stamps tokens with its own
+        self.can_sleep, self.has_memory = settings.can_sleep, True
         self.is_paused = False
         self.scheduler_is_paused = False
         self.session_is_open = False
@@ -79,6 +81,8 @@ class SGLangCore:
     async def update(self) -> AsyncGenerator[bool]:
         """Hold the lock of a weight update: at once if paused, and then no other update, pause or resume runs; else after all generations.
         Yields whether the server was paused."""
+        if not self.has_memory:
+            raise ServerDied("CUDA error: an illegal memory access was encountered")
         async with self._pause_lock:
             if self.is_paused:
                 await trio.sleep(self._seconds_per_update)

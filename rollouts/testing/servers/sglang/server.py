@@ -284,6 +284,8 @@ class FakeSGLangServer(LoopbackServer):
         )
 
     def _check_step(self, sequence: Sequence_) -> None:
+        if not self.core.has_memory:
+            raise ServerDied("CUDA error: an illegal memory access was encountered")
         if not sequence.draws and not all(0 <= token < self.model.vocab_size for token in sequence.prompt):
             raise ServerDied("IndexError: index out of range in self")
 
@@ -328,6 +330,8 @@ class FakeSGLangServer(LoopbackServer):
             "enable_deterministic_inference": self._settings.deterministic,
             "incremental_streaming_output": False,
             "allow_auto_truncate": False,
+            "enable_memory_saver": self._settings.can_sleep,
+            "enable_weights_cpu_backup": self._settings.can_sleep,
         }
         state = {**arguments, "last_gen_throughput": 0.0, "memory_usage": {}}
         return {

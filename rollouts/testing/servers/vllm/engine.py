@@ -27,12 +27,17 @@ class EngineDead(RolloutsError):
 class VLLMEngineCore:
     """Single instances of the server: scheduler, weights, pause, weight-transfer session."""
 
-    def __init__(self, model: FakeModel, scheduler: Scheduler, *, seconds_per_update: float) -> None:
-        """seconds_per_update: seconds that loading weights takes."""
+    def __init__(self, model: FakeModel, scheduler: Scheduler, *, can_sleep: bool, seconds_per_update: float) -> None:
+        """
+        Args:
+            can_sleep: whether memory is released in sleep.
+            seconds_per_update: seconds that loading weights takes.
+        """
         self.model = model
         self.scheduler = scheduler
         self.is_paused = False
         self.is_sleeping = False
+        self.can_sleep = can_sleep
         self.is_dead = False
         self.weights: Literal["good", "absent", "misfit"] = "good"
         self.session_is_open = False
@@ -42,10 +47,15 @@ class VLLMEngineCore:
 
     def check_weights(self) -> None:
         """Raise EngineDead, now and from now on, if a forward pass would run over missing weights."""
-        if self.is_dead or self.weights != "good":
+        if self.is_dead or self.weights != "good" or self.has_no_memory:
             self.is_dead = True
             self.scheduler.abort([])
             raise EngineDead(DEAD)
+
+    @property
+    def has_no_memory(self) -> bool:
+        """Whether the memory for weights, keys and values is released."""
+        return self.is_sleeping and self.can_sleep
 
     async def pause(self, mode: str, clear_cache: bool) -> None:
         """Pause. abort: all requests return the tokens they have. wait: running ones finish, queued ones stay. keep: all are frozen."""
@@ -82,6 +92,8 @@ class VLLMEngineCore:
     async def reload(self, path: str | None) -> None:
         """Load a directory between two steps, one at a time. Raises Refused, with the model in the same state as the real server's."""
         async with self._loading:
+            if self.has_no_memory:
+                self.check_weights()
             self._last_path = path or self._last_path
             await trio.sleep(self._seconds_per_update)
             if self.weights == "misfit":

@@ -198,7 +198,7 @@ class FakeVLLMServer(LoopbackServer):
             seed=seed,
         )
         self.scheduler = Scheduler(self.model, rules, check_step=self._check_step, find_stop=self._find_stop)
-        self.core = VLLMEngineCore(self.model, self.scheduler, seconds_per_update=seconds_per_update)
+        self.core = VLLMEngineCore(self.model, self.scheduler, can_sleep=settings.can_sleep, seconds_per_update=seconds_per_update)
         self._settings, self._tokenizer = settings, tokenizer
         self._limits = Limits(settings, self.model.vocab_size, self.model.context_length, tokenizer is not None)
         self._generation = VLLMGeneration(self.core, self._limits, tokenizer)
@@ -286,6 +286,7 @@ class FakeVLLMServer(LoopbackServer):
             "logprobs_mode": self._settings.logprobs_mode,
             "skip_tokenizer_init": self._tokenizer is None,
             "dtype": "torch.float32",
+            "enable_sleep_mode": self._settings.can_sleep,
         }
         config = {
             "model_config": model_config,

@@ -36,6 +36,7 @@ class VLLMSettings:
         allow_insecure_serialization: VLLM_ALLOW_INSECURE_SERIALIZATION=1, required by "ipc".
         worker_methods: --worker-extension-cls: name -> method for /collective_rpc, besides the server's own.
         generation_config: --generation-config: defaults of the OpenAI-like routes; None = those of the model's directory, if any.
+        can_sleep: --enable-sleep-mode: whether /sleep releases memory; without it, the server pauses alone.
         keep_alive_on_engine_death: VLLM_KEEP_ALIVE_ON_ENGINE_DEATH=1: answer 500, and /health 503, when the engine is dead, instead of
             ending.
         keep_alive_s: VLLM_HTTP_TIMEOUT_KEEP_ALIVE: seconds after which an idle connection is closed, more than 0.
@@ -57,6 +58,7 @@ class VLLMSettings:
     allow_insecure_serialization: bool = False
     worker_methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
     generation_config: Mapping[str, Any] | None = None
+    can_sleep: bool = False
     keep_alive_on_engine_death: bool = False
     keep_alive_s: float = 5.0
 
