@@ -167,6 +167,7 @@ class RLTrainingConfig:
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward
     dropout: bool = False  # train with the dropout that the models and adapters have: importance ratios are then partly noise
     router_balance_coef: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts; 0 = none
+    export_dtype: str | None = None  # dtype of weights that engines load from the disk, checkpoints apart; None = as they are trained
     sleep_engines: bool = False  # engines release the memory of their GPU while the policy is trained; they need EngineFeature.SLEEP
     router_replay: bool = False  # train with the experts that the engine chose for each token, instead of the trainer's own choice
     weight_sync: WeightSync = "checkpoint"  # way to the engines: files in a directory, memory of this process, or a weight_channel
@@ -187,6 +188,8 @@ class RLTrainingConfig:
         check_not_negative(self, "router_balance_coef")
         check_seed(self)
         check_flags(self, "mask_truncated", "router_replay", "sleep_engines")
+        dtypes = (None, "float32", "bfloat16", "float16")
+        check_setting(self.export_dtype in dtypes, "RLTrainingConfig.export_dtype", self.export_dtype, "float32, bfloat16, float16 or None")
         check_choice(self, "weight_sync", get_args(WeightSync))
         check_setting(
             is_whole(self.probe_tokens) and self.probe_tokens >= 2, "RLTrainingConfig.probe_tokens", self.probe_tokens, "at least 2"

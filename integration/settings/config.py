@@ -344,6 +344,7 @@ def rl_training_config(config: Config, algorithm: Algorithm | None, max_tokens: 
         router_balance_coef=config.rl.router_balance_coef,
         router_replay=config.rl.router_replay,
         sleep_engines=config.engine.sleep is True,
+        export_dtype=config.engine.precision(config.model.device) if config.engine.launch or config.engine.dtype != "auto" else None,
         weight_sync=config.engine.weight_sync_mode,
         parity=config.engine.parity(),
         probe_tolerance=config.engine.tolerance(config.model.device),

@@ -183,10 +183,10 @@ class Pipeline:
         backend = self._require_checkpoints("load_checkpoint")
         return self._submit("load_checkpoint", lambda: backend.load_checkpoint(directory))
 
-    def export_weights(self, directory: Path) -> Future[None]:
+    def export_weights(self, directory: Path, *, dtype: str | None = None) -> Future[None]:
         """Submit the writing of the weights alone."""
         backend = self._require_checkpoints("export_weights")
-        return self._submit("export_weights", lambda: backend.export_weights(directory))
+        return self._submit("export_weights", lambda: backend.export_weights(directory, dtype=dtype))
 
     def describe_weights(self) -> Future[tuple[WeightSpec, ...]]:
         """Submit a request for names, dtypes and shapes of the weights."""

@@ -99,8 +99,12 @@ class CheckpointingBackend(Protocol):
         """Restore a checkpoint of save_checkpoint. Raises CheckpointError if the directory does not fit this model."""
         ...
 
-    def export_weights(self, directory: Path) -> Future[None]:
-        """Write the weights alone (Hugging Face layout), for an engine to load."""
+    def export_weights(self, directory: Path, *, dtype: str | None = None) -> Future[None]:
+        """Write the weights alone (Hugging Face layout), for an engine to load.
+
+        Args:
+            dtype: float32, bfloat16 or float16; None = as they are trained.
+        """
         ...
 
 

@@ -157,9 +157,9 @@ class FakeBackend:
 
         return self._submit("load_checkpoint", {"directory": directory}, load)
 
-    def export_weights(self, directory: Path) -> Future[None]:
+    def export_weights(self, directory: Path, *, dtype: str | None = None) -> Future[None]:
         """Write the number of updates."""
-        return self._submit("export_weights", {"directory": directory}, lambda: self._write(directory))
+        return self._submit("export_weights", {"directory": directory, "dtype": dtype}, lambda: self._write(directory))
 
     def _submit(self, method: str, arguments: Mapping[str, Any], job: Callable[[], T]) -> Future[T]:
         self.calls.append(Call(self.name, method, arguments))

@@ -58,7 +58,14 @@ from rollouts.training.steps import (
     save_training_checkpoint,
 )
 from rollouts.training.summaries import Signs, look, summarize_rollouts, summarize_samples
-from rollouts.training.weight_sync import ServedWeights, hold_weights, publish_weights, restore_served_weights, write_served_weights
+from rollouts.training.weight_sync import (
+    Exports,
+    ServedWeights,
+    hold_weights,
+    publish_weights,
+    restore_served_weights,
+    write_served_weights,
+)
 from rollouts.types import Algorithm, KLControl, RolloutBatch, Sample, Status, TrainBatch
 
 CRITIC_DIRECTORY = "critic"
@@ -242,7 +249,8 @@ class RLRun:
         if config.weight_sync == "checkpoint" and not keeps:
             raise ConfigError('weight_sync="checkpoint" writes weights to the disk: pass checkpoint_dir, or set weight_sync="memory"')
         self._source = source
-        self._sync_dir = None if config.weight_sync == "memory" else parts.checkpoint_dir
+        directory = None if config.weight_sync == "memory" else parts.checkpoint_dir
+        self._exports = None if directory is None else Exports(directory, config.export_dtype)
         self._kl_control = config.kl_control
         self._warned_of_parity = False
         self._signs = Signs()
@@ -254,7 +262,7 @@ class RLRun:
         if resume is not None and resume.served is not None:
             self.served = resume.served
         elif self._saver is not None and self.config.sync_every > 1:
-            self.served = await hold_weights(self.parts.backend, version=first // self.config.sync_every, directory=self._sync_dir)
+            self.served = await hold_weights(self.parts.backend, version=first // self.config.sync_every, exports=self._exports)
         else:
             self.served = ServedWeights(version=first // self.config.sync_every)
         self._kl_control = self.config.kl_control if resume is None or resume.kl_control is None else resume.kl_control
@@ -433,7 +441,7 @@ class RLRun:
             self.parts.backend,
             self.parts.engines,
             version=self.version_after(finished),
-            directory=self._sync_dir,
+            exports=self._exports,
             checkpoint=checkpoint,
             keep_snapshot=self.config.sync_every > 1,
             probe=probe,

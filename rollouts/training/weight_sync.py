@@ -65,12 +65,20 @@ class ServedWeights:
     directory: Path | None = None  # directory of weights kept on the disk
 
 
+@dataclass(frozen=True)
+class Exports:
+    """Place and format of weights that engines load from the disk."""
+
+    directory: Path  # gets weights_vNNNNNN
+    dtype: str | None = None  # float32, bfloat16 or float16; None = as they are trained
+
+
 async def publish_weights(
     backend: TrainingBackend,
     engines: Sequence[InferenceEngine],
     *,
     version: int,
-    directory: Path | None,
+    exports: Exports | None,
     checkpoint: Path | None = None,
     keep_snapshot: bool = False,
     probe: WeightProbe | None = None,
@@ -79,8 +87,8 @@ async def publish_weights(
     """Bring the backend's weights to every engine, as `version`.
 
     Args:
-        directory: export here as weights_vNNNNNN and let the engines load from the disk; None = pass them in memory. With a channel, only
-            kept weights are exported.
+        exports: export here and let the engines load from the disk; None = pass them in memory. With a channel, only kept weights are
+            exported.
         checkpoint: a checkpoint of these weights, used instead of a second export.
         channel: send the weights through it, a few at a time, instead of either.
         keep_snapshot: keep the weights for a checkpoint between this sync and the next.
@@ -91,18 +99,18 @@ async def publish_weights(
     if channel is not None:
         specs, read = await stream_backend(backend, keep_device=channel.wants_device)
         await sync_weights_over_channel(engines, channel, specs, read, version, probe=probe)
-        if directory is None or not keep_snapshot:
+        if exports is None or not keep_snapshot:
             return ServedWeights(version=version)
-        kept = await _export(backend, directory, version) if checkpoint is None else checkpoint
-        await trio.to_thread.run_sync(partial(_remove_exports, directory, keep=kept))
+        kept = await _export(backend, exports, version) if checkpoint is None else checkpoint
+        await trio.to_thread.run_sync(partial(_remove_exports, exports.directory, keep=kept))
         return ServedWeights(version=version, directory=kept)
-    if directory is None:
+    if exports is None:
         weights = await backend.get_weights().result()
         await sync_weights_in_memory(engines, weights, version, probe=probe)
         return ServedWeights(version=version, snapshot=weights if keep_snapshot else None)
-    source = await _export(backend, directory, version) if checkpoint is None else checkpoint
+    source = await _export(backend, exports, version) if checkpoint is None else checkpoint
     await sync_weights_to_engines(engines, source, probe=probe)
-    await trio.to_thread.run_sync(partial(_remove_exports, directory, keep=source))
+    await trio.to_thread.run_sync(partial(_remove_exports, exports.directory, keep=source))
     return ServedWeights(version=version, directory=source if keep_snapshot else None)
 
 
@@ -313,19 +321,20 @@ def _read_expected_version(path: Path) -> int | None:
     return version
 
 
-async def hold_weights(backend: TrainingBackend, *, version: int, directory: Path | None) -> ServedWeights:
+async def hold_weights(backend: TrainingBackend, *, version: int, exports: Exports | None) -> ServedWeights:
     """Return the backend's current weights as the engines' weights, kept for checkpoints before the first sync."""
-    if directory is None:
+    if exports is None:
         return ServedWeights(version=version, snapshot=await backend.get_weights().result())
-    return ServedWeights(version=version, directory=await _export(backend, directory, version))
+    return ServedWeights(version=version, directory=await _export(backend, exports, version))
 
 
-async def _export(backend: TrainingBackend, directory: Path, version: int) -> Path:
+async def _export(backend: TrainingBackend, exports: Exports, version: int) -> Path:
     exporter = require_backend_feature(backend, BackendFeature.CHECKPOINTS, "an export of weights")
-    target = directory / f"{EXPORT_PREFIX}{version:06d}"
+    target = exports.directory / f"{EXPORT_PREFIX}{version:06d}"
+    options = {} if exports.dtype is None else {"dtype": exports.dtype}
     with explain_writes(target):
         await trio.to_thread.run_sync(partial(_make_empty, target))
-        await exporter.export_weights(target).result()
+        await exporter.export_weights(target, **options).result()
         write_weight_version(target, version)
     return target
 

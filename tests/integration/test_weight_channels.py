@@ -109,7 +109,7 @@ async def test_a_run_opens_the_channel_that_its_settings_name(tmp_path: Path, ho
     async with FakeSGLangServer(tmp_path) as server, SGLangEngine(server.url) as engine:
         config = Config(model=ModelSection(), engine=EngineSection(kind="sglang", urls=(server.url,), weight_sync=how))
         async with open_weight_channel(config, [engine], {}) as channel:
-            served = await publish_weights(make_backend(), [engine], version=1, directory=None, channel=channel)
+            served = await publish_weights(make_backend(), [engine], version=1, exports=None, channel=channel)
         assert (served.version, await engine.get_weight_version()) == (1, 1)
     async with open_weight_channel(Config(), [], {}) as channel:
         assert channel is None
@@ -126,13 +126,13 @@ async def test_a_fleet_takes_the_weights_of_a_group_as_one_engine(tmp_path: Path
     ):
         section = EngineSection(kind="sglang", urls=(one.url, two.url), weight_sync="group")
         async with open_weight_channel(Config(engine=section), [fleet], {}) as channel:
-            await publish_weights(make_backend(), [fleet], version=1, directory=None, channel=channel)
+            await publish_weights(make_backend(), [fleet], version=1, exports=None, channel=channel)
             assert [await engine.get_weight_version() for engine in (fleet, first, second)] == [1, 1, 1]
             assert [member.version for member in fleet.members] == [1, 1]
             assert await first.compute_checksum() == await second.compute_checksum()
             two.add_fault(Fault("status", "/update_weights_from_distributed", status=400, body='{"success": false, "message": "no room"}'))
             with trio.fail_after(PATIENCE_S), pytest.raises(EngineError, match="no room"):
-                await publish_weights(make_backend(2), [fleet], version=2, directory=None, channel=channel)
+                await publish_weights(make_backend(2), [fleet], version=2, exports=None, channel=channel)
 
 
 async def test_a_member_that_is_down_keeps_a_group_from_being_updated(tmp_path: Path):
@@ -148,7 +148,7 @@ async def test_a_member_that_is_down_keeps_a_group_from_being_updated(tmp_path: 
         async with open_weight_channel(Config(engine=section), [fleet], {}) as channel:
             fleet.report_down(second, "its process ended")
             with trio.fail_after(PATIENCE_S), pytest.raises(EngineError, match=r"1 of 2 engines are down or leave.*its process ended"):
-                await publish_weights(make_backend(), [fleet], version=1, directory=None, channel=channel)
+                await publish_weights(make_backend(), [fleet], version=1, exports=None, channel=channel)
         assert await first.get_weight_version() == 0
 
 

@@ -21,7 +21,7 @@ from rollouts.training.checkpoints import load_run_state
 from rollouts.training.metrics import JSONLLogger
 from rollouts.training.rl_run import restore_rl_run
 from rollouts.training.weight_streams import stream_directory
-from rollouts.training.weight_sync import hold_weights, publish_weights, restore_served_weights, write_served_weights
+from rollouts.training.weight_sync import Exports, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.weight_specs import plan_weights
 
 CHANNEL = RLTrainingConfig(num_steps=4, weight_sync="channel")
@@ -78,7 +78,7 @@ async def test_weights_are_read_in_buckets_and_kept_on_the_disk_where_a_checkpoi
     whole = await backend.get_weights().result()
     channel = FakeWeightChannel([engine], bucket_bytes=10_000)
     async with open_pipeline(backend) as pipeline:
-        publish = partial(publish_weights, pipeline, [engine], directory=tmp_path, channel=channel, keep_snapshot=True)
+        publish = partial(publish_weights, pipeline, [engine], exports=Exports(tmp_path), channel=channel, keep_snapshot=True)
         served = await publish(version=1)
         assert len(channel.buckets) > 5
         assert all(tensor.equal(whole[name]) for name, tensor in engine.weights.items())
@@ -92,7 +92,7 @@ async def test_weights_are_read_in_buckets_and_kept_on_the_disk_where_a_checkpoi
         assert restored.directory == checkpoint / "served_weights"
         assert (await publish(version=2, keep_snapshot=False)).directory is None
         assert engine.weights["model.norm.weight"].equal(whole["model.norm.weight"] + 1)
-    assert (await hold_weights(backend, version=3, directory=tmp_path)).directory is not None
+    assert (await hold_weights(backend, version=3, exports=Exports(tmp_path))).directory is not None
 
 
 @pytest.mark.parametrize("wants_device", [True, False])
@@ -107,7 +107,7 @@ async def test_tensors_stay_on_the_device_where_the_channel_wants_them_there(wan
     model, engine = create_tiny_model(), FakeEngine()
     backend, channel = Noting(model, torch.optim.AdamW(model.parameters())), FakeWeightChannel([engine])
     channel.wants_device = wants_device
-    await publish_weights(backend, [engine], version=1, directory=None, channel=channel)
+    await publish_weights(backend, [engine], version=1, exports=None, channel=channel)
     assert backend.kept == {wants_device}
 
 
@@ -115,7 +115,7 @@ async def test_a_bucket_that_is_refused_ends_the_sync_with_an_error_and_the_old_
     backend, engine = make_backend(), FakeEngine()
     channel = FakeWeightChannel([engine], bucket_bytes=10_000, fails_at=2)
     with pytest.raises(EngineError, match="bucket 2 was refused"):
-        await publish_weights(backend, [engine], version=1, directory=None, channel=channel)
+        await publish_weights(backend, [engine], version=1, exports=None, channel=channel)
     assert (await engine.get_weight_version(), engine.weights) == (0, None)
 
 

@@ -313,10 +313,10 @@ class FSDPTrainingBackend:
         self._has_gradient = False
         return ImmediateTrainFuture(None, "load_checkpoint")
 
-    def export_weights(self, directory: Path) -> ImmediateTrainFuture[None]:
+    def export_weights(self, directory: Path, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
         """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
         with self._operation("export_weights"):
-            export_sharded(self.model, directory, self.tokenizer, ranks=self.ranks)
+            export_sharded(self.model, directory, self.tokenizer, ranks=self.ranks, dtype=dtype)
         return ImmediateTrainFuture(None, "export_weights")
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ from rollouts.backends.jax.steps import (
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_rule, takes
 from rollouts.backends.optim.updates import check_skipped_updates, check_updated, read_counts
 from rollouts.backends.protocol import BackendFeature, OutputFn
-from rollouts.backends.pytorch.files import check_written, finish_export, read_trainer_state, write_trainer_state
+from rollouts.backends.pytorch.files import cast_weights, check_written, finish_export, read_trainer_state, write_trainer_state
 from rollouts.data.model_limits import read_limits
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.forward import admit_batch
@@ -189,7 +189,7 @@ class JAXTrainingBackend:
         self.weight_version = int(saved["weight_version"])
         return ImmediateTrainFuture(None, "load_checkpoint")
 
-    def export_weights(self, directory: Path) -> ImmediateTrainFuture[None]:
+    def export_weights(self, directory: Path, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
         """Write config, weights (safetensors, in one file) and tokenizer in the layout that from_pretrained and inference servers open."""
         config = copy.deepcopy(self._skeleton.config)
         config.architectures = [type(self._skeleton).__name__]
@@ -199,6 +199,7 @@ class JAXTrainingBackend:
             self._generation_config.save_pretrained(directory)
         weights = {name: to_tensor(value) for name, value in self.state.weights.items()}
         check_written(weights.items(), directory)
+        weights = cast_weights(weights, dtype)
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
         finish_export(self.tokenizer, directory)
         return ImmediateTrainFuture(None, "export_weights")

@@ -294,9 +294,9 @@ class PyTorchTrainingBackend:
         self._load = self._counted = None
         return ImmediateTrainFuture(None, "load_checkpoint")
 
-    def export_weights(self, directory: Path) -> ImmediateTrainFuture[None]:
+    def export_weights(self, directory: Path, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
         """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
-        export_model(self.model, self.tokenizer, directory)
+        export_model(self.model, self.tokenizer, directory, dtype=dtype)
         return ImmediateTrainFuture(None, "export_weights")
 
     # -- parts

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollouts.checks import find_non_finite
 from rollouts.errors import CheckpointError
+from rollouts.models.loading import parse_dtype
 from rollouts.models.weights import base_weights, first_names, has_adapters, stream_weights
 
 if TYPE_CHECKING:
@@ -27,18 +28,37 @@ OPTIMIZER = "optimizer_class"
 _KIND = "kind"
 
 
-def export_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path, *, base_alone: bool = False) -> None:
+def export_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: Path,
+    *,
+    base_alone: bool = False,
+    dtype: str | None = None,
+) -> None:
     """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open.
 
     Args:
         base_alone: export the weights below a model's adapters; otherwise the merged weights.
+        dtype: dtype of the floating-point tensors; None = as they are.
     """
     check_written(model.state_dict().items(), directory)
     weights = None  # the model's own
     if has_adapters(model):
         weights = base_weights(model) if base_alone else _merged_weights(model)
+    if dtype is not None:
+        weights = cast_weights(model.state_dict(keep_vars=True) if weights is None else weights, dtype)
     cast("Any", model).save_pretrained(directory, state_dict=weights)
     finish_export(tokenizer, directory)
+
+
+def cast_weights(weights: Mapping[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
+    """Return weights with their floating-point tensors in another dtype, tied ones as one tensor; None = as they are."""
+    found: dict[int, Tensor] = {}
+    wanted = None if dtype is None else parse_dtype(dtype)
+    for value in weights.values():
+        found.setdefault(id(value), value if wanted is None or not value.is_floating_point() else value.detach().to(wanted))
+    return {name: found[id(value)] for name, value in weights.items()}
 
 
 def check_written(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:

@@ -68,7 +68,7 @@ class RankBackend(Protocol):
         """See CheckpointingBackend."""
         ...
 
-    def export_weights(self, directory: Path) -> Future[None]:
+    def export_weights(self, directory: Path, *, dtype: str | None = None) -> Future[None]:
         """See CheckpointingBackend."""
         ...
 
@@ -190,9 +190,9 @@ class LeadingBackend:
         self._group.run("load_checkpoint", _load_checkpoint, self._name, directory)
         return ImmediateTrainFuture(None, "load_checkpoint")
 
-    def export_weights(self, directory: Path) -> ImmediateTrainFuture[None]:
+    def export_weights(self, directory: Path, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
         """Write the weights alone (Hugging Face layout), for an engine to load."""
-        self._group.run("export_weights", _export_weights, self._name, directory)
+        self._group.run("export_weights", _export_weights, self._name, directory, dtype)
         return ImmediateTrainFuture(None, "export_weights")
 
     def _deal(self, batch: TrainBatch) -> tuple[list[list[int]], Sequence[tuple[object, ...]]]:
@@ -273,5 +273,5 @@ def _load_checkpoint(backends: _Backends, name: str, directory: Path) -> None:
     backends[name].load_checkpoint(directory)
 
 
-def _export_weights(backends: _Backends, name: str, directory: Path) -> None:
-    backends[name].export_weights(directory)
+def _export_weights(backends: _Backends, name: str, directory: Path, dtype: str | None) -> None:
+    backends[name].export_weights(directory, dtype=dtype)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_values
 from rollouts.backends.weights.fill import Part, local_part
 from rollouts.errors import CheckpointError
+from rollouts.models.loading import parse_dtype
 from rollouts.models.weights import INDEX_FILE, WEIGHTS_FILE, adapted_weights, base_weights, first_names, whole_weight
 from rollouts.weight_specs import WeightSpec, describe_tensor
 
@@ -73,6 +74,7 @@ def export_sharded(
     ranks: Ranks | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     base_alone: bool = False,
+    dtype: str | None = None,
 ) -> None:
     """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open.
 
@@ -83,11 +85,14 @@ def export_sharded(
         ranks: None = this process alone.
         max_file_bytes: bytes of one file, unless a single tensor is larger. One file is model.safetensors; several are listed by an index.
         base_alone: export the weights below a model's adapters; otherwise the merged weights.
+        dtype: dtype of the floating-point tensors; None = as they are.
 
     Raises: CheckpointError on all ranks if one of them cannot write.
     """
     ranks = ranks or alone()
     pieces = collect_pieces(model, ranks, base_alone=base_alone)
+    if dtype is not None:
+        pieces = [_cast_piece(piece, parse_dtype(dtype)) for piece in pieces]
     export_pieces(pieces, model, directory, tokenizer, ranks=ranks, max_file_bytes=max_file_bytes)
 
 
@@ -121,6 +126,13 @@ def collect_pieces(model: PreTrainedModel, ranks: Ranks, *, copied: bool = False
             local = local.to("cpu", copy=True) if copied else local
         pieces.append(Piece(describe_tensor(name, value), part, local))
     return pieces
+
+
+def _cast_piece(piece: Piece, dtype: torch.dtype) -> Piece:
+    """Return a piece in another dtype, unless its numbers are integers."""
+    if not piece.values.is_floating_point():
+        return piece
+    return replace(piece, spec=replace(piece.spec, dtype=str(dtype).removeprefix("torch.")), values=piece.values.to(dtype))
 
 
 def export_pieces(
