@@ -120,12 +120,12 @@ class SGLangEngine:
             await stack.enter_async_context(self._server)
             self._facts = await self._read_facts()
             await self.weights.open(self._facts.info)
+            stack.push_async_callback(self.weights.close)  # before the connections close
             self._exit_stack = stack.pop_all()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._requests.close()
-        await self.weights.close()
         await self._exit_stack.aclose()
 
     # -- generation

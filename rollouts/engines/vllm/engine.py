@@ -114,6 +114,7 @@ class VLLMEngine:
             found = await trio.to_thread.run_sync(read_eos_token_ids, self._paths.to_local(info.model_path))
             self._eos_token_ids = frozenset(i for i in found if info.vocab_size is None or 0 <= i < info.vocab_size)
             await self.weights.open(info)
+            stack.push_async_callback(self.weights.close)  # before the connections close
             if info.is_paused:
                 self._requests.mark_unusable(
                     "it was found paused: another client is changing its weights, or was stopped while it did. Sync the weights, or call "
@@ -132,7 +133,6 @@ class VLLMEngine:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._requests.close()
-        await self.weights.close()
         await self._exit_stack.aclose()
 
     # -- generation
