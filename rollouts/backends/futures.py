@@ -188,6 +188,11 @@ class Pipeline:
         backend = self._require_checkpoints("export_weights")
         return self._submit("export_weights", lambda: backend.export_weights(directory, dtype=dtype))
 
+    def view_weights(self) -> Future[Mapping[str, Tensor]]:
+        """Submit a request for the weights that are trained, which wait for earlier jobs."""
+        backend = require_backend_feature(self.backend, BackendFeature.WEIGHT_VIEWS, "Pipeline.view_weights")
+        return self._submit("view_weights", backend.view_weights)
+
     def describe_weights(self) -> Future[tuple[WeightSpec, ...]]:
         """Submit a request for names, dtypes and shapes of the weights."""
         return self._submit("describe_weights", self._require_stream("describe_weights").describe_weights)

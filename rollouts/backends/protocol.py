@@ -70,6 +70,7 @@ class BackendFeature(StrEnum):
 
     CHECKPOINTS = "checkpoints"  # saves and restores all of its state: CheckpointingBackend
     WEIGHT_STREAM = "weight_stream"  # gathers its weights a few at a time: StreamsWeights
+    WEIGHT_VIEWS = "weight_views"  # lends its weights without a copy: LendsWeights
     ADAPTERS = "adapters"  # trains adapters on a frozen model, and can compute without them: TrainsAdapters
     OUTPUTS = "outputs"  # declares the fields that it computes: BackendFacts.computes
     TOKENS = "tokens"  # declares the vocabulary of its model: BackendFacts.token_spec
@@ -80,6 +81,7 @@ class BackendFeature(StrEnum):
 _ATTRIBUTES: Mapping[BackendFeature, tuple[str, ...]] = MappingProxyType({
     BackendFeature.CHECKPOINTS: ("save_checkpoint", "load_checkpoint", "export_weights"),
     BackendFeature.WEIGHT_STREAM: ("describe_weights", "gather_weights"),
+    BackendFeature.WEIGHT_VIEWS: ("view_weights",),
     BackendFeature.ADAPTERS: ("forward_base",),
     BackendFeature.OUTPUTS: ("computes",),
     BackendFeature.TOKENS: ("token_spec",),
@@ -104,6 +106,16 @@ class CheckpointingBackend(Protocol):
 
         Args:
             dtype: float32, bfloat16 or float16; None = as they are trained.
+        """
+        ...
+
+
+class LendsWeights(Protocol):
+    """Backend with BackendFeature.WEIGHT_VIEWS, for typing only."""
+
+    def view_weights(self) -> Future[Mapping[str, Tensor]]:
+        """Return the weights that are trained, on their device, by the names of get_weights: not to be changed, nor kept beyond the next
+        step. Adapters are merged into copies.
         """
         ...
 
@@ -191,6 +203,10 @@ def require_backend_feature(
 def require_backend_feature(
     backend: object, feature: Literal[BackendFeature.WEIGHT_STREAM], needed_by: str, *, instead: str = ""
 ) -> StreamsWeights: ...
+@overload
+def require_backend_feature(
+    backend: object, feature: Literal[BackendFeature.WEIGHT_VIEWS], needed_by: str, *, instead: str = ""
+) -> LendsWeights: ...
 @overload
 def require_backend_feature(
     backend: object, feature: Literal[BackendFeature.EXPERTS], needed_by: str, *, instead: str = ""

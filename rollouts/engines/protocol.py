@@ -81,6 +81,7 @@ class EngineFeature(StrEnum):
     """Capability of an engine besides the four methods of InferenceEngine."""
 
     MEMORY_UPDATES = "memory_updates"  # takes weights without writing them to disk: InMemoryWeightUpdates
+    WEIGHT_VIEWS = "weight_views"  # update_weights copies the tensors before it returns, from any device of this process
     SCORES = "scores"  # returns its log-probs of given tokens: ScoresTokens
     GROUPS = "groups"  # generates all samples of a prompt in one request: GroupGeneration
     METRICS = "metrics"  # reports numbers for the line of metrics of a step: ReportsMetrics
@@ -92,6 +93,7 @@ class EngineFeature(StrEnum):
 
 _METHODS: Mapping[EngineFeature, tuple[str, ...]] = MappingProxyType({
     EngineFeature.MEMORY_UPDATES: ("update_weights",),
+    EngineFeature.WEIGHT_VIEWS: ("update_weights",),
     EngineFeature.SCORES: ("recompute_output_log_probs",),
     EngineFeature.GROUPS: ("generate_group",),
     EngineFeature.METRICS: ("metrics",),

@@ -209,6 +209,17 @@ def stream_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         yield name, whole_weight(value, layers.get(name))
 
 
+def view_model_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the weights of an unsharded model in the order of the state dict, tied ones under each of their names; a layer with an adapter
+    has a merged copy, on its device.
+    """
+    layers = adapted_weights(model)
+    return {
+        name: whole_weight(value, layers[name], keep_device=True) if name in layers else value.detach()
+        for name, value in base_weights(model).items()
+    }
+
+
 def gather_model_weights(model: PreTrainedModel, names: Sequence[str], *, keep_device: bool = False) -> dict[str, Tensor]:
     """Return whole copies of the weights with these names, in this order. All ranks of a sharded model call it with the same names.
 

@@ -23,7 +23,7 @@ import trio
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollouts.backends.protocol import BackendFeature, TrainingBackend, require_backend_feature
+from rollouts.backends.protocol import BackendFeature, TrainingBackend, get_backend_features, require_backend_feature
 from rollouts.engines.protocol import (
     WEIGHT_VERSION_FILE,
     EngineFeature,
@@ -105,13 +105,21 @@ async def publish_weights(
         await trio.to_thread.run_sync(partial(_remove_exports, exports.directory, keep=kept))
         return ServedWeights(version=version, directory=kept)
     if exports is None:
-        weights = await backend.get_weights().result()
+        weights = await _read_weights(backend, engines, keep_snapshot=keep_snapshot)
         await sync_weights_in_memory(engines, weights, version, probe=probe)
         return ServedWeights(version=version, snapshot=weights if keep_snapshot else None)
     source = await _export(backend, exports, version) if checkpoint is None else checkpoint
     await sync_weights_to_engines(engines, source, probe=probe)
     await trio.to_thread.run_sync(partial(_remove_exports, exports.directory, keep=source))
     return ServedWeights(version=version, directory=source if keep_snapshot else None)
+
+
+async def _read_weights(backend: TrainingBackend, engines: Sequence[InferenceEngine], *, keep_snapshot: bool) -> Mapping[str, Tensor]:
+    """Return the weights that are trained if nobody keeps them and every engine copies them at once; else copies on the CPU."""
+    copied = keep_snapshot or not all(EngineFeature.WEIGHT_VIEWS in get_engine_features(engine) for engine in engines)
+    if copied or BackendFeature.WEIGHT_VIEWS not in get_backend_features(backend):
+        return await backend.get_weights().result()
+    return await require_backend_feature(backend, BackendFeature.WEIGHT_VIEWS, "a sync of weights").view_weights().result()
 
 
 async def sync_weights_to_engines(

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from samples import draw_batch
 from test_rl_loop import make_run, read_without_timings, run
 
+from rollouts.algorithms.losses import sft_loss
+from rollouts.backends.factory import create_pytorch_backend
+from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.futures import open_pipeline
+from rollouts.backends.lora.adapters import LoRAConfig
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.config import RLTrainingConfig
+from rollouts.data.collate import collate_samples
+from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.errors import CheckpointError, ConfigError, EngineError
 from rollouts.rl_loop import run_rl_training
 from rollouts.testing import FakeEngine, create_tiny_model
@@ -22,6 +30,7 @@ from rollouts.training.metrics import JSONLLogger
 from rollouts.training.rl_run import restore_rl_run
 from rollouts.training.weight_streams import stream_directory
 from rollouts.training.weight_sync import Exports, hold_weights, publish_weights, restore_served_weights, write_served_weights
+from rollouts.types import Sample
 from rollouts.weight_specs import plan_weights
 
 CHANNEL = RLTrainingConfig(num_steps=4, weight_sync="channel")
@@ -134,3 +143,50 @@ async def test_a_directory_of_several_files_is_read_a_bucket_at_a_time(tmp_path:
         await stream_directory(tmp_path)
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
         await stream_directory(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("kind", ["pytorch", "torch_func", "lora"])
+async def test_lent_weights_are_those_that_are_trained_and_adapters_are_merged_into_copies(kind: str):
+    create = create_torch_func_backend if kind == "torch_func" else create_pytorch_backend
+    backend = create(create_tiny_model(), lr=1e-2, **({"lora": LoRAConfig(rank=2)} if kind == "lora" else {}))
+    await backend.forward_backward(draw_batch(0, (5, 9)), sft_loss).result()
+    await backend.optim_step().result()
+    copies = await backend.get_weights().result()
+    async with open_pipeline(backend) as pipeline:
+        lent = await pipeline.view_weights().result()
+    assert [*lent] == [*copies] and all(torch.equal(value, copies[name]) for name, value in lent.items())
+    trained = {parameter.data_ptr() for parameter in backend.model.parameters()}
+    assert lent["model.norm.weight"].data_ptr() in trained
+    assert (lent["model.layers.0.mlp.up_proj.weight"].data_ptr() in trained) == (kind != "lora")
+
+
+async def test_an_engine_of_this_process_copies_lent_weights_and_one_that_keeps_them_gets_copies():
+    backend = make_backend()
+    model = copy.deepcopy(backend.model)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    kept, lent = FakeEngine(), []
+
+    class Lending(PyTorchTrainingBackend):
+        def view_weights(self):
+            lent.append(1)
+            return super().view_weights()
+
+    backend = Lending(backend.model, backend.optimizer)
+    async with InProcessEngine(model, eos_token_ids=()) as engine:
+        await publish_weights(backend, [engine], version=1, exports=None)
+        assert len(lent) == 1
+        expected = await engine.recompute_output_log_probs((5, 6, 7), 1)
+        rows = collate_samples([Sample(prompt="", tokens=(5, 6, 7), loss_mask=(0.0, 1.0, 1.0), response="", rollout_log_probs=(0.0,) * 3)])
+        found = await backend.forward(rows, lambda outputs: outputs.log_probs).result()
+        assert expected == pytest.approx(found[0, 1:].tolist(), abs=1e-5)
+        with torch.no_grad():
+            backend.model.model.norm.weight.zero_()  # as an update in place would
+        assert await engine.recompute_output_log_probs((5, 6, 7), 1) == expected
+        await publish_weights(backend, [kept], version=1, exports=None)
+        await publish_weights(backend, [engine, kept], version=2, exports=None)
+        served = await publish_weights(backend, [engine], version=3, exports=None, keep_snapshot=True)
+        assert len(lent) == 1
+        with torch.no_grad():
+            backend.model.model.norm.weight.fill_(3.0)
+        assert not kept.weights["model.norm.weight"].any() and not served.snapshot["model.norm.weight"].any()

@@ -39,6 +39,7 @@ from rollouts.models.weights import (
     gather_model_weights,
     read_weights,
     stream_weights,
+    view_model_weights,
 )
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 from rollouts.weight_specs import WeightSpec
@@ -76,7 +77,14 @@ class TorchFuncTrainingBackend:
     """
 
     features = frozenset(
-        {BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS, BackendFeature.EXPERTS}
+        {
+            BackendFeature.CHECKPOINTS,
+            BackendFeature.WEIGHT_STREAM,
+            BackendFeature.WEIGHT_VIEWS,
+            BackendFeature.OUTPUTS,
+            BackendFeature.TOKENS,
+            BackendFeature.EXPERTS,
+        }
     )
 
     def __init__(
@@ -180,6 +188,12 @@ class TorchFuncTrainingBackend:
         """Run forward and add the load of the experts to that of the step."""
         self.state = count_experts(self.state, admit_batch(batch, self.limits, self.device), self._evaluate)
         return ImmediateTrainFuture(None, "count_experts")
+
+    # -- BackendFeature.WEIGHT_VIEWS
+
+    def view_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """Return the weights that are trained, on their device; adapters are merged into copies."""
+        return ImmediateTrainFuture(view_model_weights(self.model), "view_weights")
 
     # -- BackendFeature.WEIGHT_STREAM
 

@@ -61,6 +61,7 @@ from rollouts.models.weights import (
     gather_model_weights,
     read_weights,
     stream_weights,
+    view_model_weights,
 )
 from rollouts.types import ExpertLoad, LossFn, TokenOutputs, TrainBatch
 from rollouts.weight_specs import WeightSpec
@@ -71,7 +72,14 @@ if TYPE_CHECKING:
 
 KIND = "pytorch"
 _FEATURES = frozenset(
-    {BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS, BackendFeature.EXPERTS}
+    {
+        BackendFeature.CHECKPOINTS,
+        BackendFeature.WEIGHT_STREAM,
+        BackendFeature.WEIGHT_VIEWS,
+        BackendFeature.OUTPUTS,
+        BackendFeature.TOKENS,
+        BackendFeature.EXPERTS,
+    }
 )
 
 
@@ -230,6 +238,12 @@ class PyTorchTrainingBackend:
             outputs = self._run(batch, packed, with_entropy=False)
         self._counted = add_loads(self._counted, outputs.expert_load)
         return ImmediateTrainFuture(None, "count_experts")
+
+    # -- BackendFeature.WEIGHT_VIEWS
+
+    def view_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
+        """Return the weights that are trained, on their device; adapters are merged into copies."""
+        return ImmediateTrainFuture(view_model_weights(self.model), "view_weights")
 
     # -- BackendFeature.WEIGHT_STREAM
 

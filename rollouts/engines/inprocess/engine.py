@@ -65,7 +65,7 @@ class _Request:
         return len(self.prompt) + len(self.tokens) - 1
 
 
-_FEATURES = frozenset({EngineFeature.MEMORY_UPDATES, EngineFeature.SCORES})
+_FEATURES = frozenset({EngineFeature.MEMORY_UPDATES, EngineFeature.WEIGHT_VIEWS, EngineFeature.SCORES})
 
 
 class InProcessEngine:
