@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -167,13 +168,17 @@ async def open_engines(
     )
     async with AsyncExitStack() as stack:
         create_client = partial(
-            create_server_engine, section, environment=environment, vocab_size=model.config.get_text_config().vocab_size
+            create_server_engine,
+            section,
+            environment=environment,
+            vocab_size=model.config.get_text_config().vocab_size,
+            record_experts=config.rl.router_replay,
         )
         if section.launch and section.num_servers > 1:
             yield [await stack.enter_async_context(_launch_fleet(config, initial, output_dir, create_client, environment, say))]
             return
         if section.launch:
-            server = create_server_config(section, str(initial), environment, device=config.model.device)
+            server = create_run_server(config, initial, environment)
             log_path = output_dir / f"{section.kind}.log"
             say(f"starting {section.kind} (log: {log_path})")
             started = time.monotonic()
@@ -218,7 +223,7 @@ async def _launch_fleet(
 ) -> AsyncGenerator[EngineFleet]:
     """Open engine.num_servers servers, each with its own log and, on GPUs, its own GPUs."""
     section = config.engine
-    server = create_server_config(section, str(initial), environment, device=config.model.device)
+    server = create_run_server(config, initial, environment)
     async with open_server_fleet(
         spread_config(server, choose_gpus(section, server, environment), section.num_servers),
         create_client,
@@ -405,6 +410,12 @@ def create_server_config(section: EngineSection, model_path: str, environment: M
         extra_args=(*transfer_args(section), *section.extra_args),
         env=env,
     )
+
+
+def create_run_server(config: Config, initial: Path, environment: Mapping[str, str]) -> ServerConfig:
+    """Return the configuration of a server that a run launches for the model in `initial`. Raises ConfigError as create_server_config."""
+    server = create_server_config(config.engine, str(initial), environment, device=config.model.device)
+    return replace(server, record_experts=config.rl.router_replay)
 
 
 def transfer_args(section: EngineSection) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ from rollouts.config import (
 )
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
+from rollouts.models.loading import find_device_name
 from rollouts.rewards.answers import create_overlong_penalty
 from rollouts.training.requirements import FILLABLE
 from rollouts.types import Algorithm, KLControl
@@ -243,10 +244,10 @@ def check_router_replay(config: Config) -> None:
     """Raise ConfigError if rl.router_replay is set for rollouts that carry no record of their experts."""
     if not config.rl.router_replay:
         return
-    if config.engine.kind != "inprocess":
+    if config.engine.kind == "vllm" and config.engine.launch and find_device_name(config.model.device) == "cpu":
         raise ConfigError(
-            f"rl.router_replay is True, but the experts that {config.engine.kind} chooses are not read from its answers: use the embedded "
-            "engine (--engine.kind inprocess), or leave it out"
+            "rl.router_replay is True, but vLLM returns the experts that it chooses on GPUs only: use the embedded engine "
+            "(--engine.kind inprocess), or leave it out"
         )
     if config.task in EPISODE_TASKS:
         raise ConfigError(

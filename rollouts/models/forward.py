@@ -25,7 +25,7 @@ from rollouts.algorithms.logprobs import LogitTransform, PackedShift, chunked_lo
 from rollouts.batches import find_context_starts, map_turns
 from rollouts.data.model_limits import ModelLimits
 from rollouts.errors import ConfigError, DataError
-from rollouts.models.replay import check_replayed, replay_experts
+from rollouts.models.replay import check_replayed, replay_experts, select_routers
 from rollouts.models.routers import LoadRecord, Routers, record_choices
 from rollouts.types import TokenOutputs, TrainBatch
 
@@ -154,7 +154,8 @@ def replaying(batch: TrainBatch, options: OutputOptions, packed: PackedRows | No
         options.routers.check_replay()
         check_replayed(options.routers, batch.routed_experts)
         packed = pack_batch(batch, batch.tokens.device) if packed is None else packed
-        experts = batch.routed_experts.flatten(0, 1)[packed.flat_index].long()  # [N, routers, k]
+        recorded = select_routers(options.routers, batch.routed_experts)
+        experts = recorded.flatten(0, 1)[packed.flat_index].long()  # [N, routers, k]
         calls = {(1, len(experts)): experts}
         if options.native_attention:
             calls = {(1, 1): torch.full_like(experts[:1], -1)}  # a pass of add_idle_passes

@@ -83,8 +83,20 @@ def _restore_forward(router: torch.nn.Module, before: Any) -> None:
         cast("Any", router).forward = before
 
 
+def select_routers(routers: Routers, experts: Tensor) -> Tensor:
+    """Return the part of a batch's record # [..., layers or routers, k] that is about routers # [..., routers, k].
+
+    A server records one place for each decoder layer, also for those without a router.
+    """
+    num_routers = len(routers.modules)
+    if experts.shape[-2] == num_routers or experts.shape[-2] != routers.num_layers or len(routers.layers) != num_routers:
+        return experts
+    return experts[..., list(routers.layers), :]
+
+
 def check_replayed(routers: Routers, experts: Tensor) -> None:
-    """Raise DataError unless a batch's record # [B, T, routers, k] is of such routers."""
+    """Raise DataError unless a batch's record # [B, T, layers or routers, k] is of such routers."""
+    experts = select_routers(routers, experts)
     found, expected = tuple(experts.shape[2:]), (len(routers.modules), routers.top_k)
     if found != expected:
         raise DataError(

@@ -8,7 +8,8 @@ experts [N, k], ...). The same run compares the load-balancing loss with the mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +38,8 @@ class Routers:
 
     modules: tuple[torch.nn.Module, ...] = ()
     parents: tuple[torch.nn.Module, ...] = ()  # module that each is a part of
+    layers: tuple[int, ...] = ()  # decoder layer of each
+    num_layers: int = 0  # decoder layers, those without a router included
     logits_index: int = 0  # place of the logits in a router's outputs
     num_experts: int = 0  # E, of each router
     top_k: int = 0  # experts of a token
@@ -158,7 +161,22 @@ def _probe(model: PreTrainedModel, run: Callable[[], object]) -> Routers:
     num_experts, top_k = sizes.pop()
     names = {module: name for name, module in cast("torch.nn.Module", model).named_modules()}
     parents = tuple(cast("torch.nn.Module", model).get_submodule(names[module].rpartition(".")[0]) for module in modules)
-    return Routers(modules, parents, recorder.index, num_experts, top_k)
+    return Routers(
+        modules=modules,
+        parents=parents,
+        layers=_find_layers(names[module] for module in modules),
+        num_layers=int(model.config.get_text_config().num_hidden_layers),  # pyright: ignore[reportAttributeAccessIssue]
+        logits_index=recorder.index,
+        num_experts=num_experts,
+        top_k=top_k,
+    )
+
+
+def _find_layers(names: Iterable[str]) -> tuple[int, ...]:
+    """Return the number in the name of each module, as in model.layers.3.mlp.gate; () unless each has one of its own."""
+    found = [re.findall(r"\.(\d+)\.", name) for name in names]
+    layers = tuple(int(numbers[0]) for numbers in found if numbers)
+    return layers if len(set(layers)) == len(found) else ()
 
 
 def _find_recorders(model: PreTrainedModel) -> list[Any]:

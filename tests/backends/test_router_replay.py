@@ -13,7 +13,7 @@ import trio
 from expert_models import FAMILIES, create_expert_model, draw_batch, no_loss, read_gradients
 
 from integration.settings.config import Config
-from integration.settings.sections import BackendSection, EngineSection, RLSection
+from integration.settings.sections import BackendSection, EngineSection, ModelSection, RLSection
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.algorithms.presets import decoupled, grpo, ppo
@@ -77,6 +77,19 @@ def test_a_replay_of_the_models_own_choice_changes_nothing_and_of_others_much(fa
     other = with_experts(batch, len(routers.modules), routers.num_experts)
     assert float((log_probs_of(backend, other) - expected).abs().max()) > 1e-2
     torch.testing.assert_close(log_probs_of(backend, batch), expected, rtol=0, atol=0)
+
+
+def test_a_record_of_every_decoder_layer_is_read_where_the_routers_are():
+    model = create_expert_model("qwen3_moe", mlp_only_layers=[1])
+    backend, batch = create_pytorch_backend(model, lr=1e-3), draw_batch()
+    routers = backend._options.routers
+    assert (routers.layers, routers.num_layers) == ((0, 2), 3)
+    own = with_experts(batch, num_routers=2)
+    everywhere = torch.zeros(*batch.tokens.shape, 3, 2, dtype=torch.int16)
+    everywhere[:, :, [0, 2]] = own.routed_experts
+    torch.testing.assert_close(log_probs_of(backend, replace(own, routed_experts=everywhere)), log_probs_of(backend, own), rtol=0, atol=0)
+    with pytest.raises(DataError, match=r"recorded experts of 4 routers .* but the model has 2"):
+        log_probs_of(backend, replace(own, routed_experts=torch.zeros(*batch.tokens.shape, 4, 2, dtype=torch.int16)))
 
 
 @pytest.mark.parametrize("family", PACKED_AND_NATIVE)
@@ -359,7 +372,10 @@ async def test_the_parts_of_a_continued_answer_keep_their_own_experts():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"engine": EngineSection(kind="vllm", urls=("http://a:1",))}, "the experts that vllm chooses are not read from its answers"),
+        (
+            {"engine": EngineSection(kind="vllm", launch=True), "model": ModelSection(device="cpu")},
+            "vLLM returns the experts .* on GPUs only",
+        ),
         ({"task": "calculator"}, "samples of a task with several turns, as 'calculator', carry no recorded experts"),
         ({"backend": BackendSection(kind="jax")}, "backend.kind 'jax' computes no mixture of experts"),
     ],

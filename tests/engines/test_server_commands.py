@@ -68,6 +68,15 @@ def test_a_server_that_is_to_sleep_is_started_so():
         assert not {"--enable-sleep-mode", "--enable-memory-saver", "--enable-weights-cpu-backup"} & set(command)
 
 
+@pytest.mark.parametrize("config", [VLLM, SGLANG])
+def test_a_server_whose_experts_are_recorded_is_started_so(config):
+    recording = replace(config, record_experts=True)
+    assert "--enable-return-routed-experts" in build_command(recording, 1)
+    assert "--enable-return-routed-experts" not in build_command(config, 1)
+    assert build_environment(recording, {}).get("VLLM_USE_V2_MODEL_RUNNER") == ("1" if config.kind == "vllm" else None)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in build_environment(config, {})
+
+
 def test_what_is_left_open_is_left_to_the_server():
     assert not {"--max-model-len", "--max-num-seqs", "--gpu-memory-utilization", "--skip-tokenizer-init"} & set(build_command(VLLM, 1))
     assert not {"--context-length", "--max-running-requests", "--mem-fraction-static"} & set(build_command(SGLANG, 1))

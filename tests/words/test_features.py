@@ -24,9 +24,12 @@ from rollouts.backends.protocol import (
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.ranks.leading import LeadingBackend
 from rollouts.engines.fleet.fleet import EngineFleet
+from rollouts.engines.inprocess.engine import _FEATURES as IN_PROCESS
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.protocol import EngineFeature, get_engine_features, require_engine_feature
+from rollouts.engines.sglang.engine import _FEATURES as SGLANG
 from rollouts.engines.sglang.engine import SGLangEngine
+from rollouts.engines.vllm.engine import _FEATURES as VLLM
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.errors import ConfigError
 from rollouts.testing import FakeBackend, FakeEngine
@@ -54,8 +57,9 @@ def test_each_engine_has_the_methods_of_the_features_that_it_declares(kind: type
         assert declared and get_engine_features(kind) == declared
     else:  # of a fleet: those of its members, so it may have any of them, but for being distrusted as one
         can = frozenset(EngineFeature) - {EngineFeature.DISTRUST}
-        if kind is InProcessEngine:
-            can = frozenset({EngineFeature.MEMORY_UPDATES, EngineFeature.SCORES, EngineFeature.ROUTED_EXPERTS})
+        always = {InProcessEngine: IN_PROCESS, SGLangEngine: SGLANG, VLLMEngine: VLLM}
+        if kind in always:  # records experts if asked to
+            can = always[kind] | {EngineFeature.ROUTED_EXPERTS}
 
         class Full(kind):
             features = can
@@ -68,6 +72,8 @@ def test_each_backend_has_the_methods_of_the_features_that_it_can_have(kind: typ
     can = {BackendFeature.OUTPUTS, BackendFeature.TOKENS} if kind is LoRAReference else set(BackendFeature)
     if kind is PyTorchTrainingBackend:
         can -= {BackendFeature.SHARDS}
+    if kind in (FSDPTrainingBackend, LeadingBackend):
+        can -= {BackendFeature.WEIGHT_VIEWS}
     declared = kind.__dict__["features"]
 
     class Full(kind):
@@ -117,7 +123,7 @@ def test_a_declared_feature_without_its_method_is_an_assertion_with_both_names()
 
     with pytest.raises(AssertionError, match="Boaster declares the feature checkpoints, but has no load_checkpoint and no export_weights"):
         get_backend_features(Boaster())
-    with pytest.raises(AssertionError, match="Boaster declares the feature checkpoints, expected one of memory_updates, scores"):
+    with pytest.raises(AssertionError, match="Boaster declares the feature checkpoints, expected one of memory_updates, weight_views"):
         get_engine_features(Boaster())
 
 

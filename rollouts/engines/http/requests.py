@@ -19,7 +19,7 @@ from rollouts.engines.http.checks import classify_log_probs, temperature_of_log_
 from rollouts.engines.http.samples import Generated, check_generated, check_order, version_of
 from rollouts.errors import EngineError, EngineProtocolError, raise_single_errors
 from rollouts.seeds import derive_seed
-from rollouts.types import Completion, FinishReason, LogProbKind, SamplingParams
+from rollouts.types import Completion, FinishReason, LogProbKind, RoutedExperts, SamplingParams
 
 T = TypeVar("T")
 
@@ -55,14 +55,19 @@ class _Part:
     log_probs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish_reason: FinishReason = "abort"
+    experts: RoutedExperts | None = None  # see Generated
 
     def then(self, other: _Part) -> _Part:
         """Return both parts joined, with the finish reason of the other."""
-        return _Part(self.tokens + other.tokens, self.log_probs + other.log_probs, self.versions + other.versions, other.finish_reason)
+        experts = other.experts if self.experts is None or other.experts is None else self.experts.fill(other.experts)
+        return _Part(
+            self.tokens + other.tokens, self.log_probs + other.log_probs, self.versions + other.versions, other.finish_reason, experts
+        )
 
     def keep(self, n: int) -> _Part:
         """Return the first n tokens."""
-        return _Part(self.tokens[:n], self.log_probs[:n], self.versions[:n], self.finish_reason)
+        experts = None if self.experts is None else self.experts.take(len(self.experts) - (len(self.tokens) - n))
+        return _Part(self.tokens[:n], self.log_probs[:n], self.versions[:n], self.finish_reason, experts)
 
 
 def count_tokens_to_keep(num_tokens: int, stop: Sequence[str]) -> int:
@@ -97,6 +102,7 @@ def create_completion(request_id: str, prompt: tuple[int, ...], params: Sampling
         truncated_sampling=params.truncates,
         log_prob_kind=classify_log_probs(kind, params),
         untempered_log_probs=part.log_probs if params.untempered_log_probs else None,
+        routed_experts=None if part.experts is None else part.experts.take(len(prompt) + len(part.tokens)),
     )
 
 
@@ -385,7 +391,7 @@ class RequestsInFlight:
         by_label = {label: version_of(self.name, label, initial_version) for label in set(result.labels)}
         versions = tuple(by_label[label] for label in result.labels)
         check_order(f"{self.name} sampled tokens", versions, oldest_version, may_fall=may_fall)
-        return _Part(result.tokens, result.log_probs, versions, result.finish_reason)
+        return _Part(result.tokens, result.log_probs, versions, result.finish_reason, result.experts)
 
     def _create_wire_id(self) -> str:
         # equal lengths, so that no id is the beginning of another: SGLang aborts by prefix

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollouts.engines.http.checks import INITIAL_LABEL
 from rollouts.errors import EngineProtocolError
-from rollouts.types import FinishReason, SamplingParams
+from rollouts.types import FinishReason, RoutedExperts, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Generated:
     log_probs: tuple[float, ...]
     labels: tuple[str, ...]  # the server's label of the weights that sampled each token
     finish_reason: FinishReason
+    experts: RoutedExperts | None = None  # experts of prompt and tokens but the last one, which no pass has read; None = not recorded
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -74,6 +78,21 @@ def expand_spans(name: str, spans: Iterable[tuple[str, int, int]], num_tokens: i
             "another from 0 to the end"
         )
     return tuple(labels)
+
+
+# -- experts
+
+
+def read_experts(values: NDArray[np.integer[Any]], num_prompt: int, num_tokens: int) -> RoutedExperts:
+    """Read the experts of one sample # [prompt + tokens - 1, layers, k] of integers. Raises EngineProtocolError for another shape."""
+    expected = num_prompt + num_tokens - 1
+    if values.ndim != 3 or len(values) != expected or 0 in values.shape[1:]:
+        raise EngineProtocolError(
+            f"it gave the experts of its routers as an array of the shape {values.shape}, expected ({expected}, layers, experts of a token)"
+        )
+    if not np.issubdtype(values.dtype, np.integer) or int(values.min()) < 0 or int(values.max()) > np.iinfo(np.int16).max:
+        raise EngineProtocolError(f"it gave experts of the type {values.dtype} between {values.min()} and {values.max()}, expected int16")
+    return RoutedExperts(data=values.astype("<i2").tobytes(), num_routers=values.shape[1], top_k=values.shape[2])
 
 
 # -- checks of samples

@@ -46,6 +46,7 @@ class ServerConfig:
     max_num_seqs: int | None = None  # maximum number of sequences generated at the same time; None = the server's own
     memory_fraction: float | None = None  # fraction of device memory for weights and cache; None = the server's own, small on a CPU
     can_sleep: bool = False  # whether it can release the memory of its GPU for a while, and keep its weights; not on a CPU
+    record_experts: bool = False  # whether answers have the experts that routers chose; vLLM does so on GPUs only
     skip_tokenizer_init: bool = False  # saves time if only token ids are exchanged; stop strings and text are then refused
     extra_args: tuple[str, ...] = ()  # after all others, so they win
     env: Mapping[str, str] = field(default_factory=dict[str, str])  # further variables; they also win
@@ -99,6 +100,8 @@ def build_vllm_command(config: ServerConfig, port: int) -> tuple[str, ...]:
         command.append("--skip-tokenizer-init")
     if config.can_sleep:
         command.append("--enable-sleep-mode")
+    if config.record_experts:
+        command.append("--enable-return-routed-experts")
     return (*command, *config.extra_args)
 
 
@@ -112,6 +115,7 @@ def build_vllm_environment(config: ServerConfig, environment: Mapping[str, str])
     own = {
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300",  # seconds; the default of 5 s closes connections that the client is about to use
         "VLLM_NO_USAGE_STATS": "1",
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if config.record_experts else {}),  # the one that returns experts
         **own,
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for pausing and for new weights
     }
@@ -137,6 +141,8 @@ def build_sglang_command(config: ServerConfig, port: int) -> tuple[str, ...]:
         command.append("--skip-tokenizer-init")
     if config.can_sleep:
         command += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+    if config.record_experts:
+        command.append("--enable-return-routed-experts")
     return (*command, *config.extra_args)
 
 

@@ -31,6 +31,10 @@ from rollouts.errors import EngineError, EngineRequestError
 from rollouts.types import Completion, SamplingParams
 from rollouts.weight_specs import WeightSpec, describe_weights, plan_weights
 
+_FEATURES = frozenset(
+    {EngineFeature.MEMORY_UPDATES, EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.DISTRUST, EngineFeature.SLEEP}
+)
+
 
 class SGLangEngine:
     """An InferenceEngine over a running SGLang server.
@@ -44,10 +48,6 @@ class SGLangEngine:
     - A request may reach two tokens less than the context length: the server reserves them.
     - /health is never called: the server answers it by generating, which while paused takes 20 s and ends with the server marked unhealthy.
     """
-
-    features = frozenset(
-        {EngineFeature.MEMORY_UPDATES, EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.DISTRUST, EngineFeature.SLEEP}
-    )
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class SGLangEngine:
         retry: RetryPolicy | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         path_map: PathMap | None = None,
+        record_experts: bool = False,
         name: str | None = None,
     ) -> None:
         """
@@ -85,6 +86,8 @@ class SGLangEngine:
             max_connections: maximum number of generations in flight; more wait.
             transport: transport for tests.
             path_map: map from directories of weights here to other paths at the server.
+            record_experts: completions have the experts that routers chose, for their replay in training; the server runs with
+                --enable-return-routed-experts, and the config.json of its model can be read from here.
             name: name in messages.
         """
         assert in_flight in ("continue", "abort"), f"in_flight is {in_flight!r}, expected 'continue' or 'abort'"
@@ -103,7 +106,8 @@ class SGLangEngine:
             log_prob_kind=log_prob_kind,
             paths=paths,
         )
-        self._generation = SGLangGeneration(self.name, self._server, self._get_facts)
+        self._records_experts = record_experts
+        self._generation = SGLangGeneration(self.name, self._server, self._get_facts, record_experts=record_experts)
         self._requests = RequestsInFlight(self.name, self._generation.abort, initial_version=initial_version, resends=in_flight == "abort")
         pause_mode: PauseMode = "retract" if in_flight == "continue" else "abort"
         self._routes = routes = SGLangWeights(self.name, self._server, pause_mode, self._generation.count_in_flight, paths)
@@ -115,10 +119,20 @@ class SGLangEngine:
         self._has_warned_of_seeds = False
         self._exit_stack = AsyncExitStack()
 
+    @property
+    def features(self) -> frozenset[EngineFeature]:
+        """Features of all engines of this class, and ROUTED_EXPERTS if this one records experts."""
+        return _FEATURES | {EngineFeature.ROUTED_EXPERTS} if self._records_experts else _FEATURES
+
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
             self._facts = await self._read_facts()
+            if self._records_experts and self._facts.experts_per_token is None:
+                raise EngineError(
+                    f"{self.name}: record_experts is set, but {self._facts.info.model_path}/config.json does not say how many experts a "
+                    "token has, or cannot be read from here: set it to False"
+                )
             await self.weights.open(self._facts.info)
             stack.push_async_callback(self.weights.close)  # before the connections close
             self._exit_stack = stack.pop_all()

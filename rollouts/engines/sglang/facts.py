@@ -19,7 +19,7 @@ from rollouts.engines.sglang.protocol import (
     parse_server_info,
     probe_payload,
 )
-from rollouts.engines.weights.checkpoint_check import read_vocab_size
+from rollouts.engines.weights.checkpoint_check import read_experts_per_token, read_vocab_size
 from rollouts.engines.weights.path_map import PathMap
 from rollouts.errors import EngineError, EngineTimeout
 
@@ -50,7 +50,9 @@ async def read_facts(
     """
     answers = await ask_facts(server)
     facts, foreign = parse_server_info(*answers), find_foreign_defaults(answers[1])
-    found = await trio.to_thread.run_sync(read_vocab_size, (paths or PathMap()).to_local(facts.info.model_path))
+    directory = (paths or PathMap()).to_local(facts.info.model_path)
+    found = await trio.to_thread.run_sync(read_vocab_size, directory)
+    facts = replace(facts, experts_per_token=await trio.to_thread.run_sync(read_experts_per_token, directory))
     info = replace(facts.info, vocab_size=vocab_size if found is None else found)
     check_version(name, info.version, oldest=OLDEST_VERSION, tested=TESTED_VERSIONS)
     check_server(name, info, expected_model=expected_model, vocab_size=vocab_size)

@@ -32,15 +32,17 @@ OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 class SGLangGeneration:
     """Requests for samples and scores to one server. Holds the number of samples of each request in flight, for aborts."""
 
-    def __init__(self, name: str, server: HTTPEndpoint, get_facts: Callable[[], SGLangServer]) -> None:
+    def __init__(self, name: str, server: HTTPEndpoint, get_facts: Callable[[], SGLangServer], *, record_experts: bool = False) -> None:
         """
         Args:
             name: name of the engine, for messages.
             get_facts: returns the facts of the server, which limit requests. Raises EngineError after the engine's block.
+            record_experts: whether to ask for the experts that routers chose.
         """
         self._name = name
         self._server = server
         self._get_facts = get_facts
+        self._records_experts = record_experts
         self._num_samples: dict[str, int] = {}  # samples of each wire id in flight
 
     async def send(self, request: WireRequest) -> Sequence[Generated]:
@@ -48,7 +50,8 @@ class SGLangGeneration:
         if self._is_used_up(request):
             return [Generated((), (), (), "length")] * request.n
         with self._in_flight_as(request) as ids:
-            return parse_sglang_response(await self._server.post_json("/generate", self._create_payload(request, ids)), ids)
+            response = await self._server.post_json("/generate", self._create_payload(request, ids))
+            return parse_sglang_response(response, ids, self._find_experts_per_token())
 
     async def send_streaming(self, on_tokens: OnTokens, request: WireRequest) -> Sequence[Generated]:
         """Return the one result of a request; on_tokens is called with its tokens as they arrive. Raises EngineError."""
@@ -58,7 +61,7 @@ class SGLangGeneration:
         with self._in_flight_as(request) as ids:
             async with self._server.stream_events("/generate", {**self._create_payload(request, ids), "stream": True}) as events:
                 async for event in events:
-                    tokens, log_probs, whole = parse_sglang_event(event, ids[0])
+                    tokens, log_probs, whole = parse_sglang_event(event, ids[0], self._find_experts_per_token())
                     if len(tokens) > num_heard:
                         on_tokens(tokens[num_heard:], log_probs[num_heard:])
                         num_heard = len(tokens)
@@ -103,7 +106,12 @@ class SGLangGeneration:
         finally:
             del self._num_samples[request.wire_id]
 
+    def _find_experts_per_token(self) -> int | None:
+        return self._get_facts().experts_per_token if self._records_experts else None
+
     def _create_payload(self, request: WireRequest, ids: Sequence[str]) -> dict[str, Any]:
         params, seeded = request.params, self._get_facts().info.honors_seeds
         seeds = [params.seed if params.seed is None or request.n == 1 else derive_seed(params.seed, i) for i in range(request.n)]
-        return sglang_payload([request.tokens] * request.n, [sglang_sampling_params(params.new(seed=s), seeded=seeded) for s in seeds], ids)
+        sampling = [sglang_sampling_params(params.new(seed=s), seeded=seeded) for s in seeds]
+        payload = sglang_payload([request.tokens] * request.n, sampling, ids)
+        return {**payload, "return_routed_experts": True} if self._records_experts else payload

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import numpy as np
 from torch import Tensor
 
 from rollouts.engines.http.checks import ServerInfo
-from rollouts.engines.http.samples import Generated, expand_spans, read_log_prob, read_token_ids
+from rollouts.engines.http.samples import Generated, expand_spans, read_experts, read_log_prob, read_token_ids
 from rollouts.errors import EngineProtocolError
-from rollouts.types import SamplingParams
+from rollouts.types import RoutedExperts, SamplingParams
 
 PauseMode = Literal["abort", "retract"]
 """Effect of a pause on requests in flight. SGLang's third mode, in_place, mixes keys and values of two policies and is not offered."""
@@ -87,19 +88,27 @@ def sglang_payload(
     }
 
 
-def parse_sglang_response(response: Any, request_ids: Sequence[str]) -> tuple[Generated, ...]:
-    """Parse the answer of /generate to sglang_payload with these ids, in their order. Raises EngineProtocolError if it is unexpected."""
+def parse_sglang_response(response: Any, request_ids: Sequence[str], experts_per_token: int | None = None) -> tuple[Generated, ...]:
+    """Parse the answer of /generate to sglang_payload with these ids, in their order.
+
+    Args:
+        experts_per_token: experts of a token in each router, to read those that routers chose; None = they were not asked for.
+
+    Raises: EngineProtocolError if the answer is unexpected.
+    """
     answers = cast("list[Any]", response) if isinstance(response, list) else [response]
     if len(answers) != len(request_ids):
         raise EngineProtocolError(f"/generate gave {len(answers)} answers to {len(request_ids)} requests")
-    return tuple(_parse_answer(answer, request_id) for answer, request_id in zip(answers, request_ids, strict=True))
+    return tuple(_parse_answer(answer, request_id, experts_per_token) for answer, request_id in zip(answers, request_ids, strict=True))
 
 
-def parse_sglang_event(event: Any, request_id: str) -> tuple[tuple[int, ...], tuple[float, ...], Generated | None]:
+def parse_sglang_event(
+    event: Any, request_id: str, experts_per_token: int | None = None
+) -> tuple[tuple[int, ...], tuple[float, ...], Generated | None]:
     """Parse one event of a stream: all tokens and log-probs so far (streams are cumulative), and the whole once it has ended."""
     with _protocol_errors("an event of /generate", event):
         if event["meta_info"]["finish_reason"] is not None:
-            whole = _parse_answer(event, request_id)
+            whole = _parse_answer(event, request_id, experts_per_token)
             return whole.tokens, whole.log_probs, whole
         tokens, log_probs = _read_tokens(event, request_id)
     return tokens, log_probs, None
@@ -177,6 +186,7 @@ class SGLangServer:
     tensor_parallel_size: int
     data_parallel_size: int
     streams_deltas: bool  # --incremental-streaming-output
+    experts_per_token: int | None = None  # experts of a token in each router; None = unknown, or no mixture of experts
 
 
 def parse_server_info(server_info: Any, model_info: Any, models: Any) -> SGLangServer:
@@ -241,7 +251,7 @@ def parse_probe(response: Any) -> Literal["tempered", "untempered"] | None:
     return None
 
 
-def _parse_answer(answer: Any, request_id: str) -> Generated:
+def _parse_answer(answer: Any, request_id: str, experts_per_token: int | None) -> Generated:
     with _protocol_errors("/generate", answer):
         tokens, log_probs = _read_tokens(answer, request_id)
         meta = answer["meta_info"]
@@ -250,7 +260,17 @@ def _parse_answer(answer: Any, request_id: str) -> Generated:
             raise EngineProtocolError(f"request {request_id} ended with the unknown finish reason {meta['finish_reason']!r}")
         spans = [(str(span["version"]), int(span["start"]), int(span["end"])) for span in meta["weight_versions"]]
         labels = expand_spans(f"request {request_id}", spans, len(tokens))
-    return Generated(tokens=tokens, log_probs=log_probs, labels=labels, finish_reason=finish_reason)
+        experts = None if experts_per_token is None or not tokens else _read_experts(meta, len(tokens), experts_per_token)
+    return Generated(tokens=tokens, log_probs=log_probs, labels=labels, finish_reason=finish_reason, experts=experts)
+
+
+def _read_experts(meta: Any, num_tokens: int, experts_per_token: int) -> RoutedExperts:
+    """Read the experts of a sample: numbers of 32 bits # [prompt + tokens - 1, layers, k], in base64."""
+    text, num_prompt = meta.get("routed_experts"), int(meta["prompt_tokens"])
+    if not isinstance(text, str):
+        raise EngineProtocolError("/generate gave no experts of a mixture of experts: start the server with --enable-return-routed-experts")
+    values = np.frombuffer(base64.b64decode(text), dtype="<i4")
+    return read_experts(values.reshape(num_prompt + num_tokens - 1, -1, experts_per_token), num_prompt, num_tokens)
 
 
 def _read_tokens(answer: Any, request_id: str) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -38,6 +38,8 @@ from rollouts.errors import EngineError
 from rollouts.types import Completion, SamplingParams
 from rollouts.weight_specs import WeightSpec
 
+_FEATURES = frozenset({EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.DISTRUST, EngineFeature.SLEEP})
+
 
 class VLLMEngine:
     """An InferenceEngine over a running vLLM server (0.32 or newer).
@@ -51,8 +53,6 @@ class VLLMEngine:
       does.
     - New weights are loaded from a directory, while no request runs and with all keys and values of the old ones dropped.
     """
-
-    features = frozenset({EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.DISTRUST, EngineFeature.SLEEP})
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class VLLMEngine:
         retry: RetryPolicy | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         path_map: PathMap | None = None,
+        record_experts: bool = False,
         name: str | None = None,
     ) -> None:
         """
@@ -85,6 +86,8 @@ class VLLMEngine:
             max_connections: maximum number of generations in flight; more wait.
             transport: transport for tests.
             path_map: map from directories of weights here to other paths at the server.
+            record_experts: completions have the experts that routers chose, for their replay in training; the server runs with
+                --enable-return-routed-experts and VLLM_USE_V2_MODEL_RUNNER=1.
             name: name in messages.
         """
         assert in_flight in ("continue", "abort"), f"in_flight is {in_flight!r}, expected 'continue' or 'abort'"
@@ -103,9 +106,15 @@ class VLLMEngine:
         )
         self.weights = ServerWeights(self._requests, controls, self._paths, reference, allow_cast=allow_cast)
         self._eos_token_ids = frozenset[int]()
+        self._records_experts = record_experts
         self._has_warned_of_seeds = False
         self._info: ServerInfo | None = None
         self._exit_stack = AsyncExitStack()
+
+    @property
+    def features(self) -> frozenset[EngineFeature]:
+        """Features of all engines of this class, and ROUTED_EXPERTS if this one records experts."""
+        return _FEATURES | {EngineFeature.ROUTED_EXPERTS} if self._records_experts else _FEATURES
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -187,7 +196,8 @@ class VLLMEngine:
         return await score_tokens(self._requests, partial(self._score, input_tokens), parse)
 
     async def _send(self, request: WireRequest) -> Sequence[Generated]:
-        return parse_vllm_response(await self._server.post_json(GENERATE, vllm_payload(request, self._eos_token_ids)), request)
+        response = await self._server.post_json(GENERATE, vllm_payload(request, self._eos_token_ids))
+        return parse_vllm_response(response, request, with_experts=self._records_experts)
 
     async def _score(self, tokens: Sequence[int], wire_id: str) -> Any:
         return await self._server.post_json(GENERATE, prompt_log_probs_payload(tokens, wire_id))

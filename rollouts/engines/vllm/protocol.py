@@ -6,16 +6,20 @@ distribution sampled from, after temperature, top_p, top_k and min_p; "raw" ones
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
+
 from rollouts.engines.http.checks import ServerInfo
 from rollouts.engines.http.requests import WireRequest
-from rollouts.engines.http.samples import Generated, expand_spans, read_log_prob, read_token_ids
+from rollouts.engines.http.samples import Generated, expand_spans, read_experts, read_log_prob, read_token_ids
 from rollouts.errors import EngineError, EngineProtocolError, EngineStatusError
 from rollouts.seeds import derive_seed
-from rollouts.types import FinishReason, LogProbKind, SamplingParams
+from rollouts.types import FinishReason, LogProbKind, RoutedExperts, SamplingParams
 
 TESTED_VERSIONS = ("0.32.0",)
 OLDEST_VERSION = "0.32"  # earlier versions give no weight versions of tokens, and log-probs of another shape
@@ -80,8 +84,14 @@ def check_params(name: str, request_id: str, params: SamplingParams, n: int, inf
         )
 
 
-def parse_vllm_response(response: Any, request: WireRequest) -> tuple[Generated, ...]:
-    """Parse the answer of /inference/v1/generate, one result for each sample in order. Raises EngineProtocolError if it is unexpected."""
+def parse_vllm_response(response: Any, request: WireRequest, *, with_experts: bool = False) -> tuple[Generated, ...]:
+    """Parse the answer of /inference/v1/generate, one result for each sample in order.
+
+    Args:
+        with_experts: read the experts that routers chose.
+
+    Raises: EngineProtocolError if the answer is unexpected, or has no experts.
+    """
     with _protocol_errors(GENERATE, response):
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
         if response["request_id"] != ID_PREFIX + request.wire_id:
@@ -93,10 +103,10 @@ def parse_vllm_response(response: Any, request: WireRequest) -> tuple[Generated,
                 f"{GENERATE} took {response['usage']['prompt_tokens']} prompt tokens, but {len(request.tokens)} were sent: something "
                 "between here and the model tokenizes again"
             )
-        return tuple(_parse_choice(choice) for choice in choices)
+        return tuple(_parse_choice(choice, len(request.tokens), with_experts) for choice in choices)
 
 
-def _parse_choice(choice: Any) -> Generated:
+def _parse_choice(choice: Any, num_prompt: int, with_experts: bool) -> Generated:
     tokens = read_token_ids(choice["token_ids"])
     entries = choice["logprobs"]["content"]
     if tuple(entry["token_id"] for entry in entries) != tokens:
@@ -110,7 +120,22 @@ def _parse_choice(choice: Any) -> Generated:
         log_probs=tuple(read_log_prob(entry["logprob"], _FLOOR) for entry in entries),
         labels=expand_spans(GENERATE, spans, len(tokens)),
         finish_reason=finish_reason,
+        experts=_read_experts(choice["routed_experts"], num_prompt, len(tokens)) if with_experts and tokens else None,
     )
+
+
+def _read_experts(text: Any, num_prompt: int, num_tokens: int) -> RoutedExperts:
+    """Read the experts of a sample: an array of numpy's file format # [prompt + tokens - 1, layers, k], in base64."""
+    if not isinstance(text, str):
+        raise EngineProtocolError(
+            f"{GENERATE} gave no experts of a mixture of experts: start the server with --enable-return-routed-experts and the variable "
+            "VLLM_USE_V2_MODEL_RUNNER=1"
+        )
+    try:
+        values = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise EngineProtocolError(f"{GENERATE} gave experts that are not an array in numpy's file format: {error}") from error
+    return read_experts(values, num_prompt, num_tokens)
 
 
 def prompt_log_probs_payload(tokens: Sequence[int], wire_id: str) -> dict[str, Any]:

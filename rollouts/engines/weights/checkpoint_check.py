@@ -154,12 +154,22 @@ def read_reference(model_path: Path) -> CheckpointLayout | None:
 
 def read_vocab_size(model_path: Path) -> int | None:
     """Return the rows of a model's embedding, by its directory's config.json; None if that cannot be read from here."""
+    return _read_size(model_path, ("vocab_size",))
+
+
+def read_experts_per_token(model_path: Path) -> int | None:
+    """Return the experts of a token in each router, by a directory's config.json; None if that does not say so, or cannot be read."""
+    return _read_size(model_path, ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"))
+
+
+def _read_size(model_path: Path, names: Sequence[str]) -> int | None:
+    """Return the first of these numbers in a directory's config.json, of the whole model or its text part."""
     try:
         config = _read_json(model_path / "config.json")
     except CheckpointError:
         return None
     sources = (config, config.get("text_config")) if isinstance(config, dict) else ()
-    sizes = [source.get("vocab_size") for source in sources if isinstance(source, dict)]
+    sizes = [source.get(name) for source in sources if isinstance(source, dict) for name in names]
     return next((size for size in sizes if isinstance(size, int)), None)
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rollouts.errors import ConfigError
+
+ChooseExperts: TypeAlias = Callable[[Sequence[int]], NDArray[np.integer[Any]]]
+"""f(tokens) -> the experts that the routers of a mixture of experts choose for each # [tokens, layers, k]."""
 
 
 def check_options(settings: object, at_least: Mapping[str, int], above_zero: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ class Generation:
     token_ids: tuple[int, ...] | None
     with_text: bool  # whether log-probs carry the text of their tokens
     with_prompt_ids: bool
+    with_experts: bool
     salt: str
 
 
@@ -115,6 +116,7 @@ def _parse_generate(body: Mapping[str, Any], request: Request, tokenizer: Tokeni
         token_ids=None if token_ids is None else wanted,
         with_text=bool(body.get("return_text_in_logprobs")),
         with_prompt_ids=bool(body.get("return_prompt_token_ids")),
+        with_experts=bool(body.get("return_routed_experts")),
         salt=f"{body.get('extra_key') or ''}{body.get('cache_salt') or ''}",
     )
 

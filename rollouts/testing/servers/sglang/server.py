@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 import uuid
@@ -272,7 +273,7 @@ class FakeSGLangServer(LoopbackServer):
     def _describe(self, sequence: Sequence_, generation: Generation, started_at: float, *, is_final: bool = True) -> dict[str, Any]:
         wants_prompt = generation.with_log_probs and generation.log_prob_start >= 0
         draws = self.model.score(sequence.prompt, generation.num_top, generation.token_ids or ()) if wants_prompt else None
-        return payloads.describe_sample(
+        answer = payloads.describe_sample(
             sequence,
             generation,
             self._tokenizer,
@@ -282,6 +283,10 @@ class FakeSGLangServer(LoopbackServer):
             prompt_draws=draws,
             is_final=is_final,
         )
+        if generation.with_experts and self._settings.choose_experts is not None:
+            experts = self._settings.choose_experts((*sequence.prompt, *sequence.tokens))[:-1]
+            answer["meta_info"]["routed_experts"] = base64.b64encode(experts.astype("<i4").tobytes()).decode()
+        return answer
 
     def _check_step(self, sequence: Sequence_) -> None:
         if not self.core.has_memory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollouts.testing.servers.options import check_options
+from rollouts.testing.servers.options import ChooseExperts, check_options
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class SGLangSettings:
         health_generates: SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION: whether /health runs a token through the engine.
         health_timeout_s: SGLANG_HEALTH_CHECK_TIMEOUT: seconds after which /health answers 503, more than 0.
         poll_s: seconds between two checks whether a pause, or /health, is done, more than 0; fixed to 1 in the real server.
+        choose_experts: --enable-return-routed-experts: f(tokens) -> experts # [tokens, layers, k] of each token in each layer, of which an
+            answer has all but the last; None = answers have no experts.
         can_sleep: --enable-memory-saver and --enable-weights-cpu-backup: whether memory is released, and weights survive that.
         api_key: --api-key: key required on every route but /health, /health_generate and /ready; None = no key.
         keep_alive_s: SGLANG_TIMEOUT_KEEP_ALIVE: seconds after which an idle connection is closed, more than 0.
@@ -35,6 +37,7 @@ class SGLangSettings:
     health_generates: bool = True
     health_timeout_s: float = 20.0
     poll_s: float = 0.02
+    choose_experts: ChooseExperts | None = None
     can_sleep: bool = False
     api_key: str | None = None
     keep_alive_s: float = 5.0

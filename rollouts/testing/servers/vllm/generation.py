@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from rollouts.testing.servers.http import Answer, EventStream, Request, dump_json, json_response
 from rollouts.testing.servers.models import Sampling
+from rollouts.testing.servers.options import ChooseExperts
 from rollouts.testing.servers.payloads import Refused, Tokenizer
 from rollouts.testing.servers.scheduler import Sequence_, follow, run_streams
 from rollouts.testing.servers.vllm import payloads
@@ -31,7 +36,13 @@ class VLLMGeneration:
         body = read_json(request)
         prompt, sampling, n = payloads.parse_generate(body, self._limits)
         options = body["sampling_params"]
-        style = _Style(options.get("logprobs"), body.get("output_mode") or "tokens", self._tokenizer, self._core.model.eos_token_ids)
+        style = _Style(
+            options.get("logprobs"),
+            body.get("output_mode") or "tokens",
+            self._tokenizer,
+            self._core.model.eos_token_ids,
+            self._limits.settings.choose_experts,
+        )
         prompt_count = options.get("prompt_logprobs")
         rid = f"generate-tokens-{body.get('request_id') or random_id()}"
         sequences = self.create_sequences([rid], [prompt], sampling, n, body, reads_cache=prompt_count is None)
@@ -130,14 +141,27 @@ class VLLMGeneration:
 class _Style:
     """Options of a request for the description of its choices."""
 
-    def __init__(self, count: int | None, mode: str, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        count: int | None,
+        mode: str,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Sequence[int],
+        choose_experts: ChooseExperts | None,
+    ) -> None:
         self.mode = mode
+        self._choose_experts = choose_experts
         self._count, self._tokenizer, self._eos_token_ids = count, tokenizer, eos_token_ids
 
     def describe(self, index: int, sequence: Sequence_) -> dict[str, Any]:
-        return payloads.describe_choice(
+        choice = payloads.describe_choice(
             index, sequence, self._count, self._tokenizer, is_text=self.mode == "text", eos_token_ids=self._eos_token_ids
         )
+        if self._choose_experts is not None and sequence.tokens:
+            file = io.BytesIO()
+            np.save(file, self._choose_experts((*sequence.prompt, *sequence.tokens))[:-1])
+            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+        return choice
 
 
 def random_id() -> str:

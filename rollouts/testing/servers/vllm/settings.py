@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from rollouts.testing.servers.options import check_options
+from rollouts.testing.servers.options import ChooseExperts, check_options
 
 Transport: TypeAlias = Literal["disk", "nccl", "gloo", "ipc"]
 """disk: takes {"path": directory}, and checks it first. nccl: as on a machine without a GPU, where it cannot start. gloo: the server's
@@ -36,6 +36,8 @@ class VLLMSettings:
         allow_insecure_serialization: VLLM_ALLOW_INSECURE_SERIALIZATION=1, required by "ipc".
         worker_methods: --worker-extension-cls: name -> method for /collective_rpc, besides the server's own.
         generation_config: --generation-config: defaults of the OpenAI-like routes; None = those of the model's directory, if any.
+        choose_experts: --enable-return-routed-experts: f(tokens) -> experts # [tokens, layers, k] of each token in each layer, of which an
+            answer has all but the last; None = answers have no experts.
         can_sleep: --enable-sleep-mode: whether /sleep releases memory; without it, the server pauses alone.
         keep_alive_on_engine_death: VLLM_KEEP_ALIVE_ON_ENGINE_DEATH=1: answer 500, and /health 503, when the engine is dead, instead of
             ending.
@@ -58,6 +60,7 @@ class VLLMSettings:
     allow_insecure_serialization: bool = False
     worker_methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
     generation_config: Mapping[str, Any] | None = None
+    choose_experts: ChooseExperts | None = None
     can_sleep: bool = False
     keep_alive_on_engine_death: bool = False
     keep_alive_s: float = 5.0
