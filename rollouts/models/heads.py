@@ -53,7 +53,7 @@ def load_critic_model(
     with explain_loading(directory, CRITIC):
         config = read_model_config(directory, trust_remote_code=trust_remote_code)
         if is_reward_model(config):
-            scorer = AutoModelForSequenceClassification.from_pretrained(
+            scorer = find_head_class(AutoModelForSequenceClassification, config).from_pretrained(
                 directory, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
             )
             critic = create_critic_model(cast("PreTrainedModel", scorer), seed=seed)
@@ -63,7 +63,7 @@ def load_critic_model(
         if not is_of_kind(config, CRITIC_KIND):
             model = load_hf_model(directory, trust_remote_code=trust_remote_code)
             return create_critic_model(model, seed=seed, head_std=head_std)
-        loaded, info = AutoModelForTokenClassification.from_pretrained(
+        loaded, info = find_head_class(AutoModelForTokenClassification, config).from_pretrained(
             directory, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     missing = sorted(cast("dict[str, Any]", info)["missing_keys"])
@@ -104,7 +104,7 @@ def create_model_with_head(
         setattr(config, name, value)
     try:
         with torch.random.fork_rng(devices=[]):
-            made = cast("PreTrainedModel", kind.from_config(config))
+            made = cast("PreTrainedModel", find_head_class(kind, config).from_config(config))
     except ValueError as error:
         raise ConfigError(_explain_missing_head(kind, config)) from error
     merged = merge_adapters(model)
@@ -116,13 +116,44 @@ def create_model_with_head(
     return made
 
 
+def find_head_class(kind: Any, config: Any) -> Any:
+    """Return the class of models with a head for a configuration: transformers' own, or where it has none its generic head on the backbone.
+
+    The weights and names of a model of the second kind are those that transformers would give it; only its directory is opened by this
+    function's class alone, since AutoModelForTokenClassification does not know it.
+
+    Args:
+        kind: transformers class, AutoModelForTokenClassification or AutoModelForSequenceClassification.
+
+    Returns: a class with from_config and from_pretrained; `kind` also for an architecture that transformers does not know.
+    """
+    from transformers import AutoModel, PreTrainedModel
+    from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+    backbones = cast("Any", AutoModel)._model_mapping  # no public function tells whether a class is there
+    if type(config) in kind._model_mapping or type(config) not in backbones:
+        return kind
+    found = backbones[type(config)]
+    backbone = found[0] if isinstance(found, tuple) else found
+    base = next(b for b in backbone.__mro__ if b is not PreTrainedModel and b.__name__.endswith("PreTrainedModel"))
+    generic = {"AutoModelForTokenClassification": GenericForTokenClassification}.get(kind.__name__, GenericForSequenceClassification)
+
+    def from_config(cls: Any, config: Any, *, trust_remote_code: bool = False, **settings: Any) -> Any:
+        return cls._from_config(config, **settings)
+
+    name = backbone.__name__.removesuffix("Model") + kind.__name__.removeprefix("AutoModel")
+    # transformers reads the source of the class's module for what its layers can do
+    content = {"__module__": backbone.__module__, "config_class": type(config), "from_config": classmethod(from_config)}
+    return type(name, (generic, base), content)
+
+
 def check_critic_kind(config: Any) -> None:
     """Raise ConfigError if no critic can be made of a model with this configuration. Loads no weights."""
     from transformers import AutoModelForTokenClassification
 
     try:
         with torch.device("meta"):
-            AutoModelForTokenClassification.from_config(copy.deepcopy(config))
+            find_head_class(AutoModelForTokenClassification, config).from_config(copy.deepcopy(config))
     except ValueError as error:
         raise ConfigError(_explain_missing_head(AutoModelForTokenClassification, config)) from error
 
@@ -184,7 +215,8 @@ def load_reward_model(
 
     directory = check_reward_model(path, trust_remote_code=trust_remote_code)
     with explain_loading(directory, "reward model (a sequence-classification model with one label)"):
-        loaded, info = AutoModelForSequenceClassification.from_pretrained(
+        kind = find_head_class(AutoModelForSequenceClassification, read_model_config(directory, trust_remote_code=trust_remote_code))
+        loaded, info = kind.from_pretrained(
             directory, dtype=parse_dtype(dtype), local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     missing = sorted(cast("dict[str, Any]", info)["missing_keys"])

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from rollouts.backends.weights.fill import ChosenWeights, FileWeights, WeightSource, fill_weights
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.forward import get_value_head
-from rollouts.models.heads import CRITIC, CRITIC_KIND, init_value_head, is_reward_model
+from rollouts.models.heads import CRITIC, CRITIC_KIND, find_head_class, init_value_head, is_reward_model
 from rollouts.models.loading import check_model_directory, explain_loading, is_of_kind, read_model_config
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def load_critic_on_meta(path: str | Path, *, trust_remote_code: bool = False) ->
             config.num_labels = 1
             config.classifier_dropout = 0.0
         try:
-            model = create_on_meta(partial(_create_from_config, AutoModelForTokenClassification, config, trust_remote_code))
+            kind = find_head_class(AutoModelForTokenClassification, config)
+            model = create_on_meta(partial(_create_from_config, kind, config, trust_remote_code))
         except ValueError as error:
             raise ConfigError(f"transformers has no token-classification model for {type(config).__name__}: {error}") from error
         get_value_head(model)
