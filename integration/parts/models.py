@@ -37,6 +37,7 @@ from rollouts.models.heads import check_critic_kind, load_critic_model
 from rollouts.models.loading import check_model_directory, find_device_name, load_hf_model, load_tokenizer, parse_device
 from rollouts.models.prepare import recompute_activations
 from rollouts.models.tokens import TokenSpec, describe_tokenizer, explain_token_differences
+from rollouts.models.weights import converts_weights
 from rollouts.types import Algorithm
 
 if TYPE_CHECKING:
@@ -186,6 +187,25 @@ def check_backend(config: Config, mode: str = "sft+rl") -> None:
         require_jax()
         if path is not None:
             read_decoder_config(load_hf_model_on_meta(path, trust_remote_code=config.model.trust_remote_code))
+
+
+def settle_weight_sync(config: Config) -> Config:
+    """Choose the disk for new weights of a model whose files have other names than its memory, since servers know those. Loads no weights.
+
+    Raises: ConfigError for another transport that the user chose.
+    """
+    how, path = config.engine.weight_sync, config.model.path
+    if not config.engine.is_server or how == "disk" or path is None:
+        return config
+    model = load_hf_model_on_meta(path, trust_remote_code=config.model.trust_remote_code)
+    if not converts_weights(model):
+        return config
+    if how != "auto":
+        raise ConfigError(
+            f"engine.weight_sync is {how!r}, but weights of a model of type {model.config.model_type!r} have other names and shapes in "
+            "memory than in files, which are those that servers know: use disk"
+        )
+    return replace(config, engine=replace(config.engine, weight_sync="disk"))
 
 
 def check_limits(config: Config, mode: str) -> None:

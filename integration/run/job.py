@@ -32,6 +32,7 @@ from integration.parts.models import (
     create_tokenizer,
     describe_hardware,
     fix_hardware,
+    settle_weight_sync,
 )
 from integration.parts.placement import find_nccl_version, place_servers
 from integration.parts.rewards import check_reward, load_task_reward
@@ -189,6 +190,7 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
         check_companions(config)
         check_reward(config)
         load_condition(config.trajectories)
+        config = settle_weight_sync(config)
         config = place_servers(config, os.environ, count_local_processes(num_processes, os.environ), find_nccl_version)
     if command.dry_run:
         described = make_safe(redact(describe_run(config, command.mode, command.find_idle_options())))

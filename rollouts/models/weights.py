@@ -6,6 +6,7 @@ out are whole, also those of a sharded model, and have the adapters of the model
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,15 +64,69 @@ def find_weight_files(directory: Path) -> list[Path]:
     return found
 
 
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """Read all tensors from the files of find_weight_files. Raises CheckpointError as it does, or if a file is damaged."""
+def read_weights(directory: Path, model: PreTrainedModel | None = None) -> dict[str, Tensor]:
+    """Read all tensors from the files of find_weight_files.
+
+    Args:
+        model: model that they are meant for, whose names they get, see converts_weights; None = the names in the files.
+
+    Raises: CheckpointError as find_weight_files, or if a file is damaged.
+    """
     weights: dict[str, Tensor] = {}
     for path in find_weight_files(directory):
         try:
             weights.update(load_file(path))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+    if model is not None and not weights.keys() <= base_weights(model).keys() and converts_weights(model):
+        return load_converted(find_class(model), directory)
     return weights
+
+
+def converts_weights(model: PreTrainedModel) -> bool:
+    """Whether transformers gives this model's weights other names or shapes in files than in memory.
+
+    In memory the experts of a layer are one tensor, for example, and in files each has its own.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(as_unsharded(model), add_legacy=False))
+
+
+def as_unsharded(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model whose class is transformers' own: the model itself, or for one that FSDP has sharded another on meta."""
+    kind = find_class(model)
+    if kind is type(model):
+        return model
+    with torch.device("meta"):
+        return kind._from_config(copy.deepcopy(model.config))
+
+
+def find_class(model: PreTrainedModel) -> Any:
+    """Return transformers' class of a model, also of one that FSDP has sharded, whose own class is derived from it."""
+    return next(kind for kind in type(model).__mro__ if all(base.__name__ != "FSDPModule" for base in kind.__mro__))
+
+
+def load_converted(kind: Any, directory: Path) -> dict[str, Tensor]:
+    """Load the weights of a directory under the names that they have in memory, float32, by transformers.
+
+    Args:
+        kind: class with from_pretrained.
+
+    Raises: CheckpointError if they are not all of such a model's.
+    """
+    try:
+        loaded, found = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{directory} cannot be loaded as {kind.__name__}: {error}") from error
+    faults = {name: sorted(map(str, found[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if any(faults.values()):
+        missing, unknown, wrong = (names[:5] for names in faults.values())
+        raise CheckpointError(
+            f"{directory} does not fit {kind.__name__}: missing {missing}, unknown {unknown}, wrong shapes {wrong}. Use weights of the "
+            "same architecture."
+        )
+    return dict(loaded.state_dict())
 
 
 def has_adapters(model: torch.nn.Module) -> bool:

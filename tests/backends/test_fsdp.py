@@ -215,7 +215,7 @@ def test_a_directory_gives_the_backend_that_its_model_gives(tmp_path: Path):
     expected = create_pytorch_backend(tmp_path, lr=1e-2)
     assert backend.token_spec == expected.token_spec
     assert backend.computes == expected.computes
-    assert get_backend_features(backend) == set(BackendFeature) - {BackendFeature.ADAPTERS}
+    assert get_backend_features(backend) == set(BackendFeature) - {BackendFeature.ADAPTERS, BackendFeature.WEIGHT_VIEWS}
     assert backend.num_shards == 1
     assert torch.equal(backend.forward(make_ragged(), log_probs).value, expected.forward(make_ragged(), log_probs).value)
 

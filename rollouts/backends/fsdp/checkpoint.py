@@ -41,7 +41,7 @@ from rollouts.backends.optim.updates import Scheduler, UpdateCounts, read_counts
 from rollouts.backends.pytorch.files import SHARDED_DIRECTORY, TRAINER_FILE, name_tensors, restore_random_state, take_random_state
 from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_values
 from rollouts.backends.weights.export import MAX_FILE_BYTES, Piece, agree, alone, call_agreed, collect_pieces, export_pieces, export_sharded
-from rollouts.backends.weights.fill import FileWeights, check_shapes_fit, fill_weights
+from rollouts.backends.weights.fill import check_shapes_fit, fill_weights, open_weights
 from rollouts.checks import find_non_finite
 from rollouts.errors import CheckpointError
 from rollouts.models.weights import check_architecture
@@ -234,7 +234,7 @@ def load_sharded(
 def _examine(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path, rank: int, adapters: Adapters | None) -> _Found:
     """Read and check what a rank restores, besides weights and tensors of optimizer state. Raises CheckpointError; changes nothing."""
     check_architecture(model, directory)
-    with FileWeights(directory) as files:
+    with open_weights(model, directory) as files:
         check_shapes_fit(model, files.shapes, str(directory))
     saved: SavedAdapters | None = None
     if adapters is None:
@@ -266,7 +266,7 @@ def _export_base(model: PreTrainedModel, directory: Path, ranks: Ranks) -> None:
 
 
 def _fill_base(model: PreTrainedModel, ranks: Ranks, directory: Path) -> None:
-    with FileWeights(directory) as files:
+    with open_weights(model, directory) as files:
         fill_weights(model, files, ranks.device, str(directory))
 
 

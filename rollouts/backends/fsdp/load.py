@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from rollouts.backends.weights.fill import ChosenWeights, FileWeights, WeightSource, fill_weights
+from rollouts.backends.weights.fill import ChosenWeights, WeightSource, fill_weights, open_weights
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.forward import get_value_head
 from rollouts.models.heads import CRITIC, CRITIC_KIND, find_head_class, init_value_head, is_reward_model
 from rollouts.models.loading import check_model_directory, explain_loading, is_of_kind, read_model_config
+from rollouts.models.weights import base_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,11 +81,10 @@ def materialize_from_hf(model: PreTrainedModel, directory: str | Path, device: s
     Raises: ConfigError if a file is missing or damaged, or names or shapes do not fit; nothing is changed then.
     """
     path = check_model_directory(directory)
-    with explain_loading(path, type(model).__name__), FileWeights(path) as files:
+    with explain_loading(path, type(model).__name__), open_weights(model, path) as files:
         names = {name: name for name in files.shapes}
-        prefix = f"{model.base_model_prefix}."
-        if not any(name.startswith(prefix) for name in names):  # saved from the part below the head
-            names = {prefix + name: name for name in names}
+        if not names.keys() & base_weights(model).keys():  # saved from the part below the head
+            names = {f"{model.base_model_prefix}.{name}": name for name in names}
         fill_weights(model, ChosenWeights(files, names, {}), device, str(path))
         return files.bytes_read
 
@@ -131,9 +131,14 @@ def materialize_critic(
     Returns: bytes of weights that this process has read from files.
     Raises: ConfigError as materialize_from_hf.
     """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
     path = check_model_directory(directory)
-    with explain_loading(path, CRITIC), FileWeights(path) as files:
-        config = read_model_config(path, trust_remote_code=trust_remote_code)
+    config = read_model_config(path, trust_remote_code=trust_remote_code)
+    kind = None if is_of_kind(config, CRITIC_KIND) else AutoModelForCausalLM
+    if is_reward_model(config):
+        kind = find_head_class(AutoModelForSequenceClassification, config)
+    with explain_loading(path, CRITIC), open_weights(model, path, kind) as files:
         fill_weights(model, _choose_for_critic(model, files, config, seed, head_std), device, str(path))
         return files.bytes_read
 
@@ -143,7 +148,13 @@ def _choose_for_critic(model: PreTrainedModel, source: WeightSource, config: Any
     if is_of_kind(config, CRITIC_KIND):
         return ChosenWeights(source, {name: name for name in source.shapes}, {})
     prefix = f"{model.base_model_prefix}."
-    names = {name: name for name in source.shapes if name.startswith(prefix)} or {prefix + name: name for name in source.shapes}
+    names = {name: name for name in source.shapes if name.startswith(prefix)}
+    if not names:  # saved from the part below the head, or of a language model that calls this part otherwise
+        own = base_weights(model).keys()
+        names = {prefix + name: name for name in source.shapes}
+        if not names.keys() & own:
+            renamed = {prefix + name.partition(".")[2]: name for name in source.shapes}
+            names = {name: other for name, other in renamed.items() if name in own}
     head = get_value_head(model)
     (head_name,) = [name for name, module in model.named_modules() if module is head]
     fresh = torch.nn.Module()  # the same layer outside the model, whole

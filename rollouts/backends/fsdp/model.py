@@ -7,7 +7,7 @@ optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -64,7 +64,9 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: FSDPConfig) ->
     if config.mixed_precision is not None:
         # the residual stream stays float32 and products run in bfloat16 (autocast), as in one process; so no inputs are cast
         layer_dtypes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for unit in find_units(model, config.auto_wrap_min_params):
+    units = find_units(model, config.auto_wrap_min_params)
+    _check_disjoint(model, units)
+    for unit in units:
         # the list form: one gather for all of them
         fully_shard(cast("Any", unit), mesh=mesh, reshard_after_forward=not keep, mp_policy=layer_dtypes, offload_policy=offload)
     root = cast("nn.Module", model)
@@ -88,6 +90,19 @@ def is_sharded(model: PreTrainedModel) -> bool:
 def sharded_modules(model: PreTrainedModel) -> Iterator[FSDPModule]:
     """Return the root and the units below it."""
     return (module for module in cast("nn.Module", model).modules() if isinstance(module, FSDPModule))
+
+
+def _check_disjoint(model: PreTrainedModel, units: Sequence[Sequence[nn.Module]]) -> None:
+    """Raise ConfigError if two units share a parameter: each would gather and update it."""
+    owners: dict[int, int] = {}
+    for number, unit in enumerate(units):
+        for layer in unit:
+            for name, parameter in layer.named_parameters():
+                if owners.setdefault(id(parameter), number) != number:
+                    raise ConfigError(
+                        f"{type(model).__name__} has decoder layers that share parameters ({name}), which cannot be sharded one by one: "
+                        "use a backend of one process"
+                    )
 
 
 def find_units(model: PreTrainedModel, min_params: int = 0) -> list[list[nn.Module]]:

@@ -225,7 +225,7 @@ class TorchFuncTrainingBackend:
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint of save_checkpoint. Raises CheckpointError naming the mismatch."""
         check_architecture(self.model, directory)
-        weights = read_weights(directory)
+        weights = read_weights(directory, self.model)
         check_weights_fit(self.model, weights, str(directory))
         saved = read_trainer_state(directory, KIND)
         moments = [{name: value.to(self.device) for name, value in saved[key].items()} for key in ("first_moments", "second_moments")]

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollouts.backends.lora.adapters import LoRAConfig, assign, init_adapters
-from rollouts.backends.weights.fill import FileWeights
+from rollouts.backends.weights.fill import open_weights
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.weights import (
     ADAPTER_NAME,
@@ -281,7 +281,7 @@ def fingerprint_directory(model: PreTrainedModel, directory: Path) -> str:
     """
     own = base_weights(model, keep_vars=True)
     first = first_names(own)
-    with FileWeights(directory) as files:
+    with open_weights(model, directory) as files:
         check_weights_fit(model, {name: torch.empty(shape, device="meta") for name, shape in files.shapes.items()}, str(directory))
         given: dict[str, str] = {}  # name in the files by the first name of a weight
         for name in files.shapes:

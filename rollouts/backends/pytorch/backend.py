@@ -287,7 +287,7 @@ class PyTorchTrainingBackend:
         adapters: SavedAdapters | None = None
         if self._adapters is None:
             check_has_no_adapters(directory)
-            weights = read_weights(directory)
+            weights = read_weights(directory, self.model)
             check_weights_fit(self.model, weights, str(directory))
         else:
             adapters = self._adapters.read(directory)
@@ -325,7 +325,7 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture(None, "load_checkpoint")
 
     def _read_weights(self, directory: Path) -> None:
-        weights = read_weights(directory)
+        weights = read_weights(directory, self.model)
         check_weights_fit(self.model, weights, str(directory))
         copy_weights(self.model, weights)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +25,16 @@ from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_
 from rollouts.backends.weights.fill import Part, local_part
 from rollouts.errors import CheckpointError
 from rollouts.models.loading import parse_dtype
-from rollouts.models.weights import INDEX_FILE, WEIGHTS_FILE, adapted_weights, base_weights, first_names, whole_weight
+from rollouts.models.weights import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    adapted_weights,
+    as_unsharded,
+    base_weights,
+    converts_weights,
+    first_names,
+    whole_weight,
+)
 from rollouts.weight_specs import WeightSpec, describe_tensor
 
 if TYPE_CHECKING:
@@ -104,7 +113,8 @@ def alone() -> Ranks:
 def collect_pieces(model: PreTrainedModel, ranks: Ranks, *, copied: bool = False, base_alone: bool = False) -> list[Piece]:
     """Collect this process's part of each weight; tied ones once, under their first name.
 
-    Moves nothing unless adapters are merged: then one rank keeps each merged layer whole, and all ranks must call it.
+    Moves nothing unless adapters are merged: then one rank keeps each merged layer whole, and all ranks must call it. A model whose files
+    have other names than its memory, see converts_weights, is collected whole on rank 0.
 
     Args:
         copied: copy the values to host memory, so that later updates do not change them.
@@ -112,6 +122,8 @@ def collect_pieces(model: PreTrainedModel, ranks: Ranks, *, copied: bool = False
     """
     own = base_weights(model, keep_vars=True)
     first, layers = first_names(own), {} if base_alone else adapted_weights(model)
+    if converts_weights(model):
+        return _collect_converted(model, {name: own[name] for name in dict.fromkeys(first.values())}, layers, ranks)
     pieces: list[Piece] = []
     for i, (name, value) in enumerate(own.items()):
         if first[name] != name:
@@ -125,6 +137,27 @@ def collect_pieces(model: PreTrainedModel, ranks: Ranks, *, copied: bool = False
             local = local.to_local() if isinstance(local, DTensor) else local
             local = local.to("cpu", copy=True) if copied else local
         pieces.append(Piece(describe_tensor(name, value), part, local))
+    return pieces
+
+
+def _collect_converted(model: PreTrainedModel, own: Mapping[str, Tensor], layers: Mapping[str, Any], ranks: Ranks) -> list[Piece]:
+    """Collect all weights on rank 0, under the names and in the shapes of files."""
+    whole: dict[str, Tensor] = {}
+    for name, value in own.items():
+        tensor = whole_weight(value, layers.get(name))
+        if ranks.rank == 0:
+            whole[name] = tensor
+    found: dict[str, Tensor] = {}
+    if ranks.rank == 0:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(as_unsharded(model), whole).items()}
+    sizes = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in found.items()]
+    pieces: list[Piece] = []
+    for name, dtype, shape in gather_values(ranks, sizes, operation="naming the weights of an export")[0]:
+        kept = found.get(name, torch.empty([0] * len(shape), dtype=getattr(torch, dtype)))
+        part = tuple(slice(0, size if ranks.rank == 0 else 0) for size in shape)
+        pieces.append(Piece(WeightSpec(name, dtype, tuple(shape)), part, kept))
     return pieces
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,7 +14,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rollouts.errors import CheckpointError
-from rollouts.models.weights import INDEX_FILE, base_weights, check_finite_weights, check_weights_fit, find_weight_files, first_names
+from rollouts.models.weights import (
+    INDEX_FILE,
+    base_weights,
+    check_finite_weights,
+    check_weights_fit,
+    converts_weights,
+    find_class,
+    find_weight_files,
+    first_names,
+    load_converted,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 Shape: TypeAlias = tuple[int, ...]
 """Shape of a whole tensor."""
@@ -106,6 +120,41 @@ def _identify_files(directory: Path) -> dict[str, tuple[int, int, int]]:
             facts = path.stat()
             found[path.name] = facts.st_ino, facts.st_mtime_ns, facts.st_size
     return found
+
+
+class MemoryWeights:
+    """Tensors in memory as a source."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.bytes_read = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """See WeightSource."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, part: Part) -> Tensor:
+        """See WeightSource."""
+        return self._tensors[name][part] if part else self._tensors[name]
+
+
+@contextmanager
+def open_weights(model: PreTrainedModel, directory: Path, kind: Any = None) -> Generator[FileWeights | MemoryWeights]:
+    """Open the weights of a directory for a model, under the names that they have in memory.
+
+    Where transformers converts the names or shapes, this process loads them whole; otherwise it reads the parts that are asked for.
+
+    Args:
+        kind: class of the directory's model; None = that of the model.
+
+    Raises: CheckpointError as FileWeights and load_converted.
+    """
+    with FileWeights(directory) as files:
+        if files.shapes.keys() <= base_weights(model).keys() or not converts_weights(model):
+            yield files
+            return
+    yield MemoryWeights(load_converted(find_class(model) if kind is None else kind, directory))
 
 
 class ChosenWeights:

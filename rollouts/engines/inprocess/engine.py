@@ -118,7 +118,7 @@ class InProcessEngine:
             if routers.problem is not None:
                 raise ConfigError(f"{name}: record_experts, which router_replay needs, is set, but {routers.problem}: set both to False")
             self._slots.recorder = ExpertRecorder(routers)
-        self._model: torch.nn.Module = model
+        self._model = model
         self._tokenizer = tokenizer
         self._eos = frozenset(_default_eos(model, tokenizer) if eos_token_ids is None else eos_token_ids)
         self._vocab_size = int(model.config.vocab_size)
@@ -200,7 +200,7 @@ class InProcessEngine:
         """Load a Hugging Face directory. Raises EngineError, the old weights untouched, if it does not fit."""
         path = Path(checkpoint_path)
         try:
-            weights = await trio.to_thread.run_sync(read_weights, path)
+            weights = await trio.to_thread.run_sync(read_weights, path, self._model)
             version_file = path / WEIGHT_VERSION_FILE
             version = int(json.loads(version_file.read_text())["weight_version"]) if version_file.exists() else self._weight_version + 1
         except (CheckpointError, OSError, ValueError, KeyError) as error:
