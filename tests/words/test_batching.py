@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import fields, replace
 
 import pytest
@@ -24,7 +25,7 @@ from rollouts.data.samples import with_reward
 from rollouts.errors import DataError, RewardError
 from rollouts.outcomes import MetricResult
 from rollouts.rewards.results import EvaluateResult
-from rollouts.types import RewardComponents, Sample, TrainBatch, Turns
+from rollouts.types import RewardComponents, Sample, TrainBatch, Turn, Turns
 
 LENGTHS = st.lists(st.integers(2, 12), min_size=1, max_size=20)
 
@@ -35,6 +36,18 @@ def collate_lengths(lengths: list[int]) -> TrainBatch:
 
 def all_rows(batches: list[TrainBatch]) -> list[list[int]]:
     return [batch.tokens[row, : batch.lengths[row]].tolist() for batch in batches for row in range(batch.num_rows)]
+
+
+def test_pads_beside_a_long_row_are_no_python_values():
+    samples = [make_sample(i, 2, 8, turns=(Turn(start=2, end=10, state="s"),)) for i in range(200)]
+    samples.append(make_sample(200, 1, 4095, turns=(Turn(start=1, end=4096),)))
+    collate_samples(samples)  # imports and caches
+    tracemalloc.start()
+    batch = collate_samples(samples)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    num_tokens = int(batch.lengths.sum())
+    assert peak < 100 * num_tokens < 8 * batch.tokens.numel(), f"{peak} bytes for {num_tokens} tokens"
 
 
 def test_collated_columns():
