@@ -6,6 +6,7 @@ Every row ends up in exactly one part, and the loss is a weighted sum over token
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -117,21 +118,46 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int | None = None, 
     assert max_rows is None or max_rows >= 1, f"max_rows is {max_rows}, expected at least 1"
     token_limit = sum(lengths) if max_tokens is None else max_tokens
     row_limit = len(lengths) if max_rows is None else max_rows
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    packed: list[list[int]] = []
-    totals: list[int] = []
-    for row in order:
-        fits = (i for i, total in enumerate(totals) if total + lengths[row] <= token_limit and len(packed[i]) < row_limit)
-        place = next(fits, len(packed))
-        if place == len(packed):
-            packed.append([])
-            totals.append(0)
-        packed[place].append(row)
-        totals[place] += lengths[row]
+    order = _sort_rows(lengths)
+    packed = _pack_rows(lengths, order, token_limit, row_limit)
     balanced = _deal_rows(lengths, order, len(packed))
     if all(len(rows) == 1 or (len(rows) <= row_limit and sum(lengths[r] for r in rows) <= token_limit) for rows in balanced):
         packed = balanced
     return sorted(sorted(rows) for rows in packed)
+
+
+def _sort_rows(lengths: Sequence[int]) -> list[int]:
+    """Return the rows in the order of their lengths, longest first, equal ones in their own order."""
+    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
+
+
+def _pack_rows(lengths: Sequence[int], order: Sequence[int], token_limit: int, row_limit: int) -> list[list[int]]:
+    """Give each row, in this order, to the first part with space for it, or to a new part.
+
+    A binary tree over the parts holds the largest space below each of its nodes, so a row is placed in log(rows) steps.
+    """
+    parts: list[list[int]] = []
+    size = 1 << max(0, len(order) - 1).bit_length()
+    spaces: list[float] = [math.inf] * (2 * size)  # tokens; children of node k are 2 k and 2 k + 1; leaf of part i is size + i
+    for row in order:
+        length, node = lengths[row], 1
+        while node < size:
+            node *= 2
+            if spaces[node] < length:
+                node += 1
+        if node - size == len(parts):
+            parts.append([])
+            spaces[node] = token_limit
+        part = parts[node - size]
+        part.append(row)
+        spaces[node] = spaces[node] - length if len(part) < row_limit else -1  # no row fits
+        while node > 1:
+            node //= 2
+            largest = max(spaces[2 * node], spaces[2 * node + 1])
+            if spaces[node] == largest:
+                break
+            spaces[node] = largest
+    return parts
 
 
 def _deal_rows(lengths: Sequence[int], order: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -161,8 +187,7 @@ def plan_shards(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
     Returns: the positions of each shard's rows, ascending. A pure function, so that every rank can compute it alone.
     """
     assert num_shards >= 1, f"num_shards is {num_shards}, expected at least 1"
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    return [sorted(rows) for rows in _deal_rows(lengths, order, num_shards)]
+    return [sorted(rows) for rows in _deal_rows(lengths, _sort_rows(lengths), num_shards)]
 
 
 def plan_sharded_microbatches(lengths: Sequence[int], *, max_tokens: int, num_shards: int) -> list[list[int]]:
@@ -182,8 +207,11 @@ def plan_sharded_microbatches(lengths: Sequence[int], *, max_tokens: int, num_sh
         sizes = [lengths[row] for row in rows]
         return all(len(part) <= 1 or sum(sizes[i] for i in part) <= max_tokens for part in plan_shards(sizes, num_shards))
 
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    order = _sort_rows(lengths)
     fewest = -(-sum(lengths) // (max_tokens * num_shards))  # lower bound: rows that could be cut
+    for place, row in enumerate(order, start=1):  # `place` rows have this length or more, and a part has space for so many of them
+        num_parts = -(-place // max(1, max_tokens // max(1, lengths[row])))
+        fewest = max(fewest, -(-num_parts // num_shards))
     for count in range(min(max(1, fewest), len(lengths)), len(lengths) + 1):
         plan = sorted(sorted(rows) for rows in _deal_rows(lengths, order, count))
         if all(fits(rows) for rows in plan):

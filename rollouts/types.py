@@ -16,7 +16,7 @@ from functools import partial
 from itertools import pairwise
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from rollouts.checks import check_shapes, is_finite, require_flag, take_int, take_number, take_text, take_tuple
 from rollouts.errors import ConfigError, DataError
@@ -24,6 +24,21 @@ from rollouts.outcomes import EpisodeOutcome, RewardDetails, read_metadata_of_ol
 
 if TYPE_CHECKING:  # values without tensors are made without torch, for example in a sandbox
     from torch import Tensor
+
+
+Value = TypeVar("Value")
+
+
+def change(value: Value, **changes: Any) -> Value:
+    """Return a copy of a dataclass with these fields changed, without __post_init__: its cost is that of the changes.
+
+    For changes that are known to be valid, because they come from values that were checked; dataclasses.replace checks everything anew.
+    For dataclasses without slots and fields outside __init__.
+    """
+    copied, fields = object.__new__(type(value)), vars(value)
+    assert changes.keys() <= fields.keys(), f"{type(value).__name__} has no {sorted(changes.keys() - fields.keys())}"
+    vars(copied).update(fields, **changes)
+    return copied
 
 
 LogProbKind: TypeAlias = Literal["sampled", "tempered", "untempered"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rollouts.asynchronous.capacity import RolloutCounts
 from rollouts.asynchronous.config import AsyncConfig
@@ -16,17 +16,6 @@ from rollouts.types import Group
 Value = TypeVar("Value")
 
 _BLOCK_SIZE = 64
-
-
-def change(value: Value, **changes: Any) -> Value:
-    """Return a copy of a dataclass with these fields changed, as dataclasses.replace does; its other fields are not set one by one.
-
-    For dataclasses without slots, __post_init__ and fields outside __init__.
-    """
-    copied, fields = object.__new__(type(value)), vars(value)
-    assert changes.keys() <= fields.keys(), f"{type(value).__name__} has no {sorted(changes.keys() - fields.keys())}"
-    vars(copied).update(fields, **changes)
-    return copied
 
 
 class ByIndex(Mapping[int, Value], Generic[Value]):

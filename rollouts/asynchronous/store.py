@@ -12,10 +12,10 @@ from rollouts.asynchronous import transitions
 from rollouts.asynchronous.create import ExecutorParts
 from rollouts.asynchronous.finished import drain, edit_result, edit_results, is_beyond, load_results, read_results, refuses, take_out
 from rollouts.asynchronous.queue import FinishedRollout, TimedResult
-from rollouts.asynchronous.state import Attempts, ByIndex, Failed, RolloutState, Scored, Stopped, Waiting, change
+from rollouts.asynchronous.state import Attempts, ByIndex, Failed, RolloutState, Scored, Stopped, Waiting
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.generation.contract import PendingGroup, check_saved_groups
-from rollouts.types import Group
+from rollouts.types import Group, change
 
 
 class RolloutStore:

@@ -12,7 +12,7 @@ import trio
 
 from rollouts.asynchronous import transitions
 from rollouts.asynchronous.messages import describe_cut
-from rollouts.asynchronous.state import Failed, Scored, Stopped, change
+from rollouts.asynchronous.state import Failed, Scored, Stopped
 from rollouts.asynchronous.store import RolloutStore
 from rollouts.data.samples import ask_filter, describe_sample
 from rollouts.data.segments import start_segments
@@ -29,7 +29,7 @@ from rollouts.errors import (
 )
 from rollouts.generation.contract import PendingGroup, bind_generate_fn, collect_requests, is_finished, note_prompt, score_generated_group
 from rollouts.generation.single_turn import make_request_id
-from rollouts.types import Group, Status
+from rollouts.types import Group, Status, change
 
 _ABORT_AGAIN_S = 0.25  # seconds between two aborts: a rollout of several requests may send its next one after an abort
 _ANSWER_S = 10.0  # seconds for a live engine to report its weight version

@@ -28,11 +28,10 @@ from rollouts.asynchronous.state import (
     Scored,
     Stopped,
     Waiting,
-    change,
 )
 from rollouts.errors import RewardError
 from rollouts.generation.contract import PendingGroup
-from rollouts.types import Group, Prompt, Sample
+from rollouts.types import Group, Prompt, Sample, change
 
 _OUTAGE_RETRY_S = 0.5  # minimum seconds between two attempts while no engine answers
 

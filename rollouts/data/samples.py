@@ -12,7 +12,7 @@ from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from rollouts.checks import describe_function, is_finite, require_flag, show_value
 from rollouts.errors import DataError, EngineProtocolError, GenerationError, RewardError
-from rollouts.types import Completion, FilterFn, Group, Message, Prompt, RolloutBatch, RoutedExperts, Sample, Status
+from rollouts.types import Completion, FilterFn, Group, Message, Prompt, RolloutBatch, RoutedExperts, Sample, Status, change
 
 
 def describe_sample(sample: Sample) -> str:
@@ -45,7 +45,7 @@ def with_reward(sample: Sample, reward: Any) -> Sample:
             f"{describe_sample(sample)}: the reward is {show_value(reward)}, expected a finite number. "
             "Return a float from the reward function, or drop the sample."
         )
-    return replace(sample, reward=float(reward))
+    return change(sample, reward=float(reward))
 
 
 def sample_messages(sample: Sample) -> tuple[Message, ...]:
@@ -132,17 +132,9 @@ def create_pending_group(prompt: Prompt, n: int, *, num_baseline: int = 0) -> Gr
     have trainable = False.
     """
     assert n >= 1, f"n is {n}, expected at least one sample per prompt"
-    size = n + num_baseline
-    return tuple(
-        Sample(
-            prompt=prompt.content,
-            index=prompt.index * size + k,
-            group_index=prompt.index,
-            trainable=k < n,
-            metadata=dict(prompt.metadata),
-        )
-        for k in range(size)
-    )
+    size, start = n + num_baseline, prompt.index * (n + num_baseline)
+    first = Sample(prompt=prompt.content, group_index=prompt.index)
+    return tuple(change(first, index=start + k, trainable=k < n, metadata=dict(prompt.metadata)) for k in range(size))
 
 
 def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completion: Completion, response_text: str) -> Sample:
@@ -165,7 +157,7 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
     """
     where, prompt = describe_sample(pending), tuple(prompt_tokens)
     assert pending.status in (Status.PENDING, Status.ABORTED), f"{where}: status is {pending.status.value}, expected pending or aborted"
-    start = pending if pending.tokens else _start_from_prompt(pending, prompt)
+    start = pending if pending.tokens else _start_from_prompt(pending, prompt)  # checked below, with its completion
     assert start.tokens[: len(prompt)] == prompt, (
         f"{where}: its {len(start.tokens)} tokens do not begin with the {len(prompt)} prompt tokens"
     )
@@ -201,7 +193,7 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
 
 def _start_from_prompt(pending: Sample, prompt: tuple[int, ...]) -> Sample:
     zeros = (0.0,) * len(prompt)
-    return replace(pending, tokens=prompt, loss_mask=zeros, rollout_log_probs=zeros, weight_versions=(-1,) * len(prompt))
+    return change(pending, tokens=prompt, loss_mask=zeros, rollout_log_probs=zeros, weight_versions=(-1,) * len(prompt))
 
 
 def _append_untempered(start: Sample, completion: Completion) -> tuple[float, ...] | None:

@@ -20,7 +20,7 @@ from rollouts.engines.protocol import EngineFeature, GroupGeneration, InferenceE
 from rollouts.errors import ConfigError, raise_single_errors
 from rollouts.generation.contract import UNFINISHED
 from rollouts.seeds import derive_seed
-from rollouts.types import Completion, Group, Prompt, SamplingParams, Status
+from rollouts.types import Completion, Group, Prompt, SamplingParams, Status, change
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +89,7 @@ async def generate_group(
         if num_done >= params.max_tokens:
             samples[k] = replace(pending, status=Status.TRUNCATED)
             return
-        request = params.new(max_tokens=params.max_tokens - num_done, seed=derive_seed(seed, prompt.index, k, num_done))
+        request = change(params, max_tokens=params.max_tokens - num_done, seed=derive_seed(seed, prompt.index, k, num_done))
         if k >= n:
             request = request.new(greedy=True, top_p=1.0, top_k=0, min_p=0.0)
         add_completion(k, await engine.generate(tokens, request, request_id=id_prefix + make_request_id(prompt.index, k)))

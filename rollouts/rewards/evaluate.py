@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 import trio
 
@@ -70,6 +70,15 @@ class UnopenedReward:
     def __call__(self, sample: Sample) -> Any:
         """Raise ConfigError."""
         raise create_unopened_error(self)
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A user's function of a sample or of several, with the answers to questions that are asked once, not for each sample."""
+
+    call: Callable[[Any], Any]
+    name: str  # for messages
+    is_async: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +160,16 @@ async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: 
         limit_calls = getattr(reward_fn, "limit_calls", None)
         reward_fn = reward_fn if limit_calls is None else limit_calls(config.timeout_s)
         config = replace(config, timeout_s=None)
-    if isinstance(reward_fn, GroupReward):
+    if is_group_reward(reward_fn):
         return await _judge_together(reward_fn, samples, config)
-    begun = [] if is_async_function(reward_fn) else await _call_in_turn(reward_fn, samples, config)
+    function = _Function(reward_fn, describe_reward(reward_fn), is_async_function(reward_fn))
+    begun = [] if function.is_async else await _call_in_turn(function, samples, config)
     if len(samples) == 1:
-        return [await _judge_sample(reward_fn, samples[0], config, begun[0] if begun else None)]
+        return [await _judge_sample(function, samples[0], config, begun[0] if begun else None)]
     judgements: dict[int, Judgement] = {}
 
     async def judge(k: int, outcome: Outcome | None) -> None:
-        judgements[k] = await _judge_sample(reward_fn, samples[k], config, outcome)
+        judgements[k] = await _judge_sample(function, samples[k], config, outcome)
 
     async with trio.open_nursery() as nursery:
         for k, outcome in itertools.zip_longest(range(len(samples)), begun):
@@ -170,14 +180,19 @@ async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: 
 def judge_now(reward_fn: RewardFn, samples: Sequence[Sample]) -> list[Any]:
     """Call a sync reward function for samples, here and now: no deadline, no threads; errors pass as they are."""
     check_opened(reward_fn)
-    if not isinstance(reward_fn, GroupReward):
+    if not is_group_reward(reward_fn):
         return [reward_fn(sample) for sample in samples]
     return check_values(reward_fn.score_samples(samples), len(samples), describe_reward(reward_fn))
 
 
+def is_group_reward(reward_fn: Any) -> TypeGuard[GroupReward]:
+    """Whether a reward function judges all samples of a group in one call; isinstance takes ten times as long."""
+    return hasattr(reward_fn, "score_samples")
+
+
 def check_opened(reward_fn: Any) -> None:
     """Raise ConfigError for a RewardSource: the reward function is the object that it opens."""
-    if isinstance(reward_fn, RewardSource):
+    if hasattr(reward_fn, "open_reward"):  # a RewardSource; isinstance takes ten times as long
         raise create_unopened_error(reward_fn)
 
 
@@ -191,11 +206,12 @@ async def _judge_together(reward_fn: GroupReward, samples: Sequence[Sample], con
     """Judge all samples in one call. All judgements come from the same call: those of two calls need not be comparable."""
     num_retries = config.max_retries if config.on_error == "retry" else 0
     name = describe_reward(reward_fn)
+    function = _Function(reward_fn.score_samples, name, is_async_function(reward_fn.score_samples))
     where = f"{len(samples)} samples of group {samples[0].group_index}"
     counting = next((k for k, sample in enumerate(samples) if sample.trainable), 0)  # metrics count this sample
     for attempt in itertools.count():
         try:
-            value = await _call_until(functools.partial(reward_fn.score_samples, samples), name, where, config)
+            value = await _call_until(function, samples, where, config)
             values = check_values(value, len(samples), name)
         except RewardError as error:
             judgements = [Judgement(error=error)] * len(samples)
@@ -207,17 +223,16 @@ async def _judge_together(reward_fn: GroupReward, samples: Sequence[Sample], con
     raise AssertionError("unreachable: the loop has no end")
 
 
-async def _judge_sample(reward_fn: RewardFn, sample: Sample, config: RewardConfig, outcome: Outcome | None) -> Judgement:
+async def _judge_sample(function: _Function, sample: Sample, config: RewardConfig, outcome: Outcome | None) -> Judgement:
     """Judge one sample; `outcome` is that of a first call that was made already."""
     num_retries = config.max_retries if config.on_error == "retry" else 0
-    name = describe_reward(reward_fn)
     for attempt in itertools.count():
         try:
-            value = await _call_until(functools.partial(reward_fn, sample), name, describe_sample(sample), config, outcome)
+            value = await _call_until(function, sample, describe_sample(sample), config, outcome)
         except RewardError as error:
             judgement = Judgement(error=error, num_retries=attempt)
         else:
-            judgement = _judge_value(value, sample, name, attempt)
+            judgement = _judge_value(value, sample, function.name, attempt)
         if attempt == num_retries or judgement.error is None:
             return judgement
         outcome = None
@@ -235,18 +250,21 @@ def _judge_value(value: Any, sample: Sample, name: str, attempt: int) -> Judgeme
         return Judgement(error=RewardError(f"reward function {name}: {error}"), num_retries=attempt)
 
 
-async def _call_until(call: Callable[[], Any], name: str, where: str, config: RewardConfig, outcome: Outcome | None = None) -> Any:
-    """Return a call's result, awaited if need be; make the call unless its outcome is given.
+async def _call_until(function: _Function, subject: Any, where: str, config: RewardConfig, outcome: Outcome | None = None) -> Any:
+    """Return a function's result for a subject, awaited if need be; call it unless the outcome of its call is given.
+
+    Args:
+        where: description of the subject for messages.
 
     Raises: RewardError if it raised, or took longer than the deadline.
     """
-    timeout_s = _timeout(config)
+    timeout_s, name = _timeout(config), function.name
     deadline, is_awaited = trio.move_on_after(timeout_s), False
     try:
         with deadline:
             if outcome is None:
-                attempt = functools.partial(_attempt, call, name, where)
-                outcome = attempt() if is_async_function(call) else await _run_in_thread(attempt)
+                attempt = functools.partial(_attempt, function, subject, where)
+                outcome = attempt() if function.is_async else await _run_in_thread(attempt)
             if isinstance(outcome, tuple) and inspect.isawaitable(outcome[0]):
                 is_awaited = True
                 outcome = (await finish(outcome[0], timeout_s),)
@@ -266,7 +284,7 @@ async def _call_until(call: Callable[[], Any], name: str, where: str, config: Re
     return outcome[0]
 
 
-async def _call_in_turn(reward_fn: RewardFn, samples: Sequence[Sample], config: RewardConfig) -> list[Outcome]:
+async def _call_in_turn(function: _Function, samples: Sequence[Sample], config: RewardConfig) -> list[Outcome]:
     """Call the reward function for the first samples in one thread: as many as it finishes in QUICK_S, and at least one.
 
     A thread per sample costs more than most rewards do. No sample waits for a slow one: the caller gives the others their threads. Each
@@ -275,13 +293,12 @@ async def _call_in_turn(reward_fn: RewardFn, samples: Sequence[Sample], config: 
     begun: list[Sample] = []
     outcomes: list[Outcome] = []
     quick = min(QUICK_S, _timeout(config) / 10)
-    name = describe_reward(reward_fn)
 
     def work() -> None:
         started = time.monotonic()
         for sample in samples:
             begun.append(sample)
-            outcomes.append(_attempt(functools.partial(reward_fn, sample), name, describe_sample(sample)))
+            outcomes.append(_attempt(function, sample, describe_sample(sample)))
             if time.monotonic() - started > quick:
                 return
 
@@ -289,7 +306,7 @@ async def _call_in_turn(reward_fn: RewardFn, samples: Sequence[Sample], config: 
         await _run_in_thread(work)
     finished = outcomes[:]  # the abandoned thread may add to it at any moment
     if scope.cancelled_caught and len(begun) > len(finished):
-        finished.append(_create_timeout_error(name, describe_sample(begun[len(finished)]), config))
+        finished.append(_create_timeout_error(function.name, describe_sample(begun[len(finished)]), config))
     return finished
 
 
@@ -298,20 +315,20 @@ async def _run_in_thread(function: Callable[[], T]) -> T:
     return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
 
 
-def _attempt(call: Callable[[], Any], name: str, where: str) -> Outcome:
+def _attempt(function: _Function, subject: Any, where: str) -> Outcome:
     try:
-        return (_call(call, name, where),)
+        return (_call(function, subject, where),)
     except RewardError as error:
         return error
 
 
-def _call(call: Callable[[], Any], name: str, where: str) -> Any:
+def _call(function: _Function, subject: Any, where: str) -> Any:
     try:
-        return call()
+        return function.call(subject)
     except BaseException as error:  # the function is the user's: whatever it raises, the user's policy decides
         if is_passed_on(error):
             raise
-        raise _create_failure(name, where, error) from error
+        raise _create_failure(function.name, where, error) from error
 
 
 def _create_failure(name: str, where: str, error: BaseException) -> RewardError:

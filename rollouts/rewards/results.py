@@ -27,7 +27,7 @@ from rollouts.outcomes import (
     score_to_json,
 )
 from rollouts.steps import StepData, Steps
-from rollouts.types import Sample, Turn
+from rollouts.types import Sample, Turn, change
 
 _logger = logging.getLogger(__name__)
 _alignment_logger = logging.getLogger("rollouts.rewards.alignment")  # one name for the alignment of samples and of StepData
@@ -76,7 +76,7 @@ class EvaluateResult:
         details = None
         if self.metrics or self.step_outputs or self.reason:
             details = RewardDetails(metrics=dict(self.metrics), steps=self.step_outputs or (), reason=self.reason)
-        return replace(sample, reward=float(self.score), reward_details=details, turns=_reward_turns(sample, self.step_outputs))
+        return change(sample, reward=float(self.score), reward_details=details, turns=_reward_turns(sample, self.step_outputs))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain JSON values; a score that is not finite becomes None."""

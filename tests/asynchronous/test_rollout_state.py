@@ -20,14 +20,14 @@ from rollouts.asynchronous.capacity import clamp_capacity
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.asynchronous.create import create_filtered_capacity_modifier, create_parts, register_capacity_modifiers
 from rollouts.asynchronous.queue import LocalRolloutCache, LocalRolloutQueue, TimedResult
-from rollouts.asynchronous.state import ByIndex, Failed, Refused, RolloutState, Running, Scored, Stopped, change
+from rollouts.asynchronous.state import ByIndex, Failed, Refused, RolloutState, Running, Scored, Stopped
 from rollouts.asynchronous.store import RolloutStore
 from rollouts.config import RolloutConfig
 from rollouts.data.prompts import DataBuffer
 from rollouts.errors import EngineError, RewardError
 from rollouts.generation.contract import PendingGroup
 from rollouts.testing import FakeEngine
-from rollouts.types import Group, Prompt, Status
+from rollouts.types import Group, Prompt, Status, change
 
 BATCH_SIZE = 2
 PICKS = st.integers(0, 9)  # of the candidates of a rule

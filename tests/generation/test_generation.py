@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -14,11 +15,13 @@ from executors import make_buffer
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.data.filters import check_reward_nonzero_std, make_threshold_filter
+from rollouts.data.samples import completion_to_sample, create_pending_group
 from rollouts.engines.protocol import EngineFeature
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine
-from rollouts.errors import ConfigError, EngineError, GenerationError, RewardError
+from rollouts.errors import ConfigError, DataError, EngineError, GenerationError, RewardError
 from rollouts.generation.evaluation import evaluate_prompts, summarize_evaluation
+from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.generation.single_turn import GroupSettings, create_generate_fn, generate_group, make_request_id
 from rollouts.generation.sync_batches import generate_rollout_batch, generate_rollout_batches
 from rollouts.seeds import derive_seed
@@ -52,6 +55,46 @@ async def test_a_group_is_in_the_order_of_its_indices_whoever_ends_first(tokeniz
         assert sample.metadata == {"ground_truth": "12"}
         assert sample.prompt == "12="
     assert len({sample.tokens for sample in group}) == 4
+
+
+async def test_a_sample_is_checked_once_when_its_completion_arrives(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Status] = []
+    check = Sample.__post_init__
+
+    def note(sample: Sample) -> None:
+        checked.append(sample.status)
+        check(sample)
+
+    async def reward(sample: Sample) -> float:
+        return float(sample.index)
+
+    monkeypatch.setattr(Sample, "__post_init__", note)
+    config = RolloutConfig(
+        batch_size=3,
+        n_samples_per_prompt=4,
+        generate_fn=create_generate_fn([FakeEngine()], tokenizer, SamplingParams(max_tokens=20)),
+        reward_fn=reward,
+    )
+    batch = await AsyncRolloutManager(make_buffer(3), config).generate_batch()
+    assert [sample.reward for sample in batch.samples] == [float(index) for index in range(12)]
+    assert sorted(checked) == [Status.COMPLETED] * 12 + [Status.PENDING] * 3, "each sample once, and what a group has in common once"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_log_probs": (-0.5, float("nan"))}, "Sample.rollout_log_probs holds nan, expected finite log-probs"),
+        ({"output_tokens": (5, 6.5)}, "Sample.tokens is 6.5"),
+        ({"output_versions": (0, 0.5)}, "Sample.weight_versions is 0.5"),
+        ({"temperature": float("inf")}, "Sample.temperature is inf"),
+    ],
+)
+def test_values_of_a_completion_are_checked_as_they_become_a_sample(changes: dict[str, Any], message: str) -> None:
+    values: dict[str, Any] = {"output_tokens": (5, 6), "output_log_probs": (-0.5, -0.5), "output_versions": (0, 0)}
+    completion = Completion(request_id="r", input_tokens=(1, 2), finish_reason="stop", **(values | changes))
+    (pending,) = create_pending_group(Prompt(content="12="), 1)
+    with pytest.raises(DataError, match=re.escape(message)):
+        completion_to_sample(pending, (1, 2), completion, "text")
 
 
 async def test_requests_of_a_group_are_in_flight_together_with_ids_that_sort(

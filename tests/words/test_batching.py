@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import fields, replace
 
 import pytest
@@ -24,7 +25,7 @@ from rollouts.data.samples import with_reward
 from rollouts.errors import DataError, RewardError
 from rollouts.outcomes import MetricResult
 from rollouts.rewards.results import EvaluateResult
-from rollouts.types import RewardComponents, Sample, TrainBatch, Turns
+from rollouts.types import RewardComponents, Sample, TrainBatch, Turn, Turns
 
 LENGTHS = st.lists(st.integers(2, 12), min_size=1, max_size=20)
 
@@ -35,6 +36,18 @@ def collate_lengths(lengths: list[int]) -> TrainBatch:
 
 def all_rows(batches: list[TrainBatch]) -> list[list[int]]:
     return [batch.tokens[row, : batch.lengths[row]].tolist() for batch in batches for row in range(batch.num_rows)]
+
+
+def test_pads_beside_a_long_row_are_no_python_values():
+    samples = [make_sample(i, 2, 8, turns=(Turn(start=2, end=10, state="s"),)) for i in range(200)]
+    samples.append(make_sample(200, 1, 4095, turns=(Turn(start=1, end=4096),)))
+    collate_samples(samples)  # imports and caches
+    tracemalloc.start()
+    batch = collate_samples(samples)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    num_tokens = int(batch.lengths.sum())
+    assert peak < 100 * num_tokens < 8 * batch.tokens.numel(), f"{peak} bytes for {num_tokens} tokens"
 
 
 def test_collated_columns():
@@ -198,6 +211,64 @@ def test_microbatch_plan_keeps_limits_and_every_row(lengths, max_tokens, max_row
     if max_rows is None and max_tokens is not None and lengths:
         crowded = sum(sum(lengths[row] for row in rows) <= max_tokens / 2 for rows in plan)
         assert crowded <= 1 or len(plan) <= 2 * math.ceil(sum(lengths) / max_tokens) + sum(n > max_tokens for n in lengths)
+
+
+def pack_slowly(lengths, token_limit, row_limit):
+    """First-fit with a look at every part for each row: what plan_microbatches computes with a tree."""
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    parts = []
+    for row in order:
+        fits = (p for p in parts if sum(lengths[r] for r in p) + lengths[row] <= token_limit and len(p) < row_limit)
+        part = next(fits, None)
+        if part is None:
+            parts.append(part := [])
+        part.append(row)
+    return order, parts
+
+
+@given(st.lists(st.integers(0, 30), max_size=60), st.none() | st.integers(1, 60), st.none() | st.integers(1, 6))
+def test_microbatch_plan_is_first_fit_then_balanced(lengths, max_tokens, max_rows):
+    token_limit = sum(lengths) if max_tokens is None else max_tokens
+    row_limit = len(lengths) if max_rows is None else max_rows
+    order, packed = pack_slowly(lengths, token_limit, row_limit)
+    balanced = [[] for _ in packed]
+    for row in order:
+        min(balanced, key=lambda part: (sum(lengths[r] for r in part), len(part), balanced.index(part) if part else -1)).append(row)
+    fits = all(len(p) == 1 or (len(p) <= row_limit and sum(lengths[r] for r in p) <= token_limit) for p in balanced)
+    assert plan_microbatches(lengths, max_tokens=max_tokens, max_rows=max_rows) == sorted(sorted(p) for p in (balanced if fits else packed))
+
+
+def plan_shards_slowly(lengths, max_tokens, num_shards):
+    """The first number of micro-batches, from the one that rows cut at will would need, for which no rank gets too much."""
+    for count in range(min(math.ceil(sum(lengths) / (max_tokens * num_shards)), len(lengths)), len(lengths) + 1):
+        plan = plan_shards(lengths, count)
+        parts = [[rows[i] for i in part] for rows in plan for part in plan_shards([lengths[row] for row in rows], num_shards)]
+        if all(len(part) <= 1 or sum(lengths[row] for row in part) <= max_tokens for part in parts):
+            return sorted(plan)
+    return []
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 60), st.integers(2, 5))
+def test_sharded_plan_has_the_first_number_of_microbatches_that_fits(lengths, max_tokens, num_shards):
+    expected = plan_shards_slowly(lengths, max_tokens, num_shards)
+    assert plan_sharded_microbatches(lengths, max_tokens=max_tokens, num_shards=num_shards) == expected
+
+
+class CountedLengths(list):
+    """A list that counts how often an entry is read."""
+
+    num_reads = 0
+
+    def __getitem__(self, place):
+        self.num_reads += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_plans_of_many_rows_read_each_length_a_few_times(num_shards):
+    lengths = CountedLengths(1200 + 7 * i % 800 for i in range(4000))
+    plan_sharded_microbatches(lengths, max_tokens=2048, num_shards=num_shards)
+    assert lengths.num_reads < 20 * len(lengths), f"{lengths.num_reads / len(lengths):.0f} reads of each length"
 
 
 def test_microbatches_are_balanced():
