@@ -94,15 +94,18 @@ def sharded_modules(model: PreTrainedModel) -> Iterator[FSDPModule]:
 
 def _check_disjoint(model: PreTrainedModel, units: Sequence[Sequence[nn.Module]]) -> None:
     """Raise ConfigError if two units share a parameter: each would gather and update it."""
+    root = cast("nn.Module", model)
+    names = {id(module): name for name, module in root.named_modules(remove_duplicate=False)}
+    places = {names[id(layer)]: number for number, unit in enumerate(units) for layer in unit}
     owners: dict[int, int] = {}
-    for number, unit in enumerate(units):
-        for layer in unit:
-            for name, parameter in layer.named_parameters():
-                if owners.setdefault(id(parameter), number) != number:
-                    raise ConfigError(
-                        f"{type(model).__name__} has decoder layers that share parameters ({name}), which cannot be sharded one by one: "
-                        "use a backend of one process"
-                    )
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        parents = [name[:end] for end in range(len(name)) if name[end] == "."]
+        number = next((places[parent] for parent in reversed(parents) if parent in places), None)  # units may be nested
+        if number is not None and owners.setdefault(id(parameter), number) != number:
+            raise ConfigError(
+                f"{type(model).__name__} has decoder layers that share parameters ({name}), which cannot be sharded one by one: use a "
+                "backend of one process"
+            )
 
 
 def find_units(model: PreTrainedModel, min_params: int = 0) -> list[list[nn.Module]]:
