@@ -33,7 +33,7 @@ from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import OptimizerConfig
 from rollouts.data.model_limits import check_tokenizer, read_config_limits
 from rollouts.errors import ConfigError
-from rollouts.models.heads import check_critic_kind, load_critic_model
+from rollouts.models.heads import load_critic_model
 from rollouts.models.loading import check_model_directory, find_device_name, load_hf_model, load_tokenizer, parse_device
 from rollouts.models.prepare import recompute_activations
 from rollouts.models.tokens import TokenSpec, describe_tokenizer, explain_token_differences
@@ -177,7 +177,8 @@ def check_backend(config: Config, mode: str = "sft+rl") -> None:
         if config.reference.dtype != "float32":
             raise ConfigError(f"reference.dtype is {config.reference.dtype!r}, {why} --reference.dtype out")
     used = {name: section.optimizer for name, section in (("sft", config.sft), ("rl", config.rl)) if name in mode}
-    if "rl" in mode and "values" in config.algorithm.requires:
+    asks = config.backend.master_dtype != "float32" or config.critic.optimizer.moments != "float32"
+    if "rl" in mode and asks and "values" in config.algorithm.requires:
         used["critic"] = config.critic.optimizer
     check_optimizers(config.backend, used, precision=config.backend.precision(config.model.device), adapters=config.lora.rank > 0)
     if kind == "jax":
@@ -288,15 +289,11 @@ async def open_companions(companions: Companions, policy: TrainingBackend) -> As
 
 
 def check_companions(config: Config, source: Path | None = None) -> None:
-    """Raise ConfigError if no critic can be made, or the tokens of the configured reference or critic differ from the policy's. Loads no
-    weights.
+    """Raise ConfigError if the tokens of the configured reference or critic differ from the policy's. Loads no weights.
 
     Args:
         source: the policy's directory if it is not that of config.model.
     """
-    origin = source if config.critic.path is None else Path(config.critic.path)
-    if "values" in config.algorithm.requires and not config.model.trust_remote_code:
-        check_critic_kind(read_model_config(config, origin))
     for name, path in (("reference", config.reference.path), ("critic", config.critic.path)):
         if path is None:
             continue

@@ -147,17 +147,6 @@ def find_head_class(kind: Any, config: Any) -> Any:
     return type(name, (generic, base), content)
 
 
-def check_critic_kind(config: Any) -> None:
-    """Raise ConfigError if no critic can be made of a model with this configuration. Loads no weights."""
-    from transformers import AutoModelForTokenClassification
-
-    try:
-        with torch.device("meta"):
-            find_head_class(AutoModelForTokenClassification, config).from_config(copy.deepcopy(config))
-    except ValueError as error:
-        raise ConfigError(_explain_missing_head(AutoModelForTokenClassification, config)) from error
-
-
 def _explain_missing_head(kind: Any, config: Any) -> str:
     return (
         f"transformers has no {kind.__name__} for a model of type {config.model_type!r}, so that a head of one score cannot be put on it: "

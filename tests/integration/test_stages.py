@@ -326,16 +326,14 @@ def test_a_model_with_other_tokens_is_refused(name: str, start: Callable[..., Co
     check_companions(create(other_tokens), other_tokens)  # the policy that RL begins with
 
 
-def test_an_algorithm_with_a_critic_is_refused_at_once_for_a_model_that_can_have_none(start: Callable[..., Config], tmp_path: Path):
+async def test_a_critic_is_made_of_a_model_for_which_transformers_has_no_class_with_a_head(start: Callable[..., Config], tmp_path: Path):
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8, "vocab_size": 64}
     Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).save_pretrained(tmp_path / "gemma")
     create_char_tokenizer(64).save_pretrained(tmp_path / "gemma")
-    model = ModelSection(path=str(tmp_path / "gemma"))
-    with pytest.raises(ConfigError, match=r"no AutoModelForTokenClassification for a model of type 'gemma3_text'.*algorithm without one"):
-        check_companions(replace(start("ppo"), model=model))
-    check_companions(replace(start("grpo"), model=model))
+    lines = await run(replace(start("ppo"), model=ModelSection(path=str(tmp_path / "gemma"))), tmp_path / "run")
+    assert all("explained_variance" in line for line in lines)
 
 
 async def test_other_models_can_be_named(start: Callable[..., Config], same_tokens: Path, tmp_path: Path):
