@@ -254,7 +254,7 @@ class RememberingEngine(InProcessEngine):
         self.known = {0: weights_of(0)}
 
     async def update_weights(self, weights, weight_version):
-        self.known[weight_version] = dict(weights)
+        self.known[weight_version] = {name: value.clone() for name, value in weights.items()}  # the trainer's own change
         return await super().update_weights(weights, weight_version)
 
 

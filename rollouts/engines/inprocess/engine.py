@@ -208,7 +208,10 @@ class InProcessEngine:
         return await self._replace_weights(weights, version, str(path))
 
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
-        """Replace the weights between two steps. Raises EngineError, the old weights untouched, if they do not fit."""
+        """Replace the weights between two steps by copies of given ones, which may be those that are trained.
+
+        Raises: EngineError, the old weights untouched, if they do not fit.
+        """
         return await self._replace_weights(weights, weight_version, "the given weights")
 
     async def get_weight_version(self) -> int:
