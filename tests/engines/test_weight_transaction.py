@@ -429,6 +429,19 @@ async def test_cancelled_at_any_moment_an_update_is_complete_or_undone(tmp_path:
     assert len(outcomes) > 5
 
 
+async def test_a_server_is_told_to_sleep_after_its_last_answer(setup: Setup, autojump_clock):
+    async def send(request: WireRequest):
+        await trio.sleep(30)
+        setup.server.steps.append("answer")
+        return [Generated((), (), (), "stop")]
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(setup.requests.run, "r", (3,), SamplingParams(), 1, send, "sampled")
+        await trio.sleep(1)
+        await setup.transaction.sleep()
+    assert setup.server.steps == ["answer", "sleep"]
+
+
 @pytest.mark.parametrize("step", ["sleep", "wake_up"])
 async def test_cancelled_at_any_moment_a_server_can_be_woken_up_and_used(tmp_path: Path, step: str):
     for number in range(1, 100):
