@@ -1062,7 +1062,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "training/rl_run.py",
         "engines are left asleep when training fails",
         "        finally:\n            await _call_each(engine.wake_up for engine in engines)",
-        "        except ZeroDivisionError:\n            await _call_each(engine.wake_up for engine in engines)",
+        "        except ZeroDivisionError:\n            pass\n        else:\n            await _call_each(e.wake_up for e in engines)",
         ("engines/test_sleep.py::test_engines_wake_up_if_training_fails",),
     ),
     Mutation(
