@@ -152,9 +152,9 @@ def replaying(batch: TrainBatch, options: OutputOptions, packed: PackedRows | No
     calls: dict[tuple[int, int], Tensor] = {}
     if batch.routed_experts is not None:
         options.routers.check_replay()
-        check_replayed(options.routers, batch.routed_experts)
-        packed = pack_batch(batch, batch.tokens.device) if packed is None else packed
         recorded = select_routers(options.routers, batch.routed_experts)
+        check_replayed(options.routers, recorded)
+        packed = pack_batch(batch, batch.tokens.device) if packed is None else packed
         experts = recorded.flatten(0, 1)[packed.flat_index].long()  # [N, routers, k]
         calls = {(1, len(experts)): experts}
         if options.native_attention:

@@ -127,7 +127,7 @@ def find_head_class(kind: Any, config: Any) -> Any:
 
     Returns: a class with from_config and from_pretrained; `kind` also for an architecture that transformers does not know.
     """
-    from transformers import AutoModel, PreTrainedModel
+    from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedModel
     from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
     backbones = cast("Any", AutoModel)._model_mapping  # no public function tells whether a class is there
@@ -136,7 +136,7 @@ def find_head_class(kind: Any, config: Any) -> Any:
     found = backbones[type(config)]
     backbone = found[0] if isinstance(found, tuple) else found
     base = next(b for b in backbone.__mro__ if b is not PreTrainedModel and b.__name__.endswith("PreTrainedModel"))
-    generic = {"AutoModelForTokenClassification": GenericForTokenClassification}.get(kind.__name__, GenericForSequenceClassification)
+    generic = GenericForTokenClassification if kind is AutoModelForTokenClassification else GenericForSequenceClassification
 
     def from_config(cls: Any, config: Any, *, trust_remote_code: bool = False, **settings: Any) -> Any:
         return cls._from_config(config, **settings)

@@ -1096,7 +1096,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "backends/weights/export.py",
         "an export of FSDP in another dtype is not rounded",
-        "        pieces = [_cast_piece(piece, parse_dtype(dtype)) for piece in pieces]\n",
+        "        pieces = [_cast_piece(piece, dtype) for piece in pieces]\n",
         "        pass\n",
         ("backends/test_export_dtype.py::test_an_export_has_the_rounded_weights_under_the_same_names[fsdp]",),
     ),

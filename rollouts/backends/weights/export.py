@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from rollouts.backends.ranks.distributed import Ranks, explain_failures, gather_values
 from rollouts.backends.weights.fill import Part, local_part
 from rollouts.errors import CheckpointError
-from rollouts.models.loading import parse_dtype
 from rollouts.models.weights import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -35,7 +34,7 @@ from rollouts.models.weights import (
     first_names,
     whole_weight,
 )
-from rollouts.weight_specs import WeightSpec, describe_tensor
+from rollouts.weight_specs import WeightSpec, cast_specs, describe_tensor, describe_weights, torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,7 +100,7 @@ def export_sharded(
     ranks = ranks or alone()
     pieces = collect_pieces(model, ranks, base_alone=base_alone)
     if dtype is not None:
-        pieces = [_cast_piece(piece, parse_dtype(dtype)) for piece in pieces]
+        pieces = [_cast_piece(piece, dtype) for piece in pieces]
     export_pieces(pieces, model, directory, tokenizer, ranks=ranks, max_file_bytes=max_file_bytes)
 
 
@@ -152,20 +151,19 @@ def _collect_converted(model: PreTrainedModel, own: Mapping[str, Tensor], layers
         from transformers.core_model_loading import revert_weight_conversion
 
         found = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(as_unsharded(model), whole).items()}
-    sizes = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in found.items()]
+    sizes = [(spec.name, spec.dtype, list(spec.shape)) for spec in describe_weights(found)]
     pieces: list[Piece] = []
     for name, dtype, shape in gather_values(ranks, sizes, operation="naming the weights of an export")[0]:
-        kept = found.get(name, torch.empty([0] * len(shape), dtype=getattr(torch, dtype)))
+        kept = found.get(name, torch.empty([0] * len(shape), dtype=torch_dtype(dtype)))
         part = tuple(slice(0, size if ranks.rank == 0 else 0) for size in shape)
         pieces.append(Piece(WeightSpec(name, dtype, tuple(shape)), part, kept))
     return pieces
 
 
-def _cast_piece(piece: Piece, dtype: torch.dtype) -> Piece:
+def _cast_piece(piece: Piece, dtype: str) -> Piece:
     """Return a piece in another dtype, unless its numbers are integers."""
-    if not piece.values.is_floating_point():
-        return piece
-    return replace(piece, spec=replace(piece.spec, dtype=str(dtype).removeprefix("torch.")), values=piece.values.to(dtype))
+    (spec,) = cast_specs([piece.spec], dtype)
+    return replace(piece, spec=spec, values=piece.values.to(torch_dtype(spec.dtype)))
 
 
 def export_pieces(
