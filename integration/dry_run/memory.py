@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from integration.dry_run.sizes import AdapterSizes, ModelSizes
 from rollouts.backends.fsdp.config import FSDPConfig
+from rollouts.models.four_bit import BYTES_PER_WEIGHT
 
 Precision = Literal["float32", "bfloat16"]
 """Precision of matrix products. Trained parameters, sums, norms, log-probs and the loss are float32 in both."""
@@ -76,7 +77,7 @@ class Training:
     adapters: AdapterSizes | None = None  # LoRA adapters, the only trained parameters; None = all parameters are trained
     master_width: int = FLOAT  # bytes of a trained parameter, and of its gradient
     moments_width: float = MOMENTS_WIDTH["float32"]  # bytes of the moments of a trained parameter
-    frozen_width: int = FLOAT  # bytes of a weight that is not trained: below adapters, or of a reference
+    frozen_width: float = FLOAT  # bytes of a weight that is not trained, in the mean: below adapters, or of a reference
     keeps_inputs_alone: bool = False  # activations are recomputed in the backward pass (one process; with FSDP its own setting says so)
     has_vocabulary: bool = True  # computes log-probs; False = a critic, with a head of one column
 
@@ -112,6 +113,18 @@ class Part:
     on_host: bool = False  # in host memory, whatever the model's device
 
 
+def measure_frozen_width(sizes: ModelSizes, adapters: AdapterSizes, dtype: str) -> float:
+    """Return the mean bytes of a frozen weight below adapters: nf4 holds those that have an adapter in 4 bits, the others in bfloat16.
+
+    Args:
+        dtype: LoRAConfig.base_dtype.
+    """
+    if dtype != "nf4":
+        return FLOAT if dtype == "float32" else 2
+    packed = sum(inputs * outputs for inputs, outputs in adapters.layers.values())
+    return (BYTES_PER_WEIGHT * packed + 2 * (sizes.num_parameters - packed)) / sizes.num_parameters
+
+
 def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
     """Return the memory of one process that trains a model: its persistent state, and the peak of a step.
 
@@ -120,7 +133,7 @@ def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
     """
     sharding = training.sharding
     trained = sizes.num_parameters if training.adapters is None else training.adapters.num_parameters
-    held = training.master_width * trained + (0 if training.trains_all else training.frozen_width * sizes.num_parameters)
+    held = training.master_width * trained + (0 if training.trains_all else ceil(training.frozen_width * sizes.num_parameters))
     shards = 1 if sharding is None else sharding.shards
     offloaded = sharding is not None and sharding.config.cpu_offload
     begin = activation_bytes(sizes, training) + working_bytes(sizes, training)
@@ -232,7 +245,7 @@ def unsharded_bytes(sizes: ModelSizes, training: Training) -> int:
         return training.width * in_layers if is_cast else 0
     unit = unit_parameters(sizes, sharding.config)
     whole = in_layers if sharding.keeps_layers else min(2 * unit, in_layers)
-    return training.width * (whole + unit) + training.frozen_width * sizes.root_parameters
+    return training.width * (whole + unit) + ceil(training.frozen_width * sizes.root_parameters)
 
 
 def gradient_buffer_bytes(sizes: ModelSizes, training: Training) -> int:

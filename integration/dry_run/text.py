@@ -23,7 +23,7 @@ from integration.dry_run.layout import (
     plan_traffic,
     reward_parts,
 )
-from integration.dry_run.memory import FLOAT, MOMENTS_WIDTH, STATES, Part, Sharding, Training
+from integration.dry_run.memory import FLOAT, MOMENTS_WIDTH, STATES, Part, Sharding, Training, measure_frozen_width
 from integration.dry_run.sizes import ModelSizes, read_adapter_sizes, read_sizes
 from integration.dry_run.traffic import Links
 from integration.parts.models import read_model_config
@@ -143,7 +143,7 @@ def read_training(config: Config, stage: str, sizes: ModelSizes) -> Training:
         adapters=adapters,
         master_width=FLOAT if backend.master_dtype == "float32" else 2,
         moments_width=MOMENTS_WIDTH[getattr(config, stage).optimizer.moments],
-        frozen_width=4 if lora is None or lora.base_dtype == "float32" else 2,
+        frozen_width=FLOAT if adapters is None or lora is None else measure_frozen_width(sizes, adapters, lora.base_dtype),
         keeps_inputs_alone=backend.gradient_checkpointing,
     )
     if backend.kind != "fsdp":

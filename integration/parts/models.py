@@ -170,6 +170,14 @@ def check_backend(config: Config, mode: str = "sft+rl") -> None:
     kind, path = config.backend.kind, config.model.path
     if config.lora.rank and kind in ("torch_func", "jax"):
         raise ConfigError(f"lora.rank is {config.lora.rank} with backend.kind {kind!r}: adapters are trained with 'pytorch' and 'fsdp'")
+    if config.lora.base_dtype == "nf4":
+        if kind == "fsdp":
+            raise ConfigError(
+                "lora.base_dtype is 'nf4' with backend.kind 'fsdp', which does not shard weights in 4 bits: take --lora.base-dtype "
+                "bfloat16, or train on one GPU with --backend.kind pytorch"
+            )
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ConfigError("lora.base_dtype is 'nf4', which needs the package bitsandbytes: pip install 'rollouts-rl[low-memory]'")
     if config.backend.precision(config.model.device) == "float32":
         why = "but matrix products are in float32: add --backend.compute-dtype bfloat16, or leave"
         if config.lora.base_dtype != "float32":

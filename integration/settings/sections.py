@@ -13,7 +13,7 @@ from integration.expressions.filters import parse_filter
 from integration.expressions.mixture import parse_mixture
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.backends.fsdp.config import FSDPConfig
-from rollouts.backends.lora.adapters import ALL_LINEAR, LoRAConfig
+from rollouts.backends.lora.adapters import ALL_LINEAR, BaseDtype, LoRAConfig
 from rollouts.chat.char_tokenizer import ALPHABET
 from rollouts.config import OptimizerConfig, ParityConfig, check_count, check_not_negative, check_positive, check_setting
 from rollouts.config_files import suggest
@@ -293,8 +293,9 @@ class LoRASection:
     dropout: float = 0.0  # dropout of an adapter's input, in training only
     target_modules: tuple[str, ...] = (ALL_LINEAR,)  # layers with adapters, such as q_proj v_proj; all-linear = all but the output layer
     use_rslora: bool = False  # scale adapters by alpha / sqrt(rank)
-    # dtype of the frozen weights; bfloat16 takes half the memory and needs --backend.compute-dtype bfloat16
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    # dtype of the frozen weights; bfloat16 takes half the memory, nf4 4.5 bits for each weight with an adapter (package bitsandbytes); both
+    # need --backend.compute-dtype bfloat16
+    base_dtype: BaseDtype = "float32"
     save_base: bool = False  # include the frozen base weights in each checkpoint
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rollouts.checks import find_non_finite
 from rollouts.errors import CheckpointError
+from rollouts.models.four_bit import FourBitLinear
 from rollouts.weight_specs import WeightSpec, describe_tensor
 
 if TYPE_CHECKING:
@@ -174,6 +175,12 @@ def adapter_of(layer: Any) -> tuple[Tensor, Tensor]:
     return layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
 
 
+def weight_below(value: Tensor, adapted_layer: Any | None) -> Tensor:
+    """Return a weight, without the adapter of its layer, if any; one in 4 bits is read out in bfloat16."""
+    base = None if adapted_layer is None else adapted_layer.base_layer
+    return base.read_weight() if isinstance(base, FourBitLinear) else value
+
+
 def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """W + scale * B A, computed in float32, in the dtype of W. weight: # [out, in]; a: # [rank, in]; b: # [out, rank]."""
     return (weight.float() + (b.float() @ a.float()) * scale).to(weight.dtype)
@@ -237,10 +244,14 @@ def check_finite_weights(weights: Iterable[tuple[str, Tensor]], source: str) -> 
 
 def copy_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Overwrite the model's weights with ones that check_weights_fit has accepted; adapters stay as they are."""
-    own = cast("Any", base_weights(model))
+    own, layers = cast("Any", base_weights(model)), adapted_weights(model)
     with torch.no_grad():
         for name, value in weights.items():
-            own[name].copy_(value)
+            base = layers[name].base_layer if name in layers else None
+            if isinstance(base, FourBitLinear):
+                base.write_weight(value)
+            else:
+                own[name].copy_(value)
 
 
 def describe_model_weights(model: PreTrainedModel) -> tuple[WeightSpec, ...]:
@@ -294,7 +305,7 @@ def merge_adapters(model: PreTrainedModel) -> dict[str, Tensor] | None:
 
 def whole_weight(value: Tensor, adapted_layer: Any | None, *, keep_device: bool = False) -> Tensor:
     """Return whole_tensor of a weight, with the adapter of its layer, if any, merged into it in float32."""
-    whole = whole_tensor(value, keep_device=keep_device)
+    whole = whole_tensor(weight_below(value, adapted_layer), keep_device=keep_device)
     if adapted_layer is None:
         return whole
     a, b = (whole_tensor(part, keep_device=keep_device) for part in adapter_of(adapted_layer))

@@ -282,12 +282,27 @@ QUANTIZED, BOTH = OptimizerConfig(moments="8bit"), {"master_dtype": "bfloat16", 
             "but critic.optimizer.moments is 'float32'",
         ),
         ({"backend": BackendSection(**BOTH), "lora": LoRASection(rank=4)}, "adapters are small: take --lora.base-dtype bfloat16"),
+        (
+            {"backend": BackendSection(kind="fsdp"), "lora": LoRASection(rank=4, base_dtype="nf4")},
+            "'nf4' with backend.kind 'fsdp', which does not shard weights in 4 bits",
+        ),
+        (
+            {"backend": BackendSection(compute_dtype="float32"), "lora": LoRASection(rank=4, base_dtype="nf4")},
+            "'nf4', but matrix products are in float32",
+        ),
     ],
 )
 def test_weights_in_bfloat16_and_moments_of_8_bits_are_refused_where_they_cannot_be_had(settings, expected, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # torchao is there
     with pytest.raises(ConfigError, match=expected):
         check_backend(Config(**settings))
+
+
+def test_a_missing_package_of_weights_in_4_bits_is_named_before_the_run(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = Config(lora=LoRASection(rank=4, base_dtype="nf4"), backend=BackendSection(compute_dtype="bfloat16"))
+    with pytest.raises(ConfigError, match=r"lora.base_dtype is 'nf4', which needs the package bitsandbytes: pip install"):
+        check_backend(config, "sft")
 
 
 def test_a_missing_package_of_quantized_moments_is_named_before_the_run(monkeypatch):

@@ -67,6 +67,9 @@ GSM8K = _need(
 DATASETS = _need(importlib.util.find_spec("datasets") is not None, "the extra `data`", "pip install -e '.[data]'")
 GYMNASIUM = _need(importlib.util.find_spec("gymnasium") is not None, "the package gymnasium", "pip install gymnasium")
 TORCHAO = _need(importlib.util.find_spec("torchao") is not None, "the package torchao", "pip install 'rollouts-rl[low-memory]'")
+BITSANDBYTES = _need(
+    importlib.util.find_spec("bitsandbytes") is not None, "the package bitsandbytes", "pip install 'rollouts-rl[low-memory]'"
+)
 PYRIGHT = _need((Path(sys.executable).parent / "pyright").exists(), "pyright", "pip install pyright")
 OPENSSL = _need(shutil.which("openssl") is not None, "the program openssl", "install openssl")
 VLLM = _need(bool(os.environ.get("VLLM_PYTHON")), "a vLLM", "run tools/run_vllm_tests.sh, or set VLLM_PYTHON as CONTRIBUTING.md says")

@@ -20,6 +20,7 @@ from rollouts.backends.fsdp.model import create_mesh, shard_model
 from rollouts.backends.lora.adapters import LoRAConfig, add_adapters, freeze_weights, init_adapters
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_idle_optimizer, create_rule, takes
 from rollouts.backends.ranks.distributed import Ranks, init_distributed
+from rollouts.errors import ConfigError
 from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_values
 from rollouts.models.heads import open_critic, open_reward_model
 from rollouts.models.loading import load_tokenizer
@@ -56,6 +57,11 @@ def create_fsdp_backend(
     """
     rule = create_rule(**adamw)
     rule.require_float32_moments("FSDP")
+    if lora is not None and lora.base_dtype == "nf4":
+        raise ConfigError(
+            "LoRAConfig.base_dtype is 'nf4', and FSDP does not shard weights in 4 bits: take bfloat16, or train on one GPU with "
+            "create_pytorch_backend"
+        )
     place = _arrange(model, tokenizer, device, ranks, config)
     if isinstance(model, str | Path):
         empty = load_hf_model_on_meta(model)

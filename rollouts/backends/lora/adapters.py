@@ -16,20 +16,30 @@ import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from rollouts.config import check_count, check_not_negative, check_positive, check_setting
 from rollouts.errors import ConfigError
-from rollouts.models.weights import ADAPTER_NAME, adapted_layers, adapter_of, has_adapters, merge_weight
+from rollouts.models.four_bit import FourBitLinear, import_bitsandbytes
+from rollouts.models.weights import (
+    ADAPTER_NAME,
+    adapted_layers,
+    adapter_of,
+    check_finite_weights,
+    has_adapters,
+    merge_weight,
+    weight_below,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 ALL_LINEAR = "all-linear"
+BaseDtype = Literal["float32", "bfloat16", "nf4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +51,9 @@ class LoRAConfig:
     dropout: float = 0.0  # dropout of an adapter's input, in training only
     target_modules: tuple[str, ...] = (ALL_LINEAR,)  # suffixes of names, as ("q_proj", "v_proj"); all-linear = all but the output layer
     use_rslora: bool = False  # scale by alpha / sqrt(rank) instead (Kalajdzievski 2023)
-    base_dtype: Literal["float32", "bfloat16"] = (
-        "float32"  # dtype of the frozen weights; bfloat16 = half the memory, for passes in bfloat16
-    )
+    # dtype of the frozen weights: bfloat16 = half the memory; nf4 = 4.5 bits for each weight that has an adapter, bfloat16 for the others
+    # (QLoRA; package bitsandbytes); both for passes in bfloat16
+    base_dtype: BaseDtype = "float32"
     seed: int = 0  # seed of A; B begins as 0
     save_base: bool = False  # write the frozen weights into each checkpoint, too, so that it needs no other directory
 
@@ -53,8 +63,8 @@ class LoRAConfig:
         check_not_negative(self, "dropout")
         check_setting(self.dropout < 1, "LoRAConfig.dropout", self.dropout, "less than 1")
         check_setting(self.alpha is None or self.alpha > 0, "LoRAConfig.alpha", self.alpha, "more than 0, or None for 2 * rank")
-        good = self.base_dtype in ("float32", "bfloat16")
-        check_setting(good, "LoRAConfig.base_dtype", self.base_dtype, "float32 or bfloat16")
+        good = self.base_dtype in get_args(BaseDtype)
+        check_setting(good, "LoRAConfig.base_dtype", self.base_dtype, "float32, bfloat16 or nf4")
         named = len(self.target_modules) > 0 and not any(len(name) == 1 for name in self.target_modules)  # a str is letters
         check_setting(named, "LoRAConfig.target_modules", self.target_modules, 'a tuple of names, as ("q_proj", "v_proj")')
 
@@ -79,7 +89,8 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, warns: bool = Tr
     Args:
         warns: whether to warn if the rank is above the smaller size of layers; False on ranks other than 0, to warn once.
 
-    Raises: ConfigError if peft is missing, the model has adapters or is no causal language model, or lacks a target.
+    Raises: ConfigError if peft is missing (or bitsandbytes for nf4), the model has adapters or is no causal language model, or lacks a
+        target; CheckpointError for nf4 and a NaN weight.
     """
     if has_adapters(model):
         raise ConfigError(f"this {type(model).__name__} has adapters already: load it anew, or merge them with copy_without_adapters")
@@ -89,6 +100,8 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, warns: bool = Tr
             "reward model without lora"
         )
     peft = _import_peft()
+    if config.base_dtype == "nf4":
+        import_bitsandbytes()  # before the model is changed
     layers = linear_layers(model)
     targets = choose_targets(list(layers), config, type(model).__name__)
     told = explain_wasted_rank({name: layers[name] for name in targets}, config.rank)
@@ -106,7 +119,9 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, warns: bool = Tr
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=on_meta)
-    freeze_weights(model, config.base_dtype, only_frozen=True)
+    freeze_weights(model, "bfloat16" if config.base_dtype == "nf4" else config.base_dtype, only_frozen=True)
+    if config.base_dtype == "nf4":
+        quantize_base(model)
     if not on_meta:
         init_adapters(model, config.seed)
 
@@ -121,6 +136,17 @@ def freeze_weights(model: PreTrainedModel, dtype: str, *, only_frozen: bool = Fa
         if not (only_frozen and parameter.requires_grad):
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def quantize_base(model: PreTrainedModel) -> None:
+    """Hold the weights below a model's adapters in 4 bits, in place.
+
+    Raises: CheckpointError for a weight that is not finite.
+    """
+    for name, layer in adapted_layers(model):
+        base = layer.base_layer
+        check_finite_weights([(f"{name}.weight", base.weight)], f"this {type(model).__name__}")
+        layer.base_layer = FourBitLinear(base.weight, base.bias)
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -227,7 +253,13 @@ def copy_without_adapters(model: PreTrainedModel) -> PreTrainedModel:
         with torch.no_grad():
             for name, layer in list(adapted_layers(copied)):
                 base = layer.base_layer
-                base.weight.copy_(merge_weight(base.weight, *adapter_of(layer), layer.scaling[ADAPTER_NAME]))
+                merged = merge_weight(weight_below(base.weight, layer), *adapter_of(layer), layer.scaling[ADAPTER_NAME])
+                if isinstance(base, FourBitLinear):
+                    bias = base.bias
+                    base = cast("Any", torch.nn.Linear(base.in_features, base.out_features, bias=bias is not None, device="meta"))
+                    base.weight, base.bias = torch.nn.Parameter(merged), bias
+                else:
+                    base.weight.copy_(merged)
                 copied.set_submodule(name, base)
         del copied.peft_config
         copied.requires_grad_(True)

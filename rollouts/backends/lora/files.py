@@ -24,15 +24,18 @@ from torch import Tensor
 from rollouts.backends.lora.adapters import LoRAConfig, assign, init_adapters
 from rollouts.backends.weights.fill import open_weights
 from rollouts.errors import CheckpointError, ConfigError
+from rollouts.models.four_bit import FourBitLinear, dequantize, quantize
 from rollouts.models.weights import (
     ADAPTER_NAME,
     adapted_layers,
+    adapted_weights,
     adapter_of,
     base_weights,
     check_finite_weights,
     check_weights_fit,
     first_names,
     has_adapters,
+    weight_below,
     whole_tensor,
 )
 
@@ -270,8 +273,8 @@ def shorten_targets(model: PreTrainedModel) -> list[str]:
 
 def fingerprint_base(model: PreTrainedModel) -> str:
     """Compute SHA-256 over names, shapes and bits of the weights below the adapters. All ranks of a sharded model must call it."""
-    own = base_weights(model, keep_vars=True)
-    return _digest((name, whole_tensor(own[name])) for name in dict.fromkeys(first_names(own).values()))
+    own, layers = base_weights(model, keep_vars=True), adapted_weights(model)
+    return _digest((name, whole_tensor(weight_below(own[name], layers.get(name)))) for name in dict.fromkeys(first_names(own).values()))
 
 
 def fingerprint_directory(model: PreTrainedModel, directory: Path) -> str:
@@ -287,7 +290,14 @@ def fingerprint_directory(model: PreTrainedModel, directory: Path) -> str:
         for name in files.shapes:
             given.setdefault(first[name], name)
         whole = {name: tuple(slice(0, size) for size in own[name].shape) for name in dict.fromkeys(first.values())}
-        return _digest((name, files.read(given[name], part).to(own[name].dtype)) for name, part in whole.items())
+        layers = adapted_weights(model)
+
+        def read(name: str) -> Tensor:
+            found = files.read(given[name], whole[name]).to(own[name].dtype)
+            in_4_bits = name in layers and isinstance(layers[name].base_layer, FourBitLinear)
+            return dequantize(*quantize(found), found.shape) if in_4_bits else found
+
+        return _digest((name, read(name)) for name in whole)
 
 
 def _digest(weights: Iterable[tuple[str, Tensor]]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollouts.checks import find_non_finite
 from rollouts.errors import CheckpointError
 from rollouts.models.loading import parse_dtype
-from rollouts.models.weights import base_weights, first_names, has_adapters, stream_weights
+from rollouts.models.weights import adapted_weights, base_weights, first_names, has_adapters, stream_weights, weight_below
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,7 +45,9 @@ def export_model(
     check_written(model.state_dict().items(), directory)
     weights = None  # the model's own
     if has_adapters(model):
-        weights = base_weights(model) if base_alone else _merged_weights(model)
+        layers = adapted_weights(model)
+        below = {name: weight_below(value, layers.get(name)) for name, value in base_weights(model).items()} if base_alone else None
+        weights = _merged_weights(model) if below is None else below
     if dtype is not None:
         weights = cast_weights(model.state_dict(keep_vars=True) if weights is None else weights, dtype)
     cast("Any", model).save_pretrained(directory, state_dict=weights)
