@@ -1,6 +1,6 @@
 """Benchmark log-probs over a large vocabulary: peak memory and time, forward and backward, of three ways to compute the same numbers.
 
-    python -m benchmarks.logprobs [--tokens 4096] [--vocabularies 32000 150000] [--hidden 256] [--chunk-size 512] [--repeats 3]
+    python -m benchmarks.logprobs [--tokens 4096] [--vocabularies 32000 150000] [--hidden 256] [--chunk-size C] [--repeats 3]
         [--threads 1] [--output FILE.json]
 
 log_softmax + gather is the formula; gather - logsumexp keeps the logits but not their log-softmax in the forward pass; chunked_log_probs
@@ -24,20 +24,20 @@ from torch import Tensor
 from benchmarks.measure import memory_mb, print_table, write_json
 from rollouts.algorithms.logprobs import chunked_log_probs, gather_log_probs
 
-LogProbs = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+LogProbs = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
 
 
-def log_softmax_and_gather(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
+def log_softmax_and_gather(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int | None) -> Tensor:
     """Compute all logits, then all log-probs: the formula."""
     return torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None])[:, 0]
 
 
-def gather_minus_logsumexp(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
+def gather_minus_logsumexp(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int | None) -> Tensor:
     """Compute all logits, without a second tensor of their size in the forward pass."""
     return gather_log_probs(hidden @ weight.t(), targets)
 
 
-def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int | None) -> Tensor:
     """Compute logits of chunk_size tokens at a time, and again in the backward pass."""
     return chunked_log_probs(hidden, weight, targets, chunk_size=chunk_size)[0]
 
@@ -49,7 +49,7 @@ CONTENDERS: dict[str, LogProbs] = {
 }
 
 
-def measure(name: str, tokens: int, vocabulary: int, width: int, chunk_size: int, repeats: int) -> dict[str, float]:
+def measure(name: str, tokens: int, vocabulary: int, width: int, chunk_size: int | None, repeats: int) -> dict[str, float]:
     """Return median seconds and extra megabytes at the peak of a forward and a backward pass in this process."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator).requires_grad_()
@@ -80,8 +80,10 @@ def compare(settings: argparse.Namespace, tokens: int, vocabulary: int, names: l
     """Return a row for each contender, with ratios to the first one."""
     table: dict[str, dict[str, float]] = {}
     for name in names:
-        options = {"--tokens": tokens, "--vocabularies": vocabulary, "--hidden": settings.hidden, "--chunk-size": settings.chunk_size,
+        options = {"--tokens": tokens, "--vocabularies": vocabulary, "--hidden": settings.hidden,
                    "--repeats": settings.repeats, "--threads": settings.threads, "--one": name}  # fmt: skip
+        if settings.chunk_size is not None:
+            options["--chunk-size"] = settings.chunk_size
         table[name] = measure_in_process_of_its_own(*[str(part) for pair in options.items() for part in pair])
     base = table[names[0]]
     for row in table.values():
@@ -97,7 +99,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 150000])
     parser.add_argument("--hidden", type=int, default=256, help="width of the hidden states")
-    parser.add_argument("--chunk-size", type=int, default=512)
+    parser.add_argument("--chunk-size", type=int, help="tokens of a chunk; default: choose_chunk_size, as in training")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output")

@@ -27,6 +27,7 @@ from math import ceil
 from typing import Any, Literal
 
 from integration.dry_run.sizes import AdapterSizes, ModelSizes
+from rollouts.algorithms.logprobs import choose_chunk_size
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.models.four_bit import BYTES_PER_WEIGHT
 
@@ -35,7 +36,6 @@ Precision = Literal["float32", "bfloat16"]
 
 FLOAT = 4  # bytes of a float32
 MOMENTS_WIDTH = {"float32": 2 * FLOAT, "8bit": 2 * (1 + FLOAT / 256)}  # bytes of Adam's moments of a trained parameter; one scale per block
-CHUNK_TOKENS = 1024  # tokens with logits in memory at a time (OutputOptions.chunk_size)
 PROCESS_BYTES = 400 * 2**20  # bytes of a CPU process with torch, transformers and this package; measured by benchmarks.memory
 HEAP_SHARE = 0.35  # heap gaps as a fraction of a step's allocations, see heap_bytes; measured likewise, as the next two
 SHARDED_HEAP_SHARE = 0.15  # the same with FSDP
@@ -79,6 +79,7 @@ class Training:
     moments_width: float = MOMENTS_WIDTH["float32"]  # bytes of the moments of a trained parameter
     frozen_width: float = FLOAT  # bytes of a weight that is not trained, in the mean: below adapters, or of a reference
     keeps_inputs_alone: bool = False  # activations are recomputed in the backward pass (one process; with FSDP its own setting says so)
+    device: str = "cpu"  # type of the training device
     has_vocabulary: bool = True  # computes log-probs; False = a critic, with a head of one column
 
     @property
@@ -220,7 +221,8 @@ def activation_bytes(sizes: ModelSizes, training: Training) -> int:
 def working_bytes(sizes: ModelSizes, training: Training) -> int:
     """Return the bytes of temporaries besides the activations: logits of a chunk twice in float32, or gradients in one MLP."""
     tokens, width = training.tokens, training.width
-    logits = 2 * FLOAT * min(tokens, CHUNK_TOKENS) * sizes.vocab_size if training.has_vocabulary else 0
+    chunk = min(tokens, choose_chunk_size(sizes.vocab_size, training.device))
+    logits = 2 * FLOAT * chunk * sizes.vocab_size if training.has_vocabulary else 0
     inside = tokens * (sizes.hidden_size + 2 * sizes.intermediate_size) * width
     return tokens * sizes.hidden_size * FLOAT + max(logits, inside)
 

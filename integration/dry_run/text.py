@@ -145,6 +145,7 @@ def read_training(config: Config, stage: str, sizes: ModelSizes) -> Training:
         moments_width=MOMENTS_WIDTH[getattr(config, stage).optimizer.moments],
         frozen_width=FLOAT if adapters is None or lora is None else measure_frozen_width(sizes, adapters, lora.base_dtype),
         keeps_inputs_alone=backend.gradient_checkpointing,
+        device=find_device(config.model.device).type,
     )
     if backend.kind != "fsdp":
         return training

@@ -112,7 +112,7 @@ class OutputOptions:
     """Options of the computation of outputs; none changes their meaning."""
 
     compute_dtype: torch.dtype = torch.float32  # dtype of matrix products with the vocabulary
-    chunk_size: int = 1024  # tokens whose logits exist at the same time
+    chunk_size: int | None = None  # tokens whose logits exist at the same time; None = choose_chunk_size
     with_entropy: bool = False
     native_attention: bool = False  # run rows of one length at a time with the model's own attention instead of packed rows
     native_passes: int = 0  # least number of passes then, some of which count nothing: ranks of a sharded model make equally many

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollouts.algorithms.logprobs import (
     LogitTransform,
+    choose_chunk_size,
     chunked_log_probs,
     entropy_from_logits,
     finite_exp,
@@ -196,6 +197,15 @@ def test_boundaries_must_cover_the_tokens():
 
 
 # -- chunked log-probs
+
+
+def test_a_chunk_of_logits_takes_a_bounded_memory_and_a_small_vocabulary_a_chunk_of_1024():
+    assert [choose_chunk_size(size, "cpu") for size in (64, 32_768, 151_936, 10_000_000)] == [1024, 1024, 192, 64]
+    assert [choose_chunk_size(size, "cuda") for size in (64, 32_768, 151_936, 10_000_000)] == [4096, 4096, 832, 64]
+    hidden, weight = torch.randn(150, 4).double(), torch.randn(600_000, 4).double()  # chunks of 64 positions, the last of 22
+    targets = torch.randint(600_000, (150,))
+    found, _ = chunked_log_probs(hidden, weight, targets)
+    torch.testing.assert_close(found, torch.log_softmax(hidden @ weight.T, -1).gather(1, targets[:, None])[:, 0])
 
 
 def plain(hidden, weight, targets, bias=None, temperatures=None):

@@ -166,7 +166,7 @@ def test_a_saved_base_restores_the_same_bits(tmp_path):
 def test_a_saved_base_of_more_bits_is_not_rounded_below_adapters_that_were_trained_on_it(tmp_path):
     exact = create_backend(replace(LORA, base_dtype="bfloat16", save_base=True))
     exact.save_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="has not the weights that .* was trained on"):
+    with pytest.raises(CheckpointError, match=r"has not the weights that .* was trained on"):
         create_backend().load_checkpoint(tmp_path)
 
 

@@ -100,7 +100,7 @@ class FSDPTrainingBackend:
         mesh: DeviceMesh | None = None,
         create_schedule: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
         max_grad_norm: float = 1.0,
-        chunk_size: int = 1024,
+        chunk_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
         max_skipped_updates: int = 10,

@@ -94,7 +94,7 @@ class TorchFuncTrainingBackend:
         *,
         device: str | torch.device = "cpu",
         compute_dtype: torch.dtype = torch.float32,
-        chunk_size: int = 1024,
+        chunk_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
         max_skipped_updates: int = 10,
@@ -106,7 +106,7 @@ class TorchFuncTrainingBackend:
             model: moved to the device; its attention is replaced by one that stays inside packed rows.
             rule: the optimizer.
             compute_dtype: dtype of matrix products, float32 or bfloat16; parameters are float32.
-            chunk_size: tokens whose logits exist at the same time.
+            chunk_size: tokens whose logits exist at the same time; None = logprobs.choose_chunk_size.
             tokenizer: saved beside the weights, so that a checkpoint is a complete model directory.
             weight_version: restored from checkpoints; incremented by the code that syncs weights to engines.
             max_skipped_updates: updates in a row with a non-finite gradient before BackendError.

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollouts.algorithms.logprobs import token_log_probs
+from rollouts.algorithms.logprobs import choose_chunk_size, token_log_probs
 from rollouts.backends.fsdp.load import create_on_meta
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.jax.model import read_decoder_config
@@ -79,7 +79,7 @@ class JAXTrainingBackend:
         model: PreTrainedModel,
         rule: AdamW,
         *,
-        chunk_size: int = 1024,
+        chunk_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
         max_skipped_updates: int = 10,
@@ -88,7 +88,7 @@ class JAXTrainingBackend:
         Args:
             model: a causal language model of a family that model.py implements; not changed, its weights are copied.
             rule: the optimizer.
-            chunk_size: tokens whose logits exist at the same time.
+            chunk_size: tokens whose logits exist at the same time; None = logprobs.choose_chunk_size.
             tokenizer: saved beside the weights, so that a checkpoint is a complete model directory.
             weight_version: restored from checkpoints; incremented by the code that syncs weights to engines.
             max_skipped_updates: updates in a row with a non-finite gradient before BackendError.
@@ -96,8 +96,9 @@ class JAXTrainingBackend:
         Raises: ConfigError if JAX is missing, the model has features that are not implemented, or its log-probs differ from PyTorch's.
         """
         require_jax()
-        self._spec = ModelSpec(read_decoder_config(model), chunk_size)
         self.limits = read_limits(model, tokenizer)
+        chunk_size = choose_chunk_size(self.limits.num_embeddings, "cpu") if chunk_size is None else chunk_size
+        self._spec = ModelSpec(read_decoder_config(model), chunk_size)
         self.rule = rule
         self.tokenizer = tokenizer
         self.weight_version = weight_version

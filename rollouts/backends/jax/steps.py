@@ -41,7 +41,7 @@ class ModelSpec:
     """Settings of the log-prob computation that compiled programs depend on besides shapes."""
 
     decoder: DecoderConfig
-    chunk_size: int = 1024  # tokens whose logits exist at the same time
+    chunk_size: int  # tokens whose logits exist at the same time
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,7 +105,7 @@ class PyTorchTrainingBackend:
         device: str | torch.device = "cpu",
         compute_dtype: torch.dtype = torch.float32,
         max_grad_norm: float = 1.0,
-        chunk_size: int = 1024,
+        chunk_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
         max_skipped_updates: int = 10,
@@ -118,7 +118,7 @@ class PyTorchTrainingBackend:
             optimizer: over the parameters of this model.
             compute_dtype: float32 or bfloat16.
             max_grad_norm: norm that the gradient is scaled down to; inf = no clipping.
-            chunk_size: tokens whose logits exist at the same time.
+            chunk_size: tokens whose logits exist at the same time; None = logprobs.choose_chunk_size.
             tokenizer: saved beside the weights, so that a checkpoint is a complete model directory.
             weight_version: restored from checkpoints; incremented by the code that syncs weights to engines.
             max_skipped_updates: updates in a row with a non-finite gradient before BackendError.
