@@ -70,7 +70,7 @@ estimators.estimate_optimal_token_baseline: kl_coef=0.0 keep_tail=True epsilon=1
 kl_control.measure_kl: count_empty_rows=True epsilon=0.0
 logprobs.token_log_probs: temperature=1.0
 logprobs.token_entropy: temperature=1.0
-logprobs.chunked_log_probs: chunk_size=None with_entropy=False
+logprobs.chunked_log_probs: with_entropy=False
 loss_weights.token_mean: epsilon=0.0
 loss_weights.sample_mean: count_empty_rows=False epsilon=0.0
 loss_weights.sample_sum: count_empty_rows=False
