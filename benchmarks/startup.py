@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     BASE: (sys.executable, "-c", "import torch"),
     "import rollouts": (sys.executable, "-c", "import rollouts"),
     "train --help": (sys.executable, "-m", "integration.train", "--help"),
-    "train, a misspelt option": (sys.executable, "-m", "integration.train", "--rl.stpes", "3"),
+    "train, a misspelt option": (sys.executable, "-m", "integration.train", "--seeed", "3"),
     "train --dry-run": (sys.executable, "-m", "integration.train", "--dry-run"),
 }
 

@@ -33,7 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_follower(os.environ):
         with silence_stdout():
             return run_command(partial(parse_quietly, argv, os.environ), _follow)
-    return run_command(lambda: parse_command_line(argv), partial(_run, argv))
+
+    def parse() -> CommandLine:
+        with garbage_collection_off():
+            return parse_command_line(argv)
+
+    return run_command(parse, partial(_run, argv))
 
 
 def _run(argv: Sequence[str], command: CommandLine) -> int:
@@ -71,7 +76,7 @@ def interrupts_end_the_process() -> Generator[None]:
 
 @contextmanager
 def garbage_collection_off() -> Generator[None]:
-    """Collect no garbage in the block, for imports: they make many objects and no garbage, and each collection visits all of them."""
+    """Collect no garbage in the block, for imports and parsing: they make objects that stay, and each collection visits all of them."""
     was_on = gc.isenabled()
     gc.disable()
     try:
