@@ -1,16 +1,18 @@
 """The main job: `python -m integration.train --mode sft+rl`. Parses arguments and calls integration.run.job.
 
-Torch and the other imports of job take seconds, so job is imported after the arguments are parsed; Ctrl-C in imports shows no traceback.
+Torch and the other imports of job take seconds, so job is imported after the arguments are parsed: --help and a misspelt option load
+neither torch nor transformers. Ctrl-C in imports shows no traceback.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    with interrupts_end_the_process():
+    with interrupts_end_the_process(), garbage_collection_off():
         from integration.run.directory import run_command
         from integration.run.launch import is_follower, parse_quietly, silence_stdout
         from integration.settings.command_line import parse_command_line
@@ -31,17 +33,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_follower(os.environ):
         with silence_stdout():
             return run_command(partial(parse_quietly, argv, os.environ), _follow)
-    return run_command(lambda: parse_command_line(argv), partial(_run, argv))
+
+    def parse() -> CommandLine:
+        with garbage_collection_off():
+            return parse_command_line(argv)
+
+    return run_command(parse, partial(_run, argv))
 
 
 def _run(argv: Sequence[str], command: CommandLine) -> int:
-    with interrupts_end_the_process():
+    if not (command.quiet or command.dry_run or "RANK" in os.environ or "torch" in sys.modules):
+        print("loading torch and transformers", file=sys.stderr, flush=True)
+    with interrupts_end_the_process(), garbage_collection_off():
         from integration.run import job
-    return job.run(command, argv)
+    with garbage_collection_off() if command.dry_run else nullcontext():  # a dry run is little else than imports
+        return job.run(command, argv)
 
 
 def _follow(command: CommandLine) -> int:
-    with interrupts_end_the_process():
+    with interrupts_end_the_process(), garbage_collection_off():
         from integration.run import job
     return job.follow(command)
 
@@ -62,6 +72,18 @@ def interrupts_end_the_process() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, own)
+
+
+@contextmanager
+def garbage_collection_off() -> Generator[None]:
+    """Collect no garbage in the block, for imports and parsing: they make objects that stay, and each collection visits all of them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from rollouts.backends.lora.adapters import LoRAConfig, choose_targets, count_lora_parameters, linear_layers
+from rollouts.backends.lora.adapters import choose_targets, count_lora_parameters, linear_layers
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.errors import ConfigError
 from rollouts.models.forward import get_decoder
 

@@ -12,17 +12,15 @@ import tempfile
 import uuid
 from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import TYPE_CHECKING
 
-import torch
-
-from integration.parts.placement import count_training_gpus
 from integration.run.directory import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
 from integration.settings.command_line import CommandLine, parse_command_line
 from integration.settings.config import Config
-from rollouts.backends.ranks.group import RankGroup, join_ranks
-from rollouts.backends.ranks.watch import EXPLAIN_LOSS
 from rollouts.errors import ConfigError, DataError
-from rollouts.models.loading import parse_device
+
+if TYPE_CHECKING:
+    from rollouts.backends.ranks.group import RankGroup
 
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 
@@ -77,6 +75,10 @@ def count_processes(config: Config, environment: Mapping[str, str]) -> int:
         return found
     if section.kind != "fsdp":
         return 1
+    import torch
+
+    from integration.parts.placement import count_training_gpus
+
     on_gpus = config.model.device in ("cuda", "auto") and torch.cuda.is_available()
     return section.num_processes or (count_training_gpus(config, torch.cuda.device_count()) if on_gpus else 1)
 
@@ -153,11 +155,16 @@ def describe_kill(statuses: Mapping[int, int]) -> str | None:
         causes = list(killed)
     if not causes or statuses.get(0, -1) > 0:
         return None
+    from rollouts.backends.ranks.watch import EXPLAIN_LOSS
+
     return f"error: rank {causes[0]} was ended by {killed[causes[0]].name}: {EXPLAIN_LOSS}"
 
 
 def open_group(config: Config, environment: MutableMapping[str, str]) -> RankGroup:
     """Join the other processes. From then on followers end on rank 0's request and ignore the signals that torchrun sends to all."""
+    from rollouts.backends.ranks.group import join_ranks
+    from rollouts.models.loading import parse_device
+
     group = join_ranks(environment, device=parse_device(config.model.device), timeout_s=config.backend.timeout_s)
     if group.rank > 0:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from integration.expressions.algorithm import PresetCall, create_algorithm, find_kl_coefs, learns_from_single_samples
-from integration.expressions.loggers import parse_loggers
 from integration.settings.episodes import (
     EPISODE_TASKS,
     EnvironmentSection,
@@ -52,10 +50,11 @@ from rollouts.config import (
 )
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
-from rollouts.models.loading import find_device_name
 from rollouts.rewards.answers import create_overlong_penalty
-from rollouts.training.requirements import FILLABLE
 from rollouts.types import Algorithm, KLControl
+
+if TYPE_CHECKING:
+    from integration.expressions.algorithm import PresetCall
 
 OWN_DATA_TASKS = ("gsm8k", "jsonl")  # tasks that need the user's data
 TASKS = (*SELF_MADE_TASKS, *OWN_DATA_TASKS, "environment")
@@ -103,7 +102,10 @@ class Config:
             raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")
         check_setting(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1, or None")
         check_not_negative(self, "seed")
-        parse_loggers(self.loggers)
+        if self.loggers:
+            from integration.expressions.loggers import parse_loggers
+
+            parse_loggers(self.loggers)
         check_router_replay(self)
         check_episode_sections(self.task, self.episode, self.environment)
         if self.task in EPISODE_TASKS:
@@ -123,7 +125,8 @@ class Config:
                 raise ConfigError(
                     "engine.sleep is True, but servers generate while the policy is trained, with --rl.asynchronous.enabled: leave one out"
                 )
-        _ = self.algorithm_call
+        if self.enable_segment_wise_ppo or self.rl.algorithm != type(self.rl).algorithm:
+            _ = self.algorithm_call  # the default algorithm needs no check, which would import torch
         check_mistakes(self)
 
     @cached_property
@@ -147,6 +150,8 @@ class Config:
 
 def create_rl_algorithm(config: Config, max_tokens: int) -> Algorithm:
     """Create the algorithm of a configuration under a token budget and check its settings. Calls the user's functions, if any."""
+    from integration.expressions.algorithm import create_algorithm
+
     algorithm = create_algorithm(config.algorithm_call, max_tokens)
     training = rl_training_config(config, algorithm, max_tokens)
     if config.rl.baseline is None:
@@ -160,6 +165,9 @@ def create_rl_algorithm(config: Config, max_tokens: int) -> Algorithm:
 
 def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError if a run cannot provide the fields that the algorithm requires, or if a setting is of an unused model."""
+    from integration.expressions.algorithm import learns_from_single_samples
+    from rollouts.training.requirements import FILLABLE
+
     name, critic = config.rl.algorithm, config.critic
     if "segment_log_probs" in algorithm.requires and not config.asynchronous.segment_wise:
         raise ConfigError(
@@ -244,6 +252,8 @@ def check_router_replay(config: Config) -> None:
     """Raise ConfigError if rl.router_replay is set for rollouts that carry no record of their experts."""
     if not config.rl.router_replay:
         return
+    from rollouts.models.loading import find_device_name
+
     if config.engine.kind == "vllm" and config.engine.launch and find_device_name(config.model.device) == "cpu":
         raise ConfigError(
             "rl.router_replay is True, but vLLM returns the experts that it chooses on GPUs only: use the embedded engine "
@@ -305,6 +315,8 @@ def create_kl_control(config: Config, algorithm: Algorithm) -> KLControl | None:
         return None
     if "ref_log_probs" not in algorithm.requires:
         raise ConfigError(f"rl.kl_control is set, but rl.algorithm {name!r} has no KL term: give it a kl_coef, such as ppo(kl_coef=0.05)")
+    from integration.expressions.algorithm import find_kl_coefs
+
     places = find_kl_coefs(algorithm)
     found = sorted({coefficient for coefficients in places.values() for coefficient in coefficients})
     if len(found) > 1:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.sections import SELF_MADE_TASKS
 from rollouts.errors import ConfigError
-from rollouts.models.loading import find_device_name
 
 if TYPE_CHECKING:
     from integration.settings.config import Config
@@ -58,6 +57,15 @@ def has_heldout(config: Config, mode: str) -> bool:
 def has_several_servers(config: Config, mode: str) -> bool:
     """Whether several servers share the requests."""
     return config.engine.num_servers > 1 or len(config.engine.urls) > 1
+
+
+def launches_on_gpus(config: Config, mode: str) -> bool:
+    """Whether servers are launched on GPUs."""
+    if not config.engine.launch:
+        return False
+    from rollouts.models.loading import find_device_name
+
+    return find_device_name(config.model.device) != "cpu"
 
 
 def calls_reward(config: Config, mode: str) -> bool:
@@ -253,7 +261,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "engine.num_servers engine.python engine.port engine.context_length engine.max_num_seqs": LAUNCHED,
     "engine.memory_fraction engine.startup_timeout_s engine.extra_args": LAUNCHED,
     "engine.gpus": Effect(
-        holds=lambda c, m: c.engine.launch and find_device_name(c.model.device) != "cpu",
+        holds=launches_on_gpus,
         needs="a server launched on GPUs: --engine.launch --model.device cuda",
         part="rl",
     ),

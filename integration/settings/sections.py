@@ -5,21 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-from integration.expressions.algorithm import PresetCall, parse_algorithm
-from integration.expressions.filters import parse_filter
-from integration.expressions.mixture import parse_mixture
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.backends.fsdp.config import FSDPConfig
-from rollouts.backends.lora.adapters import ALL_LINEAR, BaseDtype, LoRAConfig
+from rollouts.backends.lora.config import ALL_LINEAR, BaseDtype, LoRAConfig
 from rollouts.chat.char_tokenizer import ALPHABET
 from rollouts.config import OptimizerConfig, ParityConfig, check_count, check_not_negative, check_positive, check_setting
 from rollouts.config_files import suggest
 from rollouts.engines.weights.path_map import PathMap
 from rollouts.errors import ConfigError, redact
-from rollouts.models.loading import find_compute_dtype, find_device_name
+
+if TYPE_CHECKING:
+    from integration.expressions.algorithm import PresetCall
 
 SELF_MADE_TASKS = ("sort", "sort-long", "grid_world", "calculator")  # tasks that generate their own problems
 BACKEND_KINDS = ("pytorch", "fsdp", "torch_func", "jax")
@@ -73,7 +72,10 @@ class DataSection:
 
     def __post_init__(self) -> None:
         check_setting(self.max_length is None or self.max_length >= 1, "data.max_length", self.max_length, "at least 1, or None")
-        parse_mixture(self.mixture)
+        if self.mixture:
+            from integration.expressions.mixture import parse_mixture
+
+            parse_mixture(self.mixture)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +152,19 @@ class RLSection:
             )
         check_count(self, "overlong_buffer")
         check_not_negative(self, "overlong_penalty", "router_balance_coef")
-        _ = self.parsed_algorithm  # report a misspelt name now, not after the SFT stage
-        parse_filter(self.filter)
+        # report a misspelt name now, not after the SFT stage; the default values need no check, which would import torch
+        if self.algorithm != type(self).algorithm:
+            _ = self.parsed_algorithm
+        if self.filter != type(self).filter:
+            from integration.expressions.filters import parse_filter
+
+            parse_filter(self.filter)
 
     @cached_property
     def parsed_algorithm(self) -> PresetCall:
         """The parsed expression `algorithm`; none of its functions have been called."""
+        from integration.expressions.algorithm import parse_algorithm
+
         return parse_algorithm(self.algorithm)
 
 
@@ -281,7 +290,11 @@ class BackendSection:
         """Return the dtype of matrix products of a model on `device`: cpu, cuda, cuda:N, mps, auto."""
         if self.compute_dtype != "auto":
             return self.compute_dtype
-        return "float32" if self.kind == "jax" else find_compute_dtype(device)
+        if self.kind == "jax":
+            return "float32"
+        from rollouts.models.loading import find_compute_dtype
+
+        return find_compute_dtype(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,6 +479,8 @@ class EngineSection:
         """Return the dtype of an engine whose model is on `device`: cpu, cuda, cuda:N, auto."""
         if self.dtype != "auto":
             return self.dtype
+        from rollouts.models.loading import find_device_name
+
         return "float32" if find_device_name(device) == "cpu" else "bfloat16"
 
     def tolerance(self, device: str) -> float | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from integration.expressions.algorithm import PRESETS, PresetCall, write_call
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from integration.expressions.algorithm import PresetCall
 
 SWITCH = "enable_segment_wise_ppo"
 OPTION = "--enable-segment-wise-ppo"  # as the command reads it
@@ -63,6 +65,8 @@ def derive_algorithm_call(call: PresetCall, asynchronous: AsyncConfig) -> Preset
         return call
     if given is False:
         raise ConfigError(f"rl.algorithm {call.text!r} says segment_wise=False, but {SWITCH} is True: leave one of them out")
+    from integration.expressions.algorithm import PRESETS, PresetCall, write_call
+
     missed = asynchronous.missed_segment == "proximal"
     said = call.arguments.get("missed_as_proximal") if call.name == "decoupled" else None
     if said is not None and said != missed:

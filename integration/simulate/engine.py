@@ -14,7 +14,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from rollouts.config import check_not_negative, check_positive, check_setting
 from rollouts.engines.protocol import EngineFeature
 from rollouts.errors import EngineError
 from rollouts.seeds import derive_seed
-from rollouts.types import Completion, Group, Prompt, Sample, SamplingParams, Status
+from rollouts.types import Completion, Group, Prompt, Sample, SamplingParams, Status, change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +134,15 @@ class EngineSlots:
 
 _ALMOST = 1e-3  # tokens of tolerance
 _SAME_MOMENT = 1e-6  # seconds of tolerance, as sums of floats are inexact
+_EMPTY = Sample(  # a group without tokens of responses; only its copies are used
+    index=0,
+    group_index=0,
+    tokens=(0,),
+    loss_mask=(0.0,),
+    rollout_log_probs=(0.0,),
+    weight_versions=(-1,),
+    status=Status.ABORTED,
+)
 
 
 class SimulatedFleet:
@@ -282,17 +291,9 @@ class SimulatedFleet:
                 self._begun_responses += len(targets)
             done = [0] * len(targets)
             reward = float(self._refused_fraction == 0 or self._draw(index, attempt, 1) >= self._refused_fraction)
-            sample = Sample(
-                index=index,  # one Sample per group, so both have the same index
-                group_index=index,
-                tokens=(0,),
-                loss_mask=(0.0,),
-                rollout_log_probs=(0.0,),
-                weight_versions=(-1,),
-                reward=reward,
-                metadata={"attempt": attempt, "targets": targets, "done": done},
-                status=Status.ABORTED,
-            )
+            # one Sample per group, so both have the same index
+            metadata = {"attempt": attempt, "targets": targets, "done": done}
+            sample = change(_EMPTY, index=index, group_index=index, reward=reward, metadata=metadata)
         key = (index, attempt, 2 + 2 * self._num_failures_of.get(index, 0))  # equal after an interruption, different after a failure
         fails = self.section.failure_rate > 0 and self._draw(*key) < self.section.failure_rate
         return GroupRequest(
@@ -310,13 +311,14 @@ class SimulatedFleet:
         """Return the group so far: one token per weight version, and the progress of each response."""
         counts = self._count_tokens(request)
         versions = sorted(counts)
-        produced = [self._tokens_at(request, k, request.stopped_at or 0.0) for k in range(len(request.targets))]
         if request.status is Status.COMPLETED:  # sums of floats are inexact
             produced = [target - done for target, done in zip(request.targets, request.done, strict=True)]
+        else:
+            produced = [self._tokens_at(request, k, request.stopped_at or 0.0) for k in range(len(request.targets))]
         start = request.sample
         assert start.rollout_log_probs is not None and start.weight_versions is not None
         more = (-0.5,) * len(versions)
-        return replace(
+        return change(  # valid by construction; checks would cost as much as all else here
             start,
             tokens=start.tokens + (0,) * len(versions),
             loss_mask=start.loss_mask + tuple(float(counts[version]) for version in versions),

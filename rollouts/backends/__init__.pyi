@@ -17,7 +17,7 @@ from .jax.backend import (
     JAXTrainingBackend as JAXTrainingBackend,
     create_jax_backend as create_jax_backend,
 )
-from .lora.adapters import LoRAConfig as LoRAConfig
+from .lora.config import LoRAConfig as LoRAConfig
 from .lora.reference import create_lora_reference as create_lora_reference
 from .optim.optimizers import create_adamw_optimizer as create_adamw_optimizer
 from .optim.schedules import create_warmup_cosine_scheduler as create_warmup_cosine_scheduler

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal, Unpack, cast
 import torch
 
 from rollouts.algorithms.losses import sft_loss
-from rollouts.backends.lora.adapters import LoRAConfig, add_adapters, freeze_weights
+from rollouts.backends.lora.adapters import add_adapters, freeze_weights
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.optim.optimizers import (
     AdamW,
     AdamWArguments,

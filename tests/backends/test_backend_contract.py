@@ -28,7 +28,7 @@ from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.jax.backend import create_jax_backend
-from rollouts.backends.lora.adapters import LoRAConfig
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.protocol import BackendFeature, get_backend_features
 from rollouts.batches import find_context_starts, select_rows
 from rollouts.chat.char_tokenizer import create_char_tokenizer

@@ -13,7 +13,7 @@ from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.jax.backend import create_jax_backend
-from rollouts.backends.lora.adapters import LoRAConfig
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data.prompts import DataBuffer

@@ -21,14 +21,8 @@ from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_backend_with_scheduler, create_critic_backend, create_pytorch_backend, create_reference_backend
 from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.futures import open_pipeline
-from rollouts.backends.lora.adapters import (
-    LoRAConfig,
-    adapters_off,
-    add_adapters,
-    copy_without_adapters,
-    count_lora_parameters,
-    linear_layers,
-)
+from rollouts.backends.lora.adapters import adapters_off, add_adapters, copy_without_adapters, count_lora_parameters, linear_layers
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.lora.files import fingerprint_base
 from rollouts.backends.lora.reference import create_lora_reference
 from rollouts.chat.char_tokenizer import create_char_tokenizer

@@ -19,7 +19,8 @@ from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.functional.backend import TorchFuncTrainingBackend, create_torch_func_backend
 from rollouts.backends.jax.backend import create_jax_backend
-from rollouts.backends.lora.adapters import LoRAConfig, add_adapters
+from rollouts.backends.lora.adapters import add_adapters
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.optim.optimizers import AdamW, create_adamw_optimizer
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.pytorch.files import read_trainer_state

@@ -53,7 +53,8 @@ from rollouts.algorithms.losses import sft_loss
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.fsdp.config import FSDPConfig
-from rollouts.backends.lora.adapters import LoRAConfig, add_adapters
+from rollouts.backends.lora.adapters import add_adapters
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.config import OptimizerConfig
 from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.engine import InProcessEngine

@@ -317,3 +317,32 @@ def test_mistakes_on_the_command_line_end_in_one_message(capsys: pytest.CaptureF
     assert "cannot read the lengths in no-such-file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--engine-count", "3"])
+
+
+def test_a_seeded_run_keeps_its_figures():
+    simulation = Simulation(
+        engine=EngineSection(engines=3, slots=8, failure_rate=0.05),
+        length=LengthSection(mean_tokens=500.0),
+        trainer=TrainerSection(samples_per_prompt=4, train_s=5.0),
+        asynchronous=AsyncConfig(enabled=True, max_staleness=2, in_flight="interrupt"),
+        hours=0.05,
+        refused_fraction=0.1,
+        seed=3,
+    )
+    figures = simulate(simulation).to_dict()
+    recorded = {
+        "virtual_s": 183.0009249829191,
+        "num_steps": 10,
+        "samples_per_s": 1.3114687809496104,
+        "tokens_per_s": 609.423149147522,
+        "generated_tokens_per_s": 924.8574288509705,
+        "engine_utilization": 0.7707145240424753,
+        "trainer_utilization": 0.2732226626978355,
+        "sync_fraction": 0.1092890650791342,
+        "staleness_mean": 0.8685944855413584,
+        "wasted_fraction": 0.29612309931283987,
+        "length_mean": 464.6875,
+        "num_groups_begun_anew": 10,
+        "num_failures": 4,
+    }
+    assert {name: figures[name] for name in recorded} == pytest.approx(recorded, rel=1e-12)

@@ -17,7 +17,7 @@ from rollouts.backends.factory import create_critic_backend, create_pytorch_back
 from rollouts.backends.fsdp.factory import create_fsdp_backend, create_fsdp_critic_backend
 from rollouts.backends.fsdp.load import load_critic_on_meta, load_hf_model_on_meta, materialize_critic, materialize_from_hf
 from rollouts.backends.functional.backend import create_torch_func_backend
-from rollouts.backends.lora.adapters import LoRAConfig
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.errors import CheckpointError, ConfigError, EngineError

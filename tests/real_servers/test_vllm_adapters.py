@@ -14,7 +14,7 @@ from conftest import create_config, save_tiny_model
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
-from rollouts.backends.lora.adapters import LoRAConfig
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.data.collate import collate_samples
 from rollouts.engines.http.endpoint import HTTPEndpoint
 from rollouts.engines.launch.servers import launch_server

@@ -13,7 +13,8 @@ import torch
 import trio
 
 from rollouts.backends.factory import create_critic_backend, create_reward_model_backend
-from rollouts.backends.lora.adapters import LoRAConfig, add_adapters
+from rollouts.backends.lora.adapters import add_adapters
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig
 from rollouts.data.collate import collate_samples

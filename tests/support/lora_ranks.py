@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.fsdp.factory import create_fsdp_backend
-from rollouts.backends.lora.adapters import LoRAConfig
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.lora.files import fingerprint_base
 from rollouts.backends.ranks.distributed import init_distributed, leave_distributed
 from rollouts.errors import CheckpointError

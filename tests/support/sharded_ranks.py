@@ -22,7 +22,7 @@ from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.fsdp.load import load_critic_on_meta, load_hf_model_on_meta, materialize_critic, materialize_from_hf
 from rollouts.backends.fsdp.model import create_mesh, shard_model
-from rollouts.backends.lora.adapters import LoRAConfig
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.optim.optimizers import create_adamw_optimizer
 from rollouts.backends.ranks.distributed import barrier, init_distributed, leave_distributed
 from rollouts.backends.weights.export import export_sharded

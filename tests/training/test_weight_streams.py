@@ -16,7 +16,7 @@ from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.futures import open_pipeline
-from rollouts.backends.lora.adapters import LoRAConfig
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.config import RLTrainingConfig
 from rollouts.data.collate import collate_samples

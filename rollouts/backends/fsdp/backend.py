@@ -33,7 +33,8 @@ from rollouts.backends.fsdp.checkpoint import (
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.model import call_gathered, create_mesh, drop_gathered, is_sharded, shard_model
 from rollouts.backends.futures import ImmediateTrainFuture
-from rollouts.backends.lora.adapters import LoRAConfig, adapters_off, assign
+from rollouts.backends.lora.adapters import adapters_off, assign
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.lora.files import Adapters, check_lora
 from rollouts.backends.optim.optimizers import check_rounding
 from rollouts.backends.optim.updates import (

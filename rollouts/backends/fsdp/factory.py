@@ -17,7 +17,8 @@ from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.load import load_critic_on_meta, load_hf_model_on_meta, materialize_critic, materialize_from_hf
 from rollouts.backends.fsdp.model import create_mesh, shard_model
-from rollouts.backends.lora.adapters import LoRAConfig, add_adapters, freeze_weights, init_adapters
+from rollouts.backends.lora.adapters import add_adapters, freeze_weights, init_adapters
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_idle_optimizer, create_rule, takes
 from rollouts.backends.ranks.distributed import Ranks, init_distributed
 from rollouts.errors import ConfigError

@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollouts.backends.lora.adapters import LoRAConfig, assign, init_adapters
+from rollouts.backends.lora.adapters import assign, init_adapters
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.weights.fill import open_weights
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.four_bit import FourBitLinear, dequantize, quantize

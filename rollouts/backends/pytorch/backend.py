@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.futures import ImmediateTrainFuture
-from rollouts.backends.lora.adapters import LoRAConfig, adapters_off
+from rollouts.backends.lora.adapters import adapters_off
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.lora.files import Adapters, SavedAdapters, check_has_no_adapters, check_lora
 from rollouts.backends.optim.optimizers import check_rounding
 from rollouts.backends.optim.updates import (
