@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import trio
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollouts.algorithms.logprobs import gather_log_probs
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.inprocess import engine as inprocess_module
 from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.engines.inprocess.native import NativeModel
 from rollouts.engines.inprocess.slots import SlotModel
 from rollouts.engines.text.batch import generate_texts
 from rollouts.errors import EngineError
@@ -306,3 +308,33 @@ def test_an_engine_in_this_process_uses_nothing_of_servers():
     assert len(files) > 2
     rooms = ("http", "sglang", "vllm", "launch", "fleet")
     assert not [(path.name, room) for path in files for room in rooms if f"rollouts.engines.{room}" in path.read_text()]
+
+
+# in inference mode the composite operations arrive whole, outside it as the first two
+READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::is_nonzero", "aten::nonzero_numpy", "aten::masked_select")
+
+
+class HostReads(TorchDispatchMode):
+    """Record operations whose results the host reads: each would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name
+        if name in READS:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["slots", "native"])
+def test_a_decode_step_reads_nothing_back_from_the_device(kind):
+    model = create_tiny_model()
+    decoding = SlotModel(model, max_slots=4, name="engine") if kind == "slots" else NativeModel(model, name="engine")
+    for slot, prompt in enumerate([PROMPT, PROMPT[:2]]):
+        decoding.fill([slot], decoding.prefill([prompt])[0])
+    with HostReads() as reads:
+        for step in range(2):
+            decoding.decode(torch.tensor([5, 6]), [len(PROMPT) + step, 2 + step])
+    assert reads.found == []

@@ -302,8 +302,7 @@ class InProcessEngine:
         prefixes: dict[tuple[int, ...], Any] = {}
         if self._running:
             tokens = torch.tensor([r.tokens[-1] for r in self._running], device=self._slots.device)
-            positions = torch.tensor([r.position for r in self._running], device=self._slots.device)
-            logits = self._slots.decode(tokens, positions)
+            logits = self._slots.decode(tokens, [r.position for r in self._running])
             for request, row in zip(self._running, read_rows(self._slots.experts), strict=False):  # no rows if nothing is recorded
                 request.experts[request.position :] = [row]
             self._sample(self._running, logits)

@@ -122,7 +122,7 @@ class NativeModel:
         for row, slot in enumerate(slots):
             self.places[slot] = (cohort, row)
 
-    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
         """Append one token to each of the first A slots and return the logits after it. Arguments and result as in SlotModel.decode."""
         del self.places[tokens.numel() :]
         cohorts: dict[int, tuple[_Cohort, list[int]]] = {}  # cohort and its slots, in order
@@ -136,7 +136,7 @@ class NativeModel:
                 cohort.keep([self.places[slot][1] for slot in slots])
                 for row, slot in enumerate(slots):
                     self.places[slot] = (cohort, row)
-                hidden.append(self._step(cohort, tokens[slots], positions[slots]))
+                hidden.append(self._step(cohort, tokens[slots], positions[slots[0]]))
                 experts += [] if cohort.experts is None else [cohort.experts]
                 order += slots
             logits = self.compute_logits(torch.cat(hidden))
@@ -153,9 +153,13 @@ class NativeModel:
         """Give back the slots from num_used on; a cohort without slots gives back its memory."""
         del self.places[num_used:]
 
-    def _step(self, cohort: _Cohort, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Append a token to each row of a cohort, once, however often the step is repeated. Returns the last hidden states. # [S, H]"""
-        if cohort.hidden is not None and cohort.tokens.shape[1] == int(positions[0]) + 1:  # an error came behind this step
+    def _step(self, cohort: _Cohort, tokens: Tensor, position: int) -> Tensor:
+        """Append a token to each row of a cohort, once, however often the step is repeated. Returns the last hidden states. # [S, H]
+
+        Args:
+            position: that of the token, the same in each row.
+        """
+        if cohort.hidden is not None and cohort.tokens.shape[1] == position + 1:  # an error came behind this step
             return cohort.hidden
         if self._uses_cache and not cohort.is_whole:
             cohort.cache = self._decoder(input_ids=cohort.tokens, use_cache=True).past_key_values
@@ -163,7 +167,8 @@ class NativeModel:
         longer = torch.cat([cohort.tokens, tokens[:, None]], dim=1)
         call: dict[str, Any] = {"input_ids": longer, "use_cache": False}
         if cohort.cache is not None:
-            call = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "past_key_values": cohort.cache, "use_cache": True}
+            positions = torch.full_like(tokens[:, None], position)
+            call = {"input_ids": tokens[:, None], "position_ids": positions, "past_key_values": cohort.cache, "use_cache": True}
         output, experts = self.recorder.run(lambda: self._decoder(**call))
         hidden = output.last_hidden_state[:, -1]
         cohort.experts = None if experts is None else experts.unflatten(0, (len(tokens), -1))[:, -1]
@@ -184,11 +189,11 @@ class NativeModel:
                 prefixes = self.prefill(rows[[0, 1]][:, : length - 3].tolist())
                 self.fill([0], prefixes[0])
                 self.fill([1, 2], prefixes[1])
-                steps = torch.full((3,), length - 3, device=self.device)
-                found = [prefixes[0].logits, *self.decode(rows[:, length - 3], steps)]
+                found = [prefixes[0].logits, *self.decode(rows[:, length - 3], [length - 3] * 3)]
                 wanted = [expected[0, length - 4], *expected[:, length - 3]]
                 self.move([2], [1], length)  # the second row ends
-                found += [*self.decode(rows[[0, 2], length - 2], steps[:2] + 1), *self.decode(rows[[0, 2], length - 1], steps[:2] + 2)]
+                for place in (length - 2, length - 1):
+                    found += self.decode(rows[[0, 2], place], [place] * 2)
                 wanted += [*expected[[0, 2], length - 2], *expected[[0, 2], length - 1]]
         except ConfigError as error:
             raise ConfigError(f"{self._name}: {error}") from error

@@ -90,7 +90,7 @@ class Decoding(Protocol):
         """Put a prefix into several slots."""
         ...
 
-    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
         """Append one token to each of the first A slots and return the logits after it. # [A, V]"""
         ...
 
@@ -209,23 +209,24 @@ class SlotModel:
             self._keys[:, index, :, : prefix.length] = prefix.keys[:, None]
             self._values[:, index, :, : prefix.length] = prefix.values[:, None]
 
-    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Sequence[int]) -> Tensor:
         """Append one token to each of the first A slots and return the logits after it.
 
         Args:
             tokens: # [A] int64.
-            positions: # [A] int64, position of each token in its sequence.
+            positions: position of each token in its sequence, on the host: reading them from a GPU would wait for it at each token.
 
         Returns: # [A, V] float32.
         """
-        num_rows, longest = tokens.numel(), int(positions.max()) + 1
+        num_rows, longest = len(positions), max(positions) + 1
         self._reserve(num_rows, longest)
         live = min(self._keys.shape[3], -(-longest // _ROUND) * _ROUND)
         with torch.inference_mode():
-            mask = torch.arange(live, device=self.device) <= positions[:, None]
+            steps = torch.as_tensor(positions, device=self.device)
+            mask = torch.arange(live, device=self.device) <= steps[:, None]
             rows = torch.arange(num_rows, device=self.device)
-            step = DecodeStep(self._keys, self._values, rows, positions, mask[:, None, None])
-            call = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "attend_fn": partial(attend_slots, step=step)}
+            step = DecodeStep(self._keys, self._values, rows, steps, mask[:, None, None])
+            call = {"input_ids": tokens[:, None], "position_ids": steps[:, None], "attend_fn": partial(attend_slots, step=step)}
             output, self.experts = self.recorder.run(lambda: self._decoder(**call, use_cache=False))
             return self.compute_logits(output.last_hidden_state[:, 0])
 
@@ -280,9 +281,8 @@ class SlotModel:
                     self.fill([slot], prefix)
                 first = torch.tensor([tokens[0][length - 3], tokens[1][length - 2]], device=self.device)
                 second = torch.tensor([tokens[0][length - 2], tokens[1][length - 1]], device=self.device)
-                positions = torch.tensor([length - 3, length - 2], device=self.device)
-                self.decode(first, positions)
-                found = self.decode(second, positions + 1)
+                self.decode(first, [length - 3, length - 2])
+                found = self.decode(second, [length - 2, length - 1])
         except ConfigError as error:
             raise ConfigError(f"{self._name}: {error}") from error
         except (TypeError, RuntimeError, AssertionError, AttributeError, LookupError, ValueError) as error:
