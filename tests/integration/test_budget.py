@@ -620,7 +620,7 @@ def test_rooms_of_slots_and_kept_prompts_are_those_of_the_engine():
         slots.fill(list(range(8)), slots.prefill([list(range(3, 20))])[0])
         for position in range(17, length):
             before = slots.num_allocated
-            slots.decode(torch.full((8,), 5), torch.full((8,), position))
+            slots.decode(torch.full((8,), 5), [position] * 8)
             after = slots.num_allocated
             most = max(most, after[0] * after[1] + (before[0] * before[1] if after != before else 0))
     work = Workload(sizes=sizes, training=Training(tokens=8), device="cuda", embedded_slots=8, row_tokens=length, kept_prompts=2)

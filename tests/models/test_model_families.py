@@ -318,7 +318,7 @@ async def test_a_step_that_failed_is_repeated_without_counting_its_tokens_twice(
     decoding = NativeModel(copy.deepcopy(own), name="engine")
     for slot, length in enumerate((10, 7)):
         decoding.fill([slot], decoding.prefill([rows[0][:length]])[0])
-    step, positions = torch.tensor([rows[0][10], rows[0][7]]), torch.tensor([10, 7])
+    step, positions = torch.tensor([rows[0][10], rows[0][7]]), [10, 7]
     layer = decoding.model.model.layers[2]
     calls = 0
 

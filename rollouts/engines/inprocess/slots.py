@@ -222,7 +222,7 @@ class SlotModel:
         self._reserve(num_rows, longest)
         live = min(self._keys.shape[3], -(-longest // _ROUND) * _ROUND)
         with torch.inference_mode():
-            steps = torch.as_tensor(positions, device=self.device)
+            steps = torch.tensor(positions, device=self.device)
             mask = torch.arange(live, device=self.device) <= steps[:, None]
             rows = torch.arange(num_rows, device=self.device)
             step = DecodeStep(self._keys, self._values, rows, steps, mask[:, None, None])
