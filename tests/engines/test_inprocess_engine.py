@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import trio
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rollouts.algorithms.logprobs import gather_log_probs
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.inprocess import engine as inprocess_module
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.native import NativeModel
-from rollouts.engines.inprocess.slots import SlotModel
+from rollouts.engines.inprocess.slots import Run, SlotModel, plan_runs
 from rollouts.engines.text.batch import generate_texts
 from rollouts.errors import EngineError
 from rollouts.testing import create_tiny_model
@@ -338,3 +341,48 @@ def test_a_decode_step_reads_nothing_back_from_the_device(kind):
         for step in range(2):
             decoding.decode(torch.tensor([5, 6]), [len(PROMPT) + step, 2 + step])
     assert reads.found == []
+
+
+def up(length):
+    return -(-length // 16) * 16
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=90), st.sampled_from(["cpu", "cuda"]))
+def test_runs_cover_each_slot_once_and_cost_no_more_than_one_call(lengths, device):
+    runs, call = plan_runs(lengths, device), {"cpu": 1024, "cuda": 65_536}[device]
+    assert [slot for run in runs for slot in range(run.start, run.stop)] == list(range(len(lengths)))
+    assert all(run.live == up(max(lengths[run.start : run.stop])) for run in runs)
+    costs = [(run.stop - run.start) * run.live + call for run in runs]
+    assert sum(costs) <= len(lengths) * up(max(lengths)) + call
+    for run, cost in zip(runs, costs, strict=True):  # no further cut pays
+        for cut in range(run.start + 1, run.stop):
+            parts = [lengths[run.start : cut], lengths[cut : run.stop]]
+            assert sum(len(part) * up(max(part)) + call for part in parts) >= cost
+
+
+def test_a_long_sequence_is_read_alone_and_short_ones_are_one_call():
+    assert plan_runs([100] * 30 + [4000] + [90] * 33, "cpu") == (Run(0, 30, 112), Run(30, 31, 4000), Run(31, 64, 96))
+    assert plan_runs([9, 25, 17] * 60, "cpu") == (Run(0, 180, 32),)
+    assert plan_runs([40, 1], "cpu") == (Run(0, 2, 48),)
+    assert plan_runs([100] * 30 + [1000] + [90] * 33, "cuda") == (Run(0, 64, 1008),)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_sequences_of_other_lengths_beside_it_change_no_logits_of_a_sequence(window):
+    config = Qwen3Config(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        use_sliding_window=window is not None, sliding_window=window, max_window_layers=1, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    own = copy.deepcopy(model)
+    own.set_attn_implementation("eager")
+    slots = SlotModel(model, max_slots=8, name="engine")
+    rows = [torch.randint(0, 50, (length,)).tolist() for length in (5, 300, 30, 700, 6, 7)]
+    for slot, row in enumerate(rows):
+        slots.fill([slot], slots.prefill([row[:-1]])[0])
+    found = slots.decode(torch.tensor([row[-1] for row in rows]), [len(row) - 1 for row in rows])
+    assert len(plan_runs([len(row) for row in rows], "cpu")) > 1
+    with torch.no_grad():
+        for row, logits in zip(rows, found, strict=True):
+            torch.testing.assert_close(logits, own(input_ids=torch.tensor([row])).logits[0, -1], atol=1e-5, rtol=1e-4)
