@@ -132,6 +132,27 @@ def iterate_results(mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, i
 MUTATIONS: tuple[Mutation, ...] = (
     # Log-probs and masks
     Mutation(
+        "engines/inprocess/slots.py",
+        "a run of slots attends by the mask of the first slots",
+        "attn_mask=mask[start:stop, ..., :live]",
+        "attn_mask=mask[: stop - start, ..., :live]",
+        ("engines/test_inprocess_engine.py::test_sequences_of_other_lengths_beside_it_change_no_logits_of_a_sequence",),
+    ),
+    Mutation(
+        "engines/inprocess/slots.py",
+        "a run of slots reads as many tokens as its first slot has",
+        "runs.append(Run(start, stop, int(part.max())))",
+        "runs.append(Run(start, stop, int(part[0])))",
+        ("engines/test_inprocess_engine.py::test_a_long_sequence_is_read_alone_and_short_ones_are_one_call",),
+    ),
+    Mutation(
+        "algorithms/logprobs.py",
+        "a chunk of logits grows with the vocabulary on a CPU",
+        "min(most, max(64, memory // (4 * vocab_size) // 64 * 64))",
+        "most",
+        ("algorithms/test_logprobs.py::test_a_chunk_of_logits_takes_a_bounded_memory_and_a_small_vocabulary_a_chunk_of_1024",),
+    ),
+    Mutation(
         "algorithms/logprobs.py",
         "log-probs stand one position late",
         "return _align(gather_log_probs(temper(logits, temperature)[:, :-1], tokens[:, 1:]))",

@@ -83,7 +83,7 @@ class DecodeStep:
     values: Tensor  # [layers, S, Hk, T, D]
     rows: Tensor  # [A] int64, 0 .. A - 1
     positions: Tensor  # [A] int64, position of the new token
-    runs: tuple[Run, ...]  # of all slots
+    runs: tuple[Run, ...]  # all slots, in order
     mask: Tensor  # [A, 1, 1, L] bool, True = attend; L = longest live length of the runs
 
 
