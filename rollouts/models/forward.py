@@ -11,6 +11,7 @@ of the three functions as its compute_outputs; everything else about it is the s
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -483,6 +484,11 @@ def get_decoder(model: PreTrainedModel) -> torch.nn.Module:
     if not isinstance(decoder, torch.nn.Module):
         raise ConfigError(f"{type(model).__name__} has no decoder below its output layer, so log-probs cannot be computed in chunks")
     return decoder
+
+
+def find_cache_name(module: torch.nn.Module) -> str:
+    """Return the name of keys and values as an argument of a model or decoder and in its output: "cache" from transformers 5.24 on."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 @dataclass(frozen=True, eq=False)

@@ -237,13 +237,13 @@ def test_last_assistant_only_with_marked_generations(tokenizer):
 
 
 def test_content_with_leading_space_is_not_lost():
-    """transformers' own return_assistant_tokens_mask is silently all zero here."""
+    """transformers' own return_assistant_tokens_mask is silently all zero here before 5.24."""
     tokenizer = TOKENIZERS["bytes"]
     messages = chat("user: what", "assistant:  It is 2.")
     own = tokenizer.apply_chat_template(messages, chat_template=GENERATION, return_dict=True, return_assistant_tokens_mask=True)
     conversation = tokenize_conversation(tokenizer, messages, chat_template=GENERATION)
     assert trained_texts(tokenizer, conversation) == [" It is 2.<|im_end|>"]
-    assert sum(own["assistant_masks"]) < sum(conversation.loss_mask)
+    assert sum(own["assistant_masks"]) in (0, sum(conversation.loss_mask))
 
 
 def test_prompt_that_ends_with_a_space_is_not_trained_on():

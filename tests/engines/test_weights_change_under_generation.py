@@ -37,6 +37,7 @@ from rollouts.data.segments import find_missed_tokens, start_segments
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.generation.single_turn import GroupSettings, generate_group
 from rollouts.generation.workflows import RLVRWorkflow, create_workflow_generate_fn
+from rollouts.models.forward import find_cache_name
 from rollouts.testing import create_tiny_model
 from rollouts.types import Group, Prompt, RolloutBatch, Sample, SamplingParams, Status
 
@@ -134,11 +135,12 @@ def decode_with_kept_cache(sample: Sample) -> list[float]:
     versions, tokens = sample.weight_versions or (), sample.tokens
     start = sum(version < 0 for version in versions)
     out, cache_ = [0.0] * start, None
+    name = find_cache_name(model_of(versions[-1]))
     begin = 0
     for place in range(start, len(tokens)):
         with torch.no_grad():
-            answer = model_of(versions[place])(torch.tensor([tokens[begin:place]]), past_key_values=cache_, use_cache=True)
-        cache_, begin = answer.past_key_values, place
+            answer = model_of(versions[place])(torch.tensor([tokens[begin:place]]), use_cache=True, **{name: cache_})
+        cache_, begin = getattr(answer, name), place
         out.append(float((answer.logits[0, -1] / sample.temperature).log_softmax(-1)[tokens[place]]))
     return out
 

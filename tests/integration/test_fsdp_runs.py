@@ -249,7 +249,7 @@ def test_the_command_starts_its_processes_and_all_end_when_one_is_killed(tmp_pat
         out, error = launcher.communicate(timeout=PATIENCE_S)
         assert launcher.returncode == 130, error
         assert "To go on" in out
-        assert error == ""
+        assert error == "loading torch and transformers\n"
 
 
 @pytest.mark.slow

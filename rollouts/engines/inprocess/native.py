@@ -18,7 +18,7 @@ from torch import Tensor
 from rollouts.engines.inprocess.experts import ExpertRecorder
 from rollouts.engines.inprocess.slots import Decoding, SlotModel
 from rollouts.errors import ConfigError
-from rollouts.models.forward import USE_ANOTHER, get_decoder, get_output_layer
+from rollouts.models.forward import USE_ANOTHER, find_cache_name, get_decoder, get_output_layer
 from rollouts.models.prepare import check_output_layer, check_same, draw_check_tokens, find_check_length, find_widest, restore_attention
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class NativeModel:
         self.device = next(model.parameters()).device
         self._name = name
         self._decoder: Any = get_decoder(model)
+        self._cache_name = find_cache_name(self._decoder)
         self._head = get_output_layer(model)
         self.places: list[tuple[_Cohort, int]] = []  # cohort and row of each slot
         self._uses_cache = True
@@ -100,7 +101,7 @@ class NativeModel:
         tokens = torch.tensor([list(prompt)], device=self.device)
         with torch.inference_mode():
             output, experts = self.recorder.run(lambda: self._decoder(input_ids=tokens, use_cache=self._uses_cache))
-            cache = getattr(output, "past_key_values", None) if self._uses_cache else None
+            cache = getattr(output, self._cache_name, None) if self._uses_cache else None
             return NativePrefix(cache, tokens, self.compute_logits(output.last_hidden_state[0, -1]), experts)
 
     def hidden_states(self, tokens: Sequence[int]) -> Tensor:
@@ -162,13 +163,13 @@ class NativeModel:
         if cohort.hidden is not None and cohort.tokens.shape[1] == position + 1:  # an error came behind this step
             return cohort.hidden
         if self._uses_cache and not cohort.is_whole:
-            cohort.cache = self._decoder(input_ids=cohort.tokens, use_cache=True).past_key_values
+            cohort.cache = getattr(self._decoder(input_ids=cohort.tokens, use_cache=True), self._cache_name)
         cohort.is_whole = False
         longer = torch.cat([cohort.tokens, tokens[:, None]], dim=1)
         call: dict[str, Any] = {"input_ids": longer, "use_cache": False}
         if cohort.cache is not None:
             positions = torch.full_like(tokens[:, None], position)
-            call = {"input_ids": tokens[:, None], "position_ids": positions, "past_key_values": cohort.cache, "use_cache": True}
+            call = {"input_ids": tokens[:, None], "position_ids": positions, self._cache_name: cohort.cache, "use_cache": True}
         output, experts = self.recorder.run(lambda: self._decoder(**call))
         hidden = output.last_hidden_state[:, -1]
         cohort.experts = None if experts is None else experts.unflatten(0, (len(tokens), -1))[:, -1]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rollouts.engines.inprocess.sampling import truncate_logits
 from rollouts.errors import RolloutsError
+from rollouts.models.forward import find_cache_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -364,7 +365,7 @@ class CausalModel:
         new = torch.tensor([list(tokens[kv.length :])], dtype=torch.long)
         with torch.inference_mode():
             model: Any = self.model
-            logits: Tensor = model(input_ids=new, past_key_values=kv.cache, use_cache=True).logits
+            logits: Tensor = model(input_ids=new, use_cache=True, **{find_cache_name(model): kv.cache}).logits
         kv.length = len(tokens)
         return logits[0].float()
 
