@@ -237,7 +237,7 @@ def test_the_command_starts_its_processes_and_all_end_when_one_is_killed(tmp_pat
     os.kill(max(ranks), signal.SIGKILL)
     out, error = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 1, error
-    assert "is gone" in error
+    assert "is gone" in error or "was ended by SIGKILL" in error  # told by the other rank, or by the launcher, whoever sees it first
     assert "rank 0" not in error  # which torchrun ends, too
     assert "Traceback" not in error
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
@@ -249,7 +249,9 @@ def test_the_command_starts_its_processes_and_all_end_when_one_is_killed(tmp_pat
         out, error = launcher.communicate(timeout=PATIENCE_S)
         assert launcher.returncode == 130, error
         assert "To go on" in out
-        assert error == "loading torch and transformers\n"
+        first, *more = error.splitlines()
+        assert first == "loading torch and transformers"
+        assert not [line for line in more if "Traceback" in line or "is gone" in line], error  # torch and what it loads may warn
 
 
 @pytest.mark.slow
