@@ -63,13 +63,18 @@ def save_config(config: Any, path: Path) -> None:
 
 def load_config(cls: type[C], path: Path, **functions: Any) -> C:
     """Read a file of save_config. Raises ConfigError naming the file."""
+    return from_dict(cls, read_json(path), **functions)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the settings of a JSON file. Raises ConfigError naming the file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"the configuration {path} holds a {type(data).__name__}, expected an object of sections")
-    return from_dict(cls, typing.cast("dict[str, Any]", data), **functions)
+    return typing.cast("dict[str, Any]", data)
 
 
 def is_number(value: object) -> bool:

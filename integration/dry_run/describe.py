@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Collection
 
 from integration.dry_run.sizes import ModelSizes, read_adapter_sizes, read_sizes
@@ -23,17 +24,66 @@ from integration.settings.config import (
     turn_tokens,
 )
 from integration.settings.episodes import EPISODE_TASKS, EnvironmentSection, parse_parameters
-from integration.settings.option_effects import IdleOption, describe_idle_options, reads_conversations
+from integration.settings.option_effects import (
+    IdleOption,
+    describe_idle_options,
+    find_changes,
+    list_options,
+    reads_conversations,
+    spell_option,
+)
+from integration.settings.task_defaults import create_default_config
 from rollouts.backends.lora.adapters import explain_wasted_rank
+from rollouts.config import OptimizerConfig
 from rollouts.config_files import to_dict
+
+ALL_SETTINGS = "--dry-run --json shows all"
 
 
 def describe_run(config: Config, mode: Mode, idle: Collection[IdleOption] = ()) -> str:
-    """Return the resolved configuration and the derived numbers, as text. idle: the user's settings without effect."""
+    """Return the numbers that follow from the settings, and the settings that are not the defaults of the task and the model, as text.
+
+    Args:
+        idle: the user's settings without effect.
+    """
     facts = derive_numbers(config, mode) | ({"warning of options": describe_idle_options(idle)} if idle else {})
     width = max(map(len, facts))
     lines = [f"  {name:<{width}}  {value}" for name, value in facts.items()]
-    return json.dumps(to_dict(config), indent=2) + f"\n\nmode {mode}: nothing was run; it would be\n" + "\n".join(lines)
+    default = create_default_config(config.task, model_path=config.model.path, adapters=config.lora.rank > 0)
+    changed, values = find_changes(config, default), dict(list_options(config))
+    settings = [f"  {spell_option(name)} {_show(values[name])}" for name in values if name in changed] or ["  none"]
+    return "\n".join(
+        [
+            f"mode {mode}: nothing was run; it would be",
+            *lines,
+            "",
+            f"settings other than the defaults of this task and model ({ALL_SETTINGS}):",
+            *settings,
+        ]
+    )
+
+
+def describe_run_as_json(config: Config, mode: Mode, idle: Collection[IdleOption] = ()) -> str:
+    """Return every setting and the numbers that follow, as one JSON object: mode, settings, derived, options_without_effect."""
+    told = {
+        "mode": mode,
+        "settings": to_dict(config),
+        "derived": derive_numbers(config, mode),
+        "options_without_effect": [spell_option(option.name) for option in idle],
+    }
+    return json.dumps(told, indent=2)
+
+
+def _show(value: object) -> str:
+    """Return a value as it is typed on a command line."""
+    return shlex.join(map(str, value)) if isinstance(value, tuple) else shlex.quote(str(value))
+
+
+def describe_learning_rate(optimizer: OptimizerConfig) -> str:
+    """Describe the course of a learning rate: "1e-05, after 10 steps of warm-up, linear to 1e-06"."""
+    warmup = f", after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
+    end = f"{optimizer.lr * optimizer.min_lr_ratio:g}" if optimizer.schedule != "constant" else ""
+    return f"{optimizer.lr:g}{warmup}, {optimizer.schedule}" + (f" to {end}" if end else "")
 
 
 def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
@@ -43,6 +93,7 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     facts: dict[str, str] = {"parameters": f"{sizes.num_parameters:,}"} | describe_adapters(config, sizes)
     if "sft" in mode:
         rows = config.sft.num_steps * config.sft.batch_size
+        facts["SFT learning rate"] = describe_learning_rate(config.sft.optimizer)
         facts["SFT optimizer steps"] = f"{config.sft.num_steps:,}"
         facts["SFT rows"] = f"{rows:,}"
         if config.data.mixture and reads_conversations(config, mode):
@@ -55,6 +106,7 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
         facts |= describe_environment(config.environment)
     if "rl" in mode:
         per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
+        facts["RL learning rate"] = describe_learning_rate(config.rl.optimizer)
         facts["RL algorithm"] = describe_call(config.algorithm_call, response_tokens(config))
         if config.rl.baseline is not None:
             facts["RL advantages"] = f"rewards - {config.rl.baseline:g}"

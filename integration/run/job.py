@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import trio
 
-from integration.dry_run.describe import describe_run
+from integration.dry_run.describe import describe_run, describe_run_as_json
 from integration.expressions.loggers import check_loggers, create_loggers
 from integration.parts.engines import check_engine
 from integration.parts.models import (
@@ -193,7 +193,8 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
         config = settle_weight_sync(config)
         config = place_servers(config, os.environ, count_local_processes(num_processes, os.environ), find_nccl_version)
     if command.dry_run:
-        described = make_safe(redact(describe_run(config, command.mode, command.find_idle_options())))
+        describe = describe_run_as_json if command.json else describe_run
+        described = make_safe(redact(describe(config, command.mode, command.find_idle_options())))
         with ignore_closed_stdout():
             print(described)
         return 0

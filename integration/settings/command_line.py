@@ -1,10 +1,10 @@
 """Parse the arguments of a command into a mode, a configuration and switches.
 
-    python -m integration.train [--mode sft|rl|sft+rl] [--config FILE.py|.toml|.json] [--output-dir DIR] [--resume] [--dry-run] [--quiet]
-                                [--log-level LEVEL] [--task NAME] [--algorithm NAME] [--environment FILE.py:NAME] [--seed N]
+    python -m integration.train [--mode sft|rl|sft+rl] [--config FILE.py|.toml|.json] [--output-dir DIR] [--resume] [--dry-run [--json]]
+                                [--quiet] [--log-level LEVEL] [--task NAME] [--algorithm NAME] [--environment FILE.py:NAME] [--seed N]
                                 [--skip-bad-rows] [--section.field VALUE ...]
 
-Later sources override earlier ones: the defaults of the task, --config (or, with --resume, the config.json of the run), flags.
+Later sources override earlier ones: the defaults of the task and the model, --config (or, with --resume, the config.json of the run), flags.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import tyro
 
@@ -28,7 +28,7 @@ from integration.settings.config import SELF_MADE_TASKS, Config
 from integration.settings.log_levels import DEFAULT_LEVEL, parse_log_level
 from integration.settings.option_effects import IdleOption, find_changes, find_idle_options
 from integration.settings.task_defaults import create_default_config
-from rollouts.config_files import from_dict, load_config, suggest
+from rollouts.config_files import from_dict, load_config, read_json, suggest, to_dict
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_module
 
@@ -52,13 +52,19 @@ class CommandLine:
     config: Config
     resume: bool
     dry_run: bool
+    json: bool
     quiet: bool
     log_levels: Mapping[str, int]  # log level of each logger, by name
     typed: frozenset[str] = frozenset()  # settings (section.field) changed by flags
 
     def find_idle_options(self) -> list[IdleOption]:
         """Return the user's settings without effect. Creates the algorithm of an RL run, which may call the user's functions."""
-        defaults = (Config(), create_default_config(self.config.task))
+        path, adapters = self.config.model.path, self.config.lora.rank > 0
+        defaults = (
+            Config(),
+            create_default_config(self.config.task),
+            create_default_config(self.config.task, model_path=path, adapters=adapters),
+        )
         return find_idle_options(self.config, self.mode, defaults=defaults, typed=self.typed, dry_run=self.dry_run)
 
 
@@ -72,7 +78,9 @@ class _Arguments:
     resume: bool = False
     """resume the interrupted run in --output-dir"""
     dry_run: bool = False
-    """print the resolved configuration with its memory and time estimates, and exit"""
+    """print the numbers that follow from the settings, with estimates of memory and time, and exit"""
+    json: bool = False
+    """print a dry run as one JSON object with every setting"""
     quiet: bool = False
     """print only the summary"""
     log_level: str = DEFAULT_LEVEL
@@ -92,11 +100,13 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         wrong type; SystemExit(0) for --help.
     """
     argv = [_SHORT.sub(_write_out, argument) for argument in argv]
-    base = read_base(argv, create_default_config(_find_task(argv)))
+    base = read_base(argv, _find_default(argv))
     arguments = parse_flags(argv, _Arguments(config=base), "python -m integration.train")
     mode = arguments.mode or (read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl")
     if mode not in MODES:
         raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)}")
+    if arguments.json and not arguments.dry_run:
+        raise ConfigError("--json is about the output of a dry run: add --dry-run, or leave it out")
     config = arguments.config
     if (config.data.path is not None or config.data.mixture) and config.task in SELF_MADE_TASKS and value_of(argv, "--task") is None:
         config = replace(config, task="jsonl")  # data was given, so it is to be used
@@ -107,6 +117,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         config=config,
         resume=arguments.resume,
         dry_run=arguments.dry_run,
+        json=arguments.json,
         quiet=arguments.quiet,
         log_levels=parse_log_level(arguments.log_level),
         typed=find_changes(config, base),
@@ -118,10 +129,21 @@ def _write_out(short: re.Match[str]) -> str:
     return _LONG[short.group(1)]
 
 
-def _find_task(argv: Sequence[str]) -> str | None:
-    """Return the task selected by flags: by its name, or by an environment."""
-    task = value_of(argv, "--task")
-    return "environment" if task is None and value_of(argv, "--environment.factory") is not None else task
+def _find_default(argv: Sequence[str]) -> Config:
+    """Return the default configuration of the task and the model that flags or the file of settings name."""
+    path = value_of(argv, "--config")
+    settings = {} if path is None or "--resume" in argv else read_settings(Path(path))
+
+    def find(section: str, name: str, flag: str) -> Any:
+        inner: Any = settings.get(section, {}) if section else settings
+        given = value_of(argv, flag)
+        return (inner.get(name) if isinstance(inner, Mapping) else None) if given is None else given
+
+    task, rank = find("", "task", "--task"), find("lora", "rank", "--lora.rank")
+    if task is None and find("environment", "factory", "--environment.factory") is not None:
+        task = "environment"
+    model_path = find("model", "path", "--model.path")
+    return create_default_config(task, model_path=None if model_path is None else str(model_path), adapters=rank not in (None, 0, "0"))
 
 
 def parse_flags(argv: Sequence[str], default: T, program: str) -> T:
@@ -146,25 +168,49 @@ def parse_flags(argv: Sequence[str], default: T, program: str) -> T:
         sys.stderr.write(printed.getvalue())
 
 
-def read_config_file(path: Path, kind: type[C]) -> C:
-    """Read a configuration of class `kind` from a .py, .toml or .json file. Raises ConfigError with the file's name."""
-    if not path.is_file():
-        raise ConfigError(f"configuration file {path} does not exist")
-    if path.suffix == ".py":
+def read_config_file(path: Path, default: C) -> C:
+    """Read a configuration from a .py, .toml or .json file. Raises ConfigError with the file's name.
+
+    Args:
+        default: its values stand for settings that a .toml or .json file leaves out.
+    """
+    kind = type(default)
+    if path.suffix == ".py" and path.is_file():
         config = getattr(load_module(path), "config", None)
         if not isinstance(config, kind):
             place = f"{kind.__module__}.{kind.__name__}"
             raise ConfigError(f"{path} must define `config = {kind.__name__}(...)` ({place}), found {type(config).__name__}")
         return config
+    return from_dict(kind, _fill_in(read_settings(path), to_dict(default)))
+
+
+def read_settings(path: Path) -> Mapping[str, Any]:
+    """Read the settings that stand in a .toml or .json file; those of a .py file are unknown before it runs: none.
+
+    Raises: ConfigError with the file's name.
+    """
+    if not path.is_file():
+        raise ConfigError(f"configuration file {path} does not exist")
+    if path.suffix == ".py":
+        return {}
     if path.suffix == ".json":
-        return load_config(kind, path)
+        return read_json(path)
     if path.suffix == ".toml":
         try:
-            data: dict[str, Any] = tomllib.loads(path.read_text())
+            return tomllib.loads(path.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
-        return from_dict(kind, data)
     raise ConfigError(f"{path} is not a configuration file: use .py, .toml or .json")
+
+
+def _fill_in(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings, with defaults where a section or a value is missing."""
+    filled = {**defaults, **settings}
+    for name, section in defaults.items():
+        given = settings.get(name)
+        if isinstance(section, Mapping) and isinstance(given, Mapping):
+            filled[name] = _fill_in(cast("Mapping[str, Any]", given), cast("Mapping[str, Any]", section))
+    return filled
 
 
 def read_saved_mode(output_dir: Path) -> str:
@@ -178,7 +224,7 @@ def read_saved_mode(output_dir: Path) -> str:
 
 def read_base(argv: Sequence[str], default: C) -> C:
     """Return the configuration that flags change: that of the run with --resume, that of the file with --config, else `default`."""
-    path, kind = value_of(argv, "--config"), type(default)
+    path = value_of(argv, "--config")
     if "--resume" in argv:
         directory = value_of(argv, "--output-dir")
         if directory is None:
@@ -189,8 +235,8 @@ def read_base(argv: Sequence[str], default: C) -> C:
                 f"{directory} has no {CONFIG_FILE}: it is not the directory of a run, so there is nothing to resume; leave --resume out to "
                 "start a run there"
             )
-        return load_config(kind, saved) if path is None else read_config_file(Path(path), kind)
-    return default if path is None else read_config_file(Path(path), kind)
+        return load_config(type(default), saved) if path is None else read_config_file(Path(path), default)
+    return default if path is None else read_config_file(Path(path), default)
 
 
 def value_of(argv: Sequence[str], flag: str) -> str | None:

@@ -18,6 +18,7 @@ from integration.settings.episodes import (
 )
 from integration.settings.option_effects import check_mistakes
 from integration.settings.sections import (
+    OWN_MODEL_CRITIC,
     SELF_MADE_TASKS,
     BackendSection,
     CriticSection,
@@ -202,8 +203,9 @@ def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
             f"reference.path is {config.reference.path!r}, but rl.algorithm {name!r} has no KL term: "
             "give it a kl_coef, such as grpo(kl_coef=0.04), or leave --reference.path out"
         )
-    if critic != CriticSection() and "values" not in algorithm.requires:
-        changed = next(f"critic.{key} is {value!r}" for key, value in vars(critic).items() if value != getattr(CriticSection(), key))
+    if critic not in (CriticSection(), OWN_MODEL_CRITIC) and "values" not in algorithm.requires:
+        known = [vars(CriticSection()), vars(OWN_MODEL_CRITIC)]
+        changed = next(f"critic.{key} is {value!r}" for key, value in vars(critic).items() if all(value != own[key] for own in known))
         raise ConfigError(f"{changed}, but rl.algorithm {name!r} has no critic: choose one with a critic, such as ppo(), or leave it out")
     if critic.warmup_steps >= config.rl.num_steps:
         raise ConfigError(

@@ -189,6 +189,10 @@ class CriticSection:
         check_count(self, "warmup_steps")
 
 
+OWN_MODEL_CRITIC = CriticSection(optimizer=OptimizerConfig(lr=1e-5, weight_decay=0.0))
+"""Defaults of a critic of the user's own model, with the learning rate of verl's critics."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationSection:
     """Sampling of responses, in RL and in sampled evaluation."""

@@ -1,14 +1,50 @@
-"""Default settings of the tasks whose defaults differ from those of the sort task."""
+"""Default settings: those of the built-in model on each task, and those of a model of the user's own."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 from integration.settings.config import Config
-from integration.settings.sections import EvaluationSection, ModelSection, RLSection, SFTSection
+from integration.settings.sections import OWN_MODEL_CRITIC, EvaluationSection, ModelSection, RLSection, SFTSection
+from rollouts.chat.char_tokenizer import ALPHABET
 from rollouts.config import CheckpointConfig, OptimizerConfig
 
+SFT_LR = 1e-5
+"""Learning rate of supervised fine-tuning of a pretrained model: between those of Tulu 3 (5e-6, 8 billion parameters) and TRL (2e-5)."""
+RL_LR = 1e-6
+"""Learning rate of RL of a pretrained model: that of TRL's GRPOTrainer, verl's examples and DAPO."""
+ADAPTER_FACTOR = 10.0
+"""Learning rate of adapters in learning rates of all weights: the best ones of "LoRA Without Regret" (Schulman et al., 2025)."""
 
-def create_default_config(task: str | None) -> Config:
-    """Return the default configuration of a task, which flags then change. task: None or an unknown name = the sort task."""
+
+def create_default_config(task: str | None, *, model_path: str | None = None, adapters: bool = False) -> Config:
+    """Return the default configuration of a task and a model, which files and flags then change.
+
+    Args:
+        task: None or an unknown name = the sort task.
+        model_path: model directory of the user; None = the built-in model.
+        adapters: whether adapters are trained instead of all weights.
+    """
+    config = _create_task_config(task)
+    return _fit_own_model(config, ADAPTER_FACTOR if adapters else 1.0) if is_own_model(model_path) else config
+
+
+def is_own_model(model_path: str | None) -> bool:
+    """Whether a model directory is the user's own: neither the built-in model nor a checkpoint of it, which knows characters alone."""
+    if model_path is None:
+        return False
+    try:
+        vocab_size: Any = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return True  # whatever is wrong with it is told when it is loaded
+    return not (isinstance(vocab_size, int) and vocab_size <= 3 + len(ALPHABET))
+
+
+def _create_task_config(task: str | None) -> Config:
+    """Return the defaults of a task with the built-in model, which is trained from random weights."""
     if task == "grid_world":
         return Config(
             task=task,
@@ -31,6 +67,30 @@ def create_default_config(task: str | None) -> Config:
             evaluation=EvaluationSection(num_prompts=64),
         )
     return Config()
+
+
+def _fit_own_model(config: Config, factor: float) -> Config:
+    """Return the defaults of a task with a pretrained model: learning rates of `factor` times a pretrained model's, fewer evaluations.
+
+    Weight decay is 0, as in TRL and Tulu 3. A step has 32 prompts with 8 answers each, where the task's defaults have more.
+    """
+    return replace(
+        config,
+        sft=replace(
+            config.sft,
+            eval_every=60,
+            optimizer=OptimizerConfig(lr=SFT_LR * factor, warmup_steps=10, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0),
+        ),
+        rl=replace(
+            config.rl,
+            num_steps=100,
+            prompts_per_step=min(config.rl.prompts_per_step, 32),
+            eval_every=10,
+            optimizer=OptimizerConfig(lr=RL_LR * factor, warmup_steps=5, weight_decay=0.0),
+        ),
+        critic=OWN_MODEL_CRITIC,
+        checkpoint=replace(config.checkpoint, rl_every=10),
+    )
 
 
 def _falling(lr: float) -> OptimizerConfig:

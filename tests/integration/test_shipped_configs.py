@@ -60,7 +60,7 @@ def test_there_is_an_example_of_each_kind_of_file_that_people_write():
 @pytest.mark.parametrize("mode", ["sft", "rl", "sft+rl"])
 def test_each_configuration_parses_and_dry_runs(path: Path, mode: str, model_directory: Path):
     argv = ["--config", str(path), "--mode", mode, "--dry-run"]
-    if read_config_file(path, Config).model.path is not None:
+    if read_config_file(path, Config()).model.path is not None:
         argv += ["--model.path", str(model_directory)]
     command = parse_command_line(argv)
     settings, _, facts = describe_run(command.config, command.mode).partition("\n\n")
@@ -72,7 +72,7 @@ def test_each_configuration_parses_and_dry_runs(path: Path, mode: str, model_dir
 
 def test_the_segment_wise_example_is_asynchronous_and_one_switch_does_the_rest():
     path = ROOT / "integration" / "configs" / "gsm8k_segment_wise.toml"
-    config = read_config_file(path, Config)
+    config = read_config_file(path, Config())
     assert config.rl.asynchronous.enabled and config.asynchronous.segment_wise and config.asynchronous.interrupts
     assert "segment_log_probs" not in resolve_algorithm(config.rl.algorithm, 8).requires, "the switch wraps it"
     assert "segment_log_probs" in config.algorithm.requires
@@ -80,7 +80,7 @@ def test_the_segment_wise_example_is_asynchronous_and_one_switch_does_the_rest()
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.suffix == ".toml"], ids=lambda path: path.name)
 def test_each_setting_of_a_file_arrives(path: Path):
-    arrived = flatten(to_dict(read_config_file(path, Config)))
+    arrived = flatten(to_dict(read_config_file(path, Config())))
     written = flatten(tomllib.loads(path.read_text()))
     assert {name: arrived[name] for name in written} == written
 
@@ -88,7 +88,7 @@ def test_each_setting_of_a_file_arrives(path: Path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_flags_take_precedence_over_a_file(path: Path):
     command = parse_command_line(["--config", str(path), "--seed", "7", "--rl.num-steps", "3"])
-    config = read_config_file(path, Config)
+    config = read_config_file(path, Config())
     assert command.config == replace(config, seed=7, rl=replace(config.rl, num_steps=3))
 
 
