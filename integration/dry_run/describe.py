@@ -50,15 +50,18 @@ def describe_run(config: Config, mode: Mode, idle: Collection[IdleOption] = ()) 
     width = max(map(len, facts))
     lines = [f"  {name:<{width}}  {value}" for name, value in facts.items()]
     default = create_default_config(config.task, model_path=config.model.path, adapters=config.lora.rank > 0)
-    changed, values = find_changes(config, default), dict(list_options(config))
-    settings = [f"  {spell_option(name)} {_show(values[name])}" for name in values if name in changed] or ["  none"]
+    changed, sections = find_changes(config, default), dict[str, str]()
+    for name, value in list_options(config):
+        if name in changed:
+            section = name.partition(".")[0] if "." in name else ""
+            sections[section] = f"{sections.get(section, ' ')} {spell_option(name)} {_show(value)}"
     return "\n".join(
         [
             f"mode {mode}: nothing was run; it would be",
             *lines,
             "",
             f"settings other than the defaults of this task and model ({ALL_SETTINGS}):",
-            *settings,
+            *(sections.values() or ["  none"]),
         ]
     )
 

@@ -4,7 +4,8 @@
                                 [--quiet] [--log-level LEVEL] [--task NAME] [--algorithm NAME] [--environment FILE.py:NAME] [--seed N]
                                 [--skip-bad-rows] [--section.field VALUE ...]
 
-Later sources override earlier ones: the defaults of the task and the model, --config (or, with --resume, the config.json of the run), flags.
+Later sources override earlier ones: the defaults of the task and the model, --config (or, with --resume, the config.json of the run), and
+flags.
 """
 
 from __future__ import annotations

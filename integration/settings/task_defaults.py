@@ -12,12 +12,12 @@ from integration.settings.sections import OWN_MODEL_CRITIC, EvaluationSection, M
 from rollouts.chat.char_tokenizer import ALPHABET
 from rollouts.config import CheckpointConfig, OptimizerConfig
 
-SFT_LR = 1e-5
-"""Learning rate of supervised fine-tuning of a pretrained model: between those of Tulu 3 (5e-6, 8 billion parameters) and TRL (2e-5)."""
-RL_LR = 1e-6
-"""Learning rate of RL of a pretrained model: that of TRL's GRPOTrainer, verl's examples and DAPO."""
-ADAPTER_FACTOR = 10.0
-"""Learning rate of adapters in learning rates of all weights: the best ones of "LoRA Without Regret" (Schulman et al., 2025)."""
+LEARNING_RATES = {False: (1e-5, 1e-6), True: (1e-4, 1e-5)}
+"""Learning rates of SFT and RL of a pretrained model, by whether adapters are trained.
+
+SFT is between Tulu 3 (5e-6, 8 billion parameters) and TRL (2e-5); RL is that of TRL's GRPOTrainer, verl's examples and DAPO; adapters take
+ten times as much ("LoRA Without Regret", Schulman et al., 2025).
+"""
 
 
 def create_default_config(task: str | None, *, model_path: str | None = None, adapters: bool = False) -> Config:
@@ -29,7 +29,7 @@ def create_default_config(task: str | None, *, model_path: str | None = None, ad
         adapters: whether adapters are trained instead of all weights.
     """
     config = _create_task_config(task)
-    return _fit_own_model(config, ADAPTER_FACTOR if adapters else 1.0) if is_own_model(model_path) else config
+    return _fit_own_model(config, *LEARNING_RATES[adapters]) if is_own_model(model_path) else config
 
 
 def is_own_model(model_path: str | None) -> bool:
@@ -69,8 +69,8 @@ def _create_task_config(task: str | None) -> Config:
     return Config()
 
 
-def _fit_own_model(config: Config, factor: float) -> Config:
-    """Return the defaults of a task with a pretrained model: learning rates of `factor` times a pretrained model's, fewer evaluations.
+def _fit_own_model(config: Config, sft_lr: float, rl_lr: float) -> Config:
+    """Return the defaults of a task with a pretrained model: its learning rates, and fewer evaluations and checkpoints.
 
     Weight decay is 0, as in TRL and Tulu 3. A step has 32 prompts with 8 answers each, where the task's defaults have more.
     """
@@ -79,14 +79,14 @@ def _fit_own_model(config: Config, factor: float) -> Config:
         sft=replace(
             config.sft,
             eval_every=60,
-            optimizer=OptimizerConfig(lr=SFT_LR * factor, warmup_steps=10, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0),
+            optimizer=OptimizerConfig(lr=sft_lr, warmup_steps=10, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0),
         ),
         rl=replace(
             config.rl,
             num_steps=100,
             prompts_per_step=min(config.rl.prompts_per_step, 32),
             eval_every=10,
-            optimizer=OptimizerConfig(lr=RL_LR * factor, warmup_steps=5, weight_decay=0.0),
+            optimizer=OptimizerConfig(lr=rl_lr, warmup_steps=5, weight_decay=0.0),
         ),
         critic=OWN_MODEL_CRITIC,
         checkpoint=replace(config.checkpoint, rl_every=10),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -12,8 +12,9 @@ import pytest
 from forked import run
 
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, parse_command_line
-from integration.settings.config import Config
-from integration.settings.sections import RLSection, SFTSection
+from integration.settings.config import Config, create_model_config
+from integration.settings.sections import ModelSection, RLSection, SFTSection
+from integration.settings.task_defaults import create_default_config
 from integration.train import main
 from rollouts.config import OptimizerConfig
 from rollouts.config_files import save_config
@@ -281,3 +282,59 @@ def test_where_ctrl_c_is_ignored_it_stays_so_while_a_command_is_imported(tmp_pat
 def test_what_ends_with_the_arguments_imports_nothing_of_the_job(flags: list[str], status: int, tmp_path: Path):
     found, out, _ = run(STARTED, "own", "", *flags, folder=tmp_path)
     assert (found, out.splitlines()[-1]) == (status, "job is not imported")
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    """A directory as far as settings read it: a model whose vocabulary is no alphabet."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text('{"vocab_size": 151936}')
+    return tmp_path / "own"
+
+
+def find_rates(config: Config) -> tuple[float, float, float]:
+    return config.sft.optimizer.lr, config.rl.optimizer.lr, config.critic.optimizer.lr
+
+
+@pytest.mark.parametrize("task", ["sort", "grid_world", "calculator"])
+def test_a_model_of_the_users_own_has_learning_rates_of_a_pretrained_model(task: str, own_model: Path):
+    builtin = parse_command_line(["--task", task]).config
+    assert min(find_rates(builtin)) >= 1e-4
+    config = parse_command_line(["--task", task, "--model.path", str(own_model)]).config
+    assert find_rates(config) == (1e-5, 1e-6, 1e-5)
+    assert config.rl.prompts_per_step == min(builtin.rl.prompts_per_step, 32)
+    assert find_rates(parse_command_line(["--task", task, f"--model.path={own_model}", "--lora.rank", "8"]).config)[:2] == (1e-4, 1e-5)
+    given = parse_command_line(["--task", task, "--model.path", str(own_model), "--rl.optimizer.lr", "3e-6"]).config
+    assert find_rates(given) == (1e-5, 3e-6, 1e-5)
+
+
+def test_a_checkpoint_of_the_built_in_model_keeps_its_defaults(tmp_path: Path):
+    create_model_config(ModelSection()).save_pretrained(tmp_path)
+    assert find_rates(parse_command_line(["--model.path", str(tmp_path)]).config) == find_rates(Config())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.toml", '[model]\npath = "{}"\n[rl]\nnum_steps = 7\n'), ("a.json", '{{"model": {{"path": "{}"}}, "rl": {{"num_steps": 7}}}}')],
+)
+def test_a_file_of_settings_that_names_a_model_has_its_defaults(name: str, text: str, own_model: Path):
+    path = own_model.parent / name
+    path.write_text(text.format(own_model))
+    config = parse_command_line(["--config", str(path)]).config
+    assert (find_rates(config), config.rl.num_steps, config.rl.eval_every) == ((1e-5, 1e-6, 1e-5), 7, 10)
+
+
+def test_a_file_of_settings_that_names_a_task_has_its_defaults(tmp_path: Path):
+    (tmp_path / "a.toml").write_text('task = "grid_world"\n[rl]\nnum_steps = 7\n')
+    expected = create_default_config("grid_world")
+    assert parse_command_line(["--config", str(tmp_path / "a.toml")]).config == replace(expected, rl=replace(expected.rl, num_steps=7))
+
+
+def test_defaults_of_an_own_model_are_no_options_without_effect(own_model: Path):
+    command = parse_command_line(["--mode", "rl", "--model.path", str(own_model)])
+    assert command.find_idle_options() == []
+
+
+def test_json_is_about_a_dry_run():
+    with pytest.raises(ConfigError, match="--json is about the output of a dry run: add --dry-run"):
+        parse_command_line(["--json"])

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from integration.dry_run.describe import derive_numbers, describe_run
+from integration.dry_run.describe import derive_numbers, describe_run, describe_run_as_json
 from integration.dry_run.sizes import read_sizes
 from integration.dry_run.text import format_bytes
 from integration.parts.models import create_model, read_model_config
 from integration.run.stages import create_task
 from integration.settings.config import Config, response_tokens
+from integration.settings.option_effects import IdleOption
 from integration.settings.sections import (
     CriticSection,
     DataSection,
@@ -24,16 +25,41 @@ from integration.settings.sections import (
     SFTSection,
 )
 from integration.train import main
+from rollouts.config import OptimizerConfig
 from rollouts.config_files import from_dict
 from rollouts.errors import ConfigError
 
 
-def test_the_text_holds_the_whole_configuration_and_the_numbers_behind_it():
+def test_the_text_begins_with_the_consequences_and_ends_with_the_settings_that_were_changed():
+    config = Config(seed=3, rl=RLSection(num_steps=5), loggers=("jsonl('a b.jsonl')",))
+    first, *lines = describe_run(config, "sft+rl").splitlines()
+    assert first == "mode sft+rl: nothing was run; it would be"
+    cut = next(i for i, line in enumerate(lines) if line.startswith("settings other than the defaults"))
+    assert any("RL samples" in line and "2,560" in line for line in lines[:cut])
+    assert lines[cut + 1 :] == ["""  --seed 3 --loggers 'jsonl('"'"'a b.jsonl'"'"')'""", "  --rl.num-steps 5"]
+    assert describe_run(Config(), "sft").endswith("\n  none")
+
+
+def test_json_holds_every_setting_and_the_numbers_behind_them():
     config = Config(seed=3, rl=RLSection(num_steps=5))
-    text = describe_run(config, "sft+rl")
-    settings, _, facts = text.partition("\n\nmode sft+rl: nothing was run")
-    assert from_dict(Config, json.loads(settings)) == config
-    assert "RL samples" in facts and "2,560" in facts
+    told = json.loads(describe_run_as_json(config, "sft+rl", [IdleOption(name="rl.num_steps", value=5, needs="RL")]))
+    assert from_dict(Config, told["settings"]) == config
+    assert told["derived"] == derive_numbers(config, "sft+rl")
+    assert (told["mode"], told["options_without_effect"]) == ("sft+rl", ["--rl.num-steps"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (OptimizerConfig(lr=1e-6), "1e-06, constant"),
+        (OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear"), "0.002, after 20 steps of warm-up, linear to 0"),
+        (OptimizerConfig(lr=1e-5, schedule="cosine", min_lr_ratio=0.1), "1e-05, cosine to 1e-06"),
+    ],
+)
+def test_the_course_of_the_learning_rate_is_told(optimizer: OptimizerConfig, told: str):
+    config = Config(sft=SFTSection(optimizer=optimizer), rl=RLSection(optimizer=optimizer))
+    facts = derive_numbers(config, "sft+rl")
+    assert (facts["SFT learning rate"], facts["RL learning rate"]) == (told, told)
 
 
 def test_counts_follow_from_the_settings():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from integration.dry_run.describe import describe_run
+from integration.dry_run.describe import describe_run, describe_run_as_json
 from integration.expressions.algorithm import resolve_algorithm
 from integration.expressions.filters import resolve_filter
 from integration.settings.command_line import parse_command_line, read_config_file
@@ -63,9 +63,10 @@ def test_each_configuration_parses_and_dry_runs(path: Path, mode: str, model_dir
     if read_config_file(path, Config()).model.path is not None:
         argv += ["--model.path", str(model_directory)]
     command = parse_command_line(argv)
-    settings, _, facts = describe_run(command.config, command.mode).partition("\n\n")
-    assert json.loads(settings) == json.loads(json.dumps(to_dict(command.config)))
-    assert f"mode {mode}" in facts
+    text = describe_run(command.config, command.mode)
+    assert f"mode {mode}" in text and len(text.splitlines()) < 60
+    told = json.loads(describe_run_as_json(command.config, command.mode))
+    assert (told["mode"], told["settings"]) == (mode, json.loads(json.dumps(to_dict(command.config))))
     resolve_algorithm(command.config.rl.algorithm, 8)
     resolve_filter(command.config.rl.filter)
 
@@ -88,7 +89,7 @@ def test_each_setting_of_a_file_arrives(path: Path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_flags_take_precedence_over_a_file(path: Path):
     command = parse_command_line(["--config", str(path), "--seed", "7", "--rl.num-steps", "3"])
-    config = read_config_file(path, Config())
+    config = parse_command_line(["--config", str(path)]).config
     assert command.config == replace(config, seed=7, rl=replace(config.rl, num_steps=3))
 
 
