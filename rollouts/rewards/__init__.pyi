@@ -17,6 +17,7 @@ from .evaluate import score_group as score_group
 from .models.judge import JudgeConfig as JudgeConfig, PairwiseJudge as PairwiseJudge, RubricJudge as RubricJudge
 from .models.local import open_reward_model as open_reward_model
 from .models.remote import PlainScores as PlainScores, SGLangScores as SGLangScores, VLLMScores as VLLMScores
+from .other_frameworks import adapt_reward as adapt_reward
 from .results import EvaluateResult as EvaluateResult, align_rewards_with_step_data as align_rewards_with_step_data
 from .reward_functions import reward_function as reward_function
 from .trajectory_rewards import adapt_trajectory_reward as adapt_trajectory_reward, environment_reward as environment_reward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 from collections import Counter
@@ -162,6 +163,17 @@ def describe_reward(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = cast("functools.partial[Any]", function).func
     return str(getattr(function, "reward_name", None) or getattr(function, "__qualname__", type(function).__name__))
+
+
+def then(value: Any, finish: Callable[[Any], Any]) -> Any:
+    """Return finish(value); for an awaitable, an awaitable of that."""
+    if not inspect.isawaitable(value):
+        return finish(value)
+
+    async def wait() -> Any:
+        return finish(await value)
+
+    return wait()
 
 
 def _reward_turns(sample: Sample, outputs: Sequence[StepOutput] | None) -> tuple[Turn, ...] | None:

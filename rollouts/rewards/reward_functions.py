@@ -25,7 +25,8 @@ from rollouts.config_files import suggest
 from rollouts.data.samples import collect_reward_data, describe_sample, sample_messages
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards.answers import load_function
-from rollouts.rewards.results import EvaluateResult, as_result, check_values, describe_reward
+from rollouts.rewards.other_frameworks import adapt_reward
+from rollouts.rewards.results import EvaluateResult, as_result, check_values, describe_reward, then
 from rollouts.types import Message, Sample
 
 RewardMode = Literal["pointwise", "batch"]
@@ -57,7 +58,7 @@ class RewardFunction:
             conversation = list(sample_messages(messages))
         else:
             where, conversation = "the messages given", parse_messages(messages)
-        return _then(self._function(conversation, **kwargs), lambda value: as_result(value, self._name, where))
+        return then(self._function(conversation, **kwargs), lambda value: as_result(value, self._name, where))
 
     def _select(self, sample: Sample) -> dict[str, Any]:
         """Return the values that the function asks for, see collect_reward_data. Raises RewardError if it needs one that is not there."""
@@ -89,7 +90,7 @@ class BatchRewardFunction(RewardFunction):
         Raises: RewardError for arguments that are no conversations, another number of results, or invalid results.
         """
         if isinstance(messages, Sample):
-            return _then(self.score_samples((messages,)), lambda results: results[0])
+            return then(self.score_samples((messages,)), lambda results: results[0])
         conversations = [parse_messages(conversation) for conversation in messages]
         return self._call(conversations, kwargs)
 
@@ -105,7 +106,7 @@ class BatchRewardFunction(RewardFunction):
             found = check_values(values, len(conversations), self._name)
             return [self._check_one(value, k) for k, value in enumerate(found)]
 
-        return _then(self._function(conversations, **columns), check)
+        return then(self._function(conversations, **columns), check)
 
     def _check_one(self, value: Any, place: int) -> EvaluateResult:
         """Check one result of several: a bad one is an error of its own sample, and does not affect the others."""
@@ -158,12 +159,14 @@ def reward_function(function: Callable[..., Any] | None = None, /, *, mode: Rewa
 def load_reward(reference: str) -> Any:
     """Return the reward named by "package.module:name" or "path/to/file.py:name": a function of a Sample, or a RewardSource.
 
+    A function of TRL or verl becomes one, see other_frameworks.py.
+
     The module is imported, so its code runs here with all rights of this process: name only code that you trust. Untrusted code belongs
     into a sandbox, see rewards/code/sandboxed.py.
 
-    Raises: ConfigError saying which part was not found.
+    Raises: ConfigError saying which part was not found, or why the function is no reward.
     """
-    return load_function(reference)
+    return adapt_reward(load_function(reference))
 
 
 def parse_messages(messages: Any) -> list[Message]:
@@ -191,14 +194,3 @@ def _read_parameters(function: Callable[..., Any]) -> tuple[frozenset[str], froz
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     required = frozenset(p.name for p in named if p.default is inspect.Parameter.empty)
     return frozenset(p.name for p in named), required, takes_all
-
-
-def _then(value: Any, finish: Callable[[Any], Any]) -> Any:
-    """Return finish(value); for an awaitable, an awaitable of that."""
-    if not inspect.isawaitable(value):
-        return finish(value)
-
-    async def wait() -> Any:
-        return finish(await value)
-
-    return wait()
