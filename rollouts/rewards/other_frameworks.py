@@ -113,8 +113,8 @@ def adapt_reward(function: Any) -> Any:
     name = describe_reward(function)
     if _TRL in parameters and {"prompt", "prompt_ids"} & set(parameters):
         raise ConfigError(
-            f"reward function {name} has the parameters of AReaL, whose {_TRL} is one text: in code, adapt_reward_fn(function, tokenizer) of "
-            "rollouts.generation.workflows makes a reward of it; for --reward.function, write it as a function of a Sample"
+            f"reward function {name} has the parameters of AReaL, whose {_TRL} is one text: in code, adapt_reward_fn(function, "
+            "tokenizer) of rollouts.generation.workflows makes a reward of it; for --reward.function, write it as a function of a Sample"
         )
     if _TRL in parameters:
         return CompletionsReward(_refuse_trainer(function, name), name)
