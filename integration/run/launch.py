@@ -12,6 +12,7 @@ import tempfile
 import uuid
 from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from integration.run.directory import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
@@ -123,9 +124,12 @@ def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int)
         max_restarts=0,
         shutdown_timeout=stop_s,
     )
+    # -P: a folder called integration in the working directory is not imported instead of this one
+    root = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     logging.disable(logging.ERROR)  # rank 0 reports errors
     try:
-        elastic_launch(settings, sys.executable)("-m", module, *argv)
+        elastic_launch(settings, sys.executable)("-P", "-m", module, *argv)
     except ChildFailedError as error:
         own = error.failures.get(0)
         if told := describe_kill({rank: failure.exitcode for rank, failure in error.failures.items()}):
@@ -137,6 +141,13 @@ def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int)
         logging.disable(logging.NOTSET)
         shutil.rmtree(meeting_place, ignore_errors=True)
     return 0
+
+
+def find_users_modules() -> None:
+    """Let modules of the working directory be imported by name, behind all others."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
 
 
 def describe_kill(statuses: Mapping[int, int]) -> str | None:

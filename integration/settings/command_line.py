@@ -27,7 +27,15 @@ import tyro
 from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.config import SELF_MADE_TASKS, Config
 from integration.settings.log_levels import DEFAULT_LEVEL, parse_log_level
-from integration.settings.option_effects import IdleOption, find_changes, find_idle_options
+from integration.settings.option_effects import (
+    COMMAND_OPTIONS,
+    IdleOption,
+    find_changes,
+    find_idle_options,
+    list_options,
+    spell_option,
+)
+from integration.settings.other_names import explain_other_names
 from integration.settings.task_defaults import create_default_config
 from rollouts.config_files import from_dict, load_config, read_json, suggest, to_dict
 from rollouts.errors import ConfigError
@@ -102,7 +110,12 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     """
     argv = [_SHORT.sub(_write_out, argument) for argument in argv]
     base = read_base(argv, _find_default(argv))
-    arguments = parse_flags(argv, _Arguments(config=base), "python -m integration.train")
+    try:
+        arguments = parse_flags(argv, _Arguments(config=base), "python -m integration.train")
+    except SystemExit as stop:
+        if stop.code == 2:
+            sys.stderr.writelines(f"{line}\n" for line in explain_other_names(_find_unknown(argv, base)))
+        raise
     mode = arguments.mode or (read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl")
     if mode not in MODES:
         raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)}")
@@ -123,6 +136,13 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         log_levels=parse_log_level(arguments.log_level),
         typed=find_changes(config, base),
     )
+
+
+def _find_unknown(argv: Sequence[str], config: Config) -> list[str]:
+    """Return the arguments that name no option of the command: unknown flags, and settings without hyphens."""
+    known = {spell_option(name) for name in (*COMMAND_OPTIONS, *dict(list_options(config)))}
+    names = [argument.partition("=")[0].replace("_", "-") for argument in argv]
+    return [argument for argument, name in zip(argv, names, strict=True) if name not in known and ("=" in argument or name[:2] == "--")]
 
 
 def _write_out(short: re.Match[str]) -> str:

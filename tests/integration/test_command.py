@@ -1,0 +1,81 @@
+"""The command `rollouts`, as pip installs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from integration.command import PROGRAMS, main
+from integration.settings.command_line import parse_command_line
+from integration.settings.config import Config
+from integration.settings.option_effects import COMMAND_OPTIONS, list_options, spell_option
+from integration.settings.other_names import OTHER_NAMES, explain_other_names
+
+SCRIPT = "import sys; from integration.command import main; sys.exit(main())"
+
+
+def test_the_help_names_each_program(capsys: pytest.CaptureFixture[str]):
+    for argv in ([], ["--help"], ["-h"]):
+        assert main(argv) == 0
+        out = capsys.readouterr().out
+        assert all(f"\n  {name} " in out for name in PROGRAMS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("rollouts-rl ")
+
+
+def test_an_unknown_program_is_an_error_with_a_suggestion(capsys: pytest.CaptureFixture[str]):
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian': did you mean 'train'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_program_answers(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    assert "usage: " in capsys.readouterr().out
+
+
+def test_a_folder_called_integration_beside_the_work_does_no_harm(tmp_path: Path):
+    """With the command, whose path does not begin with the working directory; the user's own modules are found all the same."""
+    (tmp_path / "integration").mkdir()
+    (tmp_path / "integration" / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    (tmp_path / "own.py").write_text("from rollouts import grpo, Algorithm\ndef mine() -> Algorithm:\n    return grpo()\n")
+    root = Path(__file__).parents[2]
+    start = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(root)!r}); " + SCRIPT]
+    argv = ["train", "--dry-run", "--mode", "rl", "--rl.algorithm", "own:mine"]
+    done = subprocess.run([*start, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "own:mine" in done.stdout
+
+
+def test_each_option_that_other_names_are_answered_with_exists():
+    known = {spell_option(name) for name in (*COMMAND_OPTIONS, *dict(list_options(Config())))} | {"--output-dir"}
+    for answer in OTHER_NAMES.values():
+        options = [word.strip("(),'") for word in answer.split() if word.startswith("--")]
+        assert options and set(options) <= known, answer
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--learning_rate", "--learning_rate is --sft.optimizer.lr and --rl.optimizer.lr here"),
+        ("--rl.temperature=0.7", "--rl.temperature is --generation.temperature here"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.actor.optim.lr is --sft.optimizer.lr and --rl.optimizer.lr here"),
+        ("--num-generations", "--num-generations is --rl.samples-per-prompt here"),
+    ],
+)
+def test_names_of_other_frameworks_are_translated(typed: str, told: str, capsys: pytest.CaptureFixture[str]):
+    assert explain_other_names([typed, "--nothing"]) == [told]
+    with pytest.raises(SystemExit):
+        parse_command_line(["--seed", "3", *([typed] if "=" in typed else [typed, "8"])])
+    assert told in capsys.readouterr().err.splitlines()
+
+
+def test_known_options_are_no_other_names(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse_command_line(["--rl.optimizer.lr=3", "--sft.optimizer.weight_decay", "0.1", "--bogus"])
+    assert " here" not in capsys.readouterr().err
