@@ -26,6 +26,7 @@ import tyro
 
 from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.config import SELF_MADE_TASKS, Config
+from integration.settings.help_text import show_help
 from integration.settings.log_levels import DEFAULT_LEVEL, parse_log_level
 from integration.settings.option_effects import (
     COMMAND_OPTIONS,
@@ -106,12 +107,18 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     """Parse the arguments of `python -m integration.train`.
 
     Raises: ConfigError for settings that cannot be used; SystemExit(2), by tyro, for unknown flags (with a suggestion) and values of the
-        wrong type; SystemExit(0) for --help.
+        wrong type; SystemExit(0) for --help, --help SECTION and --help-all.
     """
-    argv = [_SHORT.sub(_write_out, argument) for argument in argv]
+    program = "python -m integration.train"
+    text = show_help(argv, lambda: parse_flags(["--help"], _Arguments(config=Config()), program))
+    if text is not None:
+        with ignore_closed_stdout():
+            print(text)
+        raise SystemExit(0)
+    argv = ["--help" if argument == "--help-all" else _SHORT.sub(_write_out, argument) for argument in argv]
     base = read_base(argv, _find_default(argv))
     try:
-        arguments = parse_flags(argv, _Arguments(config=base), "python -m integration.train")
+        arguments = parse_flags(argv, _Arguments(config=base), program)
     except SystemExit as stop:
         if stop.code == 2:
             sys.stderr.writelines(f"{line}\n" for line in explain_other_names(_find_unknown(argv, base)))

@@ -6,17 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-_SFT_AND_RL = "--sft.optimizer.{0} and --rl.optimizer.{0}"
 _CLIP = "--rl.algorithm 'grpo(clip_low=0.2, clip_high=0.28)'"
 _KL = "--rl.algorithm 'grpo(kl_coef=0.02)'"
 
 _BY_NAMES = {
-    "learning_rate lr": _SFT_AND_RL.format("lr"),
-    "lr_scheduler_type lr_scheduler lr_decay_style": _SFT_AND_RL.format("schedule"),
-    "warmup_steps warmup_ratio lr_warmup_steps": _SFT_AND_RL.format("warmup-steps"),
-    "weight_decay": _SFT_AND_RL.format("weight-decay"),
-    "max_grad_norm grad_clip clip_grad": _SFT_AND_RL.format("max-grad-norm"),
-    "adam_beta1 adam_beta2 betas": _SFT_AND_RL.format("betas"),
+    "learning_rate lr": "--sft.optimizer.lr and --rl.optimizer.lr",
+    "lr_scheduler_type lr_scheduler lr_decay_style": "--sft.optimizer.schedule and --rl.optimizer.schedule",
+    "warmup_steps warmup_ratio lr_warmup_steps": "--sft.optimizer.warmup-steps and --rl.optimizer.warmup-steps",
+    "weight_decay": "--sft.optimizer.weight-decay and --rl.optimizer.weight-decay",
+    "max_grad_norm grad_clip clip_grad": "--sft.optimizer.max-grad-norm and --rl.optimizer.max-grad-norm",
+    "adam_beta1 adam_beta2 betas": "--sft.optimizer.betas and --rl.optimizer.betas",
     "max_steps num_train_epochs total_epochs total_training_steps num_rollout": "--sft.num-steps and --rl.num-steps, both in steps",
     "per_device_train_batch_size train_batch_size batch_size global_batch_size rollout_batch_size": (
         "--sft.batch-size (rows), and --rl.prompts-per-step and --rl.samples-per-prompt (rollouts), of all processes together"
@@ -63,7 +62,7 @@ def explain_other_names(unknown: Sequence[str]) -> list[str]:
     """Return a line for each option that is known by its name elsewhere.
 
     Args:
-        unknown: arguments of a command as typed: --learning_rate, --rl.temperature=1, actor_rollout_ref.actor.optim.lr=1e-6.
+        unknown: arguments of a command as typed, with any prefix: actor_rollout_ref.actor.optim.lr=1e-6.
     """
     found: list[str] = []
     for argument in unknown:

@@ -13,6 +13,7 @@ from forked import run
 
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, parse_command_line
 from integration.settings.config import Config, create_model_config
+from integration.settings.option_effects import COMMAND_OPTIONS, list_options, spell_option
 from integration.settings.sections import ModelSection, RLSection, SFTSection
 from integration.settings.task_defaults import create_default_config
 from integration.train import main
@@ -210,11 +211,37 @@ def test_a_run_killed_while_it_was_made_asks_for_its_mode(tmp_path: Path):
     assert parse_command_line(["--resume", "--output-dir", str(tmp_path), "--mode", "sft"]).mode == "sft"
 
 
-def test_help_explains_the_flags(capsys: pytest.CaptureFixture[str]):
+def read_help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        parse_command_line(["--help"])
+        parse_command_line(argv)
     assert ended.value.code == 0
-    printed = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_help_is_one_screen_that_names_the_sections_and_the_options_of_the_command(capsys: pytest.CaptureFixture[str]):
+    printed = read_help(capsys, "--help")
+    assert printed == read_help(capsys, "--seed", "3", "-h") and len(printed.splitlines()) <= 50
+    sections = {name.partition(".")[0] for name, _ in list_options(Config()) if "." in name}
+    assert all(f"\n  {name} " in printed for name in sections)
+    alone = {*COMMAND_OPTIONS, *(name for name, _ in list_options(Config()) if "." not in name)}
+    assert {name for name in alone if spell_option(name) not in printed} == set()
+
+
+@pytest.mark.parametrize("section", ["sft", "rl.optimizer", "engine"])
+def test_help_of_a_section_has_its_settings_and_those_inside_alone(section: str, capsys: pytest.CaptureFixture[str]):
+    printed = read_help(capsys, "--help", section)
+    shown = set(re.findall(r"^  (--[\w.-]+)", printed, re.MULTILINE))
+    assert shown == {spell_option(name) for name, _ in list_options(Config()) if name.startswith(section + ".")}
+    assert "default: " in printed and "-----" not in printed
+
+
+def test_help_of_an_unknown_section_suggests_one():
+    with pytest.raises(ConfigError, match=r"--help knows no section 'sff': did you mean 'sft'"):
+        parse_command_line(["--help", "sff"])
+
+
+def test_help_all_explains_each_setting(capsys: pytest.CaptureFixture[str]):
+    printed = read_help(capsys, "--help-all")
     assert "--rl.num-steps" in printed and "resume the interrupted run" in printed and "rollout batches" in printed
 
 
@@ -234,6 +261,7 @@ sys.exit(importlib.import_module(module).main(argv))
     ("command", "flag"),
     [
         ("train", "--help"),
+        ("train", "--help-all"),
         ("train", "--dry-run"),
         ("train_reward_model", "--help"),
         ("simulate.__main__", "--help"),

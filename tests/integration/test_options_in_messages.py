@@ -23,7 +23,7 @@ from integration.settings.reward_model import RewardModelConfig
 ROOT = Path(__file__).parents[2]
 OF_OTHER_PROGRAMS = [ROOT / path for path in ("rollouts/engines", "rollouts/testing/servers", "rollouts/sandbox")]
 SERVER_OPTIONS = {"--admin-api-key", "--api-key", "--hf-token", "--is-embedding", "--weight-transfer-config", *MEMORY_ARGS}
-PLACEHOLDERS = {"--section.field", "--name"}
+PLACEHOLDERS = {"--section.field", "--section.setting", "--name"}
 SPELLED_BY_CODE = ("integration/settings/option_effects.py", "integration/view/source.py")  # "--{}", where underscores become hyphens
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z{][\w.{}-]*")
 
@@ -45,7 +45,7 @@ OPTIONS = {
     *(spell_option(field.name) for field in fields(view.Arguments)),
     *list_names(simulate._Arguments, flat=True),
     *(spell_option(field.name) for module in (command_line, train_reward_model) for field in fields(module._Arguments)),
-    *("--environment", "--help", "--picture"),
+    *("--environment", "--help", "--help-all", "--picture", "--version"),
 }
 
 

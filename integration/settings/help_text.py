@@ -1,0 +1,90 @@
+"""The help of the training command: one screen, one section of settings, or all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from integration.settings.config import Config
+from rollouts.config_files import suggest
+from rollouts.errors import ConfigError
+
+SCREEN = """\
+usage: python -m integration.train [OPTIONS] [--section.setting VALUE ...]
+
+Train a language model by supervised fine-tuning, reinforcement learning, or one after the other.
+
+  --mode sft|rl|sft+rl          stages to run (default: sft+rl)
+  --task NAME                   sort, sort-long, gsm8k, jsonl; of several turns: grid_world, calculator, environment (default: sort)
+  --model.path DIR              model directory (default: a small built-in model)
+  --data.path FILE              rows of your own
+  --reward.function FILE.py:f   reward of your own
+  --environment FILE.py:NAME    environment of your own
+  --algorithm EXPRESSION        grpo, 'dapo(clip_high=0.28)', ppo, ...
+  --config FILE                 settings from a .toml, .json or .py file; flags override them
+  --output-dir DIR              directory of the run (default: a new runs/<time>-<task>)
+  --resume                      go on with the interrupted run in --output-dir
+  --dry-run [--json]            print what would be run, with memory and time, and exit
+  --seed N                      seed of weights, data and samples (default: 0)
+  --loggers LOGGER ...          further loggers, such as "wandb(project='mine')"
+  --skip-bad-rows               skip and count unreadable rows
+  --num-threads N               CPU threads of torch
+  --enable-segment-wise-ppo     a proximal policy for each token of asynchronous rollouts
+  --log-level LEVEL, --quiet    messages on stderr; only the summary
+
+sections of settings, each with `--help SECTION`; all settings with --help-all:
+{sections}
+
+examples:
+  python -m integration.train                                  # the built-in task: from random weights to 0.99 in a minute
+  python -m integration.train --mode sft --task jsonl --model.path DIR --data.path rows.jsonl
+  python -m integration.train --mode rl --task jsonl --model.path DIR --data.path rows.jsonl --reward.function mine.py:reward
+"""
+
+
+def show_help(argv: Sequence[str], print_all: Callable[[], None]) -> str | None:
+    """Return the help that --help or --help SECTION ask for; None if the arguments ask for neither.
+
+    Args:
+        print_all: prints the help of all options to stdout.
+
+    Raises: ConfigError for an unknown section.
+    """
+    place = next((k for k, argument in enumerate(argv) if argument in ("--help", "-h")), None)
+    if place is None:
+        return None
+    if place + 1 < len(argv) and not argv[place + 1].startswith("-"):
+        printed = io.StringIO()  # a stream without an encoding: tyro draws no frames
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            print_all()
+        return _cut_section(printed.getvalue(), argv[place + 1])
+    names = list_sections()
+    width = max(map(len, names))
+    return SCREEN.format(sections="\n".join(f"  {name:<{width}}  {text}" for name, text in names.items())).rstrip()
+
+
+def list_sections() -> dict[str, str]:
+    """Return the first sentence about each section of settings, by name."""
+    found: dict[str, str] = {}
+    for field in fields(Config):
+        value: Any = field.default_factory() if callable(field.default_factory) else field.default
+        if is_dataclass(value):
+            text = " ".join((inspect.getdoc(type(value)) or "").split())
+            found[field.name] = re.split(r"(?<=[a-z0-9)])[.:;](?: |$)", text)[0]
+    return found
+
+
+def _cut_section(text: str, section: str) -> str:
+    """Return a section, and those inside it, from the help of all options. Raises ConfigError for an unknown one."""
+    _, *parts = re.split(r"^ (\S+) options *$", text, flags=re.MULTILINE)
+    bodies = dict(zip(parts[::2], parts[1::2], strict=True))
+    named = {name: body for name, body in bodies.items() if name == section or name.startswith(section + ".")}
+    if not named:
+        raise ConfigError(f"--help knows no section {section!r}: {suggest(section, bodies)}")
+    lines = "\n".join(f"{name}\n{body.strip()}" for name, body in named.items()).splitlines()
+    return "\n".join(line.rstrip() for line in lines if line.strip(" -"))
