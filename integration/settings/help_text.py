@@ -15,7 +15,7 @@ from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
 
 SCREEN = """\
-usage: python -m integration.train [OPTIONS] [--section.setting VALUE ...]
+usage: python -m integration.train [OPTIONS] [--section.field VALUE ...]
 
 Train a language model by supervised fine-tuning, reinforcement learning, or one after the other.
 

@@ -10,18 +10,18 @@ _CLIP = "--rl.algorithm 'grpo(clip_low=0.2, clip_high=0.28)'"
 _KL = "--rl.algorithm 'grpo(kl_coef=0.02)'"
 
 _BY_NAMES = {
-    "learning_rate lr": "--sft.optimizer.lr and --rl.optimizer.lr",
-    "lr_scheduler_type lr_scheduler lr_decay_style": "--sft.optimizer.schedule and --rl.optimizer.schedule",
-    "warmup_steps warmup_ratio lr_warmup_steps": "--sft.optimizer.warmup-steps and --rl.optimizer.warmup-steps",
-    "weight_decay": "--sft.optimizer.weight-decay and --rl.optimizer.weight-decay",
-    "max_grad_norm grad_clip clip_grad": "--sft.optimizer.max-grad-norm and --rl.optimizer.max-grad-norm",
-    "adam_beta1 adam_beta2 betas": "--sft.optimizer.betas and --rl.optimizer.betas",
-    "max_steps num_train_epochs total_epochs total_training_steps num_rollout": "--sft.num-steps and --rl.num-steps, both in steps",
+    "learning_rate lr": "--sft.optimizer.lr, --rl.optimizer.lr",
+    "lr_scheduler_type lr_scheduler lr_decay_style": "--sft.optimizer.schedule, --rl.optimizer.schedule",
+    "warmup_steps warmup_ratio lr_warmup_steps": "--sft.optimizer.warmup-steps, --rl.optimizer.warmup-steps",
+    "weight_decay": "--sft.optimizer.weight-decay, --rl.optimizer.weight-decay",
+    "max_grad_norm grad_clip clip_grad": "--sft.optimizer.max-grad-norm, --rl.optimizer.max-grad-norm",
+    "adam_beta1 adam_beta2 betas": "--sft.optimizer.betas, --rl.optimizer.betas",
+    "max_steps num_train_epochs total_epochs total_training_steps num_rollout": "--sft.num-steps, --rl.num-steps, both in steps",
     "per_device_train_batch_size train_batch_size batch_size global_batch_size rollout_batch_size": (
-        "--sft.batch-size (rows), and --rl.prompts-per-step and --rl.samples-per-prompt (rollouts), of all processes together"
+        "--sft.batch-size (rows), and --rl.prompts-per-step, --rl.samples-per-prompt (rollouts), of all processes together"
     ),
     "gradient_accumulation_steps micro_batch_size ppo_micro_batch_size_per_gpu": (
-        "--sft.max-tokens-per-microbatch and --rl.max-tokens-per-microbatch, which bound memory and change no number"
+        "--sft.max-tokens-per-microbatch, --rl.max-tokens-per-microbatch, which bound memory and change no number"
     ),
     "num_generations rollout_n group_size n_samples_per_prompt n_samples": "--rl.samples-per-prompt",
     "max_completion_length max_new_tokens max_response_length response_length rollout_max_response_len": "--generation.max-tokens",
@@ -35,10 +35,10 @@ _BY_NAMES = {
     "model_name_or_path model_name model_path hf_checkpoint base_model": "--model.path",
     "dataset_name train_file train_files train_dataset prompt_data dataset": "--data.path",
     "eval_dataset val_files test_files eval_prompt_data": "--data.eval-path",
-    "logging_steps": "--sft.log-every and --rl.log-every",
-    "save_steps save_freq save_interval": "--checkpoint.sft-every and --checkpoint.rl-every",
+    "logging_steps": "--sft.log-every, --rl.log-every",
+    "save_steps save_freq save_interval": "--checkpoint.sft-every, --checkpoint.rl-every",
     "save_total_limit": "--checkpoint.keep-last-n",
-    "eval_steps test_freq eval_interval": "--sft.eval-every and --rl.eval-every",
+    "eval_steps test_freq eval_interval": "--sft.eval-every, --rl.eval-every",
     "report_to": "--loggers",
     "bf16 fp16 torch_dtype": "--backend.compute-dtype",
     "gradient_checkpointing recompute_granularity": "--backend.gradient-checkpointing",

@@ -62,9 +62,9 @@ def test_each_option_that_other_names_are_answered_with_exists():
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("--learning_rate", "--learning_rate is --sft.optimizer.lr and --rl.optimizer.lr here"),
+        ("--learning_rate", "--learning_rate is --sft.optimizer.lr, --rl.optimizer.lr here"),
         ("--rl.temperature=0.7", "--rl.temperature is --generation.temperature here"),
-        ("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.actor.optim.lr is --sft.optimizer.lr and --rl.optimizer.lr here"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.actor.optim.lr is --sft.optimizer.lr, --rl.optimizer.lr here"),
         ("--num-generations", "--num-generations is --rl.samples-per-prompt here"),
     ],
 )
