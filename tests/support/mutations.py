@@ -592,6 +592,41 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("engines/test_transport_cancellation.py::test_a_response_that_nobody_reads_to_its_end_is_not_read_by_the_next",),
     ),
     Mutation(
+        "engines/http/messages.py",
+        "an answer with a length and chunks ends at its length",
+        '        if key == b"transfer-encoding":\n            return None\n',
+        "",
+        ("engines/test_http_messages.py::test_an_answer_is_read_as_h11_reads_it",),
+    ),
+    Mutation(
+        "engines/http/messages.py",
+        "of two lengths of an answer the last one counts",
+        "if length is not None or not _LENGTH.fullmatch(value):",
+        "if not _LENGTH.fullmatch(value):",
+        ("engines/test_http_messages.py::test_an_answer_is_read_as_h11_reads_it",),
+    ),
+    Mutation(
+        "engines/http/messages.py",
+        "a value with a line end in it adds a field to a request",
+        ' or head.count(b"\\n") != len(lines)',
+        "",
+        ("engines/test_http_messages.py::test_a_usual_request_is_what_h11_writes",),
+    ),
+    Mutation(
+        "engines/http/connection.py",
+        "a connection is used again after bytes that followed an answer",
+        "return not (self._closes or self._num_missing or self._rest)",
+        "return not (self._closes or self._num_missing)",
+        ("engines/test_http_messages.py::test_an_answer_is_read_as_h11_reads_it",),
+    ),
+    Mutation(
+        "engines/http/connection.py",
+        "a connection is used again that the server closes",
+        "self._closes = self._closes or usual.closes",
+        "pass",
+        ("engines/test_http_messages.py::test_an_answer_is_read_as_h11_reads_it",),
+    ),
+    Mutation(
         "engines/http/transport.py",
         "a request that may have been read is sent again",
         '                if not (error.is_unread or request.extensions.get("repeatable", request.method in '
