@@ -961,6 +961,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("algorithms/test_estimators.py::test_whitening_by_group_is_what_areal_does_to_each_group",),
     ),
     Mutation(
+        "user_code.py",
+        "the time of earlier rewards counts against the alarm of a later one",
+        "            signal.setitimer(signal.ITIMER_REAL, max(self.timeout_s, 1e-6), _AGAIN_S)\n        self._is_running = True",
+        "            pass\n        self._is_running = True",
+        ("words/test_user_code.py::test_each_of_several_async_rewards_may_block_for_its_timeout_and_no_longer",),
+    ),
+    Mutation(
+        "user_code.py",
+        "the alarm of a reward that waits rings in other tasks",
+        "        alarm.stop()\n        if alarm.on_wait",
+        "        if alarm.on_wait",
+        ("words/test_user_code.py::test_each_of_several_async_rewards_may_block_for_its_timeout_and_no_longer",),
+    ),
+    Mutation(
+        "rewards/evaluate.py",
+        "async rewards wait one after another",
+        "                if remaining and not waits:\n                    nursery.start_soon(judge_next)\n                waits = True\n",
+        "                waits = False\n",
+        ("rewards/test_reward_functions.py::test_async_rewards_wait_side_by_side_and_take_no_task_without_a_wait",),
+    ),
+    Mutation(
         "rewards/evaluate.py",
         "a reward that comes after its deadline is paid",
         "is_late = is_awaited and trio.current_time() > deadline.deadline",
