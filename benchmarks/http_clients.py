@@ -3,11 +3,15 @@
     python -m benchmarks.http_clients [--in-flight 100 1000 2000] [--requests 4000] [--repeats 3] [--rounds 200] [--output FILE.json]
 
 The server is a process of its own and answers after 50 ms. Only the client's CPU time counts. Connections are made before the clock starts.
+aiohttp is measured, too, where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -28,6 +32,7 @@ BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 64}}
 Ask = Callable[[], Awaitable[Any]]
 DELAY_S = 0.05
 SLOW = "httpx.AsyncClient"
+AIOHTTP = "aiohttp"
 
 
 @asynccontextmanager
@@ -116,17 +121,44 @@ async def measure(client: str, url: str, in_flight: int, num_requests: int) -> t
     return times * in_flight / cpu, times * in_flight / wall
 
 
+async def measure_aiohttp(url: str, in_flight: int, num_requests: int) -> tuple[float, float]:
+    """Requests per CPU-second and per second of aiohttp's client, as in measure."""
+    aiohttp: Any = importlib.import_module("aiohttp")
+    times = max(1, num_requests // in_flight)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=in_flight)) as session:
+
+        async def ask_often(times: int) -> None:
+            for _ in range(times):
+                async with session.post(url + "/generate", json=BODY) as response:
+                    answer = await response.json()
+                assert answer["text"] == "ok", f"the server answered {answer!r}"
+
+        await asyncio.gather(*(ask_often(1) for _ in range(in_flight)))
+        wall, cpu = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(ask_often(times) for _ in range(in_flight)))
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return times * in_flight / cpu, times * in_flight / wall
+
+
+def run_client(client: str, url: str, in_flight: int, num_requests: int) -> tuple[float, float]:
+    """Measure one client in an event loop of its own."""
+    if client == AIOHTTP:
+        return asyncio.run(measure_aiohttp(url, in_flight, num_requests))
+    return trio.run(measure, client, url, in_flight, num_requests)
+
+
 def compare_clients(url: str, in_flight: list[int], num_requests: int, repeats: int) -> dict[str, dict[str, float]]:
     """Medians for each client and number in flight; clients take turns."""
     rates: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    clients = [*CLIENTS, *([AIOHTTP] if importlib.util.find_spec("aiohttp") else [])]
     for repeat in range(repeats):
         for number in in_flight:
-            for client in CLIENTS:
+            for client in clients:
                 if client == SLOW and repeat > 0:
                     continue  # minutes at the larger numbers, and far enough from the others to be told apart by one run
                 asked = min(num_requests, number) if client == SLOW else num_requests
-                rates.setdefault((client, number), []).append(trio.run(measure, client, url, number, asked))
-    table: dict[str, dict[str, float]] = {client: {} for client in CLIENTS}
+                rates.setdefault((client, number), []).append(run_client(client, url, number, asked))
+    table: dict[str, dict[str, float]] = {client: {} for client in clients}
     for (client, number), pairs in rates.items():
         table[client][f"{number} per CPU-s"] = statistics.median(cpu for cpu, _ in pairs)
         table[client][f"{number} per s"] = statistics.median(wall for _, wall in pairs)

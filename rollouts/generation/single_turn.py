@@ -111,13 +111,14 @@ async def generate_group(
     together = settings.one_request and all(sample.status in UNFINISHED and sample.tokens in ((), prompt_tokens) for sample in samples[:n])
     requests: list[Callable[[], Awaitable[None]]] = [generate_together] if together else []
     requests += [bind(generate_sample, k) for k, s in enumerate(samples) if s.status in UNFINISHED and not (together and k < n)]
-    if len(requests) == 1:  # as in evaluations; a task of its own costs as much as the rest of it
+    if len(requests) == 1:  # as in evaluations, without the cost of a nursery
         await requests[0]()
         return tuple(samples)
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
-            for request in requests:
+            for request in requests[1:]:
                 nursery.start_soon(request)
+            await requests[0]()  # in this task, which would only wait
     return tuple(samples)
 
 

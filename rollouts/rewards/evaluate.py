@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from rollouts.errors import ConfigError, RewardError, locate_error
 from rollouts.outcomes import RewardDetails
 from rollouts.rewards.results import EvaluateResult, check_values, describe_reward, parse_result
 from rollouts.types import Group, Sample, Status
-from rollouts.user_code import CodeBlocked, finish, is_passed_on
+from rollouts.user_code import CodeBlocked, finish, interrupt_blocking, is_passed_on
 
 T = TypeVar("T")
 
@@ -166,6 +167,8 @@ async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: 
     begun = [] if function.is_async else await _call_in_turn(function, samples, config)
     if len(samples) == 1:
         return [await _judge_sample(function, samples[0], config, begun[0] if begun else None)]
+    if function.is_async:
+        return await _judge_in_relay(function, samples, config)
     judgements: dict[int, Judgement] = {}
 
     async def judge(k: int, outcome: Outcome | None) -> None:
@@ -174,6 +177,37 @@ async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: 
     async with trio.open_nursery() as nursery:
         for k, outcome in itertools.zip_longest(range(len(samples)), begun):
             nursery.start_soon(judge, k, outcome)
+    return [judgements[k] for k in range(len(samples))]
+
+
+async def _judge_in_relay(function: _Function, samples: Sequence[Sample], config: RewardConfig) -> list[Judgement]:
+    """Judge samples concurrently by an async function, in the order of the samples, with no more tasks than calls that wait.
+
+    One task makes one call after another. As soon as a call waits, another task makes the next calls.
+    """
+    judgements: dict[int, Judgement] = {}
+    remaining = deque(range(len(samples)))
+
+    async with trio.open_nursery() as nursery:
+
+        async def judge_next() -> None:
+            waits = False
+
+            def hand_over() -> None:
+                nonlocal waits
+                if remaining and not waits:
+                    nursery.start_soon(judge_next)
+                waits = True
+
+            alarm = interrupt_blocking(_timeout(config), hand_over)
+            try:
+                while remaining and not waits:
+                    k = remaining.popleft()
+                    judgements[k] = await _judge_sample(function, samples[k], config, None, alarm)
+            finally:
+                alarm.stop()
+
+        await judge_next()
     return [judgements[k] for k in range(len(samples))]
 
 
@@ -223,12 +257,19 @@ async def _judge_together(reward_fn: GroupReward, samples: Sequence[Sample], con
     raise AssertionError("unreachable: the loop has no end")
 
 
-async def _judge_sample(function: _Function, sample: Sample, config: RewardConfig, outcome: Outcome | None) -> Judgement:
-    """Judge one sample; `outcome` is that of a first call that was made already."""
+async def _judge_sample(
+    function: _Function, sample: Sample, config: RewardConfig, outcome: Outcome | None, alarm: interrupt_blocking | None = None
+) -> Judgement:
+    """Judge one sample.
+
+    Args:
+        outcome: outcome of a first call that was made already.
+        alarm: alarm of several samples; default: one of its own.
+    """
     num_retries = config.max_retries if config.on_error == "retry" else 0
     for attempt in itertools.count():
         try:
-            value = await _call_until(function, sample, describe_sample(sample), config, outcome)
+            value = await _call_until(function, sample, describe_sample(sample), config, outcome, alarm)
         except RewardError as error:
             judgement = Judgement(error=error, num_retries=attempt)
         else:
@@ -250,11 +291,19 @@ def _judge_value(value: Any, sample: Sample, name: str, attempt: int) -> Judgeme
         return Judgement(error=RewardError(f"reward function {name}: {error}"), num_retries=attempt)
 
 
-async def _call_until(function: _Function, subject: Any, where: str, config: RewardConfig, outcome: Outcome | None = None) -> Any:
+async def _call_until(
+    function: _Function,
+    subject: Any,
+    where: str,
+    config: RewardConfig,
+    outcome: Outcome | None = None,
+    alarm: interrupt_blocking | None = None,
+) -> Any:
     """Return a function's result for a subject, awaited if need be; call it unless the outcome of its call is given.
 
     Args:
         where: description of the subject for messages.
+        alarm: alarm of several calls, which their caller stops; default: one of its own.
 
     Raises: RewardError if it raised, or took longer than the deadline.
     """
@@ -267,7 +316,7 @@ async def _call_until(function: _Function, subject: Any, where: str, config: Rew
                 outcome = attempt() if function.is_async else await _run_in_thread(attempt)
             if isinstance(outcome, tuple) and inspect.isawaitable(outcome[0]):
                 is_awaited = True
-                outcome = (await finish(outcome[0], timeout_s),)
+                outcome = (await finish(outcome[0], timeout_s, alarm),)
     except CodeBlocked as block:
         raise _create_timeout_error(name, where, config, block) from block
     except BaseException as error:  # see _call

@@ -118,15 +118,19 @@ async def test_waiting_for_a_place_can_be_cancelled_and_has_a_timeout():
 
 async def test_a_response_that_nobody_reads_to_its_end_is_not_read_by_the_next():
     async def long_answer(exchange: Exchange) -> None:
+        if exchange.target == "/half":
+            await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+            return
         await exchange.answer(b"x" * 100_000 if exchange.target == "/long" else b"short")
 
     transport = PooledTransport(max_connections=1)
     async with serve(long_answer) as server, httpx.AsyncClient(transport=transport, trust_env=False) as client:
-        for target in ("/long", "/short", "/long"):
+        for target in ("/long", "/short", "/long", "/half"):
             async with client.stream("GET", server.url + target) as response:
                 assert response.status_code == 200
             assert (await client.get(server.url + "/")).text == "short"
         assert (transport.num_in_flight, transport.num_idle) == (0, 1)
+        assert server.num_connections == 4
 
 
 async def test_a_response_may_be_closed_by_another_task_while_one_reads_it():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import make_answers
@@ -18,7 +20,7 @@ from rollouts.config import RewardConfig
 from rollouts.data.samples import apply_sample_transforms, sample_messages, select_trainable, with_reward
 from rollouts.errors import ConfigError, DataError, RewardError
 from rollouts.outcomes import EpisodeOutcome, MetricResult, RewardDetails, StepOutput, StopReason
-from rollouts.rewards.evaluate import GroupReward, score_group, score_now
+from rollouts.rewards.evaluate import GroupReward, judge_samples, score_group, score_now
 from rollouts.rewards.results import EvaluateResult
 from rollouts.rewards.reward_functions import load_reward, parse_messages, reward_function
 from rollouts.training.summaries import summarize_rewards
@@ -401,3 +403,76 @@ def _is_finite(value: float) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False
+
+
+def number_answers(count: int) -> Group:
+    """Return a group of samples 0, 1, ..."""
+    return tuple(replace(sample, index=k) for k, sample in enumerate(make_answers(*["x"] * count)))
+
+
+@pytest.mark.hypothesis
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0, 2.5]), max_size=3), min_size=2, max_size=6))
+def test_async_rewards_wait_side_by_side_and_take_no_task_without_a_wait(waits: list[list[float]]):
+    begun: list[int] = []
+    tasks: dict[int, object] = {}
+
+    async def reward(sample: Sample) -> float:
+        begun.append(sample.index)
+        tasks[sample.index] = trio.lowlevel.current_task()
+        for wait in waits[sample.index]:
+            await trio.sleep(wait)
+        return float(sample.index)
+
+    async def score() -> None:
+        start = trio.current_time()
+        scored = await score_group(number_answers(len(waits)), reward)
+        assert scored is not None
+        assert [sample.reward for sample in scored] == list(range(len(waits)))
+        assert trio.current_time() - start == max(map(sum, waits))
+        assert begun == list(range(len(waits)))
+        waited = sum(map(bool, waits[:-1]))
+        assert len(set(tasks.values())) == 1 + waited
+
+    trio.run(score, clock=trio.testing.MockClock(autojump_threshold=0.0))
+
+
+async def test_each_async_reward_has_a_deadline_and_retries_of_its_own(autojump_clock: trio.testing.MockClock):
+    calls: Counter[int] = Counter()
+
+    async def reward(sample: Sample) -> float:
+        calls[sample.index] += 1
+        if sample.index == 1:
+            await trio.sleep_forever()
+        if sample.index == 2 and calls[2] == 1:
+            await trio.sleep(1.0)
+            raise ValueError("once")
+        if sample.index == 4 and calls[4] == 1:
+            raise ValueError("at once")
+        return 1.0
+
+    group = number_answers(6)
+    judgements = await judge_samples(reward, group, RewardConfig(timeout_s=5.0, on_error="retry", max_retries=1))
+    assert trio.current_time() == 10.0  # two attempts at sample 1
+    assert [judgement.error is None for judgement in judgements] == [True, False, True, True, True, True]
+    assert "did not return within 5 s" in str(judgements[1].error)
+    assert [judgement.num_retries for judgement in judgements] == [0, 1, 1, 0, 1, 0]
+
+
+async def test_an_async_reward_that_ends_the_run_ends_those_beside_it(autojump_clock: trio.testing.MockClock):
+    cancelled: list[int] = []
+
+    async def reward(sample: Sample) -> float:
+        if sample.index == 3:
+            raise KeyboardInterrupt
+        try:
+            await trio.sleep(100.0)
+        except trio.Cancelled:
+            cancelled.append(sample.index)
+            raise
+        return 1.0
+
+    group = number_answers(4)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await score_group(group, reward)
+    assert caught.group_contains(KeyboardInterrupt)
+    assert (sorted(cancelled), trio.current_time()) == ([0, 1, 2], 0.0)

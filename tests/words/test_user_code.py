@@ -159,6 +159,35 @@ async def test_the_stack_of_a_task_shows_what_the_user_s_code_waits_for():
     assert place[place.index("outer") :][:4] == ["outer", "finish", "inner", "sleep_forever"]
 
 
+async def test_each_of_several_async_rewards_may_block_for_its_timeout_and_no_longer():
+    before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    waits, seen, in_waits = trio.Event(), trio.Event(), list[bool]()
+
+    async def reward(sample: Sample) -> float:
+        if sample.index == 3:
+            waits.set()
+            await seen.wait()
+            in_waits.append(signal.getsignal(signal.SIGALRM) != before[0])
+            return 1.0
+        time.sleep(20 if sample.index == 2 else 0.6)
+        return 1.0
+
+    async def look() -> None:
+        await waits.wait()
+        assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == before
+        seen.set()
+
+    samples = [Sample(tokens=(1,), loss_mask=(1.0,), index=k) for k in range(4)]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        judgements = await judge_samples(reward, samples, RewardConfig(timeout_s=1.0))
+    assert [judgement.error is None for judgement in judgements] == [True, True, False, True]
+    (note,) = getattr(judgements[2].error, "__notes__", ())
+    assert "it blocked the event loop" in note
+    assert in_waits == [True]  # an alarm is set while its code runs again
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == before
+
+
 def test_an_alarm_of_somebody_else_goes_on_and_goes_first():
     rung: list[float] = []
     handler, (due, interval) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)

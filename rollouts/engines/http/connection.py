@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: h11 over a trio stream, one request at a time.
+"""One HTTP/1.1 connection over a trio stream, one request at a time. Usual messages are read by messages.py, all others by h11.
 
 Much of this file answers one question: can the server have read a request whose answer never came? Only if it cannot, the request may be
 sent again. A server that closes a connection with unread input, or gets input on a connection that it has closed, resets it; a server
@@ -18,10 +18,14 @@ import h11
 import httpx
 import trio
 
+from rollouts.engines.http.messages import AnswerHead, encode_usual_request, parse_usual_answer
+
 READ_SIZE = 65536
 MAX_HEAD_BYTES = 65536
 ROUND_TRIP_S = 0.5  # seconds to wait, after a request that came too late, for the reset that reports it
 RESET_S = 5.0  # seconds after which a reset is no answer to the request; more than a round trip, because this process may have been held up
+
+_NO_TIMEOUTS: dict[str, float | None] = {}
 
 Origin = tuple[str, str, int]
 """(scheme, host, port)."""
@@ -79,7 +83,11 @@ class Connection:
         self.idle_since = 0.0  # seconds on the clock of the pool
         self._stream = stream
         self._socket = sock
-        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._http: h11.Connection | None = None  # state of an exchange that is not usual
+        self._closes = False  # whether a side closes the connection after the present exchange
+        self._rest = b""  # bytes that came with the head of a usual answer
+        self._num_missing = 0  # bytes of its body that have not been returned
+        self._num_body_bytes = 0
         self._is_kept = False  # whether it has served a request
         self._sent_at = 0.0
         self._has_answer = False  # whether a byte of the present answer has come
@@ -96,80 +104,133 @@ class Connection:
     def is_reusable(self) -> bool:
         """Whether both sides have finished the exchange, neither wants to close, and nothing came after the end."""
         http = self._http
+        if http is None:
+            return not (self._closes or self._num_missing or self._rest)
         return http.our_state is h11.DONE and http.their_state is h11.DONE and not http.trailing_data[0]
 
     def close_now(self) -> None:
         """Close without waiting for anything. A task that still uses the connection gets httpx.CloseError."""
         self._socket.close()
 
-    async def begin(self, request: httpx.Request, body: bytes) -> h11.Response:
+    async def begin(self, request: httpx.Request, body: bytes) -> AnswerHead:
         """Send the request and read the head of the response. After an error the connection must be closed.
 
         Raises: httpx.WriteError if the server closed before it had the request, KeptConnectionLost, ServerHungUp, httpx.ReadError,
             RemoteProtocolError, LocalProtocolError, CloseError, and the timeouts that the request sets for writing and reading.
         """
-        timeouts: dict[str, float | None] = request.extensions.get("timeout", {})
-        if self._is_kept:
-            self._http.start_next_cycle()
+        timeouts: dict[str, float | None] = request.extensions.get("timeout", _NO_TIMEOUTS)
+        assert not self._is_kept or self.is_reusable, "a connection was used again before the end of its answer"
         self._has_answer = False
+        self._num_missing = 1  # not reusable before the end of the answer
         data = self._encode(request, body)
-        is_sent = True
-        with limit_time(timeouts.get("write"), httpx.WriteTimeout, request, "the request could not be written"):
-            try:
-                await self._stream.send_all(data)
-            except trio.BrokenResourceError:
-                is_sent = False  # the server may have refused a request before its end, with a reason
-            except trio.ClosedResourceError as error:
-                raise httpx.CloseError("the connection was closed on this side", request=request) from error
+        write_s, read_s = timeouts.get("write"), timeouts.get("read")
+        if write_s is None:
+            is_sent = await self._send(request, data)
+        else:
+            is_sent = False
+            with limit_time(write_s, httpx.WriteTimeout, request, "the request could not be written"):
+                is_sent = await self._send(request, data)
         self._sent_at = trio.current_time()
-        with limit_time(timeouts.get("read"), httpx.ReadTimeout, request, "no response"):
-            while True:
-                event = await self._next_event(request, is_sent)
-                if type(event) is h11.Response:
-                    self._is_kept = True
-                    return event
-                assert type(event) is h11.InformationalResponse, f"{event!r} came before a response"
+        if read_s is None:
+            return await self._read_head(request, body, is_sent)
+        with limit_time(read_s, httpx.ReadTimeout, request, "no response"):
+            return await self._read_head(request, body, is_sent)
+        raise AssertionError("limit_time raises when the time is over")
+
+    def take_whole_body(self) -> bytes | None:
+        """Return the body if all of it came with the head; the exchange is then over. Otherwise None: read_chunk returns it."""
+        if self._http is not None or self._num_missing > len(self._rest):
+            return None
+        return self._take_rest()
 
     async def read_chunk(self, request: httpx.Request, timeout_s: float | None) -> bytes:
         """Return the next bytes of the body, b"" at its end. Raises as begin."""
+        if self._http is None and (self._rest or not self._num_missing):
+            return self._take_rest() if self._num_missing else b""
         with limit_time(timeout_s, httpx.ReadTimeout, request, "the response stopped"):
-            event = await self._next_event(request)
-        return bytes(event.data) if type(event) is h11.Data else b""
+            if self._http is not None:
+                event = await self._next_event(self._http, request)
+                return bytes(event.data) if type(event) is h11.Data else b""
+            self._rest = await self._receive(request)
+            if not self._rest:
+                counts = f"received {self._num_body_bytes - self._num_missing} bytes, expected {self._num_body_bytes}"
+                raise _create_hang_up(f"peer closed connection without sending complete message body ({counts})", request)
+        return self._take_rest()
+
+    def _take_rest(self) -> bytes:
+        """Return the bytes at hand of the body. Those that came after its end stay, and make the connection unusable."""
+        data, self._rest = self._rest[: self._num_missing], self._rest[self._num_missing :]
+        self._num_missing -= len(data)
+        return data
 
     def _encode(self, request: httpx.Request, body: bytes) -> bytes:
-        try:
-            head = self._http.send(h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw))
-            data = self._http.send(h11.Data(data=body)) if body else b""
-            end = self._http.send(h11.EndOfMessage())
-        except h11.LocalProtocolError as error:
-            raise httpx.LocalProtocolError(str(error), request=request) from error
-        return b"".join((head or b"", data or b"", end or b""))
+        method, target, fields = request.method.encode(), request.url.raw_path, request.headers.raw
+        usual = encode_usual_request(method, target, fields, body)
+        if usual is not None:
+            self._http = None
+            data, self._closes = usual
+            return data
+        self._http, data = _encode_with_h11(request, body)
+        return data
 
-    async def _next_event(self, request: httpx.Request, is_sent: bool = True) -> h11.Event:
+    async def _send(self, request: httpx.Request, data: bytes) -> bool:
+        """Send bytes. Returns False if the server did not take them; it may have refused a request before its end, with a reason."""
+        try:
+            await self._stream.send_all(data)
+        except trio.BrokenResourceError:
+            return False
+        except trio.ClosedResourceError as error:
+            raise httpx.CloseError("the connection was closed on this side", request=request) from error
+        return True
+
+    async def _read_head(self, request: httpx.Request, body: bytes, is_sent: bool) -> AnswerHead:
+        if self._http is None:
+            data = await self._receive(request, is_sent)
+            usual = parse_usual_answer(data)
+            if usual is not None:
+                self._is_kept = True
+                self._closes = self._closes or usual.closes
+                self._rest = data[usual.num_head_bytes :]
+                self._num_missing = self._num_body_bytes = usual.num_body_bytes
+                return usual.head
+            self._http, _ = _encode_with_h11(request, body)
+            self._http.receive_data(data)
+        while True:
+            event = await self._next_event(self._http, request, is_sent)
+            if type(event) is h11.Response:
+                self._is_kept = True
+                return AnswerHead(event.status_code, bytes(event.reason), event.headers.raw_items(), bytes(event.http_version))
+            assert type(event) is h11.InformationalResponse, f"{event!r} came before a response"
+
+    async def _next_event(self, http: h11.Connection, request: httpx.Request, is_sent: bool = True) -> h11.Event:
         while True:
             try:
-                event = self._http.next_event()
+                event = http.next_event()
             except h11.RemoteProtocolError as error:
                 if not self._has_ended:
                     raise httpx.RemoteProtocolError(str(error), request=request) from error
-                raise ServerHungUp(f"the server closed the connection in the middle of its answer ({error})", request=request) from error
+                raise _create_hang_up(str(error), request) from error
             if event is not h11.NEED_DATA:
                 assert not isinstance(event, type), f"h11 gave {event!r} in the middle of an exchange"
                 return event
-            try:
-                data = bytes(await self._stream.receive_some(READ_SIZE))
-            except trio.BrokenResourceError as error:
-                if self._has_answer:
-                    raise httpx.ReadError(f"the connection broke while the answer was read: {error}", request=request) from error
-                is_reset = isinstance(error.__cause__, ConnectionResetError | BrokenPipeError)
-                raise self._describe_loss(request, is_sent, is_reset and trio.current_time() - self._sent_at <= RESET_S) from error
-            except trio.ClosedResourceError as error:
-                raise httpx.CloseError("the connection was closed on this side", request=request) from error
-            if not data and not self._has_answer:
-                raise self._describe_loss(request, is_sent, self._is_kept and is_sent and await self._is_reset_after_close())
-            self._has_answer = True
-            self._has_ended = not data
-            self._http.receive_data(data)
+            http.receive_data(await self._receive(request, is_sent))
+
+    async def _receive(self, request: httpx.Request, is_sent: bool = True) -> bytes:
+        """Return the next bytes from the server; b"" if it has closed its side in the middle of an answer."""
+        try:
+            data = bytes(await self._stream.receive_some(READ_SIZE))
+        except trio.BrokenResourceError as error:
+            if self._has_answer:
+                raise httpx.ReadError(f"the connection broke while the answer was read: {error}", request=request) from error
+            is_reset = isinstance(error.__cause__, ConnectionResetError | BrokenPipeError)
+            raise self._describe_loss(request, is_sent, is_reset and trio.current_time() - self._sent_at <= RESET_S) from error
+        except trio.ClosedResourceError as error:
+            raise httpx.CloseError("the connection was closed on this side", request=request) from error
+        if not data and not self._has_answer:
+            raise self._describe_loss(request, is_sent, self._is_kept and is_sent and await self._is_reset_after_close())
+        self._has_answer = True
+        self._has_ended = not data
+        return data
 
     def _describe_loss(self, request: httpx.Request, is_sent: bool, is_reset: bool) -> httpx.TransportError:
         """Return the error for an answer without a single byte."""
@@ -193,6 +254,22 @@ class Connection:
     def _take_error(self) -> bool:
         """Whether the system has recorded an error of the connection since the last call."""
         return self._socket.fileno() >= 0 and bool(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+
+
+def _encode_with_h11(request: httpx.Request, body: bytes) -> tuple[h11.Connection, bytes]:
+    """Return the state of an exchange whose request is sent, and the bytes of the request."""
+    http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
+    try:
+        head = http.send(h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw))
+        data = http.send(h11.Data(data=body)) if body else b""
+        end = http.send(h11.EndOfMessage())
+    except h11.LocalProtocolError as error:
+        raise httpx.LocalProtocolError(str(error), request=request) from error
+    return http, b"".join((head or b"", data or b"", end or b""))
+
+
+def _create_hang_up(reason: str, request: httpx.Request) -> ServerHungUp:
+    return ServerHungUp(f"the server closed the connection in the middle of its answer ({reason})", request=request)
 
 
 @contextmanager

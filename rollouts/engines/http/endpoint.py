@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, Literal, Self
 
 import httpx
@@ -43,6 +44,7 @@ MAX_CONTROL_CALLS = 64
 MAX_ANSWER_BYTES = 2**30  # bytes of an answer, or of an event in a stream: no inference server sends a longer one
 BUSY = (429, 503)  # refused before any work was done
 GATEWAY = (502, 504)  # from a proxy, which does not report the progress of its server
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 LAST_BYTES_S = 1.0  # seconds for the end of a stream after its last event
 
 
@@ -199,13 +201,16 @@ class HTTPEndpoint:
         an event is an EngineStatusError.
         """
         url = self._url(path, params)
-        async with self._place(kind):
+        release = await self._take_place(kind)
+        try:
             response, _, expires = await self._send("POST", url, body, kind, False, read=False)
             try:
                 async with aclosing(self._read_events(response, url, kind, expires)) as events:
                     yield events
             finally:
                 await response.aclose()
+        finally:
+            release()
 
     async def _read_events(self, response: httpx.Response, url: httpx.URL, kind: CallKind, expires: float) -> AsyncGenerator[Any]:
         assert isinstance(response.stream, httpx.AsyncByteStream)
@@ -236,23 +241,22 @@ class HTTPEndpoint:
 
     async def _call(self, method: str, path: str, body: Any, kind: CallKind, idempotent: bool, params: Mapping[str, str] | None) -> bytes:
         url = self._url(path, params)
-        async with self._place(kind):
+        release = await self._take_place(kind)
+        try:
             _, content, _ = await self._send(method, url, body, kind, idempotent, read=True)
+        finally:
+            release()
         return content
 
-    @asynccontextmanager
-    async def _place(self, kind: CallKind) -> AsyncGenerator[None]:
-        """Take a place for one call; it is released on any way out."""
+    async def _take_place(self, kind: CallKind) -> Callable[[], None]:
+        """Take a place for one call. Returns the function that releases it."""
         limiter = self._generations if kind == "generate" else self._control_calls
         holder = object()  # not the task, which may have several calls open
         try:
             limiter.acquire_on_behalf_of_nowait(holder)
         except trio.WouldBlock:
             await limiter.acquire_on_behalf_of(holder)
-        try:
-            yield
-        finally:
-            limiter.release_on_behalf_of(holder)
+        return partial(limiter.release_on_behalf_of, holder)
 
     async def _send(
         self, method: str, url: httpx.URL, body: Any, kind: CallKind, idempotent: bool, *, read: bool
@@ -261,7 +265,7 @@ class HTTPEndpoint:
         if self._is_closed:  # perhaps while the call waited for a place
             raise EngineError(f"{url} was not asked: its client is closed. Use it inside its `async with` block")
         assert self._is_open, "use the endpoint inside its `async with` block"
-        content = None if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        content = None if body is None else _ENCODER.encode(body).encode()
         first_failure_at = math.inf
         num_repeats = num_unanswered = 0
         while True:
@@ -297,6 +301,10 @@ class HTTPEndpoint:
             response = await self._transport.handle_async_request(request)
             if not read and response.status_code < 300:
                 return response, b""
+            if isinstance(response.stream, httpx.ByteStream):  # all of it is at hand
+                (content,) = response.stream
+                _add_bytes(0, content, request.url)
+                return response, content
             assert isinstance(response.stream, httpx.AsyncByteStream)
             chunks: list[bytes] = []
             num_bytes = 0
@@ -310,14 +318,14 @@ class HTTPEndpoint:
         raise self._timeout(request.url, kind)
 
     def _create_request(self, method: str, url: httpx.URL, content: bytes | None, kind: CallKind, idempotent: bool) -> httpx.Request:
-        headers = list(self._headers)
+        headers = self._headers.copy()
         if content is not None:
-            headers += [(b"Content-Type", b"application/json"), (b"Content-Length", str(len(content)).encode())]
-        elif method == "POST":
-            headers.append((b"Content-Length", b"0"))
+            headers["Content-Type"] = "application/json"
+        if method == "POST":
+            headers["Content-Length"] = str(len(content or b""))
         extensions: dict[str, Any] = {"timeout": {"connect": self._deadlines.connect_s}, "repeatable": idempotent}
         if kind != "generate":  # must not use a connection that the server is closing, as vLLM does after an error
-            headers.append((b"Connection", b"close"))
+            headers["Connection"] = "close"
             extensions["fresh_connection"] = True
         return httpx.Request(method, url, headers=headers, stream=httpx.ByteStream(content or b""), extensions=extensions)
 
@@ -381,10 +389,10 @@ def _check_base_url(base_url: str) -> str:
     return str(url).rstrip("/")
 
 
-def _create_headers(url: httpx.URL, api_key: str | None) -> list[tuple[bytes, bytes]]:
+def _create_headers(url: httpx.URL, api_key: str | None) -> httpx.Headers:
     headers = [(b"Host", url.netloc), (b"Accept", b"application/json, text/event-stream, */*"), (b"User-Agent", b"rollouts")]
     if api_key is not None:
         if not api_key or not api_key.isascii() or not api_key.isprintable() or api_key != api_key.strip():
             raise ConfigError("the API key is empty, or has spaces around it or characters that an HTTP header cannot carry")
         headers.append((b"Authorization", b"Bearer " + api_key.encode()))
-    return headers
+    return httpx.Headers(headers)

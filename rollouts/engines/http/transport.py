@@ -13,11 +13,11 @@ import math
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 
-import h11
 import httpx
 import trio
 
 from rollouts.engines.http.connection import Connection, KeptConnectionLost, Origin, limit_time, open_connection
+from rollouts.engines.http.messages import AnswerHead
 
 REPEATABLE_METHODS = ("GET", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE")  # RFC 9110 section 9.2.2
 
@@ -60,7 +60,7 @@ class PooledTransport(httpx.AsyncBaseTransport):
 
     @property
     def num_in_flight(self) -> int:
-        """Number of requests whose response has not been read to its end or closed."""
+        """Number of requests whose response has not come whole, been read to its end or closed."""
         return self._limiter.borrowed_tokens
 
     @property
@@ -74,7 +74,7 @@ class PooledTransport(httpx.AsyncBaseTransport):
         Raises: httpx.PoolTimeout, ConnectTimeout, ConnectError, WriteTimeout, WriteError, ReadTimeout, ReadError, RemoteProtocolError,
             LocalProtocolError, as httpx's own transport; CloseError if the transport is closed meanwhile.
         """
-        body = await _read_body(request)
+        body = request.read() if isinstance(request.stream, httpx.ByteStream) else await request.aread()
         timeouts: Mapping[str, float | None] = request.extensions.get("timeout", {})
         holder = object()  # a place belongs to the request, not to the task: another task may close the response
         await trio.lowlevel.checkpoint_if_cancelled()  # before a kept connection is taken, which would be lost
@@ -88,11 +88,18 @@ class PooledTransport(httpx.AsyncBaseTransport):
         except BaseException:
             self._limiter.release_on_behalf_of(holder)
             raise
+        stream: httpx.AsyncByteStream
+        body_at_hand = connection.take_whole_body()
+        if body_at_hand is None:
+            stream = _ResponseStream(connection, request, timeouts.get("read"), lambda: self._give_back(connection, holder))
+        else:
+            stream = httpx.ByteStream(body_at_hand)
+            self._give_back(connection, holder)
         return httpx.Response(
-            status_code=head.status_code,
-            headers=head.headers.raw_items(),
-            stream=_ResponseStream(connection, request, timeouts.get("read"), lambda: self._give_back(connection, holder)),
-            extensions={"http_version": b"HTTP/" + head.http_version, "reason_phrase": head.reason},
+            status_code=head.status,
+            headers=head.fields,
+            stream=stream,
+            extensions={"http_version": b"HTTP/" + head.version, "reason_phrase": head.reason},
         )
 
     async def aclose(self) -> None:
@@ -106,7 +113,7 @@ class PooledTransport(httpx.AsyncBaseTransport):
             self._drop(connection)
         await trio.lowlevel.checkpoint()
 
-    async def _exchange(self, request: httpx.Request, body: bytes, connect_timeout_s: float | None) -> tuple[Connection, h11.Response]:
+    async def _exchange(self, request: httpx.Request, body: bytes, connect_timeout_s: float | None) -> tuple[Connection, AnswerHead]:
         connection = None if request.extensions.get("fresh_connection") else self._take_idle(_origin(request.url))
         if connection is not None:
             try:
@@ -117,7 +124,7 @@ class PooledTransport(httpx.AsyncBaseTransport):
         connection = await self._connect(request, connect_timeout_s)
         return connection, await self._begin(connection, request, body)
 
-    async def _begin(self, connection: Connection, request: httpx.Request, body: bytes) -> h11.Response:
+    async def _begin(self, connection: Connection, request: httpx.Request, body: bytes) -> AnswerHead:
         try:
             return await connection.begin(request, body)
         except BaseException:
@@ -213,9 +220,3 @@ class _ResponseStream(httpx.AsyncByteStream):
 
 def _origin(url: httpx.URL) -> Origin:
     return url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
-
-
-async def _read_body(request: httpx.Request) -> bytes:
-    if isinstance(request.stream, httpx.ByteStream):
-        return request.read()
-    return await request.aread()
