@@ -39,7 +39,7 @@ from integration.settings.config import Config, count_rl_updates
 from integration.settings.sections import RLSection
 from integration.tasks.task import Task
 from rollouts.backends.optim.optimizers import create_rule
-from rollouts.config_files import load_config
+from rollouts.config_files import load_config, save_config
 from rollouts.data.prompts import DataBuffer
 from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.types import Prompt, Sample, Status
@@ -88,8 +88,9 @@ def compare_with_trl(task: str, seeds: Sequence[int], threshold: float) -> dict[
             sft = Path(directory) / "sft"
             options = ["--mode", "sft", "--task", task, "--seed", str(seed), "--output-dir", str(sft), "--num-threads", "1", "--quiet"]
             _run(sys.executable, "integration.train", *options)
+            save_config(create_race_config(sft), sft / "race.json")
             for name, interpreter in (("rollouts", sys.executable), ("TRL", python)):
-                line = _run(interpreter, "benchmarks.against_trl", name, str(sft), str(threshold)).splitlines()[-1]
+                line = _run(interpreter, "benchmarks.against_trl", name, str(sft / "race.json"), str(threshold)).splitlines()[-1]
                 rows[f"seed {seed}, {name}"] = json.loads(line)
         print_table(f"{task} to {threshold}, processor seconds of RL", rows)
     ratios = [rows[f"seed {seed}, rollouts"]["cpu_s"] / rows[f"seed {seed}, TRL"]["cpu_s"] for seed in seeds]
@@ -193,19 +194,22 @@ def translate_settings(config: Config, task: Task) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Run one contender in this process: NAME SFT_DIRECTORY THRESHOLD. Prints the result as JSON."""
-    name, sft, threshold = sys.argv[1:]
-    torch.set_num_threads(1)
-    config = load_config(Config, Path(sft) / "config.json")
-    checkpoint = latest_checkpoint(Path(sft) / "sft" / "checkpoints")
-    config = replace(
+def create_race_config(sft: Path) -> Config:
+    """Return the settings of an SFT run for RL from its last checkpoint, with a greedy evaluation after each step."""
+    config, checkpoint = load_config(Config, sft / "config.json"), latest_checkpoint(sft / "sft" / "checkpoints")
+    return replace(
         config,
         model=replace(config.model, path=str(checkpoint)),
         rl=replace(config.rl, eval_every=1, log_every=1),
         evaluation=replace(config.evaluation, sampled=False),
     )
-    race = Race(float(threshold))
+
+
+def main() -> None:
+    """Run one contender in this process: NAME CONFIG.json THRESHOLD. Prints the result as JSON."""
+    name, path, threshold = sys.argv[1:]
+    torch.set_num_threads(1)
+    config, race = load_config(Config, Path(path)), Race(float(threshold))
     with tempfile.TemporaryDirectory() as directory:
         if name == "TRL":
             race_trl(config, race, Path(directory))

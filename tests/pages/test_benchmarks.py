@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,11 @@ from integration.settings.command_line import parse_command_line
 from integration.settings.config import Config
 from integration.settings.sections import EvaluationSection, ModelSection, RLSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.config_files import save_config
 from rollouts.rewards.answers import exact_match
 from rollouts.testing import create_tiny_model
 from rollouts.types import Prompt, Sample
+from tests.support import needs
 
 
 def test_times_are_relative_to_the_default_jobs_algorithm_on_the_same_seeds_and_seeds_are_counted():
@@ -94,17 +99,30 @@ def test_trl_is_told_the_settings_of_the_run_and_other_algorithms_are_refused():
         against_trl.translate_settings(replace(config, rl=replace(config.rl, algorithm="dapo")), task)
 
 
-def test_the_run_in_a_race_stops_at_the_threshold(tmp_path: Path):
-    model, tokenizer = create_tiny_model(), create_char_tokenizer()
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+def create_race_config(directory: Path) -> Config:
+    """Three RL steps of a tiny model."""
+    create_tiny_model().save_pretrained(directory)
+    create_char_tokenizer().save_pretrained(directory)
     rl = RLSection(num_steps=3, prompts_per_step=2, samples_per_prompt=2)
-    evaluation = EvaluationSection(num_prompts=4, sampled=False)
-    config = Config(model=ModelSection(path=str(tmp_path / "model")), rl=rl, evaluation=evaluation)
+    return Config(model=ModelSection(path=str(directory)), rl=rl, evaluation=EvaluationSection(num_prompts=4, sampled=False))
+
+
+def test_the_run_in_a_race_stops_at_the_threshold(tmp_path: Path):
+    config = create_race_config(tmp_path / "model")
     for threshold, steps in ((0.0, 1), (2.0, 3)):
         race = against_trl.Race(threshold)
         trio.run(against_trl.race_rollouts, config, race, tmp_path / str(steps))
         assert race.steps == steps and race.seconds >= sum(race.stages.values()) * 0.99 > 0
+
+
+@pytest.mark.slow
+@needs.TRL
+def test_trl_runs_the_race_with_the_settings_of_a_run(tmp_path: Path):
+    save_config(create_race_config(tmp_path / "model"), tmp_path / "race.json")
+    command = [os.environ["TRL_PYTHON"], "-m", "benchmarks.against_trl", "TRL", str(tmp_path / "race.json"), "2.0"]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]).stdout
+    result = json.loads(printed.splitlines()[-1])
+    assert result["steps"] == 3 and math.isnan(result["cpu_s"]) and result["cpu_s_per_step"] > 0
 
 
 @pytest.mark.slow
