@@ -1,6 +1,6 @@
 """Benchmark the processor seconds of RL to a held-out accuracy, against TRL's GRPOTrainer from the same weights.
 
-    TRL_PYTHON=~/envs/trl/bin/python python -m benchmarks.time_to_accuracy --against trl [--task sort-long --threshold 0.88] [--seeds 0 1 2]
+    TRL_PYTHON=~/envs/trl/bin/python python -m benchmarks.time_to_accuracy --against trl [--task sort] [--seeds 0 1 2] [--threshold 0.96]
 
 TRL_PYTHON names the Python of an environment with TRL and what this project needs: `pip install -e . trl` there. Each seed has one SFT run,
 and then both contenders in turn, each in a process of its own with one thread. Both have the model after SFT, prompts in one order, reward,
@@ -16,6 +16,7 @@ trajectories and ledger, and TRL writes nothing.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -77,8 +78,12 @@ class Race:
         return {"steps": self.steps, "accuracy": self.accuracy, "cpu_s": seconds, "cpu_s_per_step": self.seconds / max(1, self.steps)}
 
 
-def compare_with_trl(task: str, seeds: Sequence[int], threshold: float) -> dict[str, Any]:
-    """Run both contenders for each seed and print their steps and processor seconds. Returns the rows and their summary."""
+def compare_with_trl(options: Sequence[str], seeds: Sequence[int], threshold: float) -> dict[str, Any]:
+    """Run both contenders for each seed and print their steps and processor seconds. Returns the rows and their summary.
+
+    Args:
+        options: of integration.train, for both stages.
+    """
     python = os.environ.get("TRL_PYTHON")
     if python is None:
         sys.exit("TRL_PYTHON is not set: name the Python of an environment with TRL (pip install -e . trl)")
@@ -86,19 +91,33 @@ def compare_with_trl(task: str, seeds: Sequence[int], threshold: float) -> dict[
     for seed in seeds:
         with tempfile.TemporaryDirectory() as directory:
             sft = Path(directory) / "sft"
-            options = ["--mode", "sft", "--task", task, "--seed", str(seed), "--output-dir", str(sft), "--num-threads", "1", "--quiet"]
-            _run(sys.executable, "integration.train", *options)
+            where = ["--seed", str(seed), "--output-dir", str(sft), "--num-threads", "1", "--quiet"]
+            _run(sys.executable, "integration.train", "--mode", "sft", *options, *where)
             save_config(create_race_config(sft), sft / "race.json")
             for name, interpreter in (("rollouts", sys.executable), ("TRL", python)):
                 line = _run(interpreter, "benchmarks.against_trl", name, str(sft / "race.json"), str(threshold)).splitlines()[-1]
                 rows[f"seed {seed}, {name}"] = json.loads(line)
-        print_table(f"{task} to {threshold}, processor seconds of RL", rows)
-    ratios = [rows[f"seed {seed}, rollouts"]["cpu_s"] / rows[f"seed {seed}, TRL"]["cpu_s"] for seed in seeds]
-    summary = {"ratio_median": statistics.median(ratios), "ratio_lowest": min(ratios), "ratio_highest": max(ratios)}
-    for name in ("rollouts", "TRL"):
-        summary[f"{name}_cpu_s_median"] = statistics.median(row["cpu_s"] for key, row in rows.items() if key.endswith(name))
-    print(json.dumps(summary))
+        print_table(f"processor seconds of RL to {threshold}", rows)
+    summary = summarize(rows, seeds)
+    print_table("both reached it", {"of all seeds": summary})
     return {"table": rows, "summary": summary}
+
+
+def summarize(rows: Mapping[str, Mapping[str, float]], seeds: Sequence[int]) -> dict[str, float]:
+    """Return medians of processor seconds and of their ratio over the seeds for which both contenders reached the threshold."""
+    pairs = [(rows[f"seed {seed}, rollouts"]["cpu_s"], rows[f"seed {seed}, TRL"]["cpu_s"]) for seed in seeds]
+    pairs = [pair for pair in pairs if not any(map(math.isnan, pair))]
+    if not pairs:
+        return {"seeds": 0}
+    ratios = [ours / theirs for ours, theirs in pairs]
+    return {
+        "seeds": len(pairs),
+        "rollouts_cpu_s": statistics.median(ours for ours, _ in pairs),
+        "TRL_cpu_s": statistics.median(theirs for _, theirs in pairs),
+        "ratio": statistics.median(ratios),
+        "ratio_lowest": min(ratios),
+        "ratio_highest": max(ratios),
+    }
 
 
 def _run(python: str, module: str, *arguments: str) -> str:

@@ -81,6 +81,17 @@ def test_a_race_ends_at_the_threshold_and_adds_up_the_seconds_of_steps():
     assert race.result() == {"steps": 2, "accuracy": 0.8, "cpu_s": 4.0, "cpu_s_per_step": 2.0}
 
 
+def test_seeds_for_which_a_contender_misses_the_threshold_count_in_no_median():
+    seconds = {0: (1.0, 2.0), 1: (3.0, 4.0), 2: (math.nan, 5.0), 3: (6.0, 8.0)}
+    rows = {
+        f"seed {seed}, {name}": {"cpu_s": s} for seed, pair in seconds.items() for name, s in zip(("rollouts", "TRL"), pair, strict=True)
+    }
+    assert against_trl.summarize(rows, [0, 1, 2, 3]) == {
+        "seeds": 3, "rollouts_cpu_s": 3.0, "TRL_cpu_s": 4.0, "ratio": 0.75, "ratio_lowest": 0.5, "ratio_highest": 0.75,
+    }  # fmt: skip
+    assert against_trl.summarize(rows, [2]) == {"seeds": 0}
+
+
 @pytest.mark.parametrize(("digits", "ended", "reward"), [("0347", True, 1.0), ("0347", False, 0.0), ("0374", True, 0.0), ("", True, 0.0)])
 def test_a_response_of_trl_is_judged_by_the_reward_of_the_task(digits: str, ended: bool, reward: float):
     tokenizer = create_char_tokenizer()
