@@ -45,6 +45,8 @@ def is_own_model(model_path: str | None) -> bool:
 
 def _create_task_config(task: str | None) -> Config:
     """Return the defaults of a task with the built-in model, which is trained from random weights."""
+    if task == "sort-long":  # see integration/configs/sort_long.toml for the reasons
+        return Config(task=task, rl=RLSection(num_minibatches=4, eval_every=3, optimizer=OptimizerConfig(lr=1e-4, schedule="linear")))
     if task == "grid_world":
         return Config(
             task=task,

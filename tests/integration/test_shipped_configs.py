@@ -79,6 +79,15 @@ def test_the_segment_wise_example_is_asynchronous_and_one_switch_does_the_rest()
     assert "segment_log_probs" in config.algorithm.requires
 
 
+def test_the_file_of_the_harder_sorting_task_has_the_defaults_of_that_task():
+    path = ROOT / "integration" / "configs" / "sort_long.toml"
+    assert read_config_file(path, Config) == parse_command_line(["--task", "sort-long"]).config != Config(task="sort-long")
+
+
+def test_the_first_run_has_the_defaults_of_every_setting():
+    assert parse_command_line([]).config == parse_command_line(["--task", "sort"]).config == Config()
+
+
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.suffix == ".toml"], ids=lambda path: path.name)
 def test_each_setting_of_a_file_arrives(path: Path):
     arrived = flatten(to_dict(read_config_file(path, Config())))

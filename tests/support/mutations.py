@@ -1010,6 +1010,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("words/test_types.py::test_what_a_field_does_not_mean_is_refused_with_the_value",),
     ),
     Mutation(
+        "../integration/settings/task_defaults.py",
+        "the learning rate of the harder sorting task does not fall",
+        'OptimizerConfig(lr=1e-4, schedule="linear")',
+        "OptimizerConfig(lr=1e-4)",
+        ("integration/test_shipped_configs.py::test_the_file_of_the_harder_sorting_task_has_the_defaults_of_that_task",),
+    ),
+    Mutation(
         "../integration/settings/sections.py",
         "addresses without a scheme, credentials and all, are let in",
         'if not url.lower().startswith(("http://", "https://")):',

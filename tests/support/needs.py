@@ -77,6 +77,10 @@ SGLANG = _need(
     bool(os.environ.get("SGLANG_PYTHON")), "an SGLang", "run tools/run_server_tests.sh sglang, or set SGLANG_PYTHON as CONTRIBUTING.md says"
 )
 
+TRL = _need(
+    bool(os.environ.get("TRL_PYTHON")), "TRL", "set TRL_PYTHON to the Python of an environment in which `pip install -e . trl` was run"
+)
+
 
 @functools.cache
 def ipv6() -> pytest.MarkDecorator:
