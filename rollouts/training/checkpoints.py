@@ -26,12 +26,14 @@ from collections.abc import Awaitable, Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import trio
 
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.output_files import explain_writes, is_disk_full
+
+T = TypeVar("T")
 
 RUN_STATE_FILE = "run_state.json"
 MANIFEST_FILE = "manifest.json"
@@ -152,9 +154,7 @@ async def save_checkpoint(
         return _write_nothing
 
     complete = await stage_checkpoint(directory, step, stage=stage, run_state=run_state, keep_last_n=keep_last_n, protected=protected)
-    # once begun, this must not be interrupted
-    with trio.CancelScope(shield=True):
-        return await trio.to_thread.run_sync(complete)
+    return await run_shielded(complete)  # once begun, this must not be interrupted
 
 
 async def stage_checkpoint(
@@ -184,12 +184,19 @@ async def stage_checkpoint(
         write = await stage(temporary)
         text = json.dumps(dict(run_state)) + "\n"
     except BaseException as error:
-        with trio.CancelScope(shield=True):
-            problem = await trio.to_thread.run_sync(partial(_clean_up, error, directory, temporary))
+        problem = await run_shielded(partial(_clean_up, error, directory, temporary))
         if problem is not None:
             raise problem from error
         raise
     return partial(_complete, write, text, temporary, target, keep_last_n, frozenset(path.resolve() for path in protected))
+
+
+async def run_shielded(function: Callable[[], T]) -> T:
+    """Run a function in a thread, to its end even if the task is cancelled meanwhile."""
+    results: list[T] = []
+    with trio.CancelScope(shield=True):
+        results.append(await trio.to_thread.run_sync(function))
+    return results[0]
 
 
 def _write_nothing() -> None:

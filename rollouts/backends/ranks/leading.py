@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -191,7 +191,7 @@ class LeadingBackend:
     def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
         """Copy all state on every rank, and begin to write it; the function that is returned waits for the parts of all ranks."""
         waits = self._group.run("stage_checkpoint", _stage_checkpoint, self._name, directory, own=self._only_here())[0]
-        return ImmediateTrainFuture(waits, "stage_checkpoint")
+        return ImmediateTrainFuture(cast("Callable[[], None]", waits), "stage_checkpoint")
 
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint written on any number of ranks. Raises CheckpointError if the directory does not fit this model."""
