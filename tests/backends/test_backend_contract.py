@@ -242,15 +242,16 @@ async def test_weights_are_a_snapshot_and_come_back(open_backend):
             await backend.load_weights({"nonsense": torch.zeros(1)}).result()
 
 
-async def test_five_steps_a_checkpoint_and_five_steps_are_ten_steps_bit_for_bit(open_backend, tmp_path: Path):
-    async def train(backend, steps):
-        out = []
-        for step in steps:
-            loss = backend.forward_backward(draw_batch(step, 7), sft_loss)
-            update = backend.optim_step()
-            out.append((await loss.result(), await update.result()))
-        return out
+async def train(backend, steps):
+    out = []
+    for step in steps:
+        loss = backend.forward_backward(draw_batch(step, 7), sft_loss)
+        update = backend.optim_step()
+        out.append((await loss.result(), await update.result()))
+    return out
 
+
+async def test_five_steps_a_checkpoint_and_five_steps_are_ten_steps_bit_for_bit(open_backend, tmp_path: Path):
     async with open_backend(create_tiny_model()) as backend:
         assert BackendFeature.CHECKPOINTS in get_backend_features(backend)
         straight = await train(backend, range(10))
