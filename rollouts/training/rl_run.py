@@ -406,8 +406,7 @@ class RLRun:
     async def save(self, finished: int, metrics: Mapping[str, float], metrics_bytes: int | None) -> None:
         """Take the state of a finished step, and begin to write its checkpoint; a resumed run begins with that step's sync and line.
 
-        Args:
-            metrics_bytes: length of the metrics file before the line of this step, in bytes.
+        Args: metrics_bytes: length of the metrics file before the line of this step, in bytes.
         """
         assert self._checkpoints is not None, "save() outside of writing(), or without a place for checkpoints"
         kl_control, version = self._kl_control, self.version_after(finished)
@@ -443,15 +442,14 @@ class RLRun:
 
         Args:
             rollouts: tokens to probe the engines with.
-            saved: whether the last save() was of this step. Engines that read weights from the disk read that checkpoint, so this waits for
-                it; also for an earlier one, since it may still be copying older weights, which are deleted here.
+            saved: whether the last save() was of this step; engines that read from the disk then read that checkpoint.
         """
         probe = None
         if self.config.probe_tolerance is not None:
             probed = rollouts.samples[0].tokens[: self.config.probe_tokens]
             probe = await create_weight_probe(self.parts.backend, probed, tolerance=self.config.probe_tolerance, pad_id=self.parts.pad_id)
         checkpoint: Path | None = None
-        if self._checkpoints is not None and self._exports is not None:
+        if self._checkpoints is not None and self._exports is not None:  # also an earlier one may copy weights that are deleted here
             written = await self._checkpoints.wait()
             checkpoint = written if saved else None
         self.served = await publish_weights(

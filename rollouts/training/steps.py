@@ -252,12 +252,16 @@ class RunCheckpoints:
         if error is not None:
             raise error
 
+    def set_error(self, error: Exception) -> None:
+        """Keep the error of a write for the next check() or wait()."""
+        self._error = error
+
     async def _write(self, step: int, complete: Callable[[], Path]) -> None:
         try:
             with note_checkpoint(step, self._directory):
                 self._path = await run_shielded(complete)  # begun, it is completed whatever ends the run
         except Exception as error:  # it is raised where the run looks, so that the step under way ends first
-            self._error = error
+            self.set_error(error)
         finally:
             self._ended.set()
 

@@ -96,7 +96,9 @@ async def test_run_state_and_metrics_are_those_of_the_moment_in_which_a_checkpoi
 
 async def test_a_full_disk_ends_the_run_before_the_step_after_next_with_the_message_of_an_awaited_write(tmp_path: Path):
     backend = StagingBackend(waits_for_update=2, errors={1: full_disk()})
-    with pytest.raises(CheckpointError, match=r"the disk is full: a checkpoint in .* bytes free. Older checkpoints are as they were") as raised:
+    with pytest.raises(
+        CheckpointError, match=r"the disk is full: a checkpoint in .* bytes free. Older checkpoints are as they were"
+    ) as raised:
         await train(backend, tmp_path, num_steps=1000, every=1)
     assert "in step 1; there is no checkpoint before it" in raised.value.__notes__
     assert names(tmp_path) == []
