@@ -80,7 +80,7 @@ async def train_async_rl(
         score=segment_score,
     )
     with raise_single_errors():
-        async with trio.open_nursery() as nursery:
+        async with run.writing(), trio.open_nursery() as nursery:
             loop = _AsyncLoop(run, executor, recomputer, nursery, resume)
             await loop.run()
     return loop.history
@@ -199,10 +199,11 @@ class _AsyncLoop:
         is_last = stopping or self._finished == run.config.num_steps
         if is_last or (syncs and in_flight.interrupts) or (saves and in_flight.checkpoint_in_flight == "interrupt"):
             await executor.interrupt()
-        checkpoint = await run.save(self._finished, metrics, self._metrics_bytes) if saves else None
+        if saves:
+            await run.save(self._finished, metrics, self._metrics_bytes)
         saved = clock()
         if syncs:
-            await run.sync(self._finished, rollouts, checkpoint)
+            await run.sync(self._finished, rollouts, saved=saves)
             await self._recompute(metrics, is_last=is_last)
         metrics |= {"checkpoint_s": saved - evaluated, "sync_s": clock() - saved, "step_s": clock() - started}
         self.history.append(metrics)
@@ -289,7 +290,8 @@ class _AsyncLoop:
         except Exception as problem:  # nor must an engine that cannot be stopped; its error must not hide the first one
             error.add_note(f"beside it, rollouts could not be stopped: {problem!r}")
         try:
-            path = await self._run.save(self._finished, self._metrics, self._metrics_bytes)
+            await self._run.save(self._finished, self._metrics, self._metrics_bytes)
+            path = await self._run.wait_saved()
         except (RolloutsError, OSError) as problem:
             error.add_note(f"step {self._finished} could not be saved: {problem}")
         else:

@@ -26,8 +26,7 @@ from rollouts.training.steps import (
     is_checkpoint_due,
     is_due,
     note_checkpoint,
-    require_checkpointing,
-    save_training_checkpoint,
+    open_checkpoints,
     submit_forward,
 )
 from rollouts.types import TokenOutputs, TrainBatch
@@ -118,30 +117,32 @@ async def train_reward_model(
     for what, some in (("pair", pairs), ("held-out pair", heldout)):
         check_samples((pair.chosen for pair in some), limits, f"the chosen answer of {what}")
         check_samples((pair.rejected for pair in some), limits, f"the rejected answer of {what}")
-    saver = None if checkpoint_dir is None else require_checkpointing(backend)
     history: list[Metrics] = []
-    for step in range(start_step, config.num_steps):
-        started = clock()
-        batch = collate_pairs(select_pairs(pairs, step, config.batch_size, config.seed), pad_id)
-        with note_checkpoint(step + 1, checkpoint_dir):
-            metrics = await _submit_step(backend, batch, config.max_tokens_per_microbatch).result()
-        finished = step + 1
-        stopping = require_flag(should_stop(), "should_stop")
-        metrics["num_pairs"] = float(config.batch_size)
-        metrics["step_s"] = clock() - started
-        if heldout and is_due(finished, config.eval_every, config.num_steps):
-            limit = config.max_tokens_per_microbatch
-            metrics.update(await evaluate_reward_model(backend, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit))
-            metrics["evaluate_s"] = clock() - started - metrics["step_s"]
-        history.append(metrics)
-        if metrics_logger is not None and (stopping or is_due(finished, config.log_every, config.num_steps)):
-            metrics_logger.log(metrics, finished)
-        due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
-        if saver is not None and checkpoint_dir is not None and due:
-            run_state = {"stage": STAGE, "metrics_bytes": log_offset(metrics_logger)}
-            await save_training_checkpoint(saver, checkpoint_dir, finished, run_state, metrics, keep_last_n=keep_last_n)
-        if stopping:
-            break
+    async with open_checkpoints(backend, checkpoint_dir, keep_last_n) as checkpoints:
+        for step in range(start_step, config.num_steps):
+            if checkpoints is not None:
+                checkpoints.check()  # a run that cannot be saved ends soon
+            started = clock()
+            batch = collate_pairs(select_pairs(pairs, step, config.batch_size, config.seed), pad_id)
+            with note_checkpoint(step + 1, checkpoint_dir):
+                metrics = await _submit_step(backend, batch, config.max_tokens_per_microbatch).result()
+            finished = step + 1
+            stopping = require_flag(should_stop(), "should_stop")
+            metrics["num_pairs"] = float(config.batch_size)
+            metrics["step_s"] = clock() - started
+            if heldout and is_due(finished, config.eval_every, config.num_steps):
+                limit = config.max_tokens_per_microbatch
+                metrics.update(await evaluate_reward_model(backend, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit))
+                metrics["evaluate_s"] = clock() - started - metrics["step_s"]
+            history.append(metrics)
+            if metrics_logger is not None and (stopping or is_due(finished, config.log_every, config.num_steps)):
+                metrics_logger.log(metrics, finished)
+            due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
+            if checkpoints is not None and due:
+                run_state = {"stage": STAGE, "metrics_bytes": log_offset(metrics_logger)}
+                await checkpoints.save(finished, run_state, metrics)
+            if stopping:
+                break
     return history
 
 

@@ -36,10 +36,16 @@ async def train_rl(parts: RLParts, source: RolloutSource, config: RLTrainingConf
     Returns: one dict per step done in this call.
     Raises: ConfigError before the first rollout; the errors of the source, the engines and the backend.
     """
-    run, clock = RLRun(parts, source, config), parts.clock
+    run = RLRun(parts, source, config)
+    async with run.writing():
+        return await _train(run, source, resume)
+
+
+async def _train(run: RLRun, source: RolloutSource, resume: ResumePoint | None) -> list[Metrics]:
+    config, parts, clock = run.config, run.parts, run.parts.clock
     first = await run.begin(resume)
     history: list[Metrics] = []
-    if resume is not None:  # the checkpoint was written before this line, so that it could serve the sync
+    if resume is not None:  # the checkpoint was taken before this line, so that it could serve the sync
         await run.finish_step(resume.step, dict(resume.metrics), stopping=False)
     for step in range(first, config.num_steps):
         started = clock()
@@ -50,12 +56,12 @@ async def train_rl(parts: RLParts, source: RolloutSource, config: RLTrainingConf
         trained, finished = clock(), step + 1
         metrics |= {"generate_s": generated - started, "train_s": trained - generated}
         stopping = require_flag(parts.should_stop(), "should_stop")
-        checkpoint: Path | None = None
-        if run.is_checkpoint_due(finished, metrics, stopping):
-            checkpoint = await run.save(finished, metrics, run.log_offset)
+        saves = run.is_checkpoint_due(finished, metrics, stopping)
+        if saves:
+            await run.save(finished, metrics, run.log_offset)
         saved = clock()
         if run.is_sync_due(finished):
-            await run.sync(finished, rollouts, checkpoint)
+            await run.sync(finished, rollouts, saved=saves)
         metrics |= {"checkpoint_s": saved - trained, "sync_s": clock() - saved, "step_s": clock() - started}
         await run.finish_step(finished, metrics, stopping)
         history.append(metrics)

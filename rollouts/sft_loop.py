@@ -24,9 +24,8 @@ from rollouts.training.steps import (
     is_checkpoint_due,
     is_due,
     note_checkpoint,
+    open_checkpoints,
     require_balance,
-    require_checkpointing,
-    save_training_checkpoint,
     submit_optimizer_step,
 )
 from rollouts.training.summaries import Signs, look
@@ -87,38 +86,40 @@ async def run_sft_training(
     check_samples(samples, find_limits(backend))
     if config.router_balance_coef:
         require_balance(backend)
-    saver = None if checkpoint_dir is None else require_checkpointing(backend)
     history, signs = list[Metrics](), Signs()
-    for step in range(start_step, config.num_steps):
-        started = clock()
-        rows = select_sft_rows(samples, step, config.batch_size, config.seed)
-        batch = replace(collate_samples(rows, pad_id=pad_id), dropout=config.dropout)
-        pending = submit_optimizer_step(
-            backend,
-            batch,
-            sft_loss,
-            weigh=token_mean,
-            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-            router_balance_coef=config.router_balance_coef,
-        )
-        with note_checkpoint(step + 1, checkpoint_dir):
-            metrics = await pending.result()
-        signs, found = look(signs, metrics, in_rl=False)
-        for text in found:
-            logging.getLogger(__name__).warning("%s", text)
-        finished = step + 1
-        stopping = require_flag(should_stop(), "should_stop")
-        metrics["step_s"] = clock() - started
-        if evaluate is not None and is_due(finished, config.eval_every, config.num_steps):
-            metrics.update(await evaluate())
-            metrics["evaluate_s"] = clock() - started - metrics["step_s"]
-        history.append(metrics)
-        if metrics_logger is not None and (stopping or is_due(finished, config.log_every, config.num_steps)):
-            metrics_logger.log(metrics, finished)
-        due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
-        if saver is not None and checkpoint_dir is not None and due:
-            run_state = {"stage": "sft", "metrics_bytes": log_offset(metrics_logger), "num_rows": len(samples)}
-            await save_training_checkpoint(saver, checkpoint_dir, finished, run_state, metrics, keep_last_n=keep_last_n)
-        if stopping:
-            break
+    async with open_checkpoints(backend, checkpoint_dir, keep_last_n) as checkpoints:
+        for step in range(start_step, config.num_steps):
+            if checkpoints is not None:
+                checkpoints.check()  # a run that cannot be saved ends soon
+            started = clock()
+            rows = select_sft_rows(samples, step, config.batch_size, config.seed)
+            batch = replace(collate_samples(rows, pad_id=pad_id), dropout=config.dropout)
+            pending = submit_optimizer_step(
+                backend,
+                batch,
+                sft_loss,
+                weigh=token_mean,
+                max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+                router_balance_coef=config.router_balance_coef,
+            )
+            with note_checkpoint(step + 1, checkpoint_dir):
+                metrics = await pending.result()
+            signs, found = look(signs, metrics, in_rl=False)
+            for text in found:
+                logging.getLogger(__name__).warning("%s", text)
+            finished = step + 1
+            stopping = require_flag(should_stop(), "should_stop")
+            metrics["step_s"] = clock() - started
+            if evaluate is not None and is_due(finished, config.eval_every, config.num_steps):
+                metrics.update(await evaluate())
+                metrics["evaluate_s"] = clock() - started - metrics["step_s"]
+            history.append(metrics)
+            if metrics_logger is not None and (stopping or is_due(finished, config.log_every, config.num_steps)):
+                metrics_logger.log(metrics, finished)
+            due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
+            if checkpoints is not None and due:
+                run_state = {"stage": "sft", "metrics_bytes": log_offset(metrics_logger), "num_rows": len(samples)}
+                await checkpoints.save(finished, run_state, metrics)
+            if stopping:
+                break
     return history

@@ -12,6 +12,7 @@ from integration.dry_run.memory import (
     Part,
     Training,
     cache_bytes,
+    checkpoint_bytes,
     heap_bytes,
     inference_parts,
     training_parts,
@@ -102,11 +103,14 @@ def plan_roles(work: Workload) -> list[Role]:
     if work.has_reference and not work.reference_is_policy:
         parts += [_of("reference", part) for part in inference_parts(work.sizes, replace(work.training, frozen_width=work.reference_width))]
     gaps = heap_bytes(work.sizes, work.training, policy)
+    written = checkpoint_bytes(work.sizes, work.training)
     if work.has_critic:
         sizes, training = critic_sizes(work.sizes), critic_training(work)
         critic = training_parts(sizes, training)
         parts += [_of("critic", part) for part in critic]
         gaps += heap_bytes(sizes, training, critic)
+        written += checkpoint_bytes(sizes, training)
+    parts.append(Part("checkpoint that is written during training", written, on_host=True))
     if work.device == "cpu" and work.heap_has_gaps:
         parts.append(Part("gaps that the heap keeps", gaps, on_host=True))
     reward = [] if work.reward is None else reward_parts(work.reward)

@@ -153,6 +153,18 @@ def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
     return [part for part in parts if part.size]
 
 
+def checkpoint_bytes(sizes: ModelSizes, training: Training) -> int:
+    """Return the bytes of a checkpoint that is written during training: a copy of this process's parameters and Adam's moments.
+
+    Of a model with adapters it has the whole weights with the adapters merged, of at least 2 bytes.
+    """
+    shards = 1 if training.sharding is None else training.sharding.shards
+    if training.adapters is None:
+        return ceil((training.master_width + training.moments_width) * sizes.num_parameters / shards)
+    merged = max(2.0, training.frozen_width) * sizes.num_parameters
+    return ceil((merged + training.moments_width * training.adapters.num_parameters) / shards)
+
+
 def heap_bytes(sizes: ModelSizes, training: Training, parts: Sequence[Part]) -> int:
     """Return the bytes that the heap of a CPU process retains beyond those in use: gaps between blocks smaller than 32 MiB.
 

@@ -246,7 +246,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         precise = torch.promote_types(hidden.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=precise, device=weight.device) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros(weight.shape[0], dtype=precise, device=weight.device) if bias is not None else None
+        grad_bias = torch.zeros(weight.shape[0], dtype=precise, device=weight.device) if ctx.needs_input_grad[2] else None
         head = _cast_once(weight, hidden)
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)

@@ -178,6 +178,11 @@ class Pipeline:
         backend = self._require_checkpoints("save_checkpoint")
         return self._submit("save_checkpoint", lambda: backend.save_checkpoint(directory))
 
+    def stage_checkpoint(self, directory: Path) -> Future[Callable[[], None]]:
+        """Submit the copying of all state."""
+        backend = require_backend_feature(self.backend, BackendFeature.STAGED_CHECKPOINTS, "Pipeline.stage_checkpoint")
+        return self._submit("stage_checkpoint", lambda: backend.stage_checkpoint(directory))
+
     def load_checkpoint(self, directory: Path) -> Future[None]:
         """Submit the restoring of all state."""
         backend = self._require_checkpoints("load_checkpoint")

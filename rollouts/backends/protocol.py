@@ -69,6 +69,7 @@ class BackendFeature(StrEnum):
     """Feature of a backend beside the five methods of TrainingBackend."""
 
     CHECKPOINTS = "checkpoints"  # saves and restores all of its state: CheckpointingBackend
+    STAGED_CHECKPOINTS = "staged_checkpoints"  # copies its state for a checkpoint and writes it later: StagesCheckpoints
     WEIGHT_STREAM = "weight_stream"  # gathers its weights a few at a time: StreamsWeights
     WEIGHT_VIEWS = "weight_views"  # lends its weights without a copy: LendsWeights
     ADAPTERS = "adapters"  # trains adapters on a frozen model, and can compute without them: TrainsAdapters
@@ -80,6 +81,7 @@ class BackendFeature(StrEnum):
 
 _ATTRIBUTES: Mapping[BackendFeature, tuple[str, ...]] = MappingProxyType({
     BackendFeature.CHECKPOINTS: ("save_checkpoint", "load_checkpoint", "export_weights"),
+    BackendFeature.STAGED_CHECKPOINTS: ("stage_checkpoint",),
     BackendFeature.WEIGHT_STREAM: ("describe_weights", "gather_weights"),
     BackendFeature.WEIGHT_VIEWS: ("view_weights",),
     BackendFeature.ADAPTERS: ("forward_base",),
@@ -106,6 +108,21 @@ class CheckpointingBackend(Protocol):
 
         Args:
             dtype: float32, bfloat16 or float16; None = as they are trained.
+        """
+        ...
+
+
+class StagesCheckpoints(Protocol):
+    """Backend with BackendFeature.STAGED_CHECKPOINTS, for typing only: the loops write its checkpoints beside training."""
+
+    def stage_checkpoint(self, directory: Path) -> Future[Callable[[], None]]:
+        """Copy all that save_checkpoint writes to host memory.
+
+        Args:
+            directory: existing directory.
+
+        Returns: a function that writes the files of save_checkpoint, or waits until they are written: to be called once, in any thread,
+            while later jobs run, and before the next checkpoint is staged. It raises the errors of save_checkpoint.
         """
         ...
 
@@ -199,6 +216,10 @@ def get_backend_features(backend: object) -> frozenset[BackendFeature]:
 def require_backend_feature(
     backend: object, feature: Literal[BackendFeature.CHECKPOINTS], needed_by: str, *, instead: str = ""
 ) -> CheckpointingBackend: ...
+@overload
+def require_backend_feature(
+    backend: object, feature: Literal[BackendFeature.STAGED_CHECKPOINTS], needed_by: str, *, instead: str = ""
+) -> StagesCheckpoints: ...
 @overload
 def require_backend_feature(
     backend: object, feature: Literal[BackendFeature.WEIGHT_STREAM], needed_by: str, *, instead: str = ""

@@ -225,7 +225,10 @@ def check_weights_fit(model: torch.nn.Module, weights: Mapping[str, Tensor], sou
             f"{source} does not fit this {type(model).__name__}: missing {missing[:5]}, unknown {unknown[:5]}, wrong shapes {wrong[:5]}. "
             "Use weights of the same architecture."
         )
-    check_finite_weights(weights.items(), source)
+    distinct: dict[object, tuple[str, Tensor]] = {}  # tied weights once, under their first name
+    for name, value in weights.items():
+        distinct.setdefault(_place(value), (name, value))
+    check_finite_weights(distinct.values(), source)
 
 
 def check_finite_weights(weights: Iterable[tuple[str, Tensor]], source: str) -> None:
@@ -244,14 +247,21 @@ def check_finite_weights(weights: Iterable[tuple[str, Tensor]], source: str) -> 
 
 def copy_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Overwrite the model's weights with ones that check_weights_fit has accepted; adapters stay as they are."""
-    own, layers = cast("Any", base_weights(model)), adapted_weights(model)
+    own, layers = base_weights(model), adapted_weights(model)
+    copied: set[tuple[object, object]] = set()  # tied weights are copied once
     with torch.no_grad():
         for name, value in weights.items():
             base = layers[name].base_layer if name in layers else None
             if isinstance(base, FourBitLinear):
                 base.write_weight(value)
-            else:
+            elif (pair := (_place(own[name]), _place(value))) not in copied:
                 own[name].copy_(value)
+                copied.add(pair)
+
+
+def _place(value: Tensor) -> tuple[object, ...]:
+    """Return what two tensors that exist have in common only if they are the same numbers in the same memory."""
+    return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def describe_model_weights(model: PreTrainedModel) -> tuple[WeightSpec, ...]:

@@ -26,12 +26,14 @@ from collections.abc import Awaitable, Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import trio
 
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.output_files import explain_writes, is_disk_full
+
+T = TypeVar("T")
 
 RUN_STATE_FILE = "run_state.json"
 MANIFEST_FILE = "manifest.json"
@@ -146,24 +148,73 @@ async def save_checkpoint(
     Raises: CheckpointError if the disk is full or cannot be written; other errors of `write` unchanged. In both cases nothing of the new
         checkpoint is left, and older ones are intact.
     """
+
+    async def stage(temporary: Path) -> Callable[[], None]:
+        await write(temporary)
+        return _write_nothing
+
+    complete = await stage_checkpoint(directory, step, stage=stage, run_state=run_state, keep_last_n=keep_last_n, protected=protected)
+    return await run_shielded(complete)  # once begun, this must not be interrupted
+
+
+async def stage_checkpoint(
+    directory: Path,
+    step: int,
+    *,
+    stage: Callable[[Path], Awaitable[Callable[[], None]]],
+    run_state: Mapping[str, Any],
+    keep_last_n: int = 2,
+    protected: Collection[Path] = (),
+) -> Callable[[], Path]:
+    """Take the state of a checkpoint now; the function that is returned does the rest of save_checkpoint, in any thread.
+
+    Args:
+        stage: called with the (temporary) directory; returns a function that writes there what has not been written yet. That function
+            must not read what training changes.
+        run_state, keep_last_n, protected: see save_checkpoint; read now.
+
+    Returns: a function to be called once, before the next checkpoint of the directory is staged. It returns and raises as save_checkpoint.
+    Raises: as save_checkpoint.
+    """
     assert keep_last_n >= 1, f"keep_last_n is {keep_last_n}, expected at least 1"
     target = directory / checkpoint_name(step)
     temporary = directory / f"{_TEMPORARY_PREFIX}{target.name}_{os.getpid()}"
     try:
         await trio.to_thread.run_sync(partial(_prepare, directory, temporary))
-        await write(temporary)
-        # once begun, this must not be interrupted
-        with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(partial(_finish, temporary, target, dict(run_state)))
+        write = await stage(temporary)
+        text = json.dumps(dict(run_state)) + "\n"
     except BaseException as error:
-        problem: CheckpointError | None = None
-        with trio.CancelScope(shield=True):
-            problem = await trio.to_thread.run_sync(partial(_clean_up, error, directory, temporary))
+        problem = await run_shielded(partial(_clean_up, error, directory, temporary))
         if problem is not None:
             raise problem from error
         raise
+    return partial(_complete, write, text, temporary, target, keep_last_n, frozenset(path.resolve() for path in protected))
+
+
+async def run_shielded(function: Callable[[], T]) -> T:
+    """Run a function in a thread, to its end even if the task is cancelled meanwhile."""
+    results: list[T] = []
     with trio.CancelScope(shield=True):
-        await trio.to_thread.run_sync(partial(_prune, target, keep_last_n, frozenset(path.resolve() for path in protected)))
+        results.append(await trio.to_thread.run_sync(function))
+    return results[0]
+
+
+def _write_nothing() -> None:
+    return None
+
+
+def _complete(
+    write: Callable[[], None], run_state: str, temporary: Path, target: Path, keep_last_n: int, protected: frozenset[Path]
+) -> Path:
+    try:
+        write()
+        _finish(temporary, target, run_state)
+    except BaseException as error:
+        problem = _clean_up(error, target.parent, temporary)
+        if problem is not None:
+            raise problem from error
+        raise
+    _prune(target, keep_last_n, protected)
     return target
 
 
@@ -185,8 +236,8 @@ def _restore_replaced(directory: Path) -> None:
             replaced.rename(original)
 
 
-def _finish(temporary: Path, target: Path, run_state: dict[str, Any]) -> None:
-    (temporary / RUN_STATE_FILE).write_text(json.dumps(run_state) + "\n", encoding="utf-8")
+def _finish(temporary: Path, target: Path, run_state: str) -> None:
+    (temporary / RUN_STATE_FILE).write_text(run_state, encoding="utf-8")
     files = sorted(path for path in temporary.rglob("*") if path.is_file())
     entries = {path.relative_to(temporary).as_posix(): {"size": path.stat().st_size, "crc32": checksum(path)} for path in files}
     manifest = temporary / MANIFEST_FILE

@@ -48,14 +48,16 @@ from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
 from rollouts.training.steps import (
     EvaluateFn,
     Metrics,
+    RunCheckpoints,
     find_trained_rows,
     is_checkpoint_due,
     is_due,
     note_checkpoint,
+    open_checkpoints,
     require_balance,
     require_checkpointing,
     require_replay,
-    save_training_checkpoint,
+    stage_backend,
 )
 from rollouts.training.summaries import Signs, look, summarize_rollouts, summarize_samples
 from rollouts.training.weight_sync import (
@@ -249,12 +251,19 @@ class RLRun:
         if config.weight_sync == "checkpoint" and not keeps:
             raise ConfigError('weight_sync="checkpoint" writes weights to the disk: pass checkpoint_dir, or set weight_sync="memory"')
         self._source = source
+        self._checkpoints: RunCheckpoints | None = None
         directory = None if config.weight_sync == "memory" else parts.checkpoint_dir
         self._exports = None if directory is None else Exports(directory, config.export_dtype)
         self._kl_control = config.kl_control
         self._warned_of_parity = False
         self._signs = Signs()
         self.served = ServedWeights(version=0)
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncGenerator[None]:
+        """Write the run's checkpoints beside the block, whose end waits for them."""
+        async with open_checkpoints(self.parts.backend, self.parts.checkpoint_dir, self.parts.keep_last_n) as self._checkpoints:
+            yield
 
     async def begin(self, resume: ResumePoint | None) -> int:
         """Determine, or keep, the weights that the engines hold. Returns the number of finished steps."""
@@ -285,6 +294,8 @@ class RLRun:
 
     async def train(self, step: int, rollouts: RolloutBatch) -> Metrics:
         """Train on one batch, after `step` finished steps. Returns the metrics of training and of the rollouts."""
+        if self._checkpoints is not None:
+            self._checkpoints.check()  # a run that cannot be saved ends soon
         with note_checkpoint(step + 1, self.parts.checkpoint_dir):
             return await self._train(step, rollouts)
 
@@ -392,15 +403,12 @@ class RLRun:
         """Length of the metrics file, in bytes."""
         return log_offset(self.parts.metrics_logger)
 
-    async def save(self, finished: int, metrics: Mapping[str, float], metrics_bytes: int | None) -> Path:
-        """Write the checkpoint of a finished step; a resumed run begins with that step's sync and line of metrics.
+    async def save(self, finished: int, metrics: Mapping[str, float], metrics_bytes: int | None) -> None:
+        """Take the state of a finished step, and begin to write its checkpoint; a resumed run begins with that step's sync and line.
 
-        Args:
-            metrics_bytes: length of the metrics file before the line of this step, in bytes.
+        Args: metrics_bytes: length of the metrics file before the line of this step, in bytes.
         """
-        assert self._saver is not None, "save() without a backend that saves"
-        directory = self.parts.checkpoint_dir
-        assert directory is not None, "save() without a place for checkpoints"
+        assert self._checkpoints is not None, "save() outside of writing(), or without a place for checkpoints"
         kl_control, version = self._kl_control, self.version_after(finished)
         run_state = {
             "stage": "rl",
@@ -410,33 +418,40 @@ class RLRun:
             "weight_version": version,
             "kl_coef": None if kl_control is None else kl_control.kl_coef,
         }
-        return await save_training_checkpoint(
-            self._saver,
-            directory,
+        await self._checkpoints.save(
             finished,
             run_state,
             metrics,
-            keep_last_n=self.parts.keep_last_n,
             protected=() if self.served.directory is None else (self.served.directory,),
-            write_more=partial(
-                _write_beside_policy,
+            stage_more=partial(
+                _stage_beside_policy,
                 served=None if self.is_sync_due(finished) else self.served,
                 version=version,
                 critic=self._critic_saver,
             ),
         )
 
-    async def sync(self, finished: int, rollouts: RolloutBatch, checkpoint: Path | None) -> None:
+    async def wait_saved(self) -> Path:
+        """Wait until the checkpoint of the last save() is complete; return its path. Raises its error."""
+        path = None if self._checkpoints is None else await self._checkpoints.wait()
+        assert path is not None, "wait_saved() before save()"
+        return path
+
+    async def sync(self, finished: int, rollouts: RolloutBatch, *, saved: bool) -> None:
         """Bring the weights after a step to the engines.
 
         Args:
             rollouts: tokens to probe the engines with.
-            checkpoint: checkpoint of that step, if there is one.
+            saved: whether the last save() was of this step; engines that read from the disk then read that checkpoint.
         """
         probe = None
         if self.config.probe_tolerance is not None:
             probed = rollouts.samples[0].tokens[: self.config.probe_tokens]
             probe = await create_weight_probe(self.parts.backend, probed, tolerance=self.config.probe_tolerance, pad_id=self.parts.pad_id)
+        checkpoint: Path | None = None
+        if self._checkpoints is not None and self._exports is not None:  # also an earlier one may copy weights that are deleted here
+            written = await self._checkpoints.wait()
+            checkpoint = written if saved else None
         self.served = await publish_weights(
             self.parts.backend,
             self.parts.engines,
@@ -506,9 +521,18 @@ async def _call_each(calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
                 nursery.start_soon(call)
 
 
-async def _write_beside_policy(directory: Path, *, served: ServedWeights | None, version: int, critic: CheckpointingBackend | None) -> None:
-    """Write the files of an RL checkpoint besides the policy's."""
-    await write_served_weights(directory, served=served, version=version)
+async def _stage_beside_policy(
+    directory: Path, *, served: ServedWeights | None, version: int, critic: CheckpointingBackend | None
+) -> Callable[[], None]:
+    """Take the state of an RL checkpoint besides the policy's; return the function that writes it."""
+    write_critic: Callable[[], None] | None = None
     if critic is not None:
         (directory / CRITIC_DIRECTORY).mkdir()
-        await critic.save_checkpoint(directory / CRITIC_DIRECTORY).result()
+        write_critic = await stage_backend(critic, directory / CRITIC_DIRECTORY)
+
+    def write() -> None:
+        write_served_weights(directory, served=served, version=version)
+        if write_critic is not None:
+            write_critic()
+
+    return write

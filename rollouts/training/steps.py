@@ -5,13 +5,14 @@ All jobs are submitted before any is awaited, so a pipelined backend goes from j
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import trio
 from torch import Tensor
 
 from rollouts.algorithms.losses import merge_metrics
@@ -23,11 +24,12 @@ from rollouts.backends.protocol import (
     RoutesExperts,
     TrainingBackend,
     count_shards,
+    get_backend_features,
     require_backend_feature,
 )
 from rollouts.batches import plan_sharded_microbatches, select_rows
-from rollouts.errors import BackendError, CheckpointError
-from rollouts.training.checkpoints import list_checkpoints, save_checkpoint
+from rollouts.errors import BackendError, CheckpointError, raise_single_errors
+from rollouts.training.checkpoints import list_checkpoints, run_shielded, stage_checkpoint
 from rollouts.types import LossFn, TrainBatch
 
 Metrics: TypeAlias = dict[str, float]
@@ -170,44 +172,124 @@ def require_checkpointing(backend: TrainingBackend) -> CheckpointingBackend:
     return require_backend_feature(backend, BackendFeature.CHECKPOINTS, "checkpoint_dir", instead=advice)
 
 
-async def save_training_checkpoint(
-    backend: CheckpointingBackend,
-    checkpoint_dir: Path,
-    step: int,
-    run_state: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    *,
-    keep_last_n: int,
-    protected: Collection[Path] = (),
-    write_more: Callable[[Path], Awaitable[None]] | None = None,
-) -> Path:
-    """Write checkpoint_dir/step_NNNN with the state for an exact continuation: backend state and run_state.
+async def stage_backend(backend: CheckpointingBackend, directory: Path) -> Callable[[], None]:
+    """Take the state of a backend; return the function that writes it into an existing directory, to be called once, in any thread.
 
-    Args:
-        step: number of finished steps.
-        run_state: JSON values: data position, partial samples, byte offset of the metrics file, ...
-        metrics: metrics of the last of these steps. If one of its updates was skipped, which may be the first of many, no checkpoint is
-            deleted.
-        protected: further checkpoints to keep.
-        write_more: writes further files into the (still temporary) directory.
-
-    Raises: CheckpointError; older checkpoints are untouched then.
+    A backend without BackendFeature.STAGED_CHECKPOINTS has written everything before this returns.
     """
+    if BackendFeature.STAGED_CHECKPOINTS in get_backend_features(backend):
+        staging = require_backend_feature(backend, BackendFeature.STAGED_CHECKPOINTS, "a checkpoint beside training")
+        return await staging.stage_checkpoint(directory).result()
+    await backend.save_checkpoint(directory).result()
+    return lambda: None
 
-    async def write(directory: Path) -> None:
-        await backend.save_checkpoint(directory).result()
-        if write_more is not None:
-            await write_more(directory)
 
-    with note_checkpoint(step, checkpoint_dir):
-        return await save_checkpoint(
-            checkpoint_dir,
-            step,
-            write=write,
-            run_state={"step": step, **run_state},
-            keep_last_n=keep_last_n,
-            protected=(*protected, *_protect_while_skipping(checkpoint_dir, metrics)),
-        )
+class RunCheckpoints:
+    """Checkpoints of a run, of which one at a time is written beside the training that follows it. Made by open_checkpoints."""
+
+    def __init__(self, backend: TrainingBackend, directory: Path, keep_last_n: int, nursery: trio.Nursery) -> None:
+        self._backend, self._directory, self._keep_last_n, self._nursery = require_checkpointing(backend), directory, keep_last_n, nursery
+        self._ended = trio.Event()
+        self._ended.set()
+        self._error: Exception | None = None
+        self._path: Path | None = None
+
+    async def save(
+        self,
+        step: int,
+        run_state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        protected: Collection[Path] = (),
+        stage_more: Callable[[Path], Awaitable[Callable[[], None]]] | None = None,
+    ) -> None:
+        """Take the state for an exact continuation, and begin to write it to step_NNNN. Waits for the previous checkpoint.
+
+        Args:
+            step: number of finished steps.
+            run_state: JSON values: data position, partial samples, byte offset of the metrics file, ...
+            metrics: metrics of the last of these steps. If one of its updates was skipped, which may be the first of many, no checkpoint
+                is deleted.
+            protected: further checkpoints to keep.
+            stage_more: takes the state of further files; as stage_backend.
+
+        Raises: CheckpointError of this checkpoint or the previous one; older checkpoints are untouched then.
+        """
+        await self.wait()
+
+        async def stage(directory: Path) -> Callable[[], None]:
+            write = await stage_backend(self._backend, directory)
+            write_more = None if stage_more is None else await stage_more(directory)
+
+            def write_all() -> None:
+                write()
+                if write_more is not None:
+                    write_more()
+
+            return write_all
+
+        with note_checkpoint(step, self._directory):
+            complete = await stage_checkpoint(
+                self._directory,
+                step,
+                stage=stage,
+                run_state={"step": step, **run_state},
+                keep_last_n=self._keep_last_n,
+                protected=(*protected, *_protect_while_skipping(self._directory, metrics)),
+            )
+        self._ended = trio.Event()
+        self._nursery.start_soon(self._write, step, complete)
+
+    async def wait(self) -> Path | None:
+        """Wait until the last checkpoint is complete; return its path, None before the first. Raises its error, once."""
+        await self._ended.wait()
+        self.check()
+        return self._path
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def set_error(self, error: Exception) -> None:
+        """Keep the error of a write for the next check() or wait()."""
+        self._error = error
+
+    async def _write(self, step: int, complete: Callable[[], Path]) -> None:
+        try:
+            with note_checkpoint(step, self._directory):
+                self._path = await run_shielded(complete)  # begun, it is completed whatever ends the run
+        except Exception as error:  # it is raised where the run looks, so that the step under way ends first
+            self.set_error(error)
+        finally:
+            self._ended.set()
+
+
+@asynccontextmanager
+async def open_checkpoints(backend: TrainingBackend, directory: Path | None, keep_last_n: int) -> AsyncGenerator[RunCheckpoints | None]:
+    """Write the checkpoints of a run beside its training; the end of the block waits for the last one, however the block ends.
+
+    Yields: None without a directory.
+    Raises: ConfigError for a backend that cannot save; at the end of the block the error of the last checkpoint, which is a note on the
+        error that ended the block, if one did.
+    """
+    if directory is None:
+        yield None
+        return
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            checkpoints = RunCheckpoints(backend, directory, keep_last_n, nursery)
+            try:
+                yield checkpoints
+            except BaseException as ended:
+                try:
+                    with trio.CancelScope(shield=True):
+                        await checkpoints.wait()
+                except Exception as error:
+                    ended.add_note(f"beside it, a checkpoint could not be written: {error}")
+                raise
+            await checkpoints.wait()
 
 
 def _protect_while_skipping(checkpoint_dir: Path, metrics: Mapping[str, float]) -> tuple[Path, ...]:

@@ -347,15 +347,15 @@ async def _export(backend: TrainingBackend, exports: Exports, version: int) -> P
     return target
 
 
-async def write_served_weights(checkpoint: Path, *, served: ServedWeights | None, version: int) -> None:
+def write_served_weights(checkpoint: Path, *, served: ServedWeights | None, version: int) -> None:
     """Add to a checkpoint being written its weight version and, if given, the older weights that the engines hold."""
     write_weight_version(checkpoint, version)
     if served is None:
         return
     if served.snapshot is not None:
-        await trio.to_thread.run_sync(save_file, dict(served.snapshot), checkpoint / SERVED_FILE)
+        save_file(dict(served.snapshot), checkpoint / SERVED_FILE)
     elif served.directory is not None:
-        await trio.to_thread.run_sync(shutil.copytree, served.directory, checkpoint / SERVED_DIRECTORY)
+        shutil.copytree(served.directory, checkpoint / SERVED_DIRECTORY)
 
 
 async def restore_served_weights(

@@ -242,15 +242,16 @@ async def test_weights_are_a_snapshot_and_come_back(open_backend):
             await backend.load_weights({"nonsense": torch.zeros(1)}).result()
 
 
-async def test_five_steps_a_checkpoint_and_five_steps_are_ten_steps_bit_for_bit(open_backend, tmp_path: Path):
-    async def train(backend, steps):
-        out = []
-        for step in steps:
-            loss = backend.forward_backward(draw_batch(step, 7), sft_loss)
-            update = backend.optim_step()
-            out.append((await loss.result(), await update.result()))
-        return out
+async def train(backend, steps):
+    out = []
+    for step in steps:
+        loss = backend.forward_backward(draw_batch(step, 7), sft_loss)
+        update = backend.optim_step()
+        out.append((await loss.result(), await update.result()))
+    return out
 
+
+async def test_five_steps_a_checkpoint_and_five_steps_are_ten_steps_bit_for_bit(open_backend, tmp_path: Path):
     async with open_backend(create_tiny_model()) as backend:
         assert BackendFeature.CHECKPOINTS in get_backend_features(backend)
         straight = await train(backend, range(10))
@@ -264,6 +265,18 @@ async def test_five_steps_a_checkpoint_and_five_steps_are_ten_steps_bit_for_bit(
         resumed = await backend.get_weights().result()
     assert first + rest == straight
     assert all(torch.equal(final[name], resumed[name]) for name in final)
+
+
+async def test_a_staged_checkpoint_has_the_state_of_its_moment_however_much_later_it_is_written(open_backend, tmp_path: Path):
+    async with open_backend(create_tiny_model()) as backend:
+        assert BackendFeature.STAGED_CHECKPOINTS in get_backend_features(backend)
+        await train(backend, range(3))
+        write = await backend.stage_checkpoint(tmp_path).result()
+        straight = await train(backend, range(3, 6))
+        await trio.to_thread.run_sync(write)
+    async with open_backend(create_tiny_model(seed=9)) as backend:
+        await backend.load_checkpoint(tmp_path).result()
+        assert await train(backend, range(3, 6)) == straight
 
 
 async def test_the_checkpoint_opens_as_a_hugging_face_model(open_backend, tmp_path: Path):

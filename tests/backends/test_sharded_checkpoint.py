@@ -188,6 +188,13 @@ def test_a_checkpoint_is_written_while_training_goes_on(found):
 
 
 @pytest.mark.slow
+def test_a_staged_checkpoint_is_whole_when_its_function_returns_and_its_error_is_told_by_it_alone(found):
+    for rank in (rank["save_beside"] for rank in found):
+        assert rank["staged"] == rank["straight"]
+        assert rank["refused"].startswith("CheckpointError")
+
+
+@pytest.mark.slow
 def test_an_error_of_writing_beside_training_comes_with_the_next_save_or_the_end(found):
     for rank in (rank["save_beside"] for rank in found):
         for text in (rank["next"], rank["close"]):

@@ -528,8 +528,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "checks.py",
         "infinite weights count as finite",
-        "            sums.append((low * 0 + high * 0).float())",
-        "            sums.append((low.nan_to_num() * 0 + high.nan_to_num() * 0).float())",
+        "    return low * 0 + high * 0\n",
+        "    return low.nan_to_num() * 0 + high.nan_to_num() * 0\n",
         ("backends/test_pytorch_backend.py::test_a_checkpoint_never_holds_what_is_not_finite",),
     ),
     Mutation(
@@ -987,6 +987,69 @@ MUTATIONS: tuple[Mutation, ...] = (
         "is_late = is_awaited and trio.current_time() > deadline.deadline",
         "is_late = False",
         ("words/test_user_code.py::test_a_reward_that_cannot_be_ended_is_not_paid_after_its_deadline",),
+    ),
+    Mutation(
+        "training/steps.py",
+        "the next checkpoint does not wait for the one that is being written",
+        "        await self._ended.wait()\n        self.check()\n        return self._path",
+        "        self.check()\n        return self._path",
+        (
+            "training/test_checkpoints_beside.py::test_a_cancelled_run_completes_the_checkpoint_that_it_has_begun",
+            "training/test_checkpoints_beside.py::test_run_state_and_metrics_are_those_of_the_moment_in_which_a_checkpoint_is_taken",
+        ),
+    ),
+    Mutation(
+        "training/steps.py",
+        "the error of a checkpoint that is written beside training is forgotten",
+        "        self._error = error\n",
+        "        del error\n",
+        ("training/test_checkpoints_beside.py::test_the_error_of_the_last_checkpoint_is_raised_by_the_run",),
+    ),
+    Mutation(
+        "sft_loop.py",
+        "a failed write is only noticed by the next checkpoint",
+        "                checkpoints.check()  # a run that cannot be saved ends soon\n",
+        "                pass\n",
+        ("training/test_checkpoints_beside.py::test_a_failed_write_is_noticed_long_before_the_next_checkpoint",),
+    ),
+    Mutation(
+        "training/checkpoints.py",
+        "a cancelled run leaves its checkpoint unwritten",
+        "    with trio.CancelScope(shield=True):\n        results.append(await trio.to_thread.run_sync(function))\n",
+        "    results.append(await trio.to_thread.run_sync(function))\n",
+        ("training/test_checkpoints_beside.py::test_a_cancelled_run_completes_the_checkpoint_that_it_has_begun",),
+    ),
+    Mutation(
+        "backends/pytorch/files.py",
+        "optimizer state goes into a staged checkpoint without a copy",
+        "        return value.detach().clone() if value",
+        "        return value.detach() if value",
+        (
+            "backends/test_backend_contract.py::test_a_staged_checkpoint_has_the_state_of_its_moment_however_much_later_it_is_written[direct_backend]",
+        ),
+    ),
+    Mutation(
+        "backends/pytorch/backend.py",
+        "weights go into a staged checkpoint without a copy",
+        "collect_pieces(self.model, alone(), copied=copied)",
+        "collect_pieces(self.model, alone())",
+        (
+            "backends/test_backend_contract.py::test_a_staged_checkpoint_has_the_state_of_its_moment_however_much_later_it_is_written[direct_backend]",
+        ),
+    ),
+    Mutation(
+        "training/rl_run.py",
+        "engines read a checkpoint that is still being written",
+        "            written = await self._checkpoints.wait()\n            checkpoint = written if saved else None\n",
+        "            checkpoint = self._checkpoints._path if saved else None\n",
+        ("loops/test_rl_loop.py::test_sync_from_the_disk_reuses_the_checkpoint_of_the_same_step",),
+    ),
+    Mutation(
+        "checks.py",
+        "a sum that overflows is taken for a weight that is not finite",
+        "            return total * 0\n    low, high = tensor.aminmax()  # both pass a NaN on\n    return low * 0 + high * 0\n",
+        "            return total * 0\n        return total * math.nan\n    low, high = tensor.aminmax()\n    return low * 0 + high * 0\n",
+        ("words/test_checks.py::test_a_tensor_is_finite_if_all_of_its_numbers_are_whatever_their_sum",),
     ),
     Mutation(
         "training/metrics.py",

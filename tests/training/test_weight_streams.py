@@ -94,7 +94,7 @@ async def test_weights_are_read_in_buckets_and_kept_on_the_disk_where_a_checkpoi
         assert (served.version, served.directory) == (1, tmp_path / "weights_v000001")
         checkpoint = tmp_path / "step_0001"
         checkpoint.mkdir()
-        await write_served_weights(checkpoint, served=served, version=1)
+        write_served_weights(checkpoint, served=served, version=1)
         await pipeline.load_weights({name: tensor + 1 for name, tensor in whole.items()}).result()
         restored = await restore_served_weights(pipeline, [engine], checkpoint, in_memory=False, channel=channel)
         assert all(tensor.equal(whole[name]) for name, tensor in engine.weights.items()), "those that were served, not the newest"

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.checks import check_finite, check_mask, check_shapes, read_flag, require_flag
+from rollouts.checks import check_finite, check_mask, check_shapes, find_non_finite, read_flag, require_flag
 from rollouts.data.filters import make_threshold_filter
 
 sizes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -108,3 +108,13 @@ def test_what_is_neither_yes_nor_no_is_shown(answer, message):
 def test_a_coroutine_is_no_answer_and_python_does_not_complain_of_it():
     with pytest.raises(KeyError, match=r"f returned <coroutine object answer_later.*it is async"):
         require_flag(answer_later(()), "f", error=KeyError)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, -3e38, 3e38, math.inf, -math.inf, math.nan]), min_size=1, max_size=40),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_a_tensor_is_finite_if_all_of_its_numbers_are_whatever_their_sum(numbers, dtype):
+    tensor = torch.tensor(numbers, dtype=dtype)
+    expected = None if all(math.isfinite(number) for number in tensor.tolist()) else "bad"
+    assert find_non_finite([("good", torch.ones(3)), ("bad", tensor), ("count", torch.ones(2, dtype=torch.int64))]) == expected

@@ -24,6 +24,7 @@ from rollouts.algorithms.losses import merge_metrics
 from rollouts.backends.fsdp.checkpoint import (
     AsyncWriter,
     Progress,
+    WriteFuture,
     load_sharded,
     save_adapters,
     save_sharded,
@@ -76,8 +77,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _FEATURES = frozenset({
-    BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS, BackendFeature.EXPERTS,
-    BackendFeature.SHARDS,
+    BackendFeature.CHECKPOINTS, BackendFeature.STAGED_CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS,
+    BackendFeature.TOKENS, BackendFeature.EXPERTS, BackendFeature.SHARDS,
 })  # fmt: skip
 
 
@@ -146,7 +147,7 @@ class FSDPTrainingBackend:
         self._load: ExpertLoad | None = None  # load of this rank's passes since the last update
         self._counted: ExpertLoad | None = None  # load on all ranks, counted since the last update
         check_lora(model, lora)
-        self._writer = AsyncWriter(self.ranks) if save_in_background else None
+        self._writer, self._save_in_background = AsyncWriter(self.ranks), save_in_background
         with self._operation("sharding the model"):
             if not is_sharded(model):
                 mesh = create_mesh(self.config, self.device, self.ranks.world_size) if mesh is None else mesh
@@ -289,19 +290,34 @@ class FSDPTrainingBackend:
 
         Raises: CheckpointError on all ranks if one of them cannot write.
         """
-        progress = Progress(self.counts, self.weight_version)
-        state = self.model, self.optimizer, self.scheduler, progress
-        with self._operation("save_checkpoint"):
-            if self._writer is not None:
+        if self._save_in_background:
+            with self._operation("save_checkpoint"):
                 self._writer.wait()  # never hold two copies
-            if self._adapters is not None:  # adapters are small
-                save_adapters(self._adapters, self.model, directory, ranks=self.ranks)
-            if self._writer is None:
-                save_sharded(*state, directory, tokenizer=self.tokenizer, ranks=self.ranks)
-                return ImmediateTrainFuture(None, "save_checkpoint")
-            snapshot = take_snapshot(*state, ranks=self.ranks, copied=True)
+                return self._begin_write(directory, "save_checkpoint")
+        with self._operation("save_checkpoint"):
+            self._save_adapters(directory)
+            save_sharded(*self._trained(), directory, tokenizer=self.tokenizer, ranks=self.ranks)
+        return ImmediateTrainFuture(None, "save_checkpoint")
+
+    def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
+        """Copy this rank's part of the state and begin to write it; the function that is returned waits for the parts of all ranks."""
+        with self._operation("stage_checkpoint"):
+            self._writer.settle()
+            future = self._begin_write(directory, "stage_checkpoint")
+        return ImmediateTrainFuture(future.wait, "stage_checkpoint")
+
+    def _begin_write(self, directory: Path, operation: str) -> WriteFuture:
+        self._save_adapters(directory)
+        snapshot = take_snapshot(*self._trained(), ranks=self.ranks, copied=True)
         write = partial(write_snapshot, snapshot, self.model, directory, tokenizer=self.tokenizer)
-        return self._writer.start(lambda ranks: write(ranks=ranks), "save_checkpoint")
+        return self._writer.start(lambda ranks: write(ranks=ranks), operation)
+
+    def _save_adapters(self, directory: Path) -> None:
+        if self._adapters is not None:  # adapters are small
+            save_adapters(self._adapters, self.model, directory, ranks=self.ranks)
+
+    def _trained(self) -> tuple[PreTrainedModel, torch.optim.Optimizer, Scheduler | None, Progress]:
+        return self.model, self.optimizer, self.scheduler, Progress(self.counts, self.weight_version)
 
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint that save_checkpoint wrote on any number of ranks, or one of PyTorchTrainingBackend.
@@ -322,8 +338,7 @@ class FSDPTrainingBackend:
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written in the background, and raise its error."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
     # -- the rows of this rank alone
 

@@ -15,6 +15,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -473,6 +474,11 @@ class AsyncWriter:
         current, self._current = self._current, None
         if current is not None:
             current.wait()
+
+    def settle(self) -> None:
+        """Wait for the running write, if any, whose error is told by its future alone."""
+        with suppress(CheckpointError):
+            self.wait()
 
     def close(self) -> None:
         """Call wait() and end the thread. The process group is kept for the next start(): destroying it would need all ranks."""

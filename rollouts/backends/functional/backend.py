@@ -17,7 +17,8 @@ from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, check_rounding, create_rule, takes
 from rollouts.backends.optim.updates import check_skipped_updates, check_updated, read_counts
 from rollouts.backends.protocol import BackendFeature, OutputFn
-from rollouts.backends.pytorch.files import export_model, read_trainer_state, write_trainer_state
+from rollouts.backends.pytorch.files import export_model, read_trainer_state, write_checkpoint
+from rollouts.backends.weights.export import alone, collect_pieces
 from rollouts.errors import CheckpointError
 from rollouts.models.forward import (
     ComputeOutputs,
@@ -79,6 +80,7 @@ class TorchFuncTrainingBackend:
     features = frozenset(
         {
             BackendFeature.CHECKPOINTS,
+            BackendFeature.STAGED_CHECKPOINTS,
             BackendFeature.WEIGHT_STREAM,
             BackendFeature.WEIGHT_VIEWS,
             BackendFeature.OUTPUTS,
@@ -209,7 +211,11 @@ class TorchFuncTrainingBackend:
 
     def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Write the model directory, and the other state beside it."""
-        self.export_weights(directory)
+        self.stage_checkpoint(directory).value()
+        return ImmediateTrainFuture(None, "save_checkpoint")
+
+    def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
+        """Return the function that writes the present state. Nothing is copied: later steps make new tensors."""
         state = {
             "first_moments": dict(self.state.first_moments),
             "second_moments": dict(self.state.second_moments),
@@ -219,8 +225,9 @@ class TorchFuncTrainingBackend:
             **asdict(self.state.counts),
             "weight_version": self.weight_version,
         }
-        write_trainer_state(directory, KIND, state)
-        return ImmediateTrainFuture(None, "save_checkpoint")
+        pieces = collect_pieces(self.model, alone())
+        write = partial(write_checkpoint, self.model, self.tokenizer, directory, pieces, KIND, state)
+        return ImmediateTrainFuture(write, "stage_checkpoint")
 
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint of save_checkpoint. Raises CheckpointError naming the mismatch."""

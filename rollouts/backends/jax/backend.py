@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ from rollouts.backends.fsdp.load import create_on_meta
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.jax.model import read_decoder_config
 from rollouts.backends.jax.steps import (
+    JAXTrainState,
     ModelSpec,
     accumulate_gradient,
     apply_update,
@@ -72,7 +74,10 @@ class JAXTrainingBackend:
     tensors, as for every backend.
     """
 
-    features = frozenset({BackendFeature.CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS, BackendFeature.TOKENS})
+    features = frozenset({
+        BackendFeature.CHECKPOINTS, BackendFeature.STAGED_CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS,
+        BackendFeature.TOKENS,
+    })  # fmt: skip
 
     def __init__(
         self,
@@ -166,14 +171,12 @@ class JAXTrainingBackend:
 
     def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Write the model directory, and the other state beside it."""
-        self.export_weights(directory)
-        state = {
-            "optimizer": flatten_optimizer(self.state.optimizer),
-            **asdict(self.state.counts),
-            "weight_version": self.weight_version,
-        }
-        write_trainer_state(directory, KIND, state)
+        self.stage_checkpoint(directory).value()
         return ImmediateTrainFuture(None, "save_checkpoint")
+
+    def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
+        """Return the function that writes the present state. Nothing is copied: later steps make new arrays."""
+        return ImmediateTrainFuture(partial(self._write, self.state, self.weight_version, directory), "stage_checkpoint")
 
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint of save_checkpoint. Raises CheckpointError naming the mismatch."""
@@ -192,20 +195,29 @@ class JAXTrainingBackend:
 
     def export_weights(self, directory: Path, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
         """Write config, weights (safetensors, in one file) and tokenizer in the layout that from_pretrained and inference servers open."""
+        self._export(self.state, directory, dtype)
+        return ImmediateTrainFuture(None, "export_weights")
+
+    # -- parts
+
+    def _write(self, state: JAXTrainState, weight_version: int, directory: Path) -> None:
+        """Write a checkpoint of a state, which may be older than the backend's."""
+        self._export(state, directory, None)
+        others = {"optimizer": flatten_optimizer(state.optimizer), **asdict(state.counts), "weight_version": weight_version}
+        write_trainer_state(directory, KIND, others)
+
+    def _export(self, state: JAXTrainState, directory: Path, dtype: str | None) -> None:
         config = copy.deepcopy(self._skeleton.config)
         config.architectures = [type(self._skeleton).__name__]
         config.dtype = torch.float32
         config.save_pretrained(directory)
         if self._generation_config is not None:
             self._generation_config.save_pretrained(directory)
-        weights = {name: to_tensor(value) for name, value in self.state.weights.items()}
+        weights = {name: to_tensor(value) for name, value in state.weights.items()}
         check_written(weights.items(), directory)
         weights = cast_weights(weights, dtype)
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
         finish_export(self.tokenizer, directory)
-        return ImmediateTrainFuture(None, "export_weights")
-
-    # -- parts
 
     def _replace_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights by ones that fit; tied ones may come under any of their names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,15 @@ from rollouts.backends.pytorch.files import (
     SHARDED_DIRECTORY,
     TRAINER_FILE,
     check_optimizer_fits,
+    copy_to_host,
     export_model,
     read_trainer_state,
     restore_random_state,
     take_random_state,
-    write_trainer_state,
+    write_checkpoint,
 )
 from rollouts.backends.ranks.distributed import Ranks
+from rollouts.backends.weights.export import alone, collect_pieces
 from rollouts.models.expert_load import add_balance, add_loads, summarize_load
 from rollouts.models.forward import (
     ComputeOutputs,
@@ -75,6 +77,7 @@ KIND = "pytorch"
 _FEATURES = frozenset(
     {
         BackendFeature.CHECKPOINTS,
+        BackendFeature.STAGED_CHECKPOINTS,
         BackendFeature.WEIGHT_STREAM,
         BackendFeature.WEIGHT_VIEWS,
         BackendFeature.OUTPUTS,
@@ -260,7 +263,14 @@ class PyTorchTrainingBackend:
 
     def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Write the model directory, and optimizer, schedule, random state and counters beside it."""
-        self.export_weights(directory)
+        self._stage(directory, copied=False)()
+        return ImmediateTrainFuture(None, "save_checkpoint")
+
+    def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
+        """Copy the state, and return the function that writes it; adapters, which are small, are written now."""
+        return ImmediateTrainFuture(self._stage(directory, copied=True), "stage_checkpoint")
+
+    def _stage(self, directory: Path, *, copied: bool) -> Callable[[], None]:
         if self._adapters is not None:
             self._adapters.save(directory, partial(export_model, self.model, self.tokenizer, base_alone=True))
         rng = take_random_state(self.device)
@@ -273,8 +283,9 @@ class PyTorchTrainingBackend:
             **asdict(self.counts),
             "weight_version": self.weight_version,
         }
-        write_trainer_state(directory, KIND, state)
-        return ImmediateTrainFuture(None, "save_checkpoint")
+        pieces = collect_pieces(self.model, alone(), copied=copied)
+        state = copy_to_host(state) if copied else state
+        return partial(write_checkpoint, self.model, self.tokenizer, directory, pieces, KIND, state)
 
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint of save_checkpoint, or one of FSDPTrainingBackend.

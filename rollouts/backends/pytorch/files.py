@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from rollouts.backends.weights.export import Piece, alone, export_pieces
 from rollouts.checks import find_non_finite
 from rollouts.errors import CheckpointError
 from rollouts.models.loading import parse_dtype
@@ -88,6 +89,39 @@ def finish_export(tokenizer: PreTrainedTokenizerBase | None, directory: Path) ->
         tokenizer.save_pretrained(directory)
     for path in directory.glob("*.safetensors"):
         os.chmod(path, 0o644)  # written 0600; a server may run as another user
+
+
+def write_checkpoint(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: Path,
+    pieces: Sequence[Piece],
+    kind: str,
+    state: Mapping[str, Any],
+) -> None:
+    """Write the model directory and the state of the trainer. Only the configuration is read from the model.
+
+    Args:
+        pieces: whole weights, of collect_pieces.
+        kind, state: see write_trainer_state.
+
+    Raises: CheckpointError for a tensor that is not finite.
+    """
+    check_written(((piece.spec.name, piece.values) for piece in pieces), directory)
+    export_pieces(pieces, model, directory, tokenizer, ranks=alone())
+    write_trainer_state(directory, kind, state)
+
+
+def copy_to_host(value: Any) -> Any:
+    """Copy nested mappings and sequences, and the tensors in them to host memory, so that later updates do not change the copy."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.device.type == "cpu" else value.detach().to("cpu")
+    if isinstance(value, Mapping):
+        return {key: copy_to_host(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        copies = [copy_to_host(item) for item in cast("Sequence[Any]", value)]
+        return tuple(copies) if isinstance(value, tuple) else copies
+    return value
 
 
 def write_trainer_state(directory: Path, kind: str, state: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -62,6 +62,10 @@ class RankBackend(Protocol):
 
     def close(self) -> None:
         """Wait for background writes; needed only by backends that write during training."""
+        ...
+
+    def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
+        """See StagesCheckpoints; each rank copies its part, and its function waits for all parts."""
         ...
 
     def load_checkpoint(self, directory: Path) -> Future[None]:
@@ -160,8 +164,7 @@ class LeadingBackend:
 
     def gather_weights(self, names: Sequence[str], *, keep_device: bool = False) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
         """Return copies of the whole weights with these names, on rank 0; the other ranks keep none."""
-        own: list[tuple[object, ...]] = [(rank == 0,) for rank in range(self._group.num_ranks)]
-        gathered = self._group.run("gather_weights", _gather_weights, self._name, tuple(names), keep_device, own=own)[0]
+        gathered = self._group.run("gather_weights", _gather_weights, self._name, tuple(names), keep_device, own=self._only_here())[0]
         return ImmediateTrainFuture(gathered, "gather_weights")
 
     # -- BackendFeature.CHECKPOINTS
@@ -185,6 +188,11 @@ class LeadingBackend:
         self._group.run("save_checkpoint", _save_checkpoint, self._name, directory)
         return ImmediateTrainFuture(None, "save_checkpoint")
 
+    def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
+        """Copy all state on every rank, and begin to write it; the function that is returned waits for the parts of all ranks."""
+        waits = self._group.run("stage_checkpoint", _stage_checkpoint, self._name, directory, own=self._only_here())[0]
+        return ImmediateTrainFuture(cast("Callable[[], None]", waits), "stage_checkpoint")
+
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint written on any number of ranks. Raises CheckpointError if the directory does not fit this model."""
         self._group.run("load_checkpoint", _load_checkpoint, self._name, directory)
@@ -194,6 +202,10 @@ class LeadingBackend:
         """Write the weights alone (Hugging Face layout), for an engine to load."""
         self._group.run("export_weights", _export_weights, self._name, directory, dtype)
         return ImmediateTrainFuture(None, "export_weights")
+
+    def _only_here(self) -> list[tuple[object, ...]]:
+        """Return an argument for each rank: whether it is this one."""
+        return [(rank == 0,) for rank in range(self._group.num_ranks)]
 
     def _deal(self, batch: TrainBatch) -> tuple[list[list[int]], Sequence[tuple[object, ...]]]:
         """Deal the rows to the ranks; return each rank's rows and the arguments to send."""
@@ -267,6 +279,11 @@ def _save_checkpoint(backends: _Backends, name: str, directory: Path) -> None:
     backend = backends[name]
     if not isinstance(backend.save_checkpoint(directory), ImmediateTrainFuture):
         backend.close()  # background writes are finished or failed when this returns: the loops then rename the directory
+
+
+def _stage_checkpoint(backends: _Backends, name: str, directory: Path, keep: bool) -> Callable[[], None] | None:
+    waits = backends[name].stage_checkpoint(directory).value
+    return waits if keep else None
 
 
 def _load_checkpoint(backends: _Backends, name: str, directory: Path) -> None:
