@@ -46,7 +46,7 @@ class AgentAction:
     tokens: tuple[int, ...] | None = None  # as sampled, with the end-of-turn token
     log_probs: tuple[float, ...] | None = None  # nats, one for each token
     versions: tuple[int, ...] | None = None  # version of the weights that sampled each token
-    routed_experts: RoutedExperts | None = None  # of the request's tokens and these; None = not recorded
+    routed_experts: RoutedExperts | None = None  # experts of the request's tokens and these; None = not recorded
     value: float | None = None  # estimate of a critic, before the action
     parsed: Any = None  # input of the environment, JSON values; None = the text
     was_cut: bool = False  # the action reached its token budget, not its end

@@ -92,7 +92,7 @@ class Choices:
     def __init__(self, routers: Routers) -> None:
         """Args: routers: without any, nothing is recorded or replayed."""
         self._routers = routers
-        self._noted: tuple[list[Tensor], ...] = tuple([] for _ in routers.modules)  # of each router: [N, k] of each pass
+        self._noted: tuple[list[Tensor], ...] = tuple([] for _ in routers.modules)  # for each router, [N, k] for each pass
 
     def record(self) -> AbstractContextManager[None]:
         """Record the passes of the block. Their tokens are numbered on."""

@@ -211,7 +211,7 @@ class NativeModel:
         Two cohorts are decoded, the second of three rows, of which one ends early. They differ in size, by which choices tells them apart.
         """
         begun = rows.shape[1] - 3
-        numbers = torch.arange(rows.numel()).view(rows.shape)  # of the tokens that choices records
+        numbers = torch.arange(rows.numel()).view(rows.shape)  # numbers of the tokens in choices
         check_output_layer(self.model)
         with choices.record():
             expected = self.model(input_ids=rows, use_cache=False).logits.float()

@@ -352,7 +352,7 @@ class SlotModel:
     def _compare(self, rows: Tensor, choices: Choices) -> tuple[Tensor, Tensor]:
         """Return logits of late tokens of rows # [2, n], decoded over slots and in the model's own pass."""
         length = rows.shape[1]
-        numbers = torch.arange(2 * length).view(2, length)  # of the tokens that choices records
+        numbers = torch.arange(2 * length).view(2, length)  # numbers of the tokens in choices
         with native_attention(self.model):
             check_output_layer(self.model)
             with choices.record():
