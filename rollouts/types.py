@@ -239,6 +239,10 @@ class RoutedExperts:
         data = self.data[: num_tokens * self.width]
         return replace(self, data=data + b"\xff" * (num_tokens * self.width - len(data)))
 
+    def shift(self, num_tokens: int) -> RoutedExperts:
+        """Return the entries behind num_tokens entries without experts; for a negative number, without the first -num_tokens entries."""
+        return replace(self, data=b"\xff" * (num_tokens * self.width) + self.data[max(0, -num_tokens) * self.width :])
+
     def fill(self, later: RoutedExperts) -> RoutedExperts:
         """Fill the entries without experts, and the entries behind the end, from a later record of the same tokens.
 

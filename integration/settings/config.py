@@ -261,11 +261,6 @@ def check_router_replay(config: Config) -> None:
             "rl.router_replay is True, but vLLM returns the experts that it chooses on GPUs only: use the embedded engine "
             "(--engine.kind inprocess), or leave it out"
         )
-    if config.task in EPISODE_TASKS:
-        raise ConfigError(
-            f"rl.router_replay is True, but the samples of a task with several turns, as {config.task!r}, carry no recorded experts: leave "
-            "it out"
-        )
     if config.backend.kind == "jax":
         raise ConfigError("rl.router_replay is True, but backend.kind 'jax' computes no mixture of experts: leave it out")
 

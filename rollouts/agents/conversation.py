@@ -150,7 +150,13 @@ class MultiTurnInferenceEngine:
         )
         action = await self._policy.get_action(request)
         transcript = add_action(
-            transcript, conversation.conversation_format, action.tokens or (), action.log_probs, action.versions, text=action.text
+            transcript,
+            conversation.conversation_format,
+            action.tokens or (),
+            action.log_probs,
+            action.versions,
+            action.routed_experts,
+            text=action.text,
         )
         return replace(conversation, transcript=transcript, last=action)
 

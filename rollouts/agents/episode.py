@@ -189,7 +189,13 @@ class Course:
             )
         self._cuts.append(action.was_cut)
         self._transcript = add_action(
-            transcript, self._conversation, action.tokens or (), action.log_probs, action.versions, text=action.text
+            transcript,
+            self._conversation,
+            action.tokens or (),
+            action.log_probs,
+            action.versions,
+            action.routed_experts,
+            text=action.text,
         )
         assert self._temperature in (None, action.temperature), f"temperatures {self._temperature} and {action.temperature} in one episode"
         self._temperature = action.temperature
@@ -267,6 +273,7 @@ class Course:
             loss_mask=transcript.loss_mask,
             rollout_log_probs=transcript.log_probs,
             weight_versions=transcript.versions,
+            routed_experts=transcript.routed_experts,
             response="\n".join(step.raw_policy_output for step in steps),
             reward=None if failed else reward,
             status=_status_of(self._stop_reason, is_cut=is_cut),

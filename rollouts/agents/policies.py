@@ -18,7 +18,7 @@ from rollouts.checks import describe_function, require_flag
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import DataError, EngineProtocolError, EpisodeInterrupted
 from rollouts.generation.contract import note_request
-from rollouts.types import LogProbKind, Message, SamplingParams
+from rollouts.types import LogProbKind, Message, RoutedExperts, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +46,7 @@ class AgentAction:
     tokens: tuple[int, ...] | None = None  # as sampled, with the end-of-turn token
     log_probs: tuple[float, ...] | None = None  # nats, one for each token
     versions: tuple[int, ...] | None = None  # version of the weights that sampled each token
+    routed_experts: RoutedExperts | None = None  # experts of the request's tokens and these; None = not recorded
     value: float | None = None  # estimate of a critic, before the action
     parsed: Any = None  # input of the environment, JSON values; None = the text
     was_cut: bool = False  # the action reached its token budget, not its end
@@ -133,6 +134,7 @@ class EngineAgentPolicy:
         return AgentAction(
             tokens=completion.output_tokens,
             log_probs=completion.output_log_probs,
+            routed_experts=completion.routed_experts,
             versions=completion.output_versions,
             was_cut=completion.finish_reason == "length",
             fills_context=completion.finish_reason == "length" and completion.output_len < most,

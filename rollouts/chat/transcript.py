@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from rollouts.chat.formats import ConversationFormat, Rewriting
 from rollouts.errors import DataError
-from rollouts.types import Message, Turn
+from rollouts.types import Message, RoutedExperts, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Transcript:
     loss_mask: tuple[float, ...] = ()  # 1 on sampled tokens, 0 elsewhere
     log_probs: tuple[float, ...] | None = ()  # nats; 0 on tokens that were not sampled; None = unknown for some action
     versions: tuple[int, ...] | None = ()  # weight version that sampled each token; -1 on other tokens; None = unknown for some action
+    routed_experts: RoutedExperts | None = None  # see Sample; None = not recorded for some action
     turns: tuple[Turn, ...] = ()
     context_starts: tuple[int, ...] = ()  # first token of each context but the first; see Sample
     rendered: str = ""  # the template's text of the present context, up to the model's last or next answer
@@ -43,6 +44,8 @@ class Transcript:
         assert len(self.loss_mask) == n, f"loss_mask has {len(self.loss_mask)} entries for {n} tokens"
         assert self.log_probs is None or len(self.log_probs) == n, f"log_probs has {len(self.log_probs or ())} entries for {n} tokens"
         assert self.versions is None or len(self.versions) == n, f"versions has {len(self.versions or ())} entries for {n} tokens"
+        experts = self.routed_experts
+        assert experts is None or len(experts) == n, f"routed_experts has {len(experts or ())} entries for {n} tokens"
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -79,6 +82,7 @@ def add_action(
     tokens: Sequence[int] = (),
     log_probs: Sequence[float] | None = None,
     versions: Sequence[int] | None = None,
+    routed_experts: RoutedExperts | None = None,
     *,
     text: str | None = None,
 ) -> Transcript:
@@ -89,6 +93,7 @@ def add_action(
         tokens: sampled tokens, the end-of-turn token included if there is one; at least one.
         log_probs: # [len(tokens)] nats; None = unknown.
         versions: # [len(tokens)] weight version of each token; None = unknown.
+        routed_experts: experts of the context and of these tokens; None = not recorded.
         text: text of the assistant message; None = the decoded tokens without their ending.
     """
     actions = (*transcript.actions, len(transcript.messages))
@@ -107,6 +112,7 @@ def add_action(
         loss_mask=transcript.loss_mask + (1.0,) * count,
         log_probs=None if transcript.log_probs is None or log_probs is None else (*transcript.log_probs, *log_probs),
         versions=None if transcript.versions is None or versions is None else (*transcript.versions, *versions),
+        routed_experts=_add_experts(transcript, routed_experts, count),
         turns=(*transcript.turns, Turn(start=start, end=start + count)),
     )
 
@@ -155,6 +161,20 @@ def describe_turn(transcript: Transcript, *, state: str | None, reward: float) -
     return replace(transcript, turns=(*transcript.turns[:-1], replace(transcript.turns[-1], state=state, reward=reward)))
 
 
+def _add_experts(transcript: Transcript, found: RoutedExperts | None, count: int) -> RoutedExperts | None:
+    """Return the experts of all tokens after an action of count tokens.
+
+    A token that was read before keeps its experts. What no pass had read, as an observation, gets those of the pass before this action.
+    """
+    before = transcript.routed_experts
+    if found is None or (before is None and transcript.turns):
+        return None
+    given = len(transcript.context)
+    assert len(found) == given + count, f"routed_experts has {len(found)} entries for a context of {given} tokens and an action of {count}"
+    whole = found.shift(len(transcript.tokens) - given)
+    return whole if before is None else before.fill(whole)
+
+
 def _append_given(transcript: Transcript, tokens: Sequence[int]) -> Transcript:
     """Append tokens that the model did not sample."""
     count = len(tokens)
@@ -164,4 +184,5 @@ def _append_given(transcript: Transcript, tokens: Sequence[int]) -> Transcript:
         loss_mask=transcript.loss_mask + (0.0,) * count,
         log_probs=None if transcript.log_probs is None else transcript.log_probs + (0.0,) * count,
         versions=None if transcript.versions is None else transcript.versions + (-1,) * count,
+        routed_experts=None if transcript.routed_experts is None else transcript.routed_experts.take(len(transcript.tokens) + count),
     )

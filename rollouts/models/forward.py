@@ -66,6 +66,7 @@ class PackedRows:
     by_length: Tensor  # [N] int64: packed positions, sequences of the first length first
     order: Tensor  # [N] int64: position of each packed token in by_length
     shift: PackedShift  # predictors and predicted positions
+    cuts: dict[int, PackedRows] = field(default_factory=dict[int, "PackedRows"])  # results of cut
 
     def unpack(self, values: Tensor) -> Tensor:
         """Unpack [N] -> [B, T], 0 on pads; keeps the gradient."""
@@ -83,12 +84,22 @@ class PackedRows:
         flat = [part.flatten(0, 1) for part in parts]
         return flat[0] if len(flat) == 1 else _Permuted.apply(torch.cat(flat), self.order, self.by_length)
 
+    def cut(self, size: int) -> PackedRows:
+        """Return the rows with each sequence cut behind every `size` tokens, as attention in chunks sees them; planned once."""
+        if self.same_length[-1][1] <= size:
+            return self
+        if size not in self.cuts:
+            numbers = (self.position_ids % size == 0).cumsum(0)
+            lengths = torch.full((1,), self.tokens.numel(), device=self.tokens.device)
+            self.cuts[size] = pack_padded(self.tokens[None], lengths, numbers[None])
+        return self.cuts[size]
+
     def to(self, device: torch.device) -> PackedRows:
         """Return the rows with every tensor on the device."""
         if self.tokens.device == device:
             return self
         moved: dict[str, Any] = {f.name: _send(x, device) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
-        return replace(self, **moved, shift=PackedShift(*(_send(x, device) for x in self.shift)))
+        return replace(self, **moved, shift=PackedShift(*(_send(x, device) for x in self.shift)), cuts={})
 
 
 class _Permuted(torch.autograd.Function):
@@ -352,6 +363,9 @@ def attend_packed(
     module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None, *, packed: PackedRows
 ) -> Tensor:
     """Causal attention inside each sequence. query: # [1, Hq, N, D]; key, value: # [1, Hk, N, D]. Returns # [1, N, Hq, D]."""
+    query = tune_queries(module, query, packed.position_ids)
+    chunk = find_chunk(module)
+    packed = packed if chunk is None else packed.cut(chunk)
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, H, D]
     grouped = query.shape[1] != key.shape[1]
     if has_varlen(query, value, dropout):
@@ -366,6 +380,34 @@ def attend_packed(
         )
         outputs.append(out.transpose(1, 2))  # [S, L, Hq, D]
     return packed.join_lengths(outputs).unsqueeze(0)
+
+
+def find_chunk(module: Any) -> int | None:
+    """Return the size in tokens of the chunks that an attention layer stays inside, as Llama 4's do; None for any other layer."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = cast("Sequence[str]", getattr(config, "layer_types", None) or ())
+    if not isinstance(layer, int) or layer >= len(kinds) or kinds[layer] != "chunked_attention":
+        return None
+    return cast("int", cast("Any", config).attention_chunk_size)
+
+
+def tune_queries(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Give queries the temperature of their positions in their own sequences (arXiv 2501.19399), in layers of Llama 4 without rotation.
+
+    transformers takes the place in the pass for the position. prepare.early_temperatures makes checks see this.
+
+    Args:
+        query: # [B, Hq, N, D].
+        positions: # [N] or [B, N].
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+
+    def compute_scale(places: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    factor = compute_scale(positions) / compute_scale(torch.arange(query.shape[2], device=query.device))
+    return (query * factor[..., None, :, None]).to(query.dtype)
 
 
 def has_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:

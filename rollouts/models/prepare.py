@@ -1,8 +1,8 @@
 """Prepare a model for rows: find the way through its attention that computes them right, and compare its results.
 
-Packed attention is causal, over the whole row or a sliding window; a model's own attention is replaced by it. A model that asks for more
-(an attention keyword unknown here, another mask than the one computed, layers of another kind) keeps its own attention and runs rows of one
-length at a time, which is slower and exact. Only a model that is not causal is refused.
+Packed attention is causal, over the whole row, a sliding window or chunks; a model's own attention is replaced by it. A model that asks for
+more (an attention keyword unknown here, another mask than the one computed, layers of another kind) keeps its own attention and runs rows
+of one length at a time, which is slower and exact. Only a model that is not causal is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rollouts.models.forward import (
     OutputOptions,
     attend,
     attend_packed,
+    find_chunk,
     get_decoder,
     get_output_layer,
     name_layer,
@@ -32,8 +33,8 @@ from rollouts.models.forward import (
     run_native,
     run_packed,
 )
-from rollouts.models.replay import compare_replay
-from rollouts.models.routers import Routers, find_routers
+from rollouts.models.replay import Choices, compare_replay
+from rollouts.models.routers import Routers, find_routers, probe_routers
 from rollouts.models.weights import check_finite_weights
 
 if TYPE_CHECKING:
@@ -51,8 +52,10 @@ LONGEST_CHECK = 512
 FARTHEST_MASK = 1 << 20
 """Position up to which masks are read if a model has no context length or a longer one."""
 
-ATTENTION_LAYERS = ("full_attention", "sliding_attention")
-"""Layer types whose attention is computed here."""
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Layer types whose attention is computed here, with the mask that ProbedMasks reads."""
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configurations
 
 PACKED_LAYERS = (*ATTENTION_LAYERS, "linear_attention")
 """Layer types that can run packed rows: linear attention where its kernels keep rows apart."""
@@ -126,6 +129,56 @@ def inspect_routers(model: PreTrainedModel, *, native: bool) -> Routers:
         model.train(was_training)
 
 
+@contextmanager
+def early_temperatures(model: PreTrainedModel) -> Generator[None]:
+    """Let the temperatures of forward.tune_queries change after a few tokens in the block, where real ones change after thousands."""
+    layers = [layer for layer in cast("torch.nn.Module", model).modules() if getattr(layer, "attn_temperature_tuning", False)]
+    before = [cast("Any", layer).floor_scale for layer in layers]
+    try:
+        for layer in layers:
+            cast("Any", layer).floor_scale = 3
+        yield
+    finally:
+        for layer, scale in zip(layers, before, strict=True):
+            cast("Any", layer).floor_scale = scale
+
+
+@contextmanager
+def open_choices(model: PreTrainedModel) -> Generator[Choices]:
+    """Yield what keeps the experts of a mixture of experts equal in the passes of the block, which compare results in half precision.
+
+    If its experts cannot be chosen from outside, the block computes in float32. A model of another kind, or in float32, is left as it is.
+
+    Args:
+        model: in eval mode, with its own attention.
+    """
+    parameters = cast("torch.nn.Module", model)
+    is_rounded = find_dtype(model, torch.empty(0, device=next(parameters.parameters()).device)) != torch.float32
+    config: Any = model.config.get_text_config()
+    if not is_rounded or not any(isinstance(n := getattr(config, name, None), int) and n > 1 for name in _EXPERT_COUNTS):
+        yield Choices(Routers())
+        return
+    tokens = draw_check_tokens(model, (1, find_check_length(model, None, at_least=17)))
+
+    def run() -> Tensor:
+        return cast("Any", get_decoder(model))(input_ids=tokens, use_cache=False).last_hidden_state[0]
+
+    routers = probe_routers(model, run)
+    if routers.problem is None and compare_replay(type(model).__name__, routers, run, cast("tuple[int, int]", tuple(tokens.shape))) is None:
+        yield Choices(routers)
+        return
+    tensors = [x for x in (*parameters.parameters(), *parameters.buffers()) if x.is_floating_point()]
+    before = [x.data for x in tensors]
+    try:
+        for x in tensors:
+            x.data = x.data.float()
+        with torch.autocast(tokens.device.type, enabled=False):
+            yield Choices(Routers())
+    finally:
+        for x, data in zip(tensors, before, strict=True):
+            x.data = data
+
+
 def check_master_weights(model: torch.nn.Module, compute_dtype: torch.dtype) -> None:
     """Check the dtypes of parameters: float32 whatever dtype a pass has, or bfloat16 as the passes are.
 
@@ -155,33 +208,38 @@ class ProbedMasks:
     def __init__(self, config: Any) -> None:
         self._end = min(find_context_length(config) or FARTHEST_MASK, FARTHEST_MASK)
         self._config = config
-        self._proven: set[tuple[int, int | None]] = set()
+        self._proven: set[tuple[int, int | None, int | None]] = set()
 
     def check(self, module: Any, mask: Any, window: int | None) -> None:
-        """Raise ConfigError unless a layer's mask is that of causal attention over its window, as far as the model's context goes."""
+        """Raise ConfigError unless a layer's mask is causal, over its window or in its chunks, as far as the model's context goes."""
+        chunk = find_chunk(module)
         if mask is None:  # the model leaves masking to the attention function
             if getattr(module, "is_causal", True) is not True:
                 raise ConfigError(f"{name_layer(module)} is not causal (is_causal = False). {USE_ANOTHER}")
-            if window is not None:
-                raise ConfigError(f"{name_layer(module)} has sliding_window = {window} and no mask for it. {USE_ANOTHER}")
+            if window is not None or chunk is not None:
+                bound = f"sliding_window = {window}" if chunk is None else f"attention_chunk_size = {chunk}"
+                raise ConfigError(f"{name_layer(module)} has {bound} and no mask for it. {USE_ANOTHER}")
             return
         sees = cast("Callable[..., Any] | None", getattr(mask, "sees", None))
         if sees is None:  # not made by probe_mask
             raise ConfigError(f"{name_layer(module)} changes its attention mask by itself{_quote_fields(self._config)}. {USE_ANOTHER}")
-        if (id(mask), window) in self._proven:
+        if (id(mask), window, chunk) in self._proven:
             return
         columns = torch.arange(self._end, device=mask.device)
         zero = columns.new_zeros(())
         edges = {0, self._end - 1, *(1 << i for i in range(21)), *((window - 1, window, window + 1) if window else ())}
+        edges |= {k * chunk + i for k in (1, 2, 3) for i in (-1, 0, 1)} if chunk else set()
         for row in sorted(edge for edge in edges if 0 <= edge < self._end):
             expected = (columns <= row) & (columns > row - (window or self._end))
+            expected = expected & (columns >= row - row % (chunk or self._end))
             if not torch.broadcast_to(sees(zero, zero, zero + row, columns), columns.shape).equal(expected):
                 where = "whole rows" if window is None else f"sliding_window = {window}"
+                where = where if chunk is None else f"attention_chunk_size = {chunk}"
                 raise ConfigError(
                     f"{name_layer(module)} attends in another way than causally over {where}: the mask that transformers makes is "
                     f"different at position {row}{_quote_fields(self._config)}. {USE_ANOTHER}"
                 )
-        self._proven.add((id(mask), window))
+        self._proven.add((id(mask), window, chunk))
 
 
 def attend_probe(
@@ -254,16 +312,23 @@ def check_native_rows(model: PreTrainedModel, compute_dtype: torch.dtype | None 
             tokens = draw_check_tokens(model, (3, length))
             tokens[2, : length // 2] = tokens[1, : length // 2]  # the third row is the second with another end
             run = cast("Any", model if has_logits else get_decoder(model))
-            rows = [run(input_ids=row[None], use_cache=False) for row in tokens]
-            expected = torch.cat([row.logits if has_logits else row.last_hidden_state for row in rows])
-            _check_finite(model, expected)
-            _check_causal(model, expected[1, : length // 2], expected[2, : length // 2])
-            head = get_output_layer(model) if has_logits else None
-            if has_logits:
-                check_output_layer(model)
-            hidden = run_native(model, pack_padded(tokens, torch.full((3,), length, device=device)))
-            found = (hidden if head is None else head.compute_logits(hidden)).view(expected.shape)
-            dtype = find_dtype(model, found)  # within autocast: changed logits are float32 whatever the passes are
+            with open_choices(model) as choices:
+                numbers = torch.arange(3 * length).view(3, length)
+                with choices.record():
+                    rows = [run(input_ids=row[None], use_cache=False) for row in tokens[:2]]
+                    begun = torch.where(torch.arange(length) < length // 2, numbers[1], -1)
+                    with choices.replay({(1, length): begun}):
+                        rows.append(run(input_ids=tokens[2:], use_cache=False))
+                expected = torch.cat([row.logits if has_logits else row.last_hidden_state for row in rows])
+                _check_finite(model, expected)
+                _check_causal(model, expected[1, : length // 2], expected[2, : length // 2])
+                head = get_output_layer(model) if has_logits else None
+                if has_logits:
+                    check_output_layer(model)
+                with choices.replay({(3, length): numbers.flatten()}):
+                    hidden = run_native(model, pack_padded(tokens, torch.full((3,), length, device=device)))
+                found = (hidden if head is None else head.compute_logits(hidden)).view(expected.shape)
+                dtype = find_dtype(model, found)  # within autocast: changed logits are float32 whatever the passes are
     except ConfigError:
         raise
     except (TypeError, AssertionError, RuntimeError, ValueError, LookupError, AttributeError) as error:
@@ -348,16 +413,20 @@ def use_packed_attention(model: PreTrainedModel, compute_dtype: torch.dtype | No
             tokens = draw_check_tokens(model, (3, longest))
             lengths = torch.tensor([longest, 4, longest], device=device)
             has_logits = model.get_output_embeddings() is not None
-            head = get_output_layer(model) if has_logits else None
-            with native_attention(model):
-                if has_logits:
-                    check_output_layer(model)
-                run = cast("Any", model if has_logits else get_decoder(model))
-                outputs = [run(input_ids=tokens[i : i + 1, : int(n)], use_cache=False) for i, n in enumerate(lengths)]
-            rows = [(output.logits if has_logits else output.last_hidden_state)[0] for output in outputs]
-            packed = run_packed(model, pack_padded(tokens, lengths))
-            found = packed if head is None else head.compute_logits(packed)
-            dtype = find_dtype(model, found)  # within autocast: changed logits are float32 whatever the passes are
+            with early_temperatures(model), open_choices(model) as choices:
+                head = get_output_layer(model) if has_logits else None
+                with native_attention(model):
+                    if has_logits:
+                        check_output_layer(model)
+                    run = cast("Any", model if has_logits else get_decoder(model))
+                    with choices.record():
+                        outputs = [run(input_ids=tokens[i : i + 1, : int(n)], use_cache=False) for i, n in enumerate(lengths)]
+                rows = [(output.logits if has_logits else output.last_hidden_state)[0] for output in outputs]
+                num_tokens = int(lengths.sum())
+                with choices.replay({(1, num_tokens): torch.arange(num_tokens)}):
+                    packed = run_packed(model, pack_padded(tokens, lengths))
+                found = packed if head is None else head.compute_logits(packed)
+                dtype = find_dtype(model, found)  # within autocast: changed logits are float32 whatever the passes are
     except ConfigError:
         raise
     except (TypeError, AssertionError, RuntimeError, ValueError, LookupError, AttributeError) as error:
@@ -372,8 +441,9 @@ def use_packed_attention(model: PreTrainedModel, compute_dtype: torch.dtype | No
 def probe_attention(model: PreTrainedModel) -> int | None:
     """Run a model on one short row and read the attention settings of each layer.
 
-    Returns: the widest sliding window of its layers; None if all attend to whole rows. The model has transformers' attention afterwards.
-    Raises: ConfigError for a layer with any other attention than causal over whole rows or a sliding window.
+    Returns: the widest sliding window of its layers, or three chunks; None if all attend to whole rows. Afterwards the model has
+        transformers' attention.
+    Raises: ConfigError for a layer with any other attention than causal over whole rows, a sliding window or chunks.
     """
     check_layer_kinds(model, PACKED_LAYERS)
     masks = ProbedMasks(model.config.get_text_config())
@@ -386,6 +456,8 @@ def probe_attention(model: PreTrainedModel) -> int | None:
         nonlocal calls
         calls += 1
         windows.update(() if window is None else (window,))
+        chunk = find_chunk(module)
+        windows.update(() if chunk is None else (min(3 * chunk, max(chunk, LONGEST_CHECK)),))  # rows of more than three chunks
         return attend_packed(module, query, key, value, scaling, dropout, window, packed=packed)
 
     restore_attention(model)

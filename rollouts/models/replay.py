@@ -9,7 +9,7 @@ of topk that chooses experts returns these places instead of the largest ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -81,6 +81,35 @@ def _restore_forward(router: torch.nn.Module, before: Any) -> None:
         del router.__dict__["forward"]
     else:
         cast("Any", router).forward = before
+
+
+class Choices:
+    """Experts that the routers choose in passes that are recorded, and their replay in passes over the same tokens, which are compared.
+
+    In half precision two right computations of a token differ by rounding; where that changes an expert, the results differ by much more.
+    """
+
+    def __init__(self, routers: Routers) -> None:
+        """Args: routers: without any, nothing is recorded or replayed."""
+        self._routers = routers
+        self._noted: tuple[list[Tensor], ...] = tuple([] for _ in routers.modules)  # for each router, [N, k] for each pass
+
+    def record(self) -> AbstractContextManager[None]:
+        """Record the passes of the block. Their tokens are numbered on."""
+        return record_choices(self._routers, lambda place, _, experts: self._noted[place].append(experts))
+
+    def replay(self, calls: Mapping[tuple[int, int], Tensor]) -> AbstractContextManager[None]:
+        """Replay recorded experts in the passes of the block.
+
+        Args:
+            calls: by the shape (S, L) of a call's tokens: the number of the recorded token that each one is # [S * L]; -1 = the router's
+                own choice.
+        """
+        if not self._noted:
+            return nullcontext()
+        experts = torch.stack([torch.cat(noted) for noted in self._noted], 1)  # [N, routers, k]
+        known = torch.cat([experts, torch.full_like(experts[:1], -1)])
+        return replay_experts(self._routers, {shape: known[numbers.to(known.device)] for shape, numbers in calls.items()})
 
 
 def select_routers(routers: Routers, experts: Tensor) -> Tensor:

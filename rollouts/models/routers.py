@@ -120,7 +120,7 @@ def find_routers(model: PreTrainedModel, run: Callable[[], object], run_own: Cal
         run: runs the decoder on a few tokens.
         run_own: runs the model's own forward pass with output_router_logits=True and returns its outputs.
     """
-    routers = _probe(model, run)
+    routers = probe_routers(model, run)
     if routers.problem is None:
         return replace(routers, balance_problem=_compare_balance(type(model).__name__, routers, run_own))
     if _find_recorders(model):
@@ -128,7 +128,8 @@ def find_routers(model: PreTrainedModel, run: Callable[[], object], run_own: Cal
     return routers
 
 
-def _probe(model: PreTrainedModel, run: Callable[[], object]) -> Routers:
+def probe_routers(model: PreTrainedModel, run: Callable[[], object]) -> Routers:
+    """Find the routers of a model in eval mode by a pass. Arguments as find_routers."""
     kind = type(model).__name__
     recorders = _find_recorders(model)
     if not recorders:

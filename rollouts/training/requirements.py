@@ -134,7 +134,7 @@ def check_recorded_experts(batch: TrainBatch, samples: Sequence[Sample]) -> None
         if is_trained and sample.routed_experts is None:
             raise DataError(
                 f"router_replay is set, but {describe_sample(sample)} has no routed_experts: a generate_fn must keep those of its "
-                "completions, as create_generate_fn does; episodes of several turns do not carry them. Set router_replay to False"
+                "completions, as create_generate_fn does, and a policy of episodes AgentAction.routed_experts. Set router_replay to False"
             )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import lora_ranks
 import pytest
 import torch
+from expert_models import create_expert_model
 from lora_ranks import draw_step, select_log_probs
 from lora_ranks import train as train_steps
 from rank_processes import start_ranks
@@ -125,6 +126,19 @@ def test_merged_weights_are_those_that_peft_merges(use_rslora: bool, tmp_path: P
     gathered = backend.gather_weights(["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]).value
     assert all(torch.equal(value, merged[name]) for name, value in gathered.items())
     assert {spec.name for spec in backend.describe_weights().value} | {"lm_head.weight"} == set(merged)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "qwen3_moe"])
+def test_dense_layers_beside_experts_are_adapted_and_experts_are_not(family: str):
+    """peft takes gate_proj of a mixture of experts for the experts, and a merge then has no weight of a layer."""
+    model = create_expert_model(family, vocab_size=len(create_char_tokenizer()))
+    expected = set(linear_layers(model))
+    add_adapters(model, LORA)
+    assert {name for name, _ in adapted_layers(model)} == expected
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert not [name for name in trained if ".experts." in name]
+    assert len(trained) == 2 * len(expected)
+    assert set(linear_layers(copy_without_adapters(model))) == expected
 
 
 def test_adapters_begin_by_their_seed_alone():

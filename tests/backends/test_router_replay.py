@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from dataclasses import replace
 from functools import partial
@@ -10,10 +11,17 @@ from functools import partial
 import pytest
 import torch
 import trio
+from chat_templates import QWEN3, create_tokenizer
 from expert_models import FAMILIES, create_expert_model, draw_batch, no_loss, read_gradients
 
 from integration.settings.config import Config
 from integration.settings.sections import BackendSection, EngineSection, ModelSection, RLSection
+from rollouts.agents.config import EpisodeConfig
+from rollouts.agents.conversation import MultiTurnInferenceEngine
+from rollouts.agents.policies import AgentAction, EngineAgentPolicy
+from rollouts.agents.run import create_episode_generate_fn, run_episode
+from rollouts.agents.samples import split_turns
+from rollouts.agents.setting import EpisodeSetting
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.algorithms.presets import decoupled, grpo, ppo
@@ -35,7 +43,7 @@ from rollouts.rl_loop import run_rl_training
 from rollouts.testing import create_tiny_model
 from rollouts.training.requirements import check_recorded_experts
 from rollouts.training.steps import require_replay
-from rollouts.types import Completion, RoutedExperts, Sample, SamplingParams
+from rollouts.types import Completion, Prompt, RoutedExperts, Sample, SamplingParams
 
 PACKED_AND_NATIVE = ("qwen3_moe", "gpt_oss")
 
@@ -292,10 +300,91 @@ def count_reward(sample: Sample) -> float:
     return float(sum(sample.tokens) % 3)
 
 
-async def run_rl(*, replays: bool, records: bool = True, with_others: bool = False, algorithm=None) -> list[dict[str, float]]:
-    """Two steps of a float32 trainer with an engine in bfloat16; metrics."""
+class Echo:
+    """Answers each action with its beginning."""
+
+    def reset(self, config):
+        return "abc"
+
+    def step(self, action: str):
+        return f"{action[:3]}?", float(len(action) % 3), False, {}
+
+    def get_state_description(self) -> str:
+        return ""
+
+    def get_prompt_prefix(self) -> str:
+        return ""
+
+
+def create_echo(branches: bool) -> EpisodeSetting:
+    """Episodes of three turns; with branches, the template takes the empty thinking out of earlier answers."""
+    config = EpisodeConfig(max_turns=3, on_rewrite="branch")
+    return EpisodeSetting(environment_factory=Echo, config=config, seed=1, template_kwargs={"enable_thinking": False} if branches else {})
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["one context", "contexts"])
+async def test_an_episode_has_the_experts_of_a_pass_over_each_context(branches: bool):
+    tokenizer = create_tokenizer(QWEN3) if branches else create_char_tokenizer()
+    model = create_expert_model(vocab_size=len(tokenizer), max_position_embeddings=256)
+    routers = create_pytorch_backend(copy.deepcopy(model), lr=1e-3)._options.routers
+    names = [f"model.layers.{layer}.mlp.gate" for layer in routers.layers]
+    own = replace(routers, modules=tuple(model.get_submodule(name) for name in names))
+    async with InProcessEngine(copy.deepcopy(model), tokenizer, record_experts=True) as engine:
+        policy = EngineAgentPolicy(engine, tokenizer, SamplingParams(max_tokens=8))
+        sample = (await run_episode(policy, create_echo(branches), Prompt(content=""))).sample
+    bounds = (0, *sample.context_starts, len(sample.tokens))
+    assert len(bounds) == (4 if branches else 2)
+    assert len(sample.turns) == 3
+    (batch,) = (collate_samples([sample], with_experts=True),)
+    assert batch.routed_experts is not None
+    for start, end in itertools.pairwise(bounds):
+        expected = choices_of(model, torch.tensor(sample.tokens[start:end]), own).sort(-1).values
+        found = batch.routed_experts[0, start:end].long().sort(-1).values
+        assert torch.equal(found[:-1], expected[:-1])
+        assert bool((found[-1] == -1).all()), "nothing has read the last token of a context"
+    for turn, part in zip(sample.turns, split_turns(sample), strict=True):
+        given = part.turns[0].start
+        assert part.routed_experts.take(given + 1).shift(-given) == sample.routed_experts.take(turn.start + 1).shift(-turn.start)
+        assert len(part.routed_experts) == len(part.tokens)
+
+
+async def test_an_episode_with_an_action_of_unknown_experts_has_no_record():
     tokenizer = create_char_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 4, "num_experts_per_tok": 4}
+    model = create_expert_model(vocab_size=len(tokenizer), max_position_embeddings=256)
+    async with InProcessEngine(model, tokenizer, record_experts=True) as engine:
+        policy = EngineAgentPolicy(engine, tokenizer, SamplingParams(max_tokens=8))
+
+        class Forgets:
+            def __init__(self, turn: int) -> None:
+                self.tokenizer, self.turn = tokenizer, turn
+
+            async def get_action(self, request) -> AgentAction:
+                action = await policy.get_action(request)
+                return replace(action, routed_experts=None) if request.turn == self.turn else action
+
+        for turn in range(3):
+            assert (await run_episode(Forgets(turn), create_echo(branches=False), Prompt(content=""))).sample.routed_experts is None
+        chat = MultiTurnInferenceEngine(engine, tokenizer, params=SamplingParams(max_tokens=8))
+        conversation = await chat.step(await chat.step(chat.start_conversation("ab")), "cd")
+        record = conversation.transcript.routed_experts
+        assert record is not None
+        assert len(record) == len(conversation.transcript.tokens)
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["one context", "contexts"])
+async def test_a_run_of_episodes_with_replay_agrees_better_with_its_engine(branches: bool):
+    without, replayed = await run_rl(replays=False, branches=branches), await run_rl(replays=True, branches=branches)
+    for first, second in zip(without, replayed, strict=True):
+        assert second["engine_diff_mean"] < 0.8 * first["engine_diff_mean"], (first["engine_diff_mean"], second["engine_diff_mean"])
+    assert bool(replayed[0].get("num_branched_episodes")) is branches
+
+
+async def run_rl(
+    *, replays: bool, records: bool = True, with_others: bool = False, algorithm=None, branches: bool | None = None
+) -> list[dict[str, float]]:
+    """Two steps of a float32 trainer with an engine in bfloat16; metrics. branches: of episodes, whose history changes or stands."""
+    tokenizer = create_tokenizer(QWEN3) if branches else create_char_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 4, "num_experts_per_tok": 4, "max_position_embeddings": 256}
     model = create_expert_model("deepseek_v3", seed=3, n_routed_experts=32, **sizes)
     backend = create_pytorch_backend(copy.deepcopy(model), lr=1e-4)
     others = {}
@@ -308,8 +397,11 @@ async def run_rl(*, replays: bool, records: bool = True, with_others: bool = Fal
         num_steps=2, weight_sync="memory", parity=ParityConfig(threshold=9.0), algorithm=algorithm, router_replay=replays, num_minibatches=2
     )
     async with InProcessEngine(model.bfloat16(), tokenizer, record_experts=records) as engine:
-        buffer = DataBuffer([f"s{i}=" for i in range(10)], seed=0)
+        buffer = DataBuffer(None if branches else [f"s{i}=" for i in range(10)], seed=0)
         generate = create_generate_fn([engine], tokenizer, SamplingParams(max_tokens=20), seed=0)
+        if branches is not None:
+            setting = create_echo(branches)
+            generate = create_episode_generate_fn([engine], tokenizer, SamplingParams(max_tokens=8), setting)
         segments = "segment_log_probs" in algorithm.requires
         rollouts = RolloutConfig(
             batch_size=2, n_samples_per_prompt=4, generate_fn=generate, reward_fn=count_reward, segment_log_probs=segments
@@ -376,7 +468,6 @@ async def test_the_parts_of_a_continued_answer_keep_their_own_experts():
             {"engine": EngineSection(kind="vllm", launch=True), "model": ModelSection(device="cpu")},
             "vLLM returns the experts .* on GPUs only",
         ),
-        ({"task": "calculator"}, "samples of a task with several turns, as 'calculator', carry no recorded experts"),
         ({"backend": BackendSection(kind="jax")}, "backend.kind 'jax' computes no mixture of experts"),
     ],
 )

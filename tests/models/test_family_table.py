@@ -5,17 +5,27 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rollouts.models.forward import get_output_layer
-from rollouts.models.prepare import check_output_layer
+from rollouts.engines.inprocess import slots
+from rollouts.engines.inprocess.native import NativeModel, open_slots
+from rollouts.engines.inprocess.slots import attend_slots
+from rollouts.models.forward import OutputOptions, compute_log_probs, get_output_layer
+from rollouts.models.prepare import check_output_layer, prepare_model
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"\| (\w[\w-]*) \| (\S.*?) \| (\S.*?) \| (\S+) \| (\S+) \| (\S+) \|")
-ROUNDED = {"gemma4_text": 3e-5, "youtu": 3e-5, "minicpm3": 3e-5}  # largest difference of an engine whose own float32 differs as much
+ROUNDED = {
+    "gemma4_text": 3e-5,
+    "youtu": 3e-5,
+    "minicpm3": 3e-5,
+    "mamba": 5e-5,
+}  # largest difference of an engine whose own float32 differs as much
 
 
 def load_generator() -> Any:
@@ -61,6 +71,55 @@ def test_logits_of_rows_that_pad_the_output_matrix_are_dropped_as_inkling_does()
     model.config.unpadded_vocab_size = 90
     check_output_layer(model)  # compares with the model's own logits
     assert get_output_layer(model).weight.shape[0] == 90
+
+
+ROUNDED_EXPERTS = {  # mixtures of experts, and the way of the engine
+    "mixtral": "slots", "hunyuan_v1_moe": "slots", "dots1": "slots", "flex_olmo": "slots", "granitemoe": "slots", "qwen3_moe": "slots",
+    "deepseek_v3": "slots", "glm4_moe": "slots", "minimax_m2": "slots", "afmoe": "slots", "olmoe": "slots", "qwen2_moe": "slots",
+    "jetmoe": "slots", "llama4_text": "slots", "phimoe": "native caches", "gpt_oss": "native caches", "qwen3_5_moe_text": "native caches",
+}  # fmt: skip
+
+
+def open_rounded(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Open the decoding of a model in bfloat16 with so many experts that rounding changes the choice of some."""
+    monkeypatch.setitem(GENERATOR.EXPERTS, "num_experts_per_tok", 4)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        monkeypatch.setitem(GENERATOR.EXPERTS, name, 16)
+    model = GENERATOR.create_model(family, seed=seed).bfloat16()
+    dtypes = [x.dtype for x in (*model.parameters(), *model.buffers())]
+    decoding = open_slots(model, max_slots=4, name="engine")
+    assert dtypes == [x.dtype for x in (*model.parameters(), *model.buffers())]
+    return decoding
+
+
+def check_rounded(family: str, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in seeds:
+        decoding = open_rounded(family, seed, monkeypatch)
+        assert isinstance(decoding, NativeModel) is (ROUNDED_EXPERTS[family] == "native caches"), seed
+        assert getattr(decoding, "_uses_cache", True), seed
+        options = OutputOptions(compute_dtype=torch.bfloat16)
+        prepare_model(GENERATOR.create_model(family, seed=seed), None, torch.device("cpu"), compute_log_probs, options)
+
+
+@pytest.mark.parametrize(("family", "seeds"), [("phimoe", range(2)), ("hunyuan_v1_moe", range(7, 9))])
+def test_a_mixture_of_experts_in_bfloat16_is_not_refused_for_its_rounding(family: str, seeds: range, monkeypatch: pytest.MonkeyPatch):
+    check_rounded(family, seeds, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ROUNDED_EXPERTS)
+def test_a_mixture_of_experts_in_bfloat16_takes_its_way_whatever_the_seed(family: str, monkeypatch: pytest.MonkeyPatch):
+    check_rounded(family, range(20), monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "hunyuan_v1_moe", "jetmoe"])
+def test_a_wrong_attention_in_bfloat16_is_found_beside_replayed_experts(family: str, monkeypatch: pytest.MonkeyPatch):
+    def forget_the_first(*call: Any, step: Any) -> torch.Tensor:
+        return attend_slots(*call, step=replace(step, mask=step.mask & (torch.arange(step.mask.shape[-1]) > 0)))
+
+    monkeypatch.setattr(slots, "attend_slots", forget_the_first)
+    for seed in range(3):
+        assert isinstance(open_rounded(family, seed, monkeypatch), NativeModel), seed
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ class Row:
         return f"| {self.family} | {self.training} | {self.decoding} | {figures} |"
 
 
-def create_model(family: str, window: int = WINDOW) -> Any:
+def create_model(family: str, window: int = WINDOW, seed: int = 0) -> Any:
     """Create a tiny random causal language model. Raises ValueError if transformers has none of this family of these sizes.
 
     Args:
@@ -127,7 +127,7 @@ def create_model(family: str, window: int = WINDOW) -> Any:
         chosen = {name: value for name, value in wanted.items() if name in names and name not in left_out}
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+                torch.manual_seed(seed)
                 model: Any = AutoModelForCausalLM.from_config(kind(**{**chosen, **OWN.get(family, {})})).float().eval()
                 for name, parameter in model.named_parameters():
                     if "proj" in name or "attn" in name:  # so that attention is not next to uniform

@@ -69,13 +69,18 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, warns: bool = Tr
         r=config.rank,
         lora_alpha=config.resolved_alpha,
         lora_dropout=config.dropout,
-        target_modules=targets,
+        target_modules=[f"model.{name}" for name in targets],
         use_rslora=config.use_rslora,
         bias="none",
     )
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     with torch.random.fork_rng(devices=[]):
-        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=on_meta)
+        # below a module without a configuration: for a mixture of experts, peft would adapt the experts instead of layers called gate_proj
+        holder = torch.nn.Module()
+        holder.add_module("model", model)
+        peft.inject_adapter_in_model(settings, holder, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=on_meta)
+        settings.target_modules = set(targets)
+        cast("Any", model).peft_config = {ADAPTER_NAME: settings}
     freeze_weights(model, "bfloat16" if config.base_dtype == "nf4" else config.base_dtype, only_frozen=True)
     if config.base_dtype == "nf4":
         quantize_base(model)

@@ -19,7 +19,16 @@ from rollouts.engines.inprocess.experts import ExpertRecorder
 from rollouts.engines.inprocess.slots import Decoding, SlotModel
 from rollouts.errors import ConfigError
 from rollouts.models.forward import USE_ANOTHER, find_cache_name, get_decoder, get_output_layer
-from rollouts.models.prepare import check_output_layer, check_same, draw_check_tokens, find_check_length, find_widest, restore_attention
+from rollouts.models.prepare import (
+    check_output_layer,
+    check_same,
+    draw_check_tokens,
+    find_check_length,
+    find_widest,
+    open_choices,
+    restore_attention,
+)
+from rollouts.models.replay import Choices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -182,27 +191,47 @@ class NativeModel:
         kind = type(self.model).__name__
         try:
             with torch.inference_mode():
-                check_output_layer(self.model)
                 length = find_check_length(self.model, find_widest(self.model), at_least=9)
-                rows = draw_check_tokens(self.model, (3, length))
-                rows[1:, : length - 3] = rows[1, : length - 3]  # the second and the third begin together
-                expected = self.model(input_ids=rows, use_cache=False).logits.float()
-                prefixes = self.prefill(rows[[0, 1]][:, : length - 3].tolist())
-                self.fill([0], prefixes[0])
-                self.fill([1, 2], prefixes[1])
-                found = [prefixes[0].logits, *self.decode(rows[:, length - 3], [length - 3] * 3)]
-                wanted = [expected[0, length - 4], *expected[:, length - 3]]
-                self.move([2], [1], length)  # the second row ends
-                for place in (length - 2, length - 1):
-                    found += self.decode(rows[[0, 2], place], [place] * 2)
-                wanted += [*expected[[0, 2], length - 2], *expected[[0, 2], length - 1]]
+                rows = draw_check_tokens(self.model, (4, length))
+                rows[1:, : length - 3] = rows[1, : length - 3]  # all but the first begin together
+                with open_choices(self.model) as choices:
+                    found, wanted = self._compare(rows, choices)
+                    dtype = self._head.weight.dtype
         except ConfigError as error:
             raise ConfigError(f"{self._name}: {error}") from error
         except (TypeError, RuntimeError, AssertionError, AttributeError, LookupError, ValueError) as error:
             raise ConfigError(f"{self._name}: {kind} cannot decode: {error}") from error
         what = f"{self._name}: {kind} gives other logits when it decodes than in one pass"
-        check_same(torch.stack(found), torch.stack(wanted), what, self._head.weight.dtype)
+        check_same(torch.stack(found), torch.stack(wanted), what, dtype)
         self.places.clear()
+
+    def _compare(self, rows: Tensor, choices: Choices) -> tuple[list[Tensor], list[Tensor]]:
+        """Return logits of the last tokens of rows # [4, n], decoded and in the model's own pass.
+
+        Two cohorts are decoded, the second of three rows, of which one ends early. They differ in size, by which choices tells them apart.
+        """
+        begun = rows.shape[1] - 3
+        numbers = torch.arange(rows.numel()).view(rows.shape)  # numbers of the tokens in choices
+        check_output_layer(self.model)
+        with choices.record():
+            expected = self.model(input_ids=rows, use_cache=False).logits.float()
+        prefixes: list[NativePrefix] = []
+        for i in (0, 1):
+            with choices.replay({(1, begun): numbers[i, :begun]}):
+                prefixes += self.prefill([rows[i, :begun].tolist()])
+        self.fill([0], prefixes[0])
+        self.fill([1, 2, 3], prefixes[1])
+        found, wanted, alive = [prefixes[0].logits], [expected[0, begun - 1]], [0, 1, 2, 3]
+        for place in (begun, begun + 1, begun + 2):
+            if place == begun + 1:
+                self.move([3], [1], place)  # the second row ends
+                alive = [0, 3, 2]
+            first = place if self._uses_cache else 0
+            parts = [numbers[cohort, first : place + 1] for cohort in (alive[:1], alive[1:])]
+            with choices.replay({(len(part), part.shape[1]): part.flatten() for part in parts}):
+                found += self.decode(rows[alive, place], [place] * len(alive))
+            wanted += expected[alive, place]
+        return found, wanted
 
 
 def open_slots(model: PreTrainedModel, *, max_slots: int, name: str) -> Decoding:

@@ -19,16 +19,28 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollouts.engines.inprocess.experts import ExpertRecorder
 from rollouts.errors import ConfigError
-from rollouts.models.forward import PackedRows, attend_packed, get_decoder, get_output_layer, pack_padded, run_packed
+from rollouts.models.forward import (
+    PackedRows,
+    attend_packed,
+    find_chunk,
+    get_decoder,
+    get_output_layer,
+    pack_padded,
+    run_packed,
+    tune_queries,
+)
 from rollouts.models.prepare import (
     check_layer_kinds,
     check_output_layer,
     check_same,
     draw_check_tokens,
+    early_temperatures,
     find_check_length,
     native_attention,
+    open_choices,
     probe_attention,
 )
+from rollouts.models.replay import Choices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -170,11 +182,16 @@ def attend_slots(
     keys, values = step.keys[layer], step.values[layer]
     keys[step.rows, :, step.positions] = key[:, :, 0]
     values[step.rows, :, step.positions] = value[:, :, 0]
+    query = tune_queries(module, query, step.positions[:, None])
     num_rows, num_heads, _, width = query.shape
     num_kv_heads, longest = keys.shape[1], step.mask.shape[-1]
     mask = step.mask
     if window is not None and longest > window:
         mask = mask & (torch.arange(longest, device=mask.device) > step.positions[:, None] - window)[:, None, None]
+    chunk = find_chunk(module)
+    if chunk is not None and longest > chunk:
+        begins = step.positions - step.positions % chunk
+        mask = mask & (torch.arange(longest, device=mask.device) >= begins[:, None])[:, None, None]
     # heads that share a key are queries of one attention call: no key is copied
     grouped = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, width)
     outputs = [
@@ -252,6 +269,9 @@ class SlotModel:
 
     def fill(self, slots: Sequence[int], prefix: Prefix) -> None:
         """Copy a prefix into several slots."""
+        if not self._keys.numel():
+            self._kv_shape = (prefix.keys.shape[0], prefix.keys.shape[1], prefix.keys.shape[3])
+            self._kv_dtype = prefix.keys.dtype
         self._reserve(max(slots) + 1, prefix.length + 1)
         index = torch.tensor(slots, device=self.device)
         with torch.inference_mode():
@@ -319,24 +339,32 @@ class SlotModel:
             with torch.inference_mode():
                 length = find_check_length(self.model, probe_attention(self.model), at_least=7)
                 rows = draw_check_tokens(self.model, (2, length))
-                tokens = cast("list[list[int]]", rows.tolist())
-                with native_attention(self.model):
-                    check_output_layer(self.model)
-                    expected = self.model(input_ids=rows, use_cache=False).logits.float()
-                prefixes = self.prefill([tokens[0][: length - 3], tokens[1][: length - 2]])
-                self._kv_shape = (prefixes[0].keys.shape[0], prefixes[0].keys.shape[1], prefixes[0].keys.shape[3])
-                self._kv_dtype = prefixes[0].keys.dtype
-                for slot, prefix in enumerate(prefixes):
-                    self.fill([slot], prefix)
-                first = torch.tensor([tokens[0][length - 3], tokens[1][length - 2]], device=self.device)
-                second = torch.tensor([tokens[0][length - 2], tokens[1][length - 1]], device=self.device)
-                self.decode(first, [length - 3, length - 2])
-                found = self.decode(second, [length - 2, length - 1])
+                with early_temperatures(self.model), open_choices(self.model) as choices:
+                    found, expected = self._compare(rows, choices)
+                    dtype = self._head.weight.dtype
         except ConfigError as error:
             raise ConfigError(f"{self._name}: {error}") from error
         except (TypeError, RuntimeError, AssertionError, AttributeError, LookupError, ValueError) as error:
             raise ConfigError(f"{self._name}: {type(self.model).__name__} cannot decode over slots: {error}") from error
-        wanted = torch.stack([expected[0, length - 2], expected[1, length - 1]])
-        what = f"{self._name}: {type(self.model).__name__} gives other logits when it decodes over slots"
-        check_same(found, wanted, what, self._head.weight.dtype)
+        check_same(found, expected, f"{self._name}: {type(self.model).__name__} gives other logits when it decodes over slots", dtype)
         self._keys = self._values = torch.empty(0)
+
+    def _compare(self, rows: Tensor, choices: Choices) -> tuple[Tensor, Tensor]:
+        """Return logits of late tokens of rows # [2, n], decoded over slots and in the model's own pass."""
+        length = rows.shape[1]
+        numbers = torch.arange(2 * length).view(2, length)  # numbers of the tokens in choices
+        with native_attention(self.model):
+            check_output_layer(self.model)
+            with choices.record():
+                expected = self.model(input_ids=rows, use_cache=False).logits.float()
+        ends = [length - 3, length - 2]
+        begun = torch.cat([numbers[i, :end] for i, end in enumerate(ends)])
+        with choices.replay({(1, len(begun)): begun}):
+            prefixes = self.prefill([rows[i, :end].tolist() for i, end in enumerate(ends)])
+        for slot, prefix in enumerate(prefixes):
+            self.fill([slot], prefix)
+        found = torch.empty(0)
+        for positions in (ends, [end + 1 for end in ends]):
+            with choices.replay({(2, 1): numbers[[0, 1], positions]}):
+                found = self.decode(rows[[0, 1], positions], positions)
+        return found, expected[[0, 1], [end + 1 for end in ends]]
