@@ -38,8 +38,6 @@ from integration.parts.placement import find_nccl_version, place_servers
 from integration.parts.rewards import check_reward, load_task_reward
 from integration.parts.sharded_models import check_loss_travels, check_rank_settings
 from integration.run.directory import (
-    EXIT_STOPPED,
-    EXIT_USAGE,
     METRICS_FILE,
     StopRequest,
     measure_seconds,
@@ -48,6 +46,7 @@ from integration.run.directory import (
     watch_signals,
 )
 from integration.run.display import Progress
+from integration.run.exit_status import EXIT_STOPPED, EXIT_USAGE
 from integration.run.launch import count_local_processes, count_processes, launch, needs_launch, open_group
 from integration.run.signal_watch import watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
