@@ -25,12 +25,13 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
 """Qwen3 models of 0.8, 11 and 118 million parameters, by name."""
 
 
-def create_model(size: str, seed: int = 0) -> Any:
-    """Create a Qwen3 model of a size with random weights in float32."""
+def create_model(size: str, seed: int = 0, **changes: int) -> Any:
+    """Create a Qwen3 model of a size, with some numbers changed, and random weights in float32."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(**MODEL_SIZES[size], max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0)
+    shape = {**MODEL_SIZES[size], "max_position_embeddings": 1024, **changes}
+    config = Qwen3Config(**shape, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0)
     return Qwen3ForCausalLM(config)
 
 

@@ -5,6 +5,8 @@ A measurement that needs what is not installed raises Skipped with the reason.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -58,7 +60,7 @@ class Work:
     in_flight: int = 1000  # HTTP: requests at a time
     engines: Mapping[str, int]  # simulator: engines, by the name of the row's size
     hours: float = 1.0  # simulator: virtual time
-    learning_steps: int | None = None  # steps of a run against TRL's; None = until the accuracy
+    learning_seeds: int = 3  # seeds of the runs against TRL's
 
 
 _BATCHES = {"S": (6, 16), "M": (2, 16), "L": (1, 8)}
@@ -67,9 +69,16 @@ FULL = Work(prompts={"S": 64, "M": 64, "L": 8}, batches=_BATCHES, engines=_ENGIN
 QUICK = Work(repeats=2, prompts=FULL.prompts, batches=_BATCHES, engines=_ENGINES)
 TINY = Work(
     repeats=1, prompts=dict.fromkeys("SML", 2), samples=2, batches=dict.fromkeys("SML", (2, 4)), tokens=64, vocabulary=2000, groups=4,
-    in_flight=4, engines=dict.fromkeys(_ENGINES, 2), hours=0.05, learning_steps=1,
+    in_flight=4, engines=dict.fromkeys(_ENGINES, 2), hours=0.05, learning_seeds=1,
 )  # fmt: skip
 """For a test: every measurement end to end in a second, its figures without meaning. Models of size S stand for all sizes."""
+
+
+def command_kernels() -> dict[str, Any]:
+    """Return the kernels of linear layers that the command chooses, as an argument of backends and engines; {} if it has no choice."""
+    if importlib.util.find_spec("rollouts.models.linear") is None:
+        return {}
+    return {"kernels": importlib.import_module("rollouts.models.linear").choose_kernels("cpu")}
 
 
 def pick_model(size: str, work: Work) -> str:
@@ -94,7 +103,7 @@ def generate_against_hf(size: str, work: Work) -> Figures:
 def create_generation(size: str, prompts: list[list[int]], lengths: list[int], work: Work) -> Callable[[], int]:
     """Create a function that generates all samples with the embedded engine, prefill included: its weights are new at each call."""
     model = create_model(size)
-    engine = InProcessEngine(model, eos_token_ids=(), max_slots=len(lengths))
+    engine = InProcessEngine(model, eos_token_ids=(), max_slots=len(lengths), **command_kernels())
 
     async def run() -> int:
         await engine.update_weights(dict(model.named_parameters()), await engine.get_weight_version() + 1)
@@ -177,7 +186,7 @@ def create_batches(size: str, work: Work) -> list[list[Sample]]:
 
 def create_training(size: str, batches: Sequence[Sequence[Sample]]) -> Callable[[], int]:
     """Create a function that trains on the batches as the SFT loop does: collation, forward and backward pass, AdamW step."""
-    backend = create_pytorch_backend(create_model(size), lr=1e-4)
+    backend = create_pytorch_backend(create_model(size), lr=1e-4, **command_kernels())
 
     async def run() -> int:
         for batch in batches:
@@ -302,8 +311,8 @@ def log_probs_against_formula(size: str, work: Work) -> Figures:
 def update_weights_against_copy(size: str, work: Work) -> Figures:
     """Measure processor seconds of a weight update in memory, from backend to engine, over those of a bare copy of every tensor."""
     model = create_model(pick_model(size, work))
-    backend = create_pytorch_backend(model, lr=1e-4)
-    engine = InProcessEngine(create_model(pick_model(size, work)), eos_token_ids=(), max_slots=8)
+    backend = create_pytorch_backend(model, lr=1e-4, **command_kernels())
+    engine = InProcessEngine(create_model(pick_model(size, work)), eos_token_ids=(), max_slots=8, **command_kernels())
     source = list(model.parameters())
     target = [torch.empty_like(value) for value in source]
 
@@ -324,9 +333,24 @@ def update_weights_against_copy(size: str, work: Work) -> Figures:
 # -- learning
 
 
-def learn_against_trl(task: str, work: Work) -> Figures:
-    """Measure processor seconds to an accuracy over those of TRL's GRPOTrainer."""
-    raise Skipped("benchmarks.time_to_accuracy has no comparison with TRL")
+def learn_against_trl(size: str, work: Work) -> Figures:
+    """Measure processor seconds of RL to an accuracy over those of TRL's GRPOTrainer, from the same weights.
+
+    Args:
+        size: TASK to ACCURACY.
+    """
+    if not os.environ.get("TRL_PYTHON"):
+        raise Skipped("TRL_PYTHON names no Python of an environment with TRL: pip install -e . trl makes one")
+    task, _, threshold = size.partition(" to ")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        options = ["--against", "trl", "--task", task, "--threshold", "0" if work is TINY else threshold, "--output", str(path)]
+        seeds = map(str, range(work.learning_seeds))
+        subprocess.run([sys.executable, "-m", "benchmarks.time_to_accuracy", *options, "--seeds", *seeds], check=True, stdout=sys.stderr)
+        summary = json.loads(path.read_text())["summary"]
+    if "ratio" not in summary:
+        raise RuntimeError(f"{task}: not both contenders reached {threshold} with any of {work.learning_seeds} seeds")
+    return {"ratio": summary["ratio"]}
 
 
 # -- work beside models

@@ -69,7 +69,7 @@ def by_size(row: str, alternative: str, targets: Sequence[float], **rest: Any) -
 
 LOWER: dict[str, Any] = {"better": "lower"}
 SECONDS: dict[str, Any] = {"better": "lower", "unit": "s", "alternative": "processor seconds"}
-TRL_TO = partial(Row, row="learn", alternative="TRL GRPOTrainer", needs="trl", full_only=True, **LOWER)
+TRL_TO = partial(Row, row="learn", alternative="TRL GRPOTrainer", full_only=True, **LOWER)
 TABLE: tuple[tuple[Callable[[str, Work], Figures], list[Row]], ...] = (
     (rows.generate_against_hf, by_size("generate", "HF generate", (5.5, 8, 4.5))),
     (rows.generate_against_vllm, by_size("generate", "vLLM on a CPU, eager", (1.5, 1.3, 1.2))),

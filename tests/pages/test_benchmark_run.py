@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import run
+from benchmarks import run, scaling
 
 FIELDS = {"row", "size", "alternative", "ratio", "target", "met", "unit", "better"}
 
@@ -70,3 +70,24 @@ def test_a_file_that_is_no_stored_run_is_refused(tmp_path: Path):
     path.write_text("[]")
     with pytest.raises(SystemExit, match="not a file that --json wrote"):
         run.main(["--quick", "--compare", str(path)])
+
+
+def test_the_slope_of_a_power_is_its_exponent():
+    sizes = [100, 300, 1000, 3000]
+    assert scaling.fit_slope(sizes, [7.0 * size**1.5 for size in sizes]) == pytest.approx(1.5)
+    assert scaling.fit_slope(sizes, [4.0] * 4) == pytest.approx(0.0)
+
+
+def test_every_panel_has_at_least_four_sizes():
+    assert all(len(panel.sizes) >= 4 for panel in scaling.PANELS.values())
+
+
+@pytest.mark.slow
+def test_panels_are_measured_and_drawn(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    names = ["rows", "slots", "context", "turns"]
+    scaling.main(["--repeats", "1", "--smallest", "2", "--folder", str(tmp_path), "--only", *names])
+    panels = json.loads((tmp_path / scaling.FIGURES).read_text())["panels"]
+    assert list(panels) == names
+    assert all(len(panel["costs"]) == 2 and min(panel["costs"]) > 0 for panel in panels.values())
+    assert (tmp_path / scaling.FIGURE).read_bytes().startswith(b"\x89PNG")
