@@ -19,15 +19,19 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
           "num_key_value_heads": 2, "head_dim": 32},
     "M": {"vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6,
           "num_key_value_heads": 2, "head_dim": 64},
+    "L": {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2688, "num_hidden_layers": 12, "num_attention_heads": 12,
+          "num_key_value_heads": 4, "head_dim": 64},
 }  # fmt: skip
+"""Qwen3 models of 0.8, 11 and 118 million parameters, by name."""
 
 
-def create_model(size: str, seed: int = 0) -> Any:
-    """Create a Qwen3 model of a size with random weights in float32."""
+def create_model(size: str, seed: int = 0, **changes: int) -> Any:
+    """Create a Qwen3 model of a size, with some numbers changed, and random weights in float32."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(**MODEL_SIZES[size], max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0)
+    shape = {**MODEL_SIZES[size], "max_position_embeddings": 1024, **changes}
+    config = Qwen3Config(**shape, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0)
     return Qwen3ForCausalLM(config)
 
 
@@ -43,20 +47,25 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def compare(contenders: Mapping[str, Callable[[], int]], repeats: int) -> dict[str, dict[str, float]]:
+def compare(
+    contenders: Mapping[str, Callable[[], int]], repeats: int, clocks: Mapping[str, Callable[[], float]] | None = None
+) -> dict[str, dict[str, float]]:
     """Run contenders in turn, `repeats` times after one warm-up.
 
     Args:
         contenders: functions that do their work and return the number of units done.
+        clocks: processor seconds of contenders that work in another process, or only a part of whose work counts; the others have
+            those of this process.
 
     Returns: medians of units_per_s and units_per_cpu_s of each, and both relative to the first contender.
     """
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for repeat in range(-1, repeats):
         for name, work in contenders.items():
-            wall, cpu = time.perf_counter(), time.process_time()
+            clock = (clocks or {}).get(name, time.process_time)
+            wall, cpu = time.perf_counter(), clock()
             units = work()
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            wall, cpu = time.perf_counter() - wall, clock() - cpu
             if repeat >= 0:
                 rates[name].append((units / wall, units / cpu))
     table: dict[str, dict[str, float]] = {}

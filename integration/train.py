@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     argv = sys.argv[1:] if argv is None else argv
     with interrupts_end_the_process(), garbage_collection_off():
-        from integration.run.directory import run_command
+        from integration.run.exit_status import run_command
         from integration.run.launch import find_users_modules, is_follower, parse_quietly, silence_stdout
         from integration.settings.command_line import parse_command_line
 
@@ -90,7 +90,7 @@ def garbage_collection_off() -> Generator[None]:
 def _end(number: int, frame: FrameType | None) -> None:
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"interrupted\n")
-    os._exit(130)  # EXIT_STOPPED of integration.run.directory, which may not be imported yet
+    os._exit(130)  # EXIT_STOPPED of integration.run.exit_status, which may not be imported yet
 
 
 if __name__ == "__main__":

@@ -21,17 +21,9 @@ import trio
 import tyro
 
 from integration.parts.models import check_optimizers, create_model, describe_hardware, fix_hardware, set_master_dtype
-from integration.run.directory import (
-    EXIT_STOPPED,
-    METRICS_FILE,
-    StopRequest,
-    measure_seconds,
-    prepare_directory,
-    read_facts,
-    run_command,
-    watch_signals,
-)
+from integration.run.directory import METRICS_FILE, StopRequest, measure_seconds, prepare_directory, read_facts, watch_signals
 from integration.run.display import Progress
+from integration.run.exit_status import EXIT_STOPPED, run_command
 from integration.run.signal_watch import watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, create_task, find_checkpoint, finished_checkpoint, read_step
 from integration.settings.command_line import MODEL_DIRECTORY, parse_flags, read_base

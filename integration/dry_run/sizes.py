@@ -52,8 +52,66 @@ class ModelSizes:
 def read_sizes(model_config: Any, *, trust_remote_code: bool = False) -> ModelSizes:
     """Return the sizes of the model of a Hugging Face configuration, without allocating weights.
 
+    Sizes of the common dense families follow from the configuration; other models are created on the meta device, which takes seconds of
+    imports.
+
     Raises: ConfigError if the configuration is not of a causal language model with decoder layers.
     """
+    return compute_sizes(model_config) or measure_sizes(model_config, trust_remote_code=trust_remote_code)
+
+
+_DENSE = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+"""The class of a model by its model_type, for families of one decoder layout: seven linear layers and two norms a layer."""
+
+
+def compute_sizes(model_config: Any) -> ModelSizes | None:
+    """Return the sizes of a dense model by formula; None if its family is not one of those that the formula is tested with."""
+    family = getattr(model_config, "model_type", None)
+    if (
+        family not in _DENSE
+        or type(model_config).__module__.split(".")[0] != "transformers"
+        or hasattr(model_config, "quantization_config")
+    ):
+        return None
+    hidden, inner, num_layers = model_config.hidden_size, model_config.intermediate_size, model_config.num_hidden_layers
+    heads = model_config.num_attention_heads
+    kv_heads = model_config.num_key_value_heads or heads
+    head_dim = getattr(model_config, "head_dim", None) or hidden // heads
+    has_bias = family == "qwen2" or bool(getattr(model_config, "attention_bias", False))
+    mlp_bias = bool(getattr(model_config, "mlp_bias", False)) if family == "llama" else False
+    layers = (  # name, inputs, outputs, has a bias
+        ("self_attn.q_proj", hidden, heads * head_dim, has_bias),
+        ("self_attn.k_proj", hidden, kv_heads * head_dim, has_bias),
+        ("self_attn.v_proj", hidden, kv_heads * head_dim, has_bias),
+        ("self_attn.o_proj", heads * head_dim, hidden, has_bias and family != "qwen2"),
+        ("mlp.gate_proj", hidden, inner, mlp_bias),
+        ("mlp.up_proj", hidden, inner, mlp_bias),
+        ("mlp.down_proj", inner, hidden, mlp_bias),
+    )
+    norms = 2 * hidden + (2 * head_dim if family == "qwen3" else 0)
+    in_layer = norms + sum((inputs + biased) * outputs for _, inputs, outputs, biased in layers)
+    is_tied = bool(model_config.tie_word_embeddings)
+    in_root = (1 if is_tied else 2) * model_config.vocab_size * hidden + hidden
+    return ModelSizes(
+        num_parameters=in_root + num_layers * in_layer,
+        layer_parameters=in_layer,
+        root_parameters=in_root,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=model_config.vocab_size,
+        is_tied=is_tied,
+        has_qk_norm=family == "qwen3",
+        linear_layers=tuple((f"model.layers.{i}.{name}", ins, outs) for i in range(num_layers) for name, ins, outs, _ in layers),
+        architecture=_DENSE[family],
+    )
+
+
+def measure_sizes(model_config: Any, *, trust_remote_code: bool = False) -> ModelSizes:
+    """Return the sizes of a model of any family, created on the meta device. Raises ConfigError as read_sizes."""
     model = create_empty_model(model_config, trust_remote_code=trust_remote_code)
     config = model_config.get_text_config()  # the language model of a multimodal model
     layers = getattr(get_decoder(model), "layers", None)

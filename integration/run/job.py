@@ -38,8 +38,6 @@ from integration.parts.placement import find_nccl_version, place_servers
 from integration.parts.rewards import check_reward, load_task_reward
 from integration.parts.sharded_models import check_loss_travels, check_rank_settings
 from integration.run.directory import (
-    EXIT_STOPPED,
-    EXIT_USAGE,
     METRICS_FILE,
     StopRequest,
     measure_seconds,
@@ -48,7 +46,9 @@ from integration.run.directory import (
     watch_signals,
 )
 from integration.run.display import Progress
+from integration.run.exit_status import EXIT_STOPPED, EXIT_USAGE
 from integration.run.launch import count_local_processes, count_processes, launch, needs_launch, open_group
+from integration.run.profile import RunProfile
 from integration.run.signal_watch import watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
 from integration.run.summary import draw_curves, summarize_run, tell_story
@@ -75,7 +75,7 @@ LIMITS_OF_ROLLOUTS = (  # settings that messages about failing, hanging or queue
     "retry_delay_s", "rollout_timeout_s", "patience_s", "checkpoint_in_flight",
 )  # fmt: skip
 MAY_CHANGE_ON_RESUME = (
-    *("output_dir", "num_threads", "loggers", "model.device", "sft.num_steps", "rl.num_steps", "checkpoint.", "hardware."),
+    *("output_dir", "num_threads", "loggers", "model.device", "sft.num_steps", "rl.num_steps", "checkpoint.", "hardware.", "profile."),
     *("backend.kind", "backend.num_processes", "backend.timeout_s", "backend.fsdp."),
     *(f"rl.asynchronous.{name}" for name in LIMITS_OF_ROLLOUTS),
 )
@@ -151,8 +151,9 @@ async def run_until_stopped(
     """Call train() with metrics, progress display and signal handling. Returns whether it reached its end."""
     stop = StopRequest()
     further = create_loggers(command.config.loggers, describe_settings(command.config))
-    logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further])
-    control = RunControl(logger=logger, should_stop=stop.is_requested, say=say, group=group)
+    profile = RunProfile(command.config.profile, output_dir)
+    logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further, profile])
+    control = RunControl(logger=logger, should_stop=stop.is_requested, say=say, group=group, watch_backend=profile.watch)
     finished = False
     with raise_single_errors(), watch_beside():
         async with trio.open_nursery() as nursery:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from integration.run.directory import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
+from integration.run.exit_status import EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
 from integration.settings.command_line import CommandLine, parse_command_line
 from integration.settings.config import Config
 from rollouts.errors import ConfigError, DataError

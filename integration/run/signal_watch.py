@@ -16,11 +16,12 @@ import traceback
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import Any
-
-import trio
+from typing import TYPE_CHECKING, Any
 
 from rollouts.errors import find_own_frame
+
+if TYPE_CHECKING:
+    import trio
 
 END_S = 2.0  # seconds from the second signal to the end of the process, for cleanup
 STUCK_S = 5.0  # seconds from an unanswered alarm to the end of the process
@@ -36,6 +37,8 @@ def watch_beside() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    import trio  # takes a tenth of a second, which --help has no use for
+
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     trios = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
@@ -88,6 +91,8 @@ class _Watch:
 
     def _check_turning(self) -> None:
         """End the run if an alarm has not freed the event loop: the blocking call cannot be interrupted."""
+        import trio
+
         turned = threading.Event()
         with suppress(trio.RunFinishedError):
             self._token.run_sync_soon(turned.set)

@@ -84,6 +84,7 @@ class RunControl:
     should_stop: Callable[[], bool] = lambda: False
     say: Callable[[str], None] = lambda text: None  # prints a message for the user
     clock: Callable[[], float] = time.monotonic
+    watch_backend: Callable[[TrainingBackend, str], None] = lambda backend, name: None  # is given each backend before its first call
     group: RankGroup | None = None  # the training processes, led by this one; None = this process trains alone
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # environment variables of launched servers
 
@@ -150,6 +151,7 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     task = create_task(config, tokenizer, "sft") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "sft")
     backend = create_policy(config, control.group, model, tokenizer, None, config.sft.optimizer, config.sft.num_steps)
+    control.watch_backend(backend, "policy")
     checkpoint_dir = output_dir / CHECKPOINTS
     source = find_checkpoint(checkpoint_dir, control)
     start_step = 0
@@ -263,6 +265,9 @@ async def _open_rl(
     start = source_checkpoint
     backend = create_policy(config, control.group, model, tokenizer, start, config.rl.optimizer, count_rl_updates(config))
     companions = create_beside(config, control.group, algorithm, model, tokenizer, start, count_critic_updates(config))
+    for name, some in (("policy", backend), ("reference", companions.reference), ("critic", companions.critic)):
+        if some is not None:
+            control.watch_backend(some, name)
     buffer = DataBuffer(task.train_prompts if task.train_prompts or task.episodes is None else None, seed=config.seed)
     async with (
         open_pipeline(backend) as pipeline,

@@ -30,6 +30,7 @@ from integration.settings.sections import (
     KLControlSection,
     LoRASection,
     ModelSection,
+    ProfileSection,
     ReferenceSection,
     RewardSection,
     RLSection,
@@ -92,6 +93,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     trajectories: TrajectorySection = field(default_factory=TrajectorySection)
+    profile: ProfileSection = field(default_factory=ProfileSection)
     hardware: HardwareSection = field(default_factory=HardwareSection)
 
     def __post_init__(self) -> None:

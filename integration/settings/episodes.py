@@ -10,7 +10,7 @@ from typing import Any
 
 from rollouts.agents.config import EpisodeConfig, OnEpisodeError, OnRewrite
 from rollouts.config import check_setting
-from rollouts.environments.tools.environment import OnToolError
+from rollouts.environments.protocol import OnToolError
 from rollouts.errors import ConfigError
 
 

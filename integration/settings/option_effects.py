@@ -292,6 +292,8 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "trajectories.condition trajectories.steps": Effect(
         holds=lambda c, m: c.trajectories.every > 0, needs="--trajectories.every 1", part="rl"
     ),
+    "profile.steps": ALWAYS,
+    "profile.skip": Effect(holds=lambda c, m: c.profile.steps > 0, needs="--profile.steps"),
     "hardware.memory_gib": DRY_RUN,
     "hardware.ranks_per_node": Effect(holds=FSDP.holds, needs=FSDP.needs, part="dry_run"),
     "hardware.node_gb_per_s": Effect(

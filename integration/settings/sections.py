@@ -519,6 +519,18 @@ class TrajectorySection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileSection:
+    """A profile of some steps of each stage, written to profile/<stage>: a trace in Chrome's format, and a table."""
+
+    steps: int = 0  # steps to profile, which take longer meanwhile; 0 = none
+    skip: int = 2  # steps of each stage before them, for the memory and caches that the first ones fill
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "steps")
+        check_positive(self, "skip")
+
+
+@dataclass(frozen=True, kw_only=True)
 class HardwareSection:
     """The hardware that --dry-run assumes; a run ignores it."""
 

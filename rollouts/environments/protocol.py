@@ -23,7 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+OnToolError = Literal["observe", "raise"]
+"""Handling of a tool that fails: the model is told, or the episode ends with an environment error."""
 
 
 @dataclass(frozen=True, kw_only=True)

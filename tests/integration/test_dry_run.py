@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from integration.dry_run import sizes
 from integration.dry_run.describe import derive_numbers, describe_run, describe_run_as_json
 from integration.dry_run.sizes import read_sizes
 from integration.dry_run.text import format_bytes
@@ -179,3 +181,33 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
     with pytest.raises(ConfigError, match="has no readable model configuration"):
         describe_run(config, "sft")
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("qwen3", {"head_dim": 12}),
+        ("qwen3", {"head_dim": 8, "attention_bias": True}),
+        ("qwen2", {}),
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    ],
+)
+def test_sizes_by_formula_are_those_of_the_module(family: str, extra: dict[str, Any], is_tied: bool):
+    from transformers import AutoConfig
+
+    shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = AutoConfig.for_model(family, **shape, num_key_value_heads=2, tie_word_embeddings=is_tied, **extra)
+    computed = sizes.compute_sizes(config)
+    assert computed is not None and computed == sizes.measure_sizes(config)
+
+
+def test_sizes_of_other_families_are_measured():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "mistral", vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4
+    )
+    assert sizes.compute_sizes(config) is None
+    assert sizes.read_sizes(config) == sizes.measure_sizes(config)

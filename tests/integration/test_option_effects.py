@@ -158,6 +158,8 @@ READ_BY = {  # options of which `observe` sees nothing: the file of integration/
     "engine.dtype": ("parts/engines.py", "own.to(getattr(torch, engine.precision(config.model.device)))"),
     "engine.gpus": ("parts/engines.py", "gpus = section.gpus"),
     "engine.weight_sync_mib": ("parts/engines.py", '"bucket_bytes": section.weight_sync_mib * MIB'),
+    "profile.steps": ("run/profile.py", "len(self._lines) == self._settings.steps"),
+    "profile.skip": ("run/profile.py", "self._num_lines == self._settings.skip"),
     "num_threads": ("run/job.py", "torch.set_num_threads(config.num_threads)"),
     "checkpoint.keep_last_n": ("run/stages.py", "keep_last_n=config.checkpoint.keep_last_n"),
     "model.trust_remote_code": (

@@ -15,7 +15,7 @@ from integration.settings.sections import RLSection
 
 ROOT = Path(__file__).parents[2]
 
-HEAVY = ("torch", "transformers", "numpy", "scipy", "safetensors", "httpx")
+HEAVY = ("torch", "transformers", "numpy", "scipy", "safetensors", "httpx", "trio")
 
 SHOW_IMPORTS = f"""
 import sys

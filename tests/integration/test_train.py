@@ -21,7 +21,8 @@ from forked import Child, run
 from safetensors.torch import load_file, save_file
 
 from integration.expressions.loggers import create_loggers
-from integration.run.directory import compare_settings, run_command
+from integration.run.directory import compare_settings
+from integration.run.exit_status import run_command
 from integration.run.job import describe_settings, favor_computation
 from integration.settings.config import Config
 from integration.settings.sections import EngineSection

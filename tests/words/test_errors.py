@@ -152,7 +152,7 @@ def test_credentials_are_taken_out_of_messages_and_nothing_else_is(text: str, ex
 
 
 def test_what_a_command_ends_with_is_harmless_whatever_raised_it(capsys):
-    from integration.run.directory import run_command
+    from integration.run.exit_status import run_command
 
     def fail(command: object) -> int:
         raise ConfigError(f"the reward said {STEERING} http://me:s3cret@host")
@@ -166,7 +166,7 @@ def test_what_a_command_ends_with_is_harmless_whatever_raised_it(capsys):
 
 @pytest.mark.slow
 def test_a_traceback_of_the_command_is_harmless_too(tmp_path: Path):
-    code = "import sys\nfrom integration.run.directory import run_command\ndef fail(c):\n    raise ValueError(sys.argv[1])\n"
+    code = "import sys\nfrom integration.run.exit_status import run_command\ndef fail(c):\n    raise ValueError(sys.argv[1])\n"
     code += "run_command(int, fail)"
     ended = subprocess.run([sys.executable, "-c", code, STEERING + " http://me:s3cret@host"], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 1

@@ -8,17 +8,15 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 import trio
 
-from rollouts.environments.protocol import EnvironmentConfig, EnvironmentStep
+from rollouts.environments.protocol import EnvironmentConfig, EnvironmentStep, OnToolError
 from rollouts.environments.tools.calls import ParsedCalls, ToolCall, ToolCallError, ToolParser, parse_hermes_calls, strip_thinking
 from rollouts.environments.tools.tool import Tool, call_tool, fit_arguments
 from rollouts.errors import ConfigError, DataError, EpisodeInterrupted, SandboxError, ToolArgumentError, ToolFault
 from rollouts.types import Message
-
-OnToolError = Literal["observe", "raise"]
 
 Grade: TypeAlias = Callable[[str, Mapping[str, Any]], Any]
 """f(answer, parameters of the episode) -> reward of the whole episode; may be async."""
