@@ -338,7 +338,10 @@ def pack_shared(tokens: Tensor, lengths: Tensor, shared: SharedPrompts) -> Packe
     packed_tokens = tokens.flatten()[flat_index]
     before = torch.where(offsets > 0, sources[row_of[starts], (offsets - 1).clamp(min=0)], -1)
     flat_rows = is_real.flatten().nonzero().squeeze(-1)
-    lengths_of_kinds, prompts_of_kinds = cast("list[int]", (distinct // (width + 1)).tolist()), cast("list[int]", (distinct % (width + 1)).tolist())
+    lengths_of_kinds, prompts_of_kinds = (
+        cast("list[int]", (distinct // (width + 1)).tolist()),
+        cast("list[int]", (distinct % (width + 1)).tolist()),
+    )
     return PackedRows(
         tokens=packed_tokens,
         position_ids=position_ids,

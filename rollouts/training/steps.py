@@ -26,7 +26,7 @@ from rollouts.backends.protocol import (
     get_backend_features,
     require_backend_feature,
 )
-from rollouts.batches import find_shared_prompts, plan_shared_microbatches, plan_sharded_microbatches, select_rows
+from rollouts.batches import find_shared_prompts, plan_sharded_microbatches, plan_shared_microbatches, select_rows
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.training.checkpoints import list_checkpoints, save_checkpoint
 from rollouts.types import LossFn, TrainBatch
