@@ -180,8 +180,8 @@ class PyTorchTrainingBackend:
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
         """Add the gradient of loss_fn on this batch.
 
-        Returns: see TrainingBackend. zero_gradient_fraction, for a batch with advantages that allows it (TrainBatch.skip_redundant): 1 if the
-            gradient is exactly zero and was not propagated through the model, else 0.
+        Returns: see TrainingBackend; for a batch with advantages and skip_redundant also zero_gradient_fraction: 1 if the gradient is
+            exactly zero and no backward pass was run through the model, else 0.
         """
         batch, packed = self._admit(batch, dropout=batch.has_dropout)
         with training_mode(self.model, dropout=batch.has_dropout), replaying(batch, self._options, packed):
