@@ -329,7 +329,7 @@ def pack_shared(tokens: Tensor, lengths: Tensor, shared: SharedPrompts) -> Packe
     sources = packed_at[torch.where(is_own, row_ids[:, None], shared.leaders[:, None]), columns]  # [B, T]
     kinds = sizes * (width + 1) + offsets
     distinct, counts = kinds.unique(return_counts=True)  # ascending: by length, then by the prompt's length
-    order = torch.argsort(kinds, stable=True)  # of sequences
+    order = torch.argsort(kinds, stable=True)  # sequences by kind
     keys: list[Tensor] = []
     for kind, same in zip(distinct.tolist(), order.split(cast("list[int]", counts.tolist())), strict=True):
         end = kind % (width + 1) + kind // (width + 1)

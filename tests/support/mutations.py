@@ -956,8 +956,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "models/forward.py",
         "sliding windows are ignored",
-        "seen = None if window is None or length <= window else",
-        "seen = None if window is None or length > 0 else",
+        "is_plain = length == whole and (window is None or length <= window)",
+        "is_plain = length == whole",
         ("models/test_model_families.py::test_critics_and_reward_models_attend_to_windows",),
     ),
     Mutation(
