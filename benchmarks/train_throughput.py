@@ -50,7 +50,7 @@ def create_groups(size: str, num_prompt: int, num_response: int, *, num_groups: 
             mask = (0.0,) * num_prompt + (1.0,) * int(length)
             samples.append(Sample(tokens=tokens, loss_mask=mask, index=len(samples), group_index=group))
     batch = collate_samples(samples)
-    return replace(batch, loss_weights=token_mean(batch))
+    return replace(batch, loss_weights=token_mean(batch), dropout=False)
 
 
 def compare_shared(size: str, repeats: int) -> dict[str, dict[str, float]]:
