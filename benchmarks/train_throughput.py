@@ -1,6 +1,7 @@
 """Benchmark training: tokens per second and peak memory against a plain padded Hugging Face loop on the same model and ragged rows.
 
-A second table compares a micro-batch of 32 rows of one length with 32 rows of distinct lengths that have as many tokens.
+A second table compares a micro-batch of 32 rows of one length with 32 rows of distinct lengths that have as many tokens. A third compares
+groups of 8 whose shared prompt is computed once with the same rows by themselves, over lengths of prompts and responses.
 
     python -m benchmarks.train_throughput [--size S|M] [--repeats 5] [--threads 1] [--output FILE.json]
 
@@ -24,6 +25,7 @@ from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.data.collate import collate_samples
+from rollouts.models.forward import pack_batch
 from rollouts.types import Sample, TrainBatch
 
 RAGGED = np.clip(np.random.default_rng(0).lognormal(4.2, 0.8, 64).astype(int), 4, 400)
@@ -31,6 +33,36 @@ RAGGED = np.clip(np.random.default_rng(0).lognormal(4.2, 0.8, 64).astype(int), 4
 
 DISTINCT = np.random.default_rng(0).permutation(np.delete(np.arange(110, 143), 16))
 """32 distinct lengths of rows with a mean of 126 tokens."""
+
+
+SHAPES = ((4, 16), (16, 128), (32, 128), (64, 128), (128, 128), (128, 64), (256, 64))
+"""Tokens of the prompt, and mean tokens of the responses, of groups of 8."""
+
+
+def create_groups(size: str, num_prompt: int, num_response: int, *, num_groups: int = 4) -> TrainBatch:
+    """Create groups of 8 rows of random tokens behind a shared prompt; responses have half to one and a half times the mean length."""
+    generator = np.random.default_rng(0)
+    samples: list[Sample] = []
+    for group in range(num_groups):
+        prompt = generator.integers(3, MODEL_SIZES[size]["vocab_size"], num_prompt).tolist()
+        for length in generator.integers(num_response // 2, num_response * 3 // 2, 8):
+            tokens = (*prompt, *generator.integers(3, MODEL_SIZES[size]["vocab_size"], length).tolist())
+            mask = (0.0,) * num_prompt + (1.0,) * int(length)
+            samples.append(Sample(tokens=tokens, loss_mask=mask, index=len(samples), group_index=group))
+    batch = collate_samples(samples)
+    return replace(batch, loss_weights=token_mean(batch), dropout=False)
+
+
+def compare_shared(size: str, repeats: int) -> dict[str, dict[str, float]]:
+    """Compare a forward and backward pass of rows by themselves with one that computes shared prompts once, for each of SHAPES."""
+    table: dict[str, dict[str, float]] = {}
+    for num_prompt, num_response in SHAPES:
+        batch = create_groups(size, num_prompt, num_response)
+        shared = replace(batch, skip_redundant=True)
+        found = compare({"rows": passes(size, batch), "shared": passes(size, shared)}, repeats)
+        computed = pack_batch(shared, torch.device("cpu"), share=True).tokens.numel() / int(batch.lengths.sum())
+        table[f"{num_prompt}:{num_response}"] = {"tokens_computed": computed, "ratio_cpu": found["shared"]["ratio_cpu"]}
+    return table
 
 
 def create_rows(size: str, lengths: np.ndarray) -> TrainBatch:
@@ -122,10 +154,14 @@ def main() -> None:
     contenders = {"32 rows of one length": passes(arguments.size, equal), "32 distinct lengths": passes(arguments.size, distinct)}
     lengths = compare(contenders, arguments.repeats)
     print_table(f"tokens per second of a forward and backward pass, {int(distinct.lengths.sum())} tokens", lengths)
+    shared = compare_shared(arguments.size, arguments.repeats)
+    print_table(
+        "groups of 8, prompt:response: share of tokens computed, and speed of a forward and backward pass to that of single rows", shared
+    )
     names = ["--size", arguments.size, "--threads", str(arguments.threads), "--memory-of"]
     memory = {name: {"peak_extra_mb": measure_in_process_of_its_own(*names, name)} for name in CONTENDERS}
     print_table("memory of two steps", memory)
-    write_json(arguments.output, {"size": arguments.size, "speed": speed, "lengths": lengths, "memory": memory})
+    write_json(arguments.output, {"size": arguments.size, "speed": speed, "lengths": lengths, "shared": shared, "memory": memory})
 
 
 if __name__ == "__main__":

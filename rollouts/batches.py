@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -38,8 +38,11 @@ def find_context_starts(context_ids: Tensor) -> Tensor:
     return context_ids != before
 
 
-_COMPOUND = ("turns", "reward_components", "dropout")
+_COMPOUND = ("turns", "reward_components", "dropout", "skip_redundant")
 """Fields of TrainBatch that are no tensors of [B] or [B, T], handled by name."""
+
+SHARED_FROM = 16
+"""Rows of a group share a prompt if the longest of them has at most this many times its tokens: sharing less saves nothing."""
 
 
 def select_rows(batch: TrainBatch, index: Sequence[int] | Tensor) -> TrainBatch:
@@ -73,7 +76,51 @@ def _map_columns(batch: TrainBatch, function: Callable[[Tensor], Tensor]) -> Tra
     """Apply a function to every tensor column; the caller handles the compound ones."""
     columns: dict[str, Tensor | None] = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in _COMPOUND}
     mapped: dict[str, Any] = {name: None if column is None else function(column) for name, column in columns.items()}
-    return TrainBatch(**mapped, dropout=batch.dropout)
+    return TrainBatch(**mapped, dropout=batch.dropout, skip_redundant=batch.skip_redundant)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrompts:
+    """Tokens at the beginning of rows that are the same in all rows of a group."""
+
+    leaders: Tensor  # [B] int64: first row of each row's group
+    lengths: Tensor  # [B] int64, less than the length of the row: tokens that it shares with its group; 0 = none
+
+
+def find_shared_prompts(batch: TrainBatch) -> SharedPrompts | None:
+    """Find the longest beginning that the rows of each group have in common. A pure function of the batch.
+
+    A row keeps at least its last token for itself. Outputs at a shared token are the same in all rows, and gradients add up, so it does
+    not matter whether the token is trained on. Nothing is shared where that would change more than rounding: rows of several contexts,
+    replayed experts, a load-balancing loss, temperatures that differ within a group.
+
+    Returns: None if no rows share anything, or the batch does not allow it (TrainBatch.skip_redundant).
+    """
+    own = (batch.context_ids, batch.routed_experts, batch.router_balance)
+    if not batch.skip_redundant or batch.num_rows < 2 or any(column is not None for column in own):
+        return None
+    rows, width = batch.tokens.shape
+    device = batch.tokens.device
+    _, group = batch.group_ids.unique(return_inverse=True)  # [B] in [0, P)
+    num_groups = int(group.max()) + 1
+
+    def reduce(values: Tensor, how: str) -> Tensor:
+        """Reduce values [B] over each group, and return the result at each of its rows."""
+        empty = torch.zeros(num_groups, dtype=values.dtype, device=device)
+        return empty.scatter_reduce(0, group, values, how, include_self=False)[group]
+
+    leaders = reduce(torch.arange(rows, device=device), "amin")
+    differs = batch.tokens != batch.tokens[leaders]
+    columns = torch.arange(width, device=device)
+    differs |= columns >= batch.lengths[:, None] - 1
+    common = torch.where(differs, columns, width).amin(1)  # [B] tokens that each row has in common with its leader
+    shared = reduce(common, "amin")
+    sizes = reduce(torch.ones_like(group), "sum")
+    fits = (sizes > 1) & (shared * SHARED_FROM >= reduce(batch.lengths, "amax"))
+    if batch.temperatures is not None:
+        fits &= reduce(batch.temperatures, "amin") == reduce(batch.temperatures, "amax")
+    shared = torch.where(fits, shared, 0)
+    return SharedPrompts(leaders, shared) if bool((shared > 0).any()) else None
 
 
 def plan_minibatches(group_ids: Sequence[int], num_minibatches: int, *, seed: int, whole_groups: bool = False) -> list[list[int]]:
@@ -188,6 +235,30 @@ def plan_shards(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
     """
     assert num_shards >= 1, f"num_shards is {num_shards}, expected at least 1"
     return [sorted(rows) for rows in _deal_rows(lengths, _sort_rows(lengths), num_shards)]
+
+
+def plan_shared_microbatches(lengths: Sequence[int], shared: SharedPrompts, *, max_tokens: int) -> list[list[int]]:
+    """Plan micro-batches as plan_microbatches, with rows that share a prompt together and its tokens counted once.
+
+    A group is cut where it alone has more than max_tokens. If single rows, each with its prompt, need fewer micro-batches, their plan
+    stands.
+    """
+    units: list[list[int]] = []
+    sizes: list[int] = []
+    last: dict[int, int] = {}  # leader -> its last unit
+    leaders, prompts = shared.leaders.tolist(), shared.lengths.tolist()
+    for row, length in enumerate(lengths):
+        unit, own = last.get(leaders[row]), length - prompts[row]
+        if prompts[row] and unit is not None and sizes[unit] + own <= max_tokens:
+            units[unit].append(row)
+            sizes[unit] += own
+        else:
+            last[leaders[row]] = len(units)
+            units.append([row])
+            sizes.append(length)
+    together = [[row for unit in part for row in units[unit]] for part in plan_microbatches(sizes, max_tokens=max_tokens)]
+    alone = plan_microbatches(lengths, max_tokens=max_tokens)
+    return alone if len(alone) < len(together) else sorted(sorted(rows) for rows in together)
 
 
 def plan_sharded_microbatches(lengths: Sequence[int], *, max_tokens: int, num_shards: int) -> list[list[int]]:

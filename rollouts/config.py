@@ -166,6 +166,8 @@ class RLTrainingConfig:
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward
     dropout: bool = False  # train with the dropout that the models and adapters have: importance ratios are then partly noise
+    skip_redundant: bool = True  # compute prompts that rows of a group share once, and no backward pass where the gradient is zero; the
+    # same numbers up to rounding; False = bit for bit those of each row by itself
     router_balance_coef: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts; 0 = none
     export_dtype: str | None = None  # dtype of weights that engines load from the disk, checkpoints apart; None = as they are trained
     sleep_engines: bool = False  # engines release the memory of their GPU while the policy is trained; they need EngineFeature.SLEEP
@@ -187,7 +189,7 @@ class RLTrainingConfig:
         check_count(self, "checkpoint_every", "eval_every", "critic_warmup_steps")
         check_not_negative(self, "router_balance_coef")
         check_seed(self)
-        check_flags(self, "mask_truncated", "router_replay", "sleep_engines")
+        check_flags(self, "mask_truncated", "router_replay", "sleep_engines", "skip_redundant")
         dtypes = (None, "float32", "bfloat16", "float16")
         check_setting(self.export_dtype in dtypes, "RLTrainingConfig.export_dtype", self.export_dtype, "float32, bfloat16, float16 or None")
         check_choice(self, "weight_sync", get_args(WeightSync))

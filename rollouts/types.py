@@ -654,6 +654,7 @@ class TrainBatch:
     kl_coef: Tensor | None = None  # [B] coefficient of a KL controller, equal in all rows; None = the algorithm's own
     router_balance: Tensor | None = None  # [B] coefficient of the load-balancing loss of the model's routers, equal in all rows
     dropout: bool | None = None  # True = the model's dropout is active in training on the batch; None = see has_dropout
+    skip_redundant: bool = False  # True = what several rows share may be computed once, see batches.find_shared_prompts
 
     @property
     def has_dropout(self) -> bool:

@@ -353,6 +353,7 @@ def rl_training_config(config: Config, algorithm: Algorithm | None, max_tokens: 
         eval_every=config.rl.eval_every,
         max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,
         dropout=config.rl.dropout,
+        skip_redundant=config.rl.skip_redundant,
         router_balance_coef=config.rl.router_balance_coef,
         router_replay=config.rl.router_replay,
         sleep_engines=config.engine.sleep is True,

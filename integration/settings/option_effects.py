@@ -156,7 +156,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     **_optimizer("sft", "sft"),
     "rl.num_steps rl.prompts_per_step rl.samples_per_prompt rl.num_epochs rl.num_minibatches rl.algorithm rl.baseline": RL,
     "rl.mask_truncated rl.overlong_buffer rl.filter rl.sync_every rl.log_every rl.eval_every": RL,
-    "rl.max_tokens_per_microbatch rl.dropout rl.router_balance_coef rl.router_replay checkpoint.rl_every": RL,
+    "rl.max_tokens_per_microbatch rl.dropout rl.skip_redundant rl.router_balance_coef rl.router_replay checkpoint.rl_every": RL,
     "rl.overlong_penalty": Effect(
         holds=lambda c, m: c.rl.overlong_buffer > 0, needs="--rl.overlong-buffer, in tokens", part="rl", is_mistake=True
     ),

@@ -135,6 +135,9 @@ class RLSection:
     eval_every: int = 1  # steps between two evaluations; 0 = only at the end
     max_tokens_per_microbatch: int = 16384  # maximum tokens of one forward and backward pass, padding excluded; bounds memory only
     dropout: bool = False  # apply the dropout of the model's configuration and lora.dropout; makes policy ratios noisy
+    # compute a prompt once for all rows of its group (on a CPU), and no backward pass for rows whose gradient is zero; the same numbers up
+    # to rounding; False = bit for bit those of each row by itself
+    skip_redundant: bool = True
     router_balance_coef: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts; 0 = none
     # train a mixture of experts with the experts that the engine chose for each token (R3) instead of the trainer's own choice; embedded
     # engine

@@ -109,23 +109,32 @@ class PackedShift(NamedTuple):
     """Positions of packed rows and the tokens that they predict. M = N minus the number of rows that are not empty."""
 
     predictors: Tensor  # [M] int64: position whose output makes the prediction
-    positions: Tensor  # [M] int64: position of the predicted token, predictors + 1
+    positions: Tensor  # [M] int64: position of the predicted token: predictors + 1, but for the first token behind a shared prompt
     targets: Tensor  # [M] int64: the predicted token
 
 
-def shift_packed(tokens: Tensor, cu_seqlens: Tensor) -> PackedShift:
+def shift_packed(tokens: Tensor, cu_seqlens: Tensor, before: Tensor | None = None) -> PackedShift:
     """Shift packed rows: every token but the first of its row is predicted by the position before it.
 
     Args:
         tokens: # [N] int64, rows one after another.
         cu_seqlens: # [R + 1] int64: row r occupies [cu_seqlens[r], cu_seqlens[r + 1]).
+        before: # [R] int64: position that predicts the first token of each row, as the last of a shared prompt; -1 = none. None = none for
+            any row.
     """
     assert int(cu_seqlens[-1]) == tokens.numel(), f"cu_seqlens ends at {int(cu_seqlens[-1])} for {tokens.numel()} packed tokens"
     predicted = torch.ones(tokens.numel(), dtype=torch.bool, device=tokens.device)
     starts = cu_seqlens[:-1]
     predicted[starts[starts < tokens.numel()]] = False
+    if before is None:
+        positions = predicted.nonzero().squeeze(-1)
+        return PackedShift(predictors=positions - 1, positions=positions, targets=tokens[positions])
+    continued = starts[before >= 0]
+    predicted[continued] = True
+    predictors = torch.arange(-1, tokens.numel() - 1, device=tokens.device)
+    predictors[continued] = before[before >= 0]
     positions = predicted.nonzero().squeeze(-1)
-    return PackedShift(predictors=positions - 1, positions=positions, targets=tokens[positions])
+    return PackedShift(predictors=predictors[positions], positions=positions, targets=tokens[positions])
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ class BackendFeature(StrEnum):
     TOKENS = "tokens"  # declares the vocabulary of its model: BackendFacts.token_spec
     EXPERTS = "experts"  # balances and replays the experts of a mixture of experts: RoutesExperts
     SHARDS = "shards"  # deals the rows of each call to several processes: BackendFacts.num_shards
+    REDUNDANCY = "redundancy"  # skips what TrainBatch.skip_redundant says it may: prompts that rows share, backward passes of zero
 
 
 _ATTRIBUTES: Mapping[BackendFeature, tuple[str, ...]] = MappingProxyType({
@@ -89,6 +90,7 @@ _ATTRIBUTES: Mapping[BackendFeature, tuple[str, ...]] = MappingProxyType({
     BackendFeature.TOKENS: ("token_spec",),
     BackendFeature.EXPERTS: ("check_balance", "count_experts", "check_replay"),
     BackendFeature.SHARDS: ("num_shards",),
+    BackendFeature.REDUNDANCY: (),
 })  # fmt: skip
 
 

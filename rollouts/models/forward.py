@@ -3,7 +3,9 @@
 The rows of a micro-batch become one sequence [1, N] whose position ids restart at each row, so no pad token is computed. Attention is the
 only part of a transformer that mixes positions, and it stays inside a row: everything else needs no change. On a GPU in half precision one
 call attends in all rows; elsewhere rows of one length share a batched call without pads: a micro-batch with few distinct lengths makes few
-calls. A row of several contexts is packed as if each of them were a row. prepare.py makes a model ready for this, or refuses it.
+calls. A row of several contexts is packed as if each of them were a row. A prompt that the rows of a group share can be packed once, as a
+sequence of its own; the rest of each row is then a sequence whose tokens attend to the prompt, too (pack_shared). prepare.py makes a model
+ready for this, or refuses it.
 
 A head turns the last hidden states into log-probs of a language model, values of a critic or scores of a reward model. A backend takes one
 of the three functions as its compute_outputs; everything else about it is the same for all three.
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollouts.algorithms.logprobs import LogitTransform, PackedShift, chunked_log_probs, shift_packed
-from rollouts.batches import find_context_starts, map_turns
+from rollouts.batches import SharedPrompts, find_context_starts, find_shared_prompts, map_turns
 from rollouts.data.model_limits import ModelLimits
 from rollouts.errors import ConfigError, DataError
 from rollouts.models.replay import check_replayed, replay_experts, select_routers
@@ -54,23 +56,38 @@ ComputeOutputs: TypeAlias = "Callable[[PreTrainedModel, Tensor, PackedRows, Tens
 
 
 @dataclass(frozen=True, eq=False)
+class Continuations:
+    """Sequences of PackedRows that begin behind a prompt which is a sequence of its own. M = real tokens of the rows, more than N."""
+
+    sources: Tensor  # [M] int64: packed position of each token of the rows
+    flat_index: Tensor  # [M] int64: position of each token of the rows in the flattened [B * T] batch
+    prompts: tuple[int, ...]  # tokens of the prompts before the sequences of each entry of same_length; 0 = none
+    keys: Tensor  # [K] int64: packed positions that sequences attend to, in the order of by_length: of the prompt, then its own
+
+
+@dataclass(frozen=True, eq=False)
 class PackedRows:
-    """The real tokens of a batch behind each other, in R sequences: the contexts of its rows."""
+    """The real tokens of a batch behind each other, in R sequences: the contexts of its rows, or shared prompts and what follows them."""
 
     tokens: Tensor  # [N] int64
-    position_ids: Tensor  # [N] int64, restarting at each sequence
+    position_ids: Tensor  # [N] int64, restarting at each context
     cu_seqlens: Tensor  # [R + 1] int64: sequence r occupies [cu_seqlens[r], cu_seqlens[r + 1])
-    flat_index: Tensor  # [N] int64: position of each packed token in the flattened [B * T] batch
+    flat_index: Tensor  # [N] int64: position of each packed token in the flattened [B * T] batch; of a shared one, in the first row
     shape: tuple[int, int]  # (B, T)
-    same_length: tuple[tuple[int, int], ...]  # (S, L): number of sequences of each distinct length L, the shortest first
+    same_length: tuple[tuple[int, int], ...]  # (S, L): number of sequences of each distinct length L, the shortest first; those behind
+    # prompts of different lengths apart
     by_length: Tensor  # [N] int64: packed positions, sequences of the first length first
     order: Tensor  # [N] int64: position of each packed token in by_length
     shift: PackedShift  # predictors and predicted positions
     cuts: dict[int, PackedRows] = field(default_factory=dict[int, "PackedRows"])  # results of cut
+    continuations: Continuations | None = None  # None = no prompt is shared, and the packed tokens are those of the rows
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Unpack [N] -> [B, T], 0 on pads; keeps the gradient."""
+        """Unpack [N] -> [B, T], 0 on pads, a shared token in each of its rows; keeps the gradient."""
         flat = torch.zeros(self.shape[0] * self.shape[1], dtype=values.dtype, device=values.device)
+        if self.continuations is not None:
+            values = values.index_select(0, self.continuations.sources)
+            return flat.index_copy(0, self.continuations.flat_index, values).view(self.shape)
         return flat.index_copy(0, self.flat_index, values).view(self.shape)
 
     def split_lengths(self, values: Tensor) -> list[Tensor]:
@@ -79,6 +96,15 @@ class PackedRows:
         parts = values[None] if len(sizes) == 1 else _Permuted.apply(values, self.by_length, self.order).split(sizes)
         return [part.reshape(*shape, *values.shape[1:]) for part, shape in zip(parts, self.same_length, strict=True)]
 
+    def split_keys(self, values: Tensor) -> list[Tensor]:
+        """Split keys or values [N, ...] as split_lengths, those of a shared prompt before those of a sequence: [S, P + L, ...]."""
+        if self.continuations is None:
+            return self.split_lengths(values)
+        prompts = self.continuations.prompts
+        shapes = [(count, prompt + length) for (count, length), prompt in zip(self.same_length, prompts, strict=True)]
+        parts = values.index_select(0, self.continuations.keys).split([count * length for count, length in shapes])
+        return [part.reshape(*shape, *values.shape[1:]) for part, shape in zip(parts, shapes, strict=True)]
+
     def join_lengths(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the parts of split_lengths to values [N, ...] of packed tokens."""
         flat = [part.flatten(0, 1) for part in parts]
@@ -86,6 +112,7 @@ class PackedRows:
 
     def cut(self, size: int) -> PackedRows:
         """Return the rows with each sequence cut behind every `size` tokens, as attention in chunks sees them; planned once."""
+        assert self.continuations is None, f"sequences with shared prompts are not cut, as into chunks of {size}"
         if self.same_length[-1][1] <= size:
             return self
         if size not in self.cuts:
@@ -98,6 +125,7 @@ class PackedRows:
         """Return the rows with every tensor on the device."""
         if self.tokens.device == device:
             return self
+        assert self.continuations is None, f"shared prompts are packed on the CPU alone, not for {device}"
         moved: dict[str, Any] = {f.name: _send(x, device) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
         return replace(self, **moved, shift=PackedShift(*(_send(x, device) for x in self.shift)), cuts={})
 
@@ -128,6 +156,7 @@ class OutputOptions:
     with_entropy: bool = False
     native_attention: bool = False  # run rows of one length at a time with the model's own attention instead of packed rows
     native_passes: int = 0  # least number of passes then, some of which count nothing: ranks of a sharded model make equally many
+    shares_prompts: bool = False  # run shared prompts once where a batch allows it; see prepare.can_share_prompts
     routers: Routers = field(default_factory=Routers)  # routers of the model; their load is measured
 
 
@@ -142,7 +171,7 @@ def run_rows(
         options: compute_dtype bfloat16 runs the model's matrix products in bfloat16 (autocast).
         packed: the batch's rows, planned by pack_batch before they were moved, so that nothing waits for the device; None = plan them here.
     """
-    packed = pack_batch(batch, batch.tokens.device) if packed is None else packed
+    packed = pack_batch(batch, batch.tokens.device, share=options.shares_prompts) if packed is None else packed
     record = LoadRecord(options.routers, with_gradient=batch.router_balance is not None and torch.is_grad_enabled())
     with torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=options.compute_dtype == torch.bfloat16):
         with record_choices(options.routers, record.note):
@@ -150,6 +179,19 @@ def run_rows(
         hidden = add_idle_passes(model, hidden, packed, options.native_passes)
     outputs = compute_outputs(model, hidden, packed, batch.temperatures, options)
     return replace(outputs, expert_load=record.sum_up()) if options.routers.modules else outputs
+
+
+def is_gradient_zero(loss: Tensor, outputs: TokenOutputs) -> bool:
+    """Whether a loss has a gradient of exactly zero with respect to all outputs, so that a backward pass would add nothing.
+
+    Args:
+        loss: a function of the outputs, not yet differentiated.
+    """
+    found = [x for x in (outputs.log_probs, outputs.entropy, outputs.values) if x is not None and x.requires_grad]
+    if not found or not loss.requires_grad:
+        return False
+    gradients = torch.autograd.grad(loss, found, retain_graph=True, allow_unused=True)
+    return all(gradient is None or not bool(gradient.any()) for gradient in gradients)
 
 
 @contextmanager
@@ -276,8 +318,65 @@ def pack_padded(tokens: Tensor, lengths: Tensor, context_ids: Tensor | None = No
     )
 
 
-def pack_batch(batch: TrainBatch, device: torch.device) -> PackedRows:
-    """Plan the packing of a batch's rows where they are, and move the plan to the device of the pass."""
+def pack_shared(tokens: Tensor, lengths: Tensor, shared: SharedPrompts) -> PackedRows:
+    """Plan the packing of padded rows, with the tokens that rows of a group share packed once, in the first of these rows.
+
+    Args:
+        tokens, lengths: as in pack_padded.
+        shared: result of find_shared_prompts.
+
+    Returns: PackedRows with a sequence for each shared prompt and one for the rest of each row; a row that shares nothing is one sequence.
+    """
+    rows, width = tokens.shape
+    columns, row_ids = torch.arange(width), torch.arange(rows)
+    prompts, leads = shared.lengths, shared.leaders == row_ids
+    is_real = columns < lengths[:, None]
+    is_own = columns >= torch.where(leads, 0, prompts)[:, None]  # [B, T]
+    flat_index = (is_real & is_own).flatten().nonzero().squeeze(-1)
+    position_ids, row_of = flat_index % width, flat_index // width
+    starts = ((position_ids == 0) | (position_ids == prompts[row_of])).nonzero().squeeze(-1)  # [R]
+    cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=flat_index.numel())
+    sizes, offsets = cu_seqlens.diff(), position_ids[starts]  # offsets [R]: tokens of the prompt before a sequence
+    packed_at = torch.zeros(rows * width, dtype=torch.int64).index_copy(0, flat_index, torch.arange(flat_index.numel())).view(rows, width)
+    sources = packed_at[torch.where(is_own, row_ids[:, None], shared.leaders[:, None]), columns]  # [B, T]
+    kinds = sizes * (width + 1) + offsets
+    distinct, counts = kinds.unique(return_counts=True)  # ascending: by length, then by the prompt's length
+    order = torch.argsort(kinds, stable=True)  # sequences by kind
+    keys: list[Tensor] = []
+    for kind, same in zip(distinct.tolist(), order.split(cast("list[int]", counts.tolist())), strict=True):
+        end = kind % (width + 1) + kind // (width + 1)
+        keys.append(sources[row_of[starts[same]], :end].flatten())
+    by_length = torch.argsort(kinds.repeat_interleave(sizes), stable=True)
+    packed_tokens = tokens.flatten()[flat_index]
+    before = torch.where(offsets > 0, sources[row_of[starts], (offsets - 1).clamp(min=0)], -1)
+    flat_rows = is_real.flatten().nonzero().squeeze(-1)
+    lengths_of_kinds, prompts_of_kinds = (
+        cast("list[int]", (distinct // (width + 1)).tolist()),
+        cast("list[int]", (distinct % (width + 1)).tolist()),
+    )
+    return PackedRows(
+        tokens=packed_tokens,
+        position_ids=position_ids,
+        cu_seqlens=cu_seqlens,
+        flat_index=flat_index,
+        shape=(rows, width),
+        same_length=tuple(zip(cast("list[int]", counts.tolist()), lengths_of_kinds, strict=True)),
+        by_length=by_length,
+        order=torch.argsort(by_length),
+        shift=shift_packed(packed_tokens, cu_seqlens, before),
+        continuations=Continuations(sources.flatten()[flat_rows], flat_rows, tuple(prompts_of_kinds), torch.cat(keys)),
+    )
+
+
+def pack_batch(batch: TrainBatch, device: torch.device, *, share: bool = False) -> PackedRows:
+    """Plan the packing of a batch's rows where they are, and move the plan to the device of the pass.
+
+    Args:
+        share: pack shared prompts once, if the batch has any (find_shared_prompts).
+    """
+    shared = find_shared_prompts(batch) if share else None
+    if shared is not None:
+        return pack_shared(batch.tokens, batch.lengths, shared)
     return pack_padded(batch.tokens, batch.lengths, batch.context_ids).to(device)
 
 
@@ -362,7 +461,10 @@ def attend(
 def attend_packed(
     module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None, *, packed: PackedRows
 ) -> Tensor:
-    """Causal attention inside each sequence. query: # [1, Hq, N, D]; key, value: # [1, Hk, N, D]. Returns # [1, N, Hq, D]."""
+    """Causal attention inside each sequence and the prompt before it. query: # [1, Hq, N, D]; key, value: # [1, Hk, N, D].
+
+    Returns: # [1, N, Hq, D].
+    """
     query = tune_queries(module, query, packed.position_ids)
     chunk = find_chunk(module)
     packed = packed if chunk is None else packed.cut(chunk)
@@ -371,10 +473,12 @@ def attend_packed(
     if has_varlen(query, value, dropout):
         return attend_varlen(rows, scaling, window, packed).unsqueeze(0)
     outputs: list[Tensor] = []
-    for parts in zip(*map(packed.split_lengths, rows), strict=True):  # [S, L, H, D] each
+    queries, keys, values = packed.split_lengths(rows[0]), packed.split_keys(rows[1]), packed.split_keys(rows[2])
+    for parts in zip(queries, keys, values, strict=True):  # [S, L, Hq, D], [S, P + L, Hk, D]
         q, k, v = (x.transpose(1, 2) for x in parts)
-        length = q.shape[2]
-        seen = None if window is None or length <= window else _see_window(length, window, query.device)
+        length, whole = q.shape[2], k.shape[2]
+        is_plain = length == whole and (window is None or length <= window)
+        seen = None if is_plain else _see_before(length, whole, window, query.device)
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=seen is None, scale=scaling, enable_gqa=grouped
         )
@@ -442,10 +546,13 @@ def attend_varlen(rows: Sequence[Tensor], scaling: float | None, window: int | N
     return attend_rows(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=grouped)
 
 
-def _see_window(length: int, window: int, device: torch.device) -> Tensor:
-    """Mark the positions that each one attends to: itself and the window - 1 before it. Returns # [L, L] bool."""
-    whole = torch.ones(length, length, dtype=torch.bool, device=device)
-    return whole.tril() & whole.triu(1 - window)
+def _see_before(length: int, whole: int, window: int | None, device: torch.device) -> Tensor:
+    """Mark the positions that the last `length` of `whole` positions attend to: each to itself and those before it, `window` at most.
+
+    Returns: # [L, W] bool.
+    """
+    seen = torch.ones(length, whole, dtype=torch.bool, device=device).tril(whole - length)
+    return seen if window is None else seen.triu(whole - length + 1 - window)
 
 
 def compute_log_probs(

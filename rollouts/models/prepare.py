@@ -25,6 +25,7 @@ from rollouts.models.forward import (
     OutputOptions,
     attend,
     attend_packed,
+    describe_outputs,
     find_chunk,
     get_decoder,
     get_output_layer,
@@ -83,7 +84,19 @@ def prepare_model(
         (check_native_rows if options.native_attention else use_packed_attention)(model, dtype)
     options = replace(options, routers=inspect_routers(model, native=options.native_attention))
     check_head(model, compute_outputs, options, device)
-    return limits, options
+    return limits, replace(options, shares_prompts=can_share_prompts(model, compute_outputs, options, device))
+
+
+def can_share_prompts(model: PreTrainedModel, compute_outputs: ComputeOutputs, options: OutputOptions, device: torch.device) -> bool:
+    """Return whether prompts that rows share may be computed once: on a CPU, by packed attention, for a known head.
+
+    A mixture of experts whose load is measured counts the tokens of every row, linear attention has no keys of a prompt, and chunks of
+    attention end in the middle of one.
+    """
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    is_plain = not options.native_attention and not options.routers.modules
+    is_plain = is_plain and not {"linear_attention", "chunked_attention"} & set(layer_types)
+    return is_plain and device.type == "cpu" and describe_outputs(compute_outputs) is not None
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

@@ -354,6 +354,7 @@ class RLRun:
             current_version=self.served.version + step % config.sync_every / config.sync_every,
             router_balance_coef=config.router_balance_coef,
             dropout=config.dropout,
+            skip_redundant=config.skip_redundant,
         )
 
     async def _compare(self, step: int, batch: TrainBatch, rollouts: RolloutBatch) -> tuple[Metrics, Algorithm]:

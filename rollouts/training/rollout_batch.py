@@ -177,6 +177,8 @@ class UpdatePlan:
     # engines, plus the fraction of steps done between the last sync and the next; see TrainBatch.policy_versions
     router_balance_coef: float = 0.0  # coefficient of the policy's load-balancing loss, see submit_optimizer_step
     dropout: bool = False  # train policy and critic with their dropout; off by default, since ratios are to passes without dropout
+    skip_redundant: bool = True  # compute prompts that rows of a group share once, and run no backward pass for rows without a gradient:
+    # the same numbers up to rounding; False = bit for bit those of each row by itself
 
 
 async def train_on_rollouts(
@@ -216,7 +218,7 @@ async def train_on_rollouts(
     num_updates = 0 if plan.only_critic else plan.num_epochs * plan.num_minibatches
     skipped = columns_from_loss(algorithm, num_updates=num_updates, measures_kl=plan.kl_coef is not None)
     batch = await fill_columns(
-        batch,
+        replace(batch, skip_redundant=plan.skip_redundant),
         algorithm,
         backend,
         reference,
@@ -247,7 +249,7 @@ async def train_on_rollouts(
                 )
                 policy_steps.append(step)
             if critic is not None:
-                rows = replace(minibatch, routed_experts=None)
+                rows = replace(minibatch, routed_experts=None, advantages=None)  # a value has a gradient also where there is no advantage
                 critic_steps.append(submit(critic, rows, partial(value_loss, clip=plan.value_clip), weigh=token_mean))
     metrics |= await _mean_results(policy_steps)
     if critic is not None:

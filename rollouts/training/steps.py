@@ -27,7 +27,7 @@ from rollouts.backends.protocol import (
     get_backend_features,
     require_backend_feature,
 )
-from rollouts.batches import plan_sharded_microbatches, select_rows
+from rollouts.batches import find_shared_prompts, plan_sharded_microbatches, plan_shared_microbatches, select_rows
 from rollouts.errors import BackendError, CheckpointError, raise_single_errors
 from rollouts.training.checkpoints import list_checkpoints, run_shielded, stage_checkpoint
 from rollouts.types import LossFn, TrainBatch
@@ -78,7 +78,11 @@ def submit_optimizer_step(
     Raises: ConfigError for a router_balance_coef that the backend cannot apply.
     """
     batch = select_trained_rows(replace(batch, loss_weights=weigh(batch)))
-    plan = plan_backend_microbatches(backend, batch.lengths.tolist(), max_tokens_per_microbatch)
+    plan = [
+        [rows[i] for i in part]
+        for rows in split_by_gradient(backend, batch)
+        for part in plan_backend_microbatches(backend, select_rows(batch, rows), max_tokens_per_microbatch)
+    ]
     micro = [select_rows(batch, rows) for rows in plan]
     counts: tuple[Future[None], ...] = ()
     if router_balance_coef:
@@ -104,9 +108,36 @@ def require_replay(backend: TrainingBackend) -> None:
     require_backend_feature(backend, BackendFeature.EXPERTS, "router_replay", instead=advice).check_replay()
 
 
-def plan_backend_microbatches(backend: TrainingBackend, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Plan the rows of each call, so that no process of the backend has more than max_tokens at once."""
-    return plan_sharded_microbatches(lengths, max_tokens=max_tokens, num_shards=count_shards(backend))
+def plan_backend_microbatches(backend: TrainingBackend, batch: TrainBatch, max_tokens: int) -> list[list[int]]:
+    """Plan the rows of each call, so that no process of the backend has more than max_tokens at once.
+
+    A prompt that rows share counts once, if the backend computes it once.
+    """
+    lengths, num_shards = batch.lengths.tolist(), count_shards(backend)
+    shared = find_shared_prompts(batch) if _skips_redundant(backend) else None
+    if shared is not None and num_shards == 1:
+        return plan_shared_microbatches(lengths, shared, max_tokens=max_tokens)
+    return plan_sharded_microbatches(lengths, max_tokens=max_tokens, num_shards=num_shards)
+
+
+def split_by_gradient(backend: TrainingBackend, batch: TrainBatch) -> list[list[int]]:
+    """Split the rows of a step in those with an advantage, and behind them those with none, as in a group of equal rewards.
+
+    A backend passes on no gradient that is zero (BackendFeature.REDUNDANCY), which it can only see for a call as a whole. Whether these
+    rows have a gradient is the loss's affair: a KL term gives them one.
+
+    Returns: positions of rows, ascending; one list if the batch does not allow it (TrainBatch.skip_redundant) or all rows are of one kind.
+    """
+    rows = range(batch.num_rows)
+    if batch.advantages is None or batch.router_balance is not None or not batch.skip_redundant or not _skips_redundant(backend):
+        return [list(rows)]
+    has_advantage = ((batch.advantages != 0) & (batch.loss_mask > 0)).any(1).tolist()
+    parts = [[row for row in rows if has_advantage[row]], [row for row in rows if not has_advantage[row]]]
+    return [part for part in parts if part]
+
+
+def _skips_redundant(backend: TrainingBackend) -> bool:
+    return BackendFeature.REDUNDANCY in get_backend_features(backend)
 
 
 def find_trained_rows(batch: TrainBatch) -> list[int]:
@@ -160,7 +191,7 @@ def submit_forward(
 ) -> PendingForward:
     """Submit backend.forward over a batch of any size, by micro-batches. Rows without a trained token are not computed."""
     trained = find_trained_rows(batch)
-    plan = plan_backend_microbatches(backend, [int(batch.lengths[row]) for row in trained], max_tokens_per_microbatch) if trained else []
+    plan = plan_backend_microbatches(backend, select_rows(batch, trained), max_tokens_per_microbatch) if trained else []
     parts = tuple(tuple(trained[i] for i in part) for part in plan)
     futures = tuple(backend.forward(select_rows(batch, rows), output_fn, with_entropy=with_entropy) for rows in parts)
     return PendingForward(batch, parts, futures)

@@ -51,7 +51,7 @@ def run_ranks(folder: Path, num_steps: int, names: Sequence[str], *, all_checks:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Return the findings of each of two ranks."""
-    return run_ranks(tmp_path_factory.mktemp("ranks"), 2, ("grpo", "decoupled ppo"), all_checks=True)
+    return run_ranks(tmp_path_factory.mktemp("ranks"), 3, ("grpo", "decoupled ppo"), all_checks=True)
 
 
 def check_algorithm(found, name: str, num_steps: int) -> None:
@@ -66,7 +66,7 @@ def check_algorithm(found, name: str, num_steps: int) -> None:
 
 @pytest.mark.parametrize("name", ["sft", "grpo", "decoupled ppo"])
 def test_two_ranks_train_as_one_process_does(found, name: str):
-    check_algorithm(found, name, 2)
+    check_algorithm(found, name, 3)
 
 
 @pytest.mark.slow
@@ -215,7 +215,11 @@ def test_a_directory_gives_the_backend_that_its_model_gives(tmp_path: Path):
     expected = create_pytorch_backend(tmp_path, lr=1e-2)
     assert backend.token_spec == expected.token_spec
     assert backend.computes == expected.computes
-    assert get_backend_features(backend) == set(BackendFeature) - {BackendFeature.ADAPTERS, BackendFeature.WEIGHT_VIEWS}
+    assert get_backend_features(backend) == set(BackendFeature) - {
+        BackendFeature.ADAPTERS,
+        BackendFeature.WEIGHT_VIEWS,
+        BackendFeature.REDUNDANCY,
+    }
     assert backend.num_shards == 1
     assert torch.equal(backend.forward(make_ragged(), log_probs).value, expected.forward(make_ragged(), log_probs).value)
 

@@ -55,13 +55,15 @@ def make_model(seed: int = 0, num_layers: int = 1):
 
 
 def draw_step(step: int, num_rows: int | None = None):
-    """Ragged rows, or one alone; temperatures and rows of several contexts in some steps."""
+    """Ragged rows, or one alone; temperatures, rows of several contexts and prompts that rows share in some steps."""
     generator = torch.Generator().manual_seed(step)
     num_rows = num_rows or (1 if step % 4 == 1 else 6)
     samples = []
     for i in range(num_rows):
         n = int(torch.randint(2, 14, (1,), generator=generator))
         tokens = tuple(torch.randint(3, 32, (n,), generator=generator).tolist())
+        tokens = (*(5, 6, 7, 8 + i // 3)[: 4 if step % 3 == 2 else 0], *tokens)
+        n = len(tokens)
         starts = (n // 2,) if step % 3 == 0 and n >= 4 else ()
         mask = tuple(0.0 if t in (0, *starts) else 1.0 for t in range(n))
         log_probs = tuple((-3.4 + 0.2 * torch.randn(n, generator=generator) * torch.tensor(mask)).tolist())
@@ -71,7 +73,7 @@ def draw_step(step: int, num_rows: int | None = None):
                 rollout_log_probs=log_probs, context_starts=starts, temperature=0.7 if step % 4 in (1, 2) else 1.0,
             )
         )  # fmt: skip
-    return collate_samples(samples)
+    return replace(collate_samples(samples), skip_redundant=True)
 
 
 def select(name):
@@ -83,7 +85,9 @@ def optimizer_step(backend, batch, loss, weigh, *, with_entropy=False):
     batch = replace(batch, loss_weights=weigh(batch))
     plan = plan_sharded_microbatches(batch.lengths.tolist(), max_tokens=MAX_TOKENS, num_shards=getattr(backend, "num_shards", 1))
     parts = [backend.forward_backward(select_rows(batch, rows), loss, with_entropy=with_entropy).value for rows in plan]
-    return merge_step_metrics(parts) | backend.optim_step().value
+    metrics = merge_step_metrics(parts) | backend.optim_step().value
+    metrics.pop("zero_gradient_fraction", None)  # backends of several ranks run every backward pass
+    return metrics
 
 
 def train(num_steps, algorithm, policy, critic=None, reference=None):

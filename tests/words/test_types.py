@@ -177,7 +177,12 @@ PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_c
 
 
 @pytest.mark.parametrize(
-    "name", [f.name for f in fields(TrainBatch) if f.name not in ("tokens", "turns", "reward_components", "dropout", "routed_experts")]
+    "name",
+    [
+        f.name
+        for f in fields(TrainBatch)
+        if f.name not in ("tokens", "turns", "reward_components", "dropout", "skip_redundant", "routed_experts")
+    ],
 )
 def test_columns_of_the_wrong_shape_are_refused_by_name(name):
     assert make_batch(torch.ones(2, 3)).num_rows == 2

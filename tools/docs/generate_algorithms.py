@@ -106,6 +106,8 @@ ROLLOUT_METRICS = {
     "reward_mean": "what should rise; with it reward_std, reward_min, reward_max",
     "shaped_reward_mean": "mean of the rewards that are trained on, where they are shaped after the filter (overlong penalty)",
     "zero_std_fraction": "share of groups whose rewards are all equal: they teach a group-relative algorithm nothing",
+    "zero_gradient_fraction": "share of trained tokens whose gradient was exactly 0, so that no backward pass was run "
+    "([what is not computed](../backends.md#what-is-not-computed))",
     "response_length_mean": "trained tokens of a row; with it response_length_min, response_length_max",
     "truncated_fraction": "share of rows that ran into the token limit",
     "staleness_max": "how many weight versions behind the oldest token of the step is",

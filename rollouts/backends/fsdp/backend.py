@@ -66,7 +66,7 @@ from rollouts.models.forward import (
     run_rows,
     training_mode,
 )
-from rollouts.models.prepare import check_head, check_master_weights, inspect_routers, prepare_attention
+from rollouts.models.prepare import can_share_prompts, check_head, check_master_weights, inspect_routers, prepare_attention
 from rollouts.models.replay import check_replayed
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import base_weights, check_weights_fit, describe_model_weights, gather_model_weights, stream_weights
@@ -367,7 +367,7 @@ class FSDPTrainingBackend:
 
         Returns: {"loss", "num_tokens", and the loss's metrics} of this rank's rows; without rows, zeros and no metrics.
         """
-        batch, packed = self._place(shard)
+        batch, packed = self._place(shard, dropout=shard is not None and shard.has_dropout)
         with (
             training_mode(self.model, dropout=batch.has_dropout),
             self._operation("forward_backward"),
@@ -410,10 +410,14 @@ class FSDPTrainingBackend:
 
     # -- parts
 
-    def _place(self, shard: TrainBatch | None) -> tuple[TrainBatch, PackedRows]:
-        """Plan the rows of a shard where it is, and move both to the device; rows that count nothing in place of a shard without rows."""
+    def _place(self, shard: TrainBatch | None, *, dropout: bool = False) -> tuple[TrainBatch, PackedRows]:
+        """Plan the rows of a shard where it is, and move both to the device; rows that count nothing in place of a shard without rows.
+
+        Args:
+            dropout: with it no rows share tokens.
+        """
         batch = self._dummy_batch() if shard is None else shard
-        return move_batch(batch, self.device), pack_batch(batch, self.device)
+        return move_batch(batch, self.device), pack_batch(batch, self.device, share=self._options.shares_prompts and not dropout)
 
     def _sum_load(self, load: ExpertLoad | None) -> ExpertLoad | None:
         """Sum the loads of all ranks' rows; None = this rank has none. Every rank must call it."""
@@ -468,6 +472,8 @@ class FSDPTrainingBackend:
                 native = prepare_attention(self.model)
                 self._options = replace(self._options, native_attention=native, routers=inspect_routers(self.model, native=native))
             check_head(self.model, self._compute_outputs, self._options, self.device)
+            shares = can_share_prompts(self.model, self._compute_outputs, self._options, self.device)
+            self._options = replace(self._options, shares_prompts=shares)
 
         with torch.no_grad():
             call_gathered(self.model, check)

@@ -62,9 +62,11 @@ def create_forward(model: PreTrainedModel, compute_outputs: ComputeOutputs, opti
     caller = _Caller(model)
 
     def forward(parameters: Parameters, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
-        run = partial(run_rows, batch=batch, compute_outputs=compute_outputs, options=replace(options, with_entropy=with_entropy))
+        dropout = training and batch.has_dropout
+        own = replace(options, with_entropy=with_entropy, shares_prompts=options.shares_prompts and not dropout)
+        run = partial(run_rows, batch=batch, compute_outputs=compute_outputs, options=own)
         named = {f"model.{name}": value for name, value in parameters.items()}
-        with training_mode(model, dropout=training and batch.has_dropout), replaying(batch, options):
+        with training_mode(model, dropout=dropout), replaying(batch, options):
             return cast("TokenOutputs", torch.func.functional_call(caller, named, (run,)))
 
     return forward

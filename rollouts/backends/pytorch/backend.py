@@ -48,6 +48,7 @@ from rollouts.models.forward import (
     check_batch,
     compute_log_probs,
     describe_outputs,
+    is_gradient_zero,
     move_batch,
     pack_batch,
     replaying,
@@ -155,8 +156,9 @@ class PyTorchTrainingBackend:
 
     @property
     def features(self) -> frozenset[BackendFeature]:
-        """Features of all backends of this class, and ADAPTERS if this one trains adapters."""
-        return _FEATURES if self._adapters is None else _FEATURES | {BackendFeature.ADAPTERS}
+        """Features of all backends of this class, ADAPTERS if this one trains adapters, REDUNDANCY if its model can share prompts."""
+        adapters = frozenset[BackendFeature]() if self._adapters is None else {BackendFeature.ADAPTERS}
+        return _FEATURES | adapters | ({BackendFeature.REDUNDANCY} if self._options.shares_prompts else frozenset())
 
     @property
     def token_spec(self) -> TokenSpec:
@@ -179,16 +181,24 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture(output_fn(outputs).cpu(), "forward")
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
-        """Add the gradient of loss_fn on this batch."""
-        batch, packed = self._admit(batch)
+        """Add the gradient of loss_fn on this batch.
+
+        Returns: see TrainingBackend; for a batch with advantages and skip_redundant also zero_gradient_fraction: 1 if the gradient is
+            exactly zero and no backward pass was run through the model, else 0.
+        """
+        batch, packed = self._admit(batch, dropout=batch.has_dropout)
         with training_mode(self.model, dropout=batch.has_dropout), replaying(batch, self._options, packed):
             outputs = self._run(batch, packed, with_entropy)
             loss, metrics = loss_fn(outputs, batch)
             loss = add_balance(loss, batch, outputs.expert_load, self._counted)
-            loss.backward()
+            # the first pass of a step runs backward in any case: a parameter without a gradient would not be decayed
+            has_gradient = not (self._skips(batch) and self._has_gradient and is_gradient_zero(loss, outputs))
+            if has_gradient:
+                loss.backward()
         self._load = add_loads(self._load, outputs.expert_load)
         self._has_gradient = True
-        return ImmediateTrainFuture(collect_metrics(loss, metrics, batch), "forward_backward")
+        skipped = {"zero_gradient_fraction": float(not has_gradient)} if self._skips(batch) else {}
+        return ImmediateTrainFuture(collect_metrics(loss, metrics, batch) | skipped, "forward_backward")
 
     def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Run forward without the adapters."""
@@ -341,10 +351,15 @@ class PyTorchTrainingBackend:
         check_weights_fit(self.model, weights, str(directory))
         copy_weights(self.model, weights)
 
-    def _admit(self, batch: TrainBatch) -> tuple[TrainBatch, PackedRows]:
-        """Check a batch and plan its rows where it is, then move both to the device."""
+    def _admit(self, batch: TrainBatch, *, dropout: bool = False) -> tuple[TrainBatch, PackedRows]:
+        """Check a batch and plan its rows where it is, then move both to the device. With dropout no rows share tokens."""
         check_batch(batch, self.limits)
-        return move_batch(batch, self.device), pack_batch(batch, self.device)
+        share = self._options.shares_prompts and not dropout
+        return move_batch(batch, self.device), pack_batch(batch, self.device, share=share)
+
+    def _skips(self, batch: TrainBatch) -> bool:
+        """Whether no backward pass is run for this batch where its gradient is zero."""
+        return self._options.shares_prompts and batch.skip_redundant and batch.advantages is not None
 
     def _run(self, batch: TrainBatch, packed: PackedRows, with_entropy: bool) -> TokenOutputs:
         return run_rows(self.model, batch, self._compute_outputs, replace(self._options, with_entropy=with_entropy), packed)
