@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rollouts.algorithms.products import Kernels, is_worth_onednn, multiply, multiply_transposed
+
 
 def temper(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """logits / temperature, in float32 or better.
@@ -130,10 +132,13 @@ def shift_packed(tokens: Tensor, cu_seqlens: Tensor) -> PackedShift:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """The change of logits behind the output layer that some models have: soft_cap * tanh(scale * x / soft_cap)."""
+    """The way from the output layer to logits: the kernels of its product, and the change behind it that some models have,
+    soft_cap * tanh(scale * x / soft_cap).
+    """
 
     scale: float = 1.0  # factor of the logits (Cohere, Granite, Falcon-H1)
     soft_cap: float | None = None  # > 0, bound of the logits (Gemma 2); None = no bound
+    kernels: Kernels = "torch"  # of the products in float32 on a CPU with the layer's weight
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return changed logits. # any shape"""
@@ -150,7 +155,7 @@ class LogitTransform:
         if self.soft_cap is not None:
             assert changed is not None, "the slope of a soft cap depends on the logits"
             grad.mul_(1 - (changed / self.soft_cap).square())
-        return grad.mul_(self.scale)
+        return grad if self.scale == 1.0 else grad.mul_(self.scale)
 
 
 def choose_chunk_size(vocab_size: int, device_type: str) -> int:
@@ -250,6 +255,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         head = _cast_once(weight, hidden)
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
+            fast = _uses_onednn(hidden[rows], head, ctx.transform)
             changed = _chunk_logits(hidden[rows], head, bias, ctx.transform)
             logits = _temper(changed, temperatures, rows)
             if changed is logits and ctx.transform is not None and ctx.transform.soft_cap is not None:
@@ -271,12 +277,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias.add_(grad.sum(0))
             if grad_hidden is not None:
-                if hidden.dtype == precise:
+                if fast:
+                    grad_hidden[rows] = multiply(grad, head.t())
+                elif hidden.dtype == precise:
                     torch.mm(grad, head, out=grad_hidden[rows])
                 else:
                     grad_hidden[rows] = _precise_product(grad.to(head.dtype), head).to(hidden.dtype)
             if grad_weight is not None:
-                if hidden.dtype == precise:
+                if fast:
+                    grad_weight.add_(multiply_transposed(grad, hidden[rows]))
+                elif hidden.dtype == precise:
                     grad_weight.addmm_(grad.t(), hidden[rows])
                 else:
                     grad_weight.add_(_precise_product(grad.to(head.dtype).t(), hidden[rows].to(head.dtype)))
@@ -298,9 +308,14 @@ def _precise_product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(precise) @ b.to(precise)
 
 
+def _uses_onednn(rows: Tensor, weight: Tensor, transform: LogitTransform | None) -> bool:
+    """Whether oneDNN computes rows @ weight.T and its two gradients, which have as many multiplications."""
+    return transform is not None and transform.kernels == "onednn" and is_worth_onednn(rows, weight)
+
+
 def _chunk_logits(hidden: Tensor, head: Tensor, bias: Tensor | None, transform: LogitTransform | None) -> Tensor:
     """Return the model's logits of one chunk in float32 or better."""
-    logits = _precise_product(hidden, head.t())
+    logits = multiply(hidden, head) if _uses_onednn(hidden, head, transform) else _precise_product(hidden, head.t())
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
     return logits if transform is None else transform.apply(logits)
