@@ -19,6 +19,8 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
           "num_key_value_heads": 2, "head_dim": 32},
     "M": {"vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6,
           "num_key_value_heads": 2, "head_dim": 64},
+    "L": {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2688, "num_hidden_layers": 12, "num_attention_heads": 12,
+          "num_key_value_heads": 4, "head_dim": 64},
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from integration.run.display import Progress
 from integration.run.signal_watch import watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, create_task, find_checkpoint, finished_checkpoint, read_step
 from integration.settings.command_line import MODEL_DIRECTORY, parse_flags, read_base
-from integration.settings.config import Config, create_output_dir
+from integration.settings.config import Config, create_output_dir, find_kernels
 from integration.settings.reward_model import RewardModelConfig
 from integration.tasks.preference_pairs import create_task_pairs
 from rollouts.backends.factory import create_reward_model_backend
@@ -144,6 +144,7 @@ async def run_reward_model(
         total_steps=config.training.num_steps,
         device=parse_device(config.model.device),
         compute_dtype=config.backend.precision(config.model.device),
+        kernels=find_kernels(config.model),
         **vars(config.training.optimizer),
     )
     if config.backend.gradient_checkpointing:

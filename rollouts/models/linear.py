@@ -14,12 +14,16 @@ from torch import Tensor
 
 from rollouts.algorithms.products import Kernels, has_fast_bfloat16, has_onednn, is_worth_onednn, multiply, multiply_transposed, pack
 
+_PACKING = ("packs_weight", "_packed")  # attributes of a layer that are its owner's choice
+
 
 class OneDNNLinear(torch.nn.Linear):
     """A linear layer whose products are oneDNN's where products.is_worth_onednn, else torch's.
 
     With packs_weight a pass without gradients reads a packed copy of the weight, made on first use and anew whenever the weight is another
-    tensor or was written to in place, which torch counts. `weight.data` hides a write from that count: never write through it.
+    tensor or was written to in place, which torch counts. Two writes are not counted: one through `weight.data`, and that of a fused
+    optimizer. So only an engine packs, whose weights nobody else writes, and forgets what it packed at each update (forget_packed); a layer
+    in training reads its weight, and so does a copy of a layer until its owner says otherwise.
     """
 
     packs_weight: bool = False
@@ -45,8 +49,8 @@ class OneDNNLinear(torch.nn.Linear):
         return found[2]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the packed copy out of copies and pickles of the layer: it is opaque."""
-        return {name: value for name, value in self.__dict__.items() if name != "_packed"}
+        """Leave packing out of copies and pickles of the layer: a copy may be for training."""
+        return {name: value for name, value in self.__dict__.items() if name not in _PACKING}
 
 
 class _Product(torch.autograd.Function):
@@ -80,8 +84,15 @@ def use_kernels(model: torch.nn.Module, kernels: Kernels, *, packs_weights: bool
     for module in model.modules():
         if type(module) is OneDNNLinear and (kernels == "torch" or not has_onednn()):
             module.__class__ = torch.nn.Linear
-            vars(module).pop("_packed", None)
-            vars(module).pop("packs_weight", None)
+            for name in _PACKING:
+                vars(module).pop(name, None)
         elif type(module) in (torch.nn.Linear, OneDNNLinear) and kernels == "onednn" and has_onednn():
             module.__class__ = OneDNNLinear
             module.packs_weight = packs_weights
+
+
+def forget_packed(model: torch.nn.Module) -> None:
+    """Forget packed copies of a model's weights, which were or will be written."""
+    for module in model.modules():
+        if isinstance(module, OneDNNLinear):
+            vars(module).pop("_packed", None)
