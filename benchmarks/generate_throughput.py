@@ -16,8 +16,8 @@ import torch
 import trio
 
 from benchmarks.measure import MODEL_SIZES, compare, create_model, print_table, write_json
-from rollouts.algorithms.products import choose_kernels, has_fast_bfloat16, has_onednn
 from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.models.linear import choose_kernels, has_fast_bfloat16, has_onednn
 from rollouts.types import SamplingParams
 
 LONGEST = 128

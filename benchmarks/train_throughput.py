@@ -24,9 +24,9 @@ import torch
 from benchmarks.measure import MODEL_SIZES, compare, create_model, memory_mb, print_table, write_json
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
-from rollouts.algorithms.products import Kernels, choose_kernels, has_onednn
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.data.collate import collate_samples
+from rollouts.models.linear import Kernels, choose_kernels, has_onednn
 from rollouts.types import Sample, TrainBatch
 
 RAGGED = np.clip(np.random.default_rng(0).lognormal(4.2, 0.8, 64).astype(int), 4, 400)

@@ -55,7 +55,7 @@ from rollouts.types import Algorithm, KLControl
 
 if TYPE_CHECKING:
     from integration.expressions.algorithm import PresetCall
-    from rollouts.algorithms.products import Kernels
+    from rollouts.models.linear import Kernels
 
 OWN_DATA_TASKS = ("gsm8k", "jsonl")  # tasks that need the user's data
 TASKS = (*SELF_MADE_TASKS, *OWN_DATA_TASKS, "environment")
@@ -164,7 +164,7 @@ def find_kernels(model: ModelSection, *, deterministic: bool = False) -> Kernels
         return model.kernels
     if deterministic:
         return "torch"
-    from rollouts.algorithms.products import choose_kernels
+    from rollouts.models.linear import choose_kernels
     from rollouts.models.loading import find_device_name
 
     return choose_kernels(find_device_name(model.device))

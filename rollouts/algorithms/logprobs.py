@@ -7,13 +7,12 @@ log_probs[:, t] = log p(tokens[:, t] | tokens[:, :t]), 0 without such a predicti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from rollouts.algorithms.products import Kernels, is_worth_onednn, multiply, multiply_transposed
 
 
 def temper(logits: Tensor, temperature: float | Tensor) -> Tensor:
@@ -130,15 +129,23 @@ def shift_packed(tokens: Tensor, cu_seqlens: Tensor) -> PackedShift:
     return PackedShift(predictors=positions - 1, positions=positions, targets=tokens[positions])
 
 
+class Products(NamedTuple):
+    """Functions that compute products with the weight of an output layer instead of torch's own."""
+
+    fit: Callable[[Tensor, Tensor], bool]  # whether they compute rows [R, H], weight [V, H] -> rows @ weight.T, and its gradients
+    multiply: Callable[[Tensor, Tensor], Tensor]  # a [R, K], b [N, K] of any strides -> a @ b.T [R, N]
+    multiply_transposed: Callable[[Tensor, Tensor], Tensor]  # a [R, N], b [R, K] -> a.T @ b [N, K]
+
+
 @dataclass(frozen=True)
 class LogitTransform:
-    """The way from the output layer to logits: the kernels of its product, and the change behind it that some models have,
+    """The way from hidden states to logits: the products with the output layer, and the change behind them that some models have,
     soft_cap * tanh(scale * x / soft_cap).
     """
 
     scale: float = 1.0  # factor of the logits (Cohere, Granite, Falcon-H1)
     soft_cap: float | None = None  # > 0, bound of the logits (Gemma 2); None = no bound
-    kernels: Kernels = "torch"  # of the products in float32 on a CPU with the layer's weight
+    products: Products | None = None  # None = torch's own
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return changed logits. # any shape"""
@@ -255,7 +262,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         head = _cast_once(weight, hidden)
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            fast = _uses_onednn(hidden[rows], head, ctx.transform)
+            own = _find_products(hidden[rows], head, ctx.transform)
             changed = _chunk_logits(hidden[rows], head, bias, ctx.transform)
             logits = _temper(changed, temperatures, rows)
             if changed is logits and ctx.transform is not None and ctx.transform.soft_cap is not None:
@@ -277,15 +284,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias.add_(grad.sum(0))
             if grad_hidden is not None:
-                if fast:
-                    grad_hidden[rows] = multiply(grad, head.t())
+                if own is not None:
+                    grad_hidden[rows] = own.multiply(grad, head.t())
                 elif hidden.dtype == precise:
                     torch.mm(grad, head, out=grad_hidden[rows])
                 else:
                     grad_hidden[rows] = _precise_product(grad.to(head.dtype), head).to(hidden.dtype)
             if grad_weight is not None:
-                if fast:
-                    grad_weight.add_(multiply_transposed(grad, hidden[rows]))
+                if own is not None:
+                    grad_weight.add_(own.multiply_transposed(grad, hidden[rows]))
                 elif hidden.dtype == precise:
                     grad_weight.addmm_(grad.t(), hidden[rows])
                 else:
@@ -308,14 +315,16 @@ def _precise_product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(precise) @ b.to(precise)
 
 
-def _uses_onednn(rows: Tensor, weight: Tensor, transform: LogitTransform | None) -> bool:
-    """Whether oneDNN computes rows @ weight.T and its two gradients, which have as many multiplications."""
-    return transform is not None and transform.kernels == "onednn" and is_worth_onednn(rows, weight)
+def _find_products(rows: Tensor, weight: Tensor, transform: LogitTransform | None) -> Products | None:
+    """Return the transform's products if they compute rows @ weight.T and its gradients; None = torch's own."""
+    products = None if transform is None else transform.products
+    return products if products is not None and products.fit(rows, weight) else None
 
 
 def _chunk_logits(hidden: Tensor, head: Tensor, bias: Tensor | None, transform: LogitTransform | None) -> Tensor:
     """Return the model's logits of one chunk in float32 or better."""
-    logits = multiply(hidden, head) if _uses_onednn(hidden, head, transform) else _precise_product(hidden, head.t())
+    own = _find_products(hidden, head, transform)
+    logits = _precise_product(hidden, head.t()) if own is None else own.multiply(hidden, head)
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
     return logits if transform is None else transform.apply(logits)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, Unpack, cast
 import torch
 
 from rollouts.algorithms.losses import sft_loss
-from rollouts.algorithms.products import Kernels
 from rollouts.backends.lora.adapters import add_adapters, freeze_weights
 from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.optim.optimizers import (
@@ -25,7 +24,7 @@ from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.ranks.distributed import count_launched
 from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_values
 from rollouts.models.heads import open_critic, open_reward_model
-from rollouts.models.linear import use_kernels
+from rollouts.models.linear import Kernels, use_kernels
 from rollouts.models.loading import open_model, parse_dtype
 from rollouts.types import LossFn
 
@@ -53,7 +52,7 @@ def create_pytorch_backend(
 
     Args:
         model: a model, or the path of a Hugging Face directory (its tokenizer is loaded, too, unless one is given).
-        kernels: kernels of linear layers on a CPU, such as products.choose_kernels chooses.
+        kernels: kernels of linear layers on a CPU, such as choose_kernels chooses.
         lora: train adapters on the frozen model instead of its weights; they are added to the model in place.
         lr and the other arguments of AdamW: see optimizers.AdamWArguments.
     """

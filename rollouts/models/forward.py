@@ -26,7 +26,7 @@ from rollouts.algorithms.logprobs import LogitTransform, PackedShift, chunked_lo
 from rollouts.batches import find_context_starts, map_turns
 from rollouts.data.model_limits import ModelLimits
 from rollouts.errors import ConfigError, DataError
-from rollouts.models.linear import OneDNNLinear
+from rollouts.models.linear import ONEDNN, OneDNNLinear
 from rollouts.models.replay import check_replayed, replay_experts, select_routers
 from rollouts.models.routers import LoadRecord, Routers, record_choices
 from rollouts.types import TokenOutputs, TrainBatch
@@ -427,7 +427,7 @@ def compute_log_probs(
         temperatures=temperatures,
         chunk_size=options.chunk_size,
         with_entropy=options.with_entropy,
-        transform=layer.transform if layer.module is None else replace(layer.transform or LogitTransform(), kernels="onednn"),
+        transform=layer.transform if layer.module is None else replace(layer.transform or LogitTransform(), products=ONEDNN),
     )
     return TokenOutputs(
         log_probs=_place(log_probs, packed, shift.positions),

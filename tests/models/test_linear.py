@@ -12,31 +12,40 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import torch
 import trio
 from torch import Tensor
 
-from rollouts.algorithms import products
 from rollouts.algorithms.logprobs import LogitTransform, chunked_log_probs
 from rollouts.algorithms.losses import sft_loss
-from rollouts.algorithms.products import choose_kernels, has_onednn, is_worth_onednn, multiply, multiply_transposed, pack
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.lora.config import LoRAConfig
 from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.engine import InProcessEngine
-from rollouts.models.linear import OneDNNLinear, forget_packed, use_kernels
+from rollouts.models import linear
+from rollouts.models.linear import (
+    ONEDNN,
+    OneDNNLinear,
+    choose_kernels,
+    forget_packed,
+    has_onednn,
+    is_worth_onednn,
+    multiply,
+    multiply_transposed,
+    pack,
+    use_kernels,
+)
 from rollouts.models.prepare import recompute_activations
 from rollouts.testing import create_tiny_model
 from rollouts.types import Sample
-
-needs_onednn = pytest.mark.skipif(not has_onednn(), reason="this torch has no operators of oneDNN for linear layers")
 
 
 @pytest.fixture
 def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let oneDNN compute products of any size."""
-    monkeypatch.setattr(products, "_LEAST_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(linear, "_LEAST_MULTIPLICATIONS", 1)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -44,7 +53,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
-@needs_onednn
+@needs.onednn()
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 1, 1), (7, 33, 5), (64, 16, 130), (200, 130, 16)])
 def test_products_are_those_of_torch(rows: int, inputs: int, outputs: int):
     x, w, g, b = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(rows, outputs), torch.randn(outputs)
@@ -85,9 +94,9 @@ def test_only_large_plain_float32_products_on_a_cpu_are_worth_it():
 )
 def test_auto_is_a_function_of_the_processor(monkeypatch, vendor: str, level: bool, there: bool, device: str, expected: str):
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    monkeypatch.setattr(products, "read_vendor", lambda: vendor)
-    monkeypatch.setattr(products, "_has_avx512", lambda: level)
-    monkeypatch.setattr(products, "has_onednn", lambda: there)
+    monkeypatch.setattr(linear, "read_vendor", lambda: vendor)
+    monkeypatch.setattr(linear, "_has_avx512", lambda: level)
+    monkeypatch.setattr(linear, "has_onednn", lambda: there)
     assert choose_kernels(device) == expected
 
 
@@ -95,21 +104,21 @@ def test_without_the_operators_nothing_changes(monkeypatch: pytest.MonkeyPatch):
     def fail(*call: Any) -> Tensor:
         raise NotImplementedError("no such operator")
 
-    monkeypatch.setattr(products, "multiply", fail)
-    assert not has_onednn.__wrapped__()
-    monkeypatch.setattr("rollouts.models.linear.has_onednn", lambda: False)
+    monkeypatch.setattr(linear, "multiply", fail)
+    assert not has_onednn.__wrapped__()  # pyright: ignore[reportFunctionMemberAccess]
+    monkeypatch.setattr(linear, "has_onednn", lambda: False)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     use_kernels(model, "onednn")
     assert type(model[0]) is torch.nn.Linear
 
 
-@needs_onednn
+@needs.onednn()
 def test_operators_that_compute_something_else_do_not_count(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(products, "multiply", lambda rows, weight: torch.zeros(len(rows), 16))
-    assert not has_onednn.__wrapped__()
+    monkeypatch.setattr(linear, "multiply", lambda rows, weight: torch.zeros(len(rows), 16))
+    assert not has_onednn.__wrapped__()  # pyright: ignore[reportFunctionMemberAccess]
 
 
-@needs_onednn
+@needs.onednn()
 @pytest.mark.usefixtures("small_products")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("frozen", ["nothing", "weight", "inputs"])
@@ -132,7 +141,7 @@ def test_layer_has_the_values_and_gradients_of_torch(bias: bool, frozen: str):
             close(mine.grad, theirs.grad)
 
 
-@needs_onednn
+@needs.onednn()
 @pytest.mark.usefixtures("small_products")
 def test_a_pass_keeps_no_more_than_that_of_torch():
     """A frozen layer below adapters keeps no inputs."""
@@ -144,7 +153,7 @@ def test_a_pass_keeps_no_more_than_that_of_torch():
     assert [tuple(x.shape) for x in kept] == [(40, 24)]
 
 
-@needs_onednn
+@needs.onednn()
 def test_products_in_bfloat16_under_autocast_stay_torchs():
     own = torch.nn.Linear(256, 256)
     ours, x = copy.deepcopy(own), torch.randn(64, 256)
@@ -185,7 +194,7 @@ def update(layer: torch.nn.Linear) -> None:
     optimizer.step()
 
 
-@needs_onednn
+@needs.onednn()
 @pytest.mark.usefixtures("small_products")
 @pytest.mark.parametrize("write", [double, double_in_inference_mode, replace_parameter, assign_data, load, write_through_a_view, update])
 def test_a_packed_weight_is_never_stale(write: Callable[[torch.nn.Linear], None]):
@@ -202,7 +211,7 @@ def test_a_packed_weight_is_never_stale(write: Callable[[torch.nn.Linear], None]
         assert not torch.equal(before, after)
 
 
-@needs_onednn
+@needs.onednn()
 @pytest.mark.usefixtures("small_products")
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_copies_pack_nothing(make: Callable[[Any], Any]):
@@ -216,7 +225,7 @@ def test_copies_pack_nothing(make: Callable[[Any], Any]):
         close(other(x), 2 * layer(x))
 
 
-@needs_onednn
+@needs.onednn()
 @pytest.mark.usefixtures("small_products")
 def test_what_was_packed_can_be_forgotten():
     layer, x = torch.nn.Linear(24, 40, bias=False), torch.randn(9, 24)
@@ -228,7 +237,7 @@ def test_what_was_packed_can_be_forgotten():
         close(layer(x), x @ layer.weight.t())
 
 
-@needs_onednn
+@needs.onednn()
 def test_kernels_of_torch_undo_those_of_onednn():
     layer = torch.nn.Linear(4, 4)
     names = set(vars(layer))
@@ -247,16 +256,16 @@ def test_layers_of_other_classes_are_left_alone():
     assert type(layer) is Own
 
 
-@needs_onednn
+@needs.onednn()
 @pytest.mark.usefixtures("small_products")
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(3.0, 1.5)])
 def test_head_has_the_values_and_gradients_of_torch(transform: LogitTransform):
     generator = torch.Generator().manual_seed(0)
     targets, found = torch.randint(0, 50, (37,), generator=generator), []
     start = (torch.randn(37, 24, generator=generator), torch.randn(50, 24, generator=generator))
-    for kernels in ("torch", "onednn"):
+    for products in (None, ONEDNN):
         hidden, weight = (x.clone().requires_grad_() for x in start)
-        change = LogitTransform(transform.scale, transform.soft_cap, kernels)
+        change = LogitTransform(transform.scale, transform.soft_cap, products)
         log_probs, entropy = chunked_log_probs(hidden, weight, targets, chunk_size=16, with_entropy=True, transform=change)
         assert entropy is not None
         (log_probs.sin().sum() + entropy.sum()).backward()
@@ -292,7 +301,7 @@ def train(kernels: Any, *, steps: int = 3, recomputes: bool = False, rank: int =
     return seen, dict(backend.get_weights().value)
 
 
-@needs_onednn
+@needs.onednn()
 @pytest.mark.usefixtures("small_products")
 @pytest.mark.parametrize("options", [{}, {"recomputes": True}, {"rank": 4}])
 def test_training_has_the_numbers_of_torch_and_the_same_bits_twice(options: dict[str, Any]):
@@ -304,7 +313,7 @@ def test_training_has_the_numbers_of_torch_and_the_same_bits_twice(options: dict
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
-@needs_onednn
+@needs.onednn()
 @pytest.mark.usefixtures("small_products")
 def test_engine_computes_with_the_weights_that_it_was_given_last(tmp_path: Path):
     """Train, sync in memory and from the disk, and compare with transformers each time."""
@@ -337,8 +346,7 @@ def test_engine_computes_with_the_weights_that_it_was_given_last(tmp_path: Path)
     assert any(layer._packed is not None for layer in layers), "products came from packed weights"  # pyright: ignore[reportPrivateUsage]
 
 
-@needs_onednn
-@pytest.mark.skipif(not products.has_fast_bfloat16(), reason="the processor has neither AVX512-BF16 nor AMX")
+@needs.onednn(bfloat16=True)
 def test_packed_weights_in_bfloat16_give_torchs_numbers():
     """Torch calls oneDNN for them, too, and packs at each call."""
     own = torch.nn.Linear(256, 384, bias=False, dtype=torch.bfloat16)

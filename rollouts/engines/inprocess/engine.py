@@ -21,7 +21,6 @@ import trio.testing
 from torch import Tensor
 
 from rollouts.algorithms.logprobs import gather_log_probs
-from rollouts.algorithms.products import Kernels
 from rollouts.data.model_limits import find_context_length
 from rollouts.engines.inprocess.experts import ExpertRecorder, read_rows
 from rollouts.engines.inprocess.native import NativeModel, open_slots
@@ -29,7 +28,7 @@ from rollouts.engines.inprocess.sampling import SamplingRows, UniformStream, sam
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, EngineFeature
 from rollouts.engines.request_checks import check_params, check_tokens
 from rollouts.errors import CheckpointError, ConfigError, EngineContextError, EngineError, EngineRequestError
-from rollouts.models.linear import forget_packed, use_kernels
+from rollouts.models.linear import Kernels, forget_packed, use_kernels
 from rollouts.models.prepare import inspect_routers
 from rollouts.models.weights import check_weights_fit, copy_weights, read_weights
 from rollouts.seeds import derive_seed
