@@ -5,8 +5,8 @@ above them stay as they are, so state dicts, optimizers, exports and code that r
 class keep their own products.
 
 MKL picks its slower kernels on processors of other makers than Intel. On an AMD processor with AVX-512 products by oneDNN take 0.3 to 0.6
-of MKL's time in float32, and differ in the last bits: sums are formed in another order. Products of fewer
-than 2^20 multiplications stay with torch, as a call of oneDNN costs 10 microseconds.
+of MKL's time in float32, and differ in the last bits: sums are formed in another order. Products of fewer than 2^21 multiplications stay with
+torch: a call of oneDNN costs 10 microseconds, and at 2^20 both take as long.
 
 The kernel of a product is a function of its shapes, and the numbers are a function of the machine, its number of threads and the choice of
 kernels: no measurement is made, as one could end differently in a run that is resumed. choose_kernels decides by the processor.
@@ -27,7 +27,7 @@ from rollouts.algorithms.logprobs import Products
 Kernels = Literal["torch", "onednn"]
 """Kernels of linear layers on a CPU: torch's own, or oneDNN's where they are there and the product is large enough."""
 
-_LEAST_MULTIPLICATIONS = 2**20
+_LEAST_MULTIPLICATIONS = 2**21
 _ROWS_OF_PACKING = 64  # rows that the layout of a packed weight is made for; it is right for any number
 
 
@@ -144,6 +144,8 @@ class OneDNNLinear(torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Compute x W^T + b. input: # [..., in]; returns # [..., out]"""
         weight, bias = self.weight, self.bias
+        if input.numel() * self.out_features < _LEAST_MULTIPLICATIONS and weight.dtype == torch.float32:  # most calls of a small model
+            return torch.nn.functional.linear(input, weight, bias)
         packs = self.packs_weight and not torch.is_grad_enabled() and not weight.is_inference()  # whose writes are not counted
         dtype = torch.bfloat16 if packs and weight.dtype == torch.bfloat16 and has_fast_bfloat16() else torch.float32
         if not is_worth_onednn(input, weight, dtype=dtype):

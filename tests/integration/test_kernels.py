@@ -9,10 +9,9 @@ import pytest
 
 from integration.parts.models import fix_hardware
 from integration.run.directory import prepare_directory
-from integration.settings.command_line import parse_command_line
+from integration.settings.command_line import CONFIG_FILE, parse_command_line
 from integration.settings.config import Config, find_kernels
 from integration.settings.sections import ModelSection
-from rollouts.config_files import CONFIG_FILE
 from rollouts.errors import ConfigError
 from rollouts.models import linear
 

@@ -65,7 +65,7 @@ def test_products_are_those_of_torch(rows: int, inputs: int, outputs: int):
 
 
 def test_only_large_plain_float32_products_on_a_cpu_are_worth_it():
-    rows, weight = torch.zeros(2**10, 32), torch.zeros(32, 32)
+    rows, weight = torch.zeros(2**11, 32), torch.zeros(32, 32)
     assert is_worth_onednn(rows, weight)
     assert not is_worth_onednn(rows[:-1], weight), "one multiplication too few"
     assert not is_worth_onednn(rows.double(), weight.double())
