@@ -5,8 +5,8 @@ above them stay as they are, so state dicts, optimizers, exports and code that r
 class keep their own products.
 
 MKL picks its slower kernels on processors of other makers than Intel. On an AMD processor with AVX-512 products by oneDNN take 0.3 to 0.6
-of MKL's time in float32, and differ in the last bits: sums are formed in another order. Products of fewer than 2^21 multiplications stay with
-torch: a call of oneDNN costs 10 microseconds, and at 2^20 both take as long.
+of MKL's time in float32, and differ in the last bits: sums are formed in another order. Products of fewer than 2^21 multiplications stay
+with torch: a call of oneDNN costs 10 microseconds, and at 2^20 both take as long.
 
 The kernel of a product is a function of its shapes, and the numbers are a function of the machine, its number of threads and the choice of
 kernels: no measurement is made, as one could end differently in a run that is resumed. choose_kernels decides by the processor.
