@@ -1,8 +1,9 @@
 """Benchmark generation: tokens per second of the embedded engine and of model.generate on the same prompts with ragged ends.
 
-    python -m benchmarks.generate_throughput [--size S|M] [--prompts 64] [--samples 8] [--repeats 3] [--threads 1] [--output FILE.json]
+    python -m benchmarks.generate_throughput [--size S|M|L] [--prompts 64] [--samples 8] [--repeats 3] [--threads 1] [--output FILE.json]
 
-Each sample has its own length, as responses have; model.generate runs until the longest of a batch is done.
+Each sample has its own length, as responses have; model.generate runs until the longest of a batch is done. The engine takes turns with
+kernels of torch and, where they are there, of oneDNN, in float32 and in bfloat16; the command's choice for this machine is printed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import trio
 
 from benchmarks.measure import MODEL_SIZES, compare, create_model, print_table, write_json
 from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.models.linear import choose_kernels, has_fast_bfloat16, has_onednn
 from rollouts.types import SamplingParams
 
 LONGEST = 128
@@ -81,14 +83,17 @@ def main() -> None:
     print(f"size {arguments.size}: {len(prompts)} prompts x {arguments.samples} samples, {sum(lengths)} tokens, longest {max(lengths)}")
     plain = create_model(arguments.size).eval()
     plain.generation_config.eos_token_id = plain.config.eos_token_id = None
-    engine = InProcessEngine(create_model(arguments.size), eos_token_ids=(), max_slots=len(lengths))
-    table = compare(
-        {
-            "model.generate": partial(run_generate, plain, prompts, lengths, arguments.samples),
-            "rollouts": partial(trio.run, run_engine, engine, prompts, lengths, arguments.samples),
-        },
-        arguments.repeats,
-    )
+    options = {"eos_token_ids": (), "max_slots": len(lengths)}
+    engines = {"rollouts, torch": InProcessEngine(create_model(arguments.size), **options)}
+    if has_onednn():
+        engines["rollouts, onednn"] = InProcessEngine(create_model(arguments.size), kernels="onednn", **options)
+    if has_fast_bfloat16():
+        half = create_model(arguments.size).to(torch.bfloat16)
+        engines["rollouts, onednn, bfloat16"] = InProcessEngine(half, kernels="onednn", **options)
+    contenders = {"model.generate": partial(run_generate, plain, prompts, lengths, arguments.samples)}
+    contenders |= {name: partial(trio.run, run_engine, e, prompts, lengths, arguments.samples) for name, e in engines.items()}
+    print(f"kernels of the command on this machine: {choose_kernels('cpu')}")
+    table = compare(contenders, arguments.repeats)
     print_table("tokens per second", table)
     write_json(arguments.output, {"size": arguments.size, "tokens": sum(lengths), "table": table})
 

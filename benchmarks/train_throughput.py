@@ -1,9 +1,10 @@
 """Benchmark training: tokens per second and peak memory against a plain padded Hugging Face loop on the same model and ragged rows.
 
+The backend takes turns with kernels of torch and, where they are there, of oneDNN; the command's choice for this machine is printed.
 A second table compares a micro-batch of 32 rows of one length with 32 rows of distinct lengths that have as many tokens. A third compares
 groups of 8 whose shared prompt is computed once with the same rows by themselves, over lengths of prompts and responses.
 
-    python -m benchmarks.train_throughput [--size S|M] [--repeats 5] [--threads 1] [--output FILE.json]
+    python -m benchmarks.train_throughput [--size S|M|L] [--rows 64] [--repeats 5] [--threads 1] [--output FILE.json]
 
 Padding does not count as tokens. Memory is measured in a process of its own for each contender.
 """
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.data.collate import collate_samples
 from rollouts.models.forward import pack_batch
+from rollouts.models.linear import Kernels, choose_kernels, has_onednn
 from rollouts.types import Sample, TrainBatch
 
 RAGGED = np.clip(np.random.default_rng(0).lognormal(4.2, 0.8, 64).astype(int), 4, 400)
@@ -95,9 +98,9 @@ def padded_loop(size: str, batch: TrainBatch) -> Callable[[], int]:
     return step
 
 
-def packed_backend(size: str, batch: TrainBatch) -> Callable[[], int]:
+def packed_backend(size: str, batch: TrainBatch, kernels: Kernels) -> Callable[[], int]:
     """Make the same step with the PyTorch backend."""
-    backend = create_pytorch_backend(create_model(size), lr=1e-4)
+    backend = create_pytorch_backend(create_model(size), lr=1e-4, kernels=kernels)
 
     def step() -> int:
         backend.forward_backward(batch, sft_loss)
@@ -109,7 +112,7 @@ def packed_backend(size: str, batch: TrainBatch) -> Callable[[], int]:
 
 def passes(size: str, batch: TrainBatch) -> Callable[[], int]:
     """Make a forward and backward pass over one micro-batch."""
-    backend = create_pytorch_backend(create_model(size), lr=1e-4)
+    backend = create_pytorch_backend(create_model(size), lr=1e-4, kernels=choose_kernels("cpu"))
 
     def step() -> int:
         backend.forward_backward(batch, sft_loss)
@@ -118,7 +121,12 @@ def passes(size: str, batch: TrainBatch) -> Callable[[], int]:
     return step
 
 
-CONTENDERS = {"padded Hugging Face loop": padded_loop, "rollouts": packed_backend}
+CONTENDERS: dict[str, Callable[[str, TrainBatch], Callable[[], int]]] = {
+    "padded Hugging Face loop": padded_loop,
+    "rollouts, torch": partial(packed_backend, kernels="torch"),
+}
+if has_onednn():
+    CONTENDERS["rollouts, onednn"] = partial(packed_backend, kernels="onednn")
 
 
 def measure_in_process_of_its_own(*arguments: str) -> float:
@@ -131,13 +139,14 @@ def main() -> None:
     """Parse arguments, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=sorted(MODEL_SIZES), default="S")
+    parser.add_argument("--rows", type=int, default=len(RAGGED), help="rows of the batch, at most 64")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    batch = create_rows(arguments.size, RAGGED)
+    batch = create_rows(arguments.size, RAGGED[: arguments.rows])
     if arguments.memory_of:
         before = memory_mb("VmRSS")
         step = CONTENDERS[arguments.memory_of](arguments.size, batch)
@@ -147,6 +156,7 @@ def main() -> None:
         return
     pads = 1 - float(batch.lengths.sum()) / batch.tokens.numel()
     print(f"size {arguments.size}: {batch.num_rows} rows, {int(batch.lengths.sum())} tokens, {pads:.0%} of a padded batch is pads")
+    print(f"kernels of the command on this machine: {choose_kernels('cpu')}")
     speed = compare({name: create(arguments.size, batch) for name, create in CONTENDERS.items()}, arguments.repeats)
     print_table("tokens per second", speed)
     equal = create_rows(arguments.size, np.full(len(DISTINCT), DISTINCT.sum() // len(DISTINCT)))
@@ -158,7 +168,7 @@ def main() -> None:
     print_table(
         "groups of 8, prompt:response: share of tokens computed, and speed of a forward and backward pass to that of single rows", shared
     )
-    names = ["--size", arguments.size, "--threads", str(arguments.threads), "--memory-of"]
+    names = ["--size", arguments.size, "--rows", str(arguments.rows), "--threads", str(arguments.threads), "--memory-of"]
     memory = {name: {"peak_extra_mb": measure_in_process_of_its_own(*names, name)} for name in CONTENDERS}
     print_table("memory of two steps", memory)
     write_json(arguments.output, {"size": arguments.size, "speed": speed, "lengths": lengths, "shared": shared, "memory": memory})

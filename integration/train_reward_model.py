@@ -27,7 +27,7 @@ from integration.run.exit_status import EXIT_STOPPED, run_command
 from integration.run.signal_watch import watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, create_task, find_checkpoint, finished_checkpoint, read_step
 from integration.settings.command_line import MODEL_DIRECTORY, parse_flags, read_base
-from integration.settings.config import Config, create_output_dir
+from integration.settings.config import Config, create_output_dir, find_kernels
 from integration.settings.reward_model import RewardModelConfig
 from integration.tasks.preference_pairs import create_task_pairs
 from rollouts.backends.factory import create_reward_model_backend
@@ -136,6 +136,7 @@ async def run_reward_model(
         total_steps=config.training.num_steps,
         device=parse_device(config.model.device),
         compute_dtype=config.backend.precision(config.model.device),
+        kernels=find_kernels(config.model),
         **vars(config.training.optimizer),
     )
     if config.backend.gradient_checkpointing:

@@ -48,6 +48,11 @@ class ModelSizes:
         """Parameters of the output layer."""
         return self.vocab_size * self.hidden_size
 
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of all linear layers, the output layer with them, also where it shares those of the embedding."""
+        return self.head_parameters + sum(inputs * outputs for _, inputs, outputs in self.linear_layers)
+
 
 def read_sizes(model_config: Any, *, trust_remote_code: bool = False) -> ModelSizes:
     """Return the sizes of the model of a Hugging Face configuration, without allocating weights.

@@ -86,6 +86,7 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
         gpu=device.index or 0,
         ranks_per_node=config.hardware.ranks_per_node,
         row_tokens=stage_row_tokens(config, stage),
+        engine_packs=config.kernels == "onednn",
         engine_width=4 if config.engine.precision(config.model.device) == "float32" else 2,
     )
     if stage == "sft":  # an embedded engine evaluates, whatever engine generates in the RL stage

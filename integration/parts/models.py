@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from integration.settings.config import Config, context_tokens, create_model_config
+from integration.settings.config import Config, context_tokens, create_model_config, find_kernels
 from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections import BackendSection
 from rollouts.backends.factory import create_backend_with_scheduler, create_critic_backend, create_reference_backend
@@ -108,7 +108,8 @@ def create_backend(
     if config.backend.gradient_checkpointing:
         recompute_activations(model)
     set_master_dtype(config.backend, model)
-    return create_backend_with_scheduler(model, device=device, lora=config.lora.create(config.seed), **arguments)
+    arguments |= {"kernels": config.kernels, "lora": config.lora.create(config.seed)}
+    return create_backend_with_scheduler(model, device=device, **arguments)
 
 
 def set_master_dtype(section: BackendSection, model: PreTrainedModel) -> None:
@@ -117,8 +118,11 @@ def set_master_dtype(section: BackendSection, model: PreTrainedModel) -> None:
 
 
 def fix_hardware(config: AnyConfig) -> AnyConfig:
-    """Replace auto, in model.device and backend.compute_dtype, by the choices for this machine: a resumed run must have the same."""
-    model, backend = config.model, config.backend
+    """Replace auto, in model.device, model.kernels and backend.compute_dtype, by the choices for this machine: a resumed run must have the
+    same.
+    """
+    kernels = find_kernels(config.model, deterministic=isinstance(config, Config) and config.deterministic)
+    model, backend = replace(config.model, kernels=kernels), config.backend
     fixed = replace(backend, compute_dtype=cast("Any", backend.precision(model.device)))
     return replace(config, model=replace(model, device=find_device_name(model.device)), backend=fixed)
 
@@ -261,7 +265,8 @@ def create_companions(
         path = config.reference.path
         model = copy_without_adapters(policy) if path is None else load_hf_model(path, trust_remote_code=config.model.trust_remote_code)
         own = config.reference.dtype
-        reference = create_reference_backend(model, device=device, compute_dtype=dtype, dtype=own, tokenizer=tokenizer)
+        kernels = config.kernels
+        reference = create_reference_backend(model, device=device, compute_dtype=dtype, kernels=kernels, dtype=own, tokenizer=tokenizer)
     if "values" in algorithm.requires:
         path = config.critic.path
         load = partial(load_critic_model, seed=config.seed, trust_remote_code=config.model.trust_remote_code)
@@ -273,6 +278,7 @@ def create_companions(
             total_steps=critic_steps,
             device=device,
             compute_dtype=dtype,
+            kernels=config.kernels,
             tokenizer=tokenizer,
             **vars(config.critic.optimizer),
         )

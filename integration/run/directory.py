@@ -126,7 +126,7 @@ def prepare_directory(
     changed = [
         f"{name}: {before!r} -> {after!r}"
         for name, (before, after) in sorted(compare_settings(saved, to_dict(config)).items())
-        if not name.startswith(may_change)
+        if not name.startswith(may_change) and (name, before) != ("model.kernels", "auto")  # recorded before there was a choice
     ]
     if changed:
         raise ConfigError(

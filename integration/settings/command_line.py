@@ -263,8 +263,14 @@ def read_base(argv: Sequence[str], default: C) -> C:
                 f"{directory} has no {CONFIG_FILE}: it is not the directory of a run, so there is nothing to resume; leave --resume out to "
                 "start a run there"
             )
-        return load_config(type(default), saved) if path is None else read_config_file(Path(path), default)
+        return read_saved(type(default), saved) if path is None else read_config_file(Path(path), default)
     return default if path is None else read_config_file(Path(path), default)
+
+
+def read_saved(kind: type[C], path: Path) -> C:
+    """Read the config.json of a run. A version of this library before model.kernels recorded none: its runs go on with torch's."""
+    config: Any = load_config(kind, path)
+    return replace(config, model=replace(config.model, kernels="torch")) if config.model.kernels == "auto" else config
 
 
 def value_of(argv: Sequence[str], flag: str) -> str | None:

@@ -57,6 +57,7 @@ from rollouts.types import Algorithm, KLControl
 
 if TYPE_CHECKING:
     from integration.expressions.algorithm import PresetCall
+    from rollouts.models.linear import Kernels
 
 OWN_DATA_TASKS = ("gsm8k", "jsonl")  # tasks that need the user's data
 TASKS = (*SELF_MADE_TASKS, *OWN_DATA_TASKS, "environment")
@@ -76,6 +77,8 @@ class Config:
     # loggers of metrics besides metrics.jsonl and the display: wandb(project='mine'), jsonl('copy.jsonl'), or module:function
     loggers: tuple[str, ...] = ()
     num_threads: int | None = None  # CPU threads of torch; None = torch's default
+    # compute the same bits on a CPU whatever its maker: model.kernels auto means torch, as in versions without that setting
+    deterministic: bool = False
     enable_segment_wise_ppo: bool = False  # compute a proximal policy for each token of asynchronous rollouts; wraps the algorithm
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
@@ -105,6 +108,8 @@ class Config:
             raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")
         check_setting(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1, or None")
         check_not_negative(self, "seed")
+        good = not self.deterministic or self.model.kernels != "onednn"
+        check_setting(good, "model.kernels", self.model.kernels, "auto or torch with --deterministic")
         if self.loggers:
             from integration.expressions.loggers import parse_loggers
 
@@ -133,6 +138,11 @@ class Config:
         check_mistakes(self)
 
     @cached_property
+    def kernels(self) -> Kernels:
+        """Kernels of linear layers on model.device: model.kernels, with auto resolved for this machine."""
+        return find_kernels(self.model, deterministic=self.deterministic)
+
+    @cached_property
     def asynchronous(self) -> AsyncConfig:
         """rl.asynchronous under the switch enable_segment_wise_ppo."""
         return resolve_async_config(self.rl.asynchronous, segment_wise=self.enable_segment_wise_ppo)
@@ -149,6 +159,18 @@ class Config:
         Raises: ConfigError if it cannot be created, or trained with these settings.
         """
         return create_rl_algorithm(self, response_tokens(self))
+
+
+def find_kernels(model: ModelSection, *, deterministic: bool = False) -> Kernels:
+    """Return the kernels of linear layers on a model's device, with auto resolved for this machine."""
+    if model.kernels != "auto":
+        return model.kernels
+    if deterministic:
+        return "torch"
+    from rollouts.models.linear import choose_kernels
+    from rollouts.models.loading import find_device_name
+
+    return choose_kernels(find_device_name(model.device))
 
 
 def create_rl_algorithm(config: Config, max_tokens: int) -> Algorithm:

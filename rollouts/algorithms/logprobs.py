@@ -7,6 +7,7 @@ log_probs[:, t] = log p(tokens[:, t] | tokens[:, :t]), 0 without such a predicti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -137,12 +138,23 @@ def shift_packed(tokens: Tensor, cu_seqlens: Tensor, before: Tensor | None = Non
     return PackedShift(predictors=predictors[positions], positions=positions, targets=tokens[positions])
 
 
+class Products(NamedTuple):
+    """Functions that compute products with the weight of an output layer instead of torch's own."""
+
+    fit: Callable[[Tensor, Tensor], bool]  # whether they compute rows [R, H], weight [V, H] -> rows @ weight.T, and its gradients
+    multiply: Callable[[Tensor, Tensor], Tensor]  # a [R, K], b [N, K] of any strides -> a @ b.T [R, N]
+    multiply_transposed: Callable[[Tensor, Tensor], Tensor]  # a [R, N], b [R, K] -> a.T @ b [N, K]
+
+
 @dataclass(frozen=True)
 class LogitTransform:
-    """The change of logits behind the output layer that some models have: soft_cap * tanh(scale * x / soft_cap)."""
+    """The way from hidden states to logits: the products with the output layer, and the change behind them that some models have,
+    soft_cap * tanh(scale * x / soft_cap).
+    """
 
     scale: float = 1.0  # factor of the logits (Cohere, Granite, Falcon-H1)
     soft_cap: float | None = None  # > 0, bound of the logits (Gemma 2); None = no bound
+    products: Products | None = None  # None = torch's own
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return changed logits. # any shape"""
@@ -159,7 +171,7 @@ class LogitTransform:
         if self.soft_cap is not None:
             assert changed is not None, "the slope of a soft cap depends on the logits"
             grad.mul_(1 - (changed / self.soft_cap).square())
-        return grad.mul_(self.scale)
+        return grad if self.scale == 1.0 else grad.mul_(self.scale)
 
 
 def choose_chunk_size(vocab_size: int, device_type: str) -> int:
@@ -259,6 +271,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         head = _cast_once(weight, hidden)
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
+            own = _find_products(hidden[rows], head, ctx.transform)
             changed = _chunk_logits(hidden[rows], head, bias, ctx.transform)
             logits = _temper(changed, temperatures, rows)
             if changed is logits and ctx.transform is not None and ctx.transform.soft_cap is not None:
@@ -280,12 +293,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias.add_(grad.sum(0))
             if grad_hidden is not None:
-                if hidden.dtype == precise:
+                if own is not None:
+                    grad_hidden[rows] = own.multiply(grad, head.t())
+                elif hidden.dtype == precise:
                     torch.mm(grad, head, out=grad_hidden[rows])
                 else:
                     grad_hidden[rows] = _precise_product(grad.to(head.dtype), head).to(hidden.dtype)
             if grad_weight is not None:
-                if hidden.dtype == precise:
+                if own is not None:
+                    grad_weight.add_(own.multiply_transposed(grad, hidden[rows]))
+                elif hidden.dtype == precise:
                     grad_weight.addmm_(grad.t(), hidden[rows])
                 else:
                     grad_weight.add_(_precise_product(grad.to(head.dtype).t(), hidden[rows].to(head.dtype)))
@@ -307,9 +324,16 @@ def _precise_product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(precise) @ b.to(precise)
 
 
+def _find_products(rows: Tensor, weight: Tensor, transform: LogitTransform | None) -> Products | None:
+    """Return the transform's products if they compute rows @ weight.T and its gradients; None = torch's own."""
+    products = None if transform is None else transform.products
+    return products if products is not None and products.fit(rows, weight) else None
+
+
 def _chunk_logits(hidden: Tensor, head: Tensor, bias: Tensor | None, transform: LogitTransform | None) -> Tensor:
     """Return the model's logits of one chunk in float32 or better."""
-    logits = _precise_product(hidden, head.t())
+    own = _find_products(hidden, head, transform)
+    logits = _precise_product(hidden, head.t()) if own is None else own.multiply(hidden, head)
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
     return logits if transform is None else transform.apply(logits)

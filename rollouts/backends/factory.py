@@ -24,6 +24,7 @@ from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.ranks.distributed import count_launched
 from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_values
 from rollouts.models.heads import open_critic, open_reward_model
+from rollouts.models.linear import Kernels, use_kernels
 from rollouts.models.loading import open_model, parse_dtype
 from rollouts.types import LossFn
 
@@ -42,6 +43,7 @@ def create_pytorch_backend(
     *,
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
+    kernels: Kernels = "torch",
     tokenizer: PreTrainedTokenizerBase | None = None,
     lora: LoRAConfig | None = None,
     **adamw: Unpack[AdamWArguments],
@@ -50,12 +52,15 @@ def create_pytorch_backend(
 
     Args:
         model: a model, or the path of a Hugging Face directory (its tokenizer is loaded, too, unless one is given).
+        kernels: kernels of linear layers on a CPU, such as choose_kernels chooses.
         lora: train adapters on the frozen model instead of its weights; they are added to the model in place.
         lr and the other arguments of AdamW: see optimizers.AdamWArguments.
     """
     rule = create_rule(**adamw)
     model, tokenizer = open_model(model, tokenizer)
-    return assemble_backend(model, rule, device, compute_dtype, tokenizer, lora=lora, scheduled=False)
+    backend = assemble_backend(model, rule, device, compute_dtype, tokenizer, lora=lora, scheduled=False)
+    use_kernels(backend.model, kernels)
+    return backend
 
 
 @takes(EndingAdamWArguments, schedule="cosine")
@@ -64,6 +69,7 @@ def create_backend_with_scheduler(
     *,
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
+    kernels: Kernels = "torch",
     tokenizer: PreTrainedTokenizerBase | None = None,
     lora: LoRAConfig | None = None,
     **adamw: Unpack[EndingAdamWArguments],
@@ -74,7 +80,9 @@ def create_backend_with_scheduler(
     adamw.setdefault("schedule", "cosine")
     rule = create_rule(**adamw)
     model, tokenizer = open_model(model, tokenizer)
-    return assemble_backend(model, rule, device, compute_dtype, tokenizer, lora=lora)
+    backend = assemble_backend(model, rule, device, compute_dtype, tokenizer, lora=lora)
+    use_kernels(backend.model, kernels)
+    return backend
 
 
 @takes(ScheduledAdamWArguments)
@@ -85,6 +93,7 @@ def create_critic_backend(
     head_std: float | None = None,
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
+    kernels: Kernels = "torch",
     tokenizer: PreTrainedTokenizerBase | None = None,
     **adamw: Unpack[ScheduledAdamWArguments],
 ) -> PyTorchTrainingBackend:
@@ -94,12 +103,15 @@ def create_critic_backend(
         model: a directory of a causal language model (its backbone with a fresh head) or of a saved critic (as it is), or such a model. A
             language model is copied, so the policy may be made from the same object.
         seed, head_std: initialization of a fresh head, see init_value_head.
+        kernels: as in create_pytorch_backend.
         tokenizer: None with a directory = the directory's own.
         lr and the other arguments of AdamW and its schedule: see optimizers.ScheduledAdamWArguments; steps are the critic's.
     """
     rule = create_rule(**adamw)
     model, tokenizer = open_critic(model, tokenizer, seed=seed, head_std=head_std)
-    return assemble_backend(model, rule, device, compute_dtype, tokenizer, compute_outputs=compute_values)
+    backend = assemble_backend(model, rule, device, compute_dtype, tokenizer, compute_outputs=compute_values)
+    use_kernels(backend.model, kernels)
+    return backend
 
 
 @takes(ScheduledAdamWArguments)
@@ -110,6 +122,7 @@ def create_reward_model_backend(
     head_std: float | None = None,
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
+    kernels: Kernels = "torch",
     tokenizer: PreTrainedTokenizerBase | None = None,
     **adamw: Unpack[ScheduledAdamWArguments],
 ) -> PyTorchTrainingBackend:
@@ -124,7 +137,9 @@ def create_reward_model_backend(
     """
     rule = create_rule(**adamw)
     model, tokenizer = open_reward_model(model, tokenizer, seed=seed, head_std=head_std)
-    return assemble_backend(model, rule, device, compute_dtype, tokenizer, compute_outputs=compute_scores)
+    backend = assemble_backend(model, rule, device, compute_dtype, tokenizer, compute_outputs=compute_scores)
+    use_kernels(backend.model, kernels)
+    return backend
 
 
 def create_reference_backend(
@@ -132,6 +147,7 @@ def create_reference_backend(
     *,
     device: str | torch.device = "cpu",
     compute_dtype: str | torch.dtype = "float32",
+    kernels: Kernels = "torch",
     dtype: Literal["float32", "bfloat16"] = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PyTorchTrainingBackend:
@@ -139,10 +155,12 @@ def create_reference_backend(
 
     Args:
         model: a directory (its tokenizer is loaded, too, unless one is given) or a model. The model is frozen: pass a copy of a policy.
+        kernels: as in create_pytorch_backend.
         dtype: dtype of its weights; bfloat16 takes half the memory and needs compute_dtype bfloat16.
     """
     model, tokenizer = open_model(model, tokenizer)
     freeze_weights(model, dtype)
+    use_kernels(cast("torch.nn.Module", model), kernels)
     model = cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))
     optimizer = create_idle_optimizer(cast("torch.nn.Module", model))
     return PyTorchTrainingBackend(model, optimizer, device=device, compute_dtype=parse_dtype(compute_dtype), tokenizer=tokenizer)

@@ -28,6 +28,7 @@ from rollouts.algorithms.logprobs import LogitTransform, PackedShift, chunked_lo
 from rollouts.batches import SharedPrompts, find_context_starts, find_shared_prompts, map_turns
 from rollouts.data.model_limits import ModelLimits
 from rollouts.errors import ConfigError, DataError
+from rollouts.models.linear import ONEDNN, OneDNNLinear
 from rollouts.models.replay import check_replayed, replay_experts, select_routers
 from rollouts.models.routers import LoadRecord, Routers, record_choices
 from rollouts.types import TokenOutputs, TrainBatch
@@ -575,7 +576,7 @@ def compute_log_probs(
         temperatures=temperatures,
         chunk_size=options.chunk_size,
         with_entropy=options.with_entropy,
-        transform=layer.transform,
+        transform=layer.transform if layer.module is None else replace(layer.transform or LogitTransform(), products=ONEDNN),
     )
     return TokenOutputs(
         log_probs=_place(log_probs, packed, shift.positions),
@@ -647,10 +648,11 @@ class OutputLayer:
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     transform: LogitTransform | None  # None = no change
+    module: OneDNNLinear | None = None  # the layer itself, where it has products of its own
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [..., V] from hidden states [..., H], in float32 if they are changed."""
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias) if self.module is None else self.module(hidden)
         return logits if self.transform is None else self.transform.apply(logits.float())
 
 
@@ -675,9 +677,10 @@ def get_output_layer(model: PreTrainedModel) -> OutputLayer:
     transform = LogitTransform(scale, soft_cap)
     weight, bias = cast("tuple[Tensor, Tensor | None]", (head.weight, head.bias))
     size = getattr(config, "unpadded_vocab_size", None)  # Inkling drops the logits of rows that only pad the matrix
+    module = head if isinstance(head, OneDNNLinear) else None
     if size is not None and size < head.out_features:
-        weight, bias = weight[:size], None if bias is None else bias[:size]
-    return OutputLayer(weight, bias, None if transform == LogitTransform() else transform)
+        weight, bias, module = weight[:size], None if bias is None else bias[:size], None
+    return OutputLayer(weight, bias, None if transform == LogitTransform() else transform, module)
 
 
 def get_value_head(model: PreTrainedModel) -> torch.nn.Linear:

@@ -33,7 +33,7 @@ from integration.dry_run.memory import (
     unsharded_bytes,
     working_bytes,
 )
-from integration.dry_run.sizes import AdapterSizes, ModelSizes, read_adapter_sizes, read_sizes
+from integration.dry_run.sizes import AdapterSizes, ModelSizes, create_empty_model, read_adapter_sizes, read_sizes
 from integration.dry_run.text import describe_budget, find_memory, format_bytes, read_workload
 from integration.dry_run.traffic import Links, count_microbatches, pass_traffic, rows_traffic, sync_traffic
 from integration.settings.config import Config, create_model_config
@@ -492,6 +492,10 @@ def test_rank_0_has_the_engine_and_every_rank_its_shard(sizes: ModelSizes):
     assert needed_bytes(replace(work, device="cpu")) > 4 * others.total()
     served = plan_roles(replace(work, embedded_slots=0, num_servers=2, server_ranks=2, engine_width=2))[-1]
     assert (served.count, served.parts[0].size) == (4, TOTAL)  # two bytes, over two GPUs
+    packed = {part.name: part.size for part in plan_roles(replace(work, engine_packs=True))[0].parts}
+    assert packed["engine: packed weights"] == 4 * sizes.linear_parameters
+    linear = sum(m.weight.numel() for m in create_empty_model(make_config()).modules() if isinstance(m, torch.nn.Linear))
+    assert sizes.linear_parameters == linear, "the output layer with them, also where it is tied"
     halved = {part.name: part.size for part in plan_roles(replace(work, engine_width=2))[0].parts if part.name.startswith("engine: ")}
     assert halved == {name: size / 2 for name, size in extra.items() if name.startswith("engine: ")}
     sent = plan_roles(replace(work, embedded_slots=0, num_servers=2, bucket_bytes=100))

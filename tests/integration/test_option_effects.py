@@ -137,7 +137,7 @@ OTHER: dict[str, Any] = {  # a further value of an option, where none can be tho
     "environment.state_key": "rollouts.algorithms.anchors:hash_observation", "environment.similarity": 0.5,
     "loggers": ("jsonl('copy.jsonl')",),
     "rl.segment_scores": "engines", "lora.base_dtype": "bfloat16", "backend.master_dtype": "bfloat16", "reference.dtype": "bfloat16",
-    "sft.router_balance_coef": 0.1, "rl.router_balance_coef": 0.1,
+    "model.kernels": "torch", "sft.router_balance_coef": 0.1, "rl.router_balance_coef": 0.1,
     "data.mixture": ("DIR/heldout.jsonl(repeat=2)",),
 }  # fmt: skip
 for section in ("sft.optimizer", "rl.optimizer", "critic.optimizer"):
@@ -155,6 +155,8 @@ READ_BY = {  # options of which `observe` sees nothing: the file of integration/
     "backend.gradient_checkpointing": ("parts/models.py", "if config.backend.gradient_checkpointing:"),
     "backend.master_dtype": ("parts/models.py", "set_master_dtype(config.backend, model)"),
     "reference.dtype": ("parts/models.py", "own = config.reference.dtype"),
+    "model.kernels": ("parts/models.py", '"kernels": config.kernels'),
+    "deterministic": ("parts/models.py", '"kernels": config.kernels'),
     "engine.dtype": ("parts/engines.py", "own.to(getattr(torch, engine.precision(config.model.device)))"),
     "engine.gpus": ("parts/engines.py", "gpus = section.gpus"),
     "engine.weight_sync_mib": ("parts/engines.py", '"bucket_bytes": section.weight_sync_mib * MIB'),

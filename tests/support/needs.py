@@ -106,6 +106,19 @@ def gpu() -> pytest.MarkDecorator:
 
 
 @functools.cache
+def onednn(*, bfloat16: bool = False) -> pytest.MarkDecorator:
+    """Operators of oneDNN for linear layers, as builds of torch for x86 have them; with bfloat16, instructions for that."""
+    import platform
+
+    import torch
+
+    there = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    what = "a processor with AVX512-BF16 or AMX" if bfloat16 else "a torch with oneDNN on x86"
+    return _need(there and (fast or not bfloat16), what, "run them on such a machine")
+
+
+@functools.cache
 def cuda(num_gpus: int = 1) -> pytest.MarkDecorator:
     """GPUs that nothing can stand in for."""
     import torch

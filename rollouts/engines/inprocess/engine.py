@@ -28,6 +28,7 @@ from rollouts.engines.inprocess.sampling import SamplingRows, UniformStream, sam
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, EngineFeature
 from rollouts.engines.request_checks import check_params, check_tokens
 from rollouts.errors import CheckpointError, ConfigError, EngineContextError, EngineError, EngineRequestError
+from rollouts.models.linear import Kernels, forget_packed, use_kernels
 from rollouts.models.prepare import inspect_routers
 from rollouts.models.weights import check_weights_fit, copy_weights, read_weights
 from rollouts.seeds import derive_seed
@@ -93,6 +94,7 @@ class InProcessEngine:
         kv_cache_on_update: Literal["recompute", "keep"] = "recompute",
         prefix_cache_tokens: int = 16384,
         record_experts: bool = False,
+        kernels: Kernels = "torch",
         name: str = "in-process engine",
     ) -> None:
         """
@@ -106,12 +108,14 @@ class InProcessEngine:
             kv_cache_on_update: treatment of keys and values of running sequences when weights change.
             prefix_cache_tokens: prompt tokens kept for requests with the same prompt that are admitted later.
             record_experts: completions have the experts that the routers of a mixture of experts chose, for their replay in training.
+            kernels: kernels of linear layers on a CPU, such as choose_kernels chooses; "onednn" keeps packed copies of their weights.
             name: name in messages.
 
         Raises: ConfigError for a model that cannot decode over slots, a max_length beyond its context, or experts that cannot be recorded.
         """
         assert max_slots >= 1, f"max_slots is {max_slots}, expected at least 1"
         self.name = name
+        use_kernels(model, kernels, packs_weights=True)
         self._slots = open_slots(model, max_slots=max_slots, name=name)
         if record_experts:
             routers = inspect_routers(model, native=isinstance(self._slots, NativeModel))
@@ -438,6 +442,7 @@ class InProcessEngine:
 
         def replace() -> None:
             copy_weights(self._model, weights)
+            forget_packed(self._model)
             self._prefixes.clear()
             self._weight_version = version
             self._free_slots()

@@ -1,0 +1,64 @@
+"""The kernels of linear layers: chosen once by the processor, recorded, and kept by a run that goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from integration.parts.models import fix_hardware
+from integration.run.directory import prepare_directory
+from integration.settings.command_line import CONFIG_FILE, parse_command_line
+from integration.settings.config import Config, find_kernels
+from integration.settings.sections import ModelSection
+from rollouts.errors import ConfigError
+from rollouts.models import linear
+
+
+@pytest.fixture
+def choice(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the processor asks for; tests change it, as another machine would."""
+    chosen = ["onednn"]
+    monkeypatch.setattr(linear, "choose_kernels", lambda device: chosen[0])
+    return chosen
+
+
+def test_deterministic_keeps_torchs_kernels(choice: list[str]):
+    assert Config().kernels == "onednn"
+    assert Config(deterministic=True).kernels == "torch"
+    assert fix_hardware(Config(deterministic=True)).model.kernels == "torch"
+    assert Config(model=ModelSection(kernels="torch")).kernels == "torch"
+    with pytest.raises(ConfigError, match=r"model\.kernels is 'onednn', expected auto or torch with --deterministic"):
+        Config(deterministic=True, model=ModelSection(kernels="onednn"))
+
+
+def prepare(directory: Path, config: Config, *, resume: bool) -> None:
+    checkpoints = directory / "sft"
+    prepare_directory(
+        directory, fix_hardware(config), {"mode": "sft"}, resume=resume, may_change=(), checkpoint_dirs=[checkpoints], tell=print
+    )
+
+
+def test_the_choice_is_recorded_and_kept(choice: list[str], tmp_path: Path):
+    directory = tmp_path / "run"
+    prepare(directory, Config(output_dir=str(directory)), resume=False)
+    assert json.loads((directory / CONFIG_FILE).read_text())["model"]["kernels"] == "onednn"
+    choice[0] = "torch"  # the run goes on on another machine
+    resumed = parse_command_line(["--output-dir", str(directory), "--resume", "--mode", "sft"]).config
+    assert resumed.kernels == "onednn"
+
+
+def test_a_run_of_a_version_without_the_setting_goes_on_with_torchs(choice: list[str], tmp_path: Path):
+    directory = tmp_path / "run"
+    prepare(directory, Config(output_dir=str(directory)), resume=False)
+    saved = json.loads((directory / CONFIG_FILE).read_text())
+    del saved["model"]["kernels"], saved["deterministic"]
+    (directory / CONFIG_FILE).write_text(json.dumps(saved))
+    resumed = parse_command_line(["--output-dir", str(directory), "--resume", "--mode", "sft"]).config
+    assert resumed.kernels == "torch"
+
+
+def test_a_choice_of_the_user_stays(choice: list[str]):
+    assert find_kernels(ModelSection(kernels="torch")) == "torch"
+    assert find_kernels(ModelSection(kernels="onednn")) == "onednn"
