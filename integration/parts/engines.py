@@ -131,7 +131,14 @@ def create_embedded_engine(
     own: torch.nn.Module = copy_without_adapters(model) if is_trained else model
     engine = config.engine
     own = cast("PreTrainedModel", own.to(getattr(torch, engine.precision(config.model.device))))
-    return InProcessEngine(own, tokenizer, max_slots=engine.max_slots, seed=config.seed, record_experts=config.rl.router_replay)
+    return InProcessEngine(
+        own,
+        tokenizer,
+        max_slots=engine.max_slots,
+        seed=config.seed,
+        prefix_cache_tokens=engine.prefix_cache_tokens,
+        record_experts=config.rl.router_replay,
+    )
 
 
 @asynccontextmanager

@@ -8,7 +8,6 @@ waiting caller, and the event loop is never blocked by computation.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +70,8 @@ _FEATURES = frozenset({EngineFeature.MEMORY_UPDATES, EngineFeature.WEIGHT_VIEWS,
 class InProcessEngine:
     """An InferenceEngine in this process.
 
-    - A finished sequence frees its slot at once, and a waiting request takes it. Requests with the same prompt share one prefill.
+    - A finished sequence frees its slot at once, and a waiting request takes it. Requests with the same prompt share one prefill, and a
+      prompt that begins like an earlier one, as the turns of a conversation do, is computed from there on, see blocks.py.
     - The result of a request depends on its prompt, parameters, seed and the weights, not on the rest of the batch (to float
       tolerance). The same requests give the same bits: waiting requests are admitted in the order of their ids, after every task that
       can run has run, so trio's random scheduling has no influence.
@@ -91,7 +91,7 @@ class InProcessEngine:
         seed: int = 0,
         weight_version: int = 0,
         kv_cache_on_update: Literal["recompute", "keep"] = "recompute",
-        prefix_cache_tokens: int = 16384,
+        prefix_cache_tokens: int = 65_536,
         record_experts: bool = False,
         name: str = "in-process engine",
     ) -> None:
@@ -104,7 +104,8 @@ class InProcessEngine:
             max_length: maximum number of tokens of prompt and response; default: the model's context.
             seed: seed of requests without one, which are numbered in order of arrival.
             kv_cache_on_update: treatment of keys and values of running sequences when weights change.
-            prefix_cache_tokens: prompt tokens kept for requests with the same prompt that are admitted later.
+            prefix_cache_tokens: maximum number of tokens with keys and values kept, until the next update of the weights, for prompts that
+                begin alike; 0 = none. What is kept changes no numbers on a CPU. A model without slots keeps nothing.
             record_experts: completions have the experts that the routers of a mixture of experts chose, for their replay in training.
             name: name in messages.
 
@@ -112,7 +113,7 @@ class InProcessEngine:
         """
         assert max_slots >= 1, f"max_slots is {max_slots}, expected at least 1"
         self.name = name
-        self._slots = open_slots(model, max_slots=max_slots, name=name)
+        self._slots = open_slots(model, max_slots=max_slots, name=name, kept_tokens=prefix_cache_tokens)
         if record_experts:
             routers = inspect_routers(model, native=isinstance(self._slots, NativeModel))
             if routers.problem is not None:
@@ -131,8 +132,7 @@ class InProcessEngine:
         self._num_requests = 0
         self._weight_version = weight_version
         self._kv_cache_on_update = kv_cache_on_update
-        self._prefix_cache_tokens = prefix_cache_tokens
-        self._prefixes: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+        self._prefixes: dict[tuple[int, ...], Any] = {}  # of prompts for which requests still wait
         self._pending: dict[str, _Request] = {}  # generate() calls in flight, by request id
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []  # the request at index i occupies slot i
@@ -153,6 +153,7 @@ class InProcessEngine:
         self._closed = True
         self._abort_now(None)
         self._prefixes.clear()
+        self._slots.forget()
 
     # -- InferenceEngine
 
@@ -320,21 +321,19 @@ class InProcessEngine:
         self._waiting.sort(key=lambda r: r.request_id)
         free = self._max_slots - sum(r.finish_reason is None for r in self._running)
         admitted, self._waiting = self._waiting[:free], self._waiting[free:]
+        wanted = {r.prompt for r in (*admitted, *self._waiting)}
+        self._prefixes = {prompt: prefix for prompt, prefix in self._prefixes.items() if prompt in wanted}
         return admitted
 
     def _find_prefixes(self, prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """Return the prefixes of the prompts, computed unless they are cached; each distinct prompt once."""
+        """Return the prefixes of the prompts, each computed once for all requests that wait for it at the same time.
+
+        What is in one pass, and so the last bits of its numbers, follows from the requests in flight, not from those before them.
+        """
         wanted = dict.fromkeys(prompts)
-        found = {prompt: self._prefixes[prompt] for prompt in wanted if prompt in self._prefixes}
-        for batch in _split_by_tokens([prompt for prompt in wanted if prompt not in found], _PREFILL_TOKENS):
-            found.update(zip(batch, self._slots.prefill(batch), strict=True))
-        for prompt in wanted:
-            self._prefixes[prompt] = found[prompt]
-            self._prefixes.move_to_end(prompt)
-        total = sum(len(prompt) for prompt in self._prefixes)
-        while total > self._prefix_cache_tokens:
-            total -= len(self._prefixes.popitem(last=False)[0])
-        return found
+        for batch in _split_by_tokens([prompt for prompt in wanted if prompt not in self._prefixes], _PREFILL_TOKENS):
+            self._prefixes.update(zip(batch, self._slots.prefill(batch), strict=True))
+        return {prompt: self._prefixes[prompt] for prompt in wanted}
 
     def _occupy_slots(self, requests: Sequence[_Request], prefixes: Mapping[tuple[int, ...], Any]) -> None:
         """Give each request the next free slot, filled with its prefix; requests of one prompt are filled together."""
@@ -439,6 +438,7 @@ class InProcessEngine:
         def replace() -> None:
             copy_weights(self._model, weights)
             self._prefixes.clear()
+            self._slots.forget()
             self._weight_version = version
             self._free_slots()
             if self._kv_cache_on_update == "recompute" and self._running:
