@@ -81,16 +81,20 @@ class NaiveBlocks:
             self.blocks.popitem(last=False)
 
 
-@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), max_size=30), st.integers(0, 7), st.integers(1, 3))
+PROMPTS = st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.booleans()), max_size=30)
+
+
+@given(PROMPTS, st.integers(0, 7), st.integers(1, 3))
 def test_the_longest_kept_beginning_is_found_and_the_least_recently_used_dropped(prompts, most_blocks, size):
     kept, naive = KeptBlocks(most_tokens=most_blocks * size + size - 1, size=size), NaiveBlocks(most_blocks, size)
-    for prompt in prompts:
+    for prompt, is_kept in prompts:
         found = kept.find(prompt)
         assert [id(block) for block in found] == [id(block) for block in naive.find(prompt)]
         empty = torch.empty(0)
         blocks = [*found, *(Block(empty, empty, None) for _ in range(kept.count_whole(prompt) - len(found)))]
-        kept.keep(prompt, blocks)
-        naive.keep(prompt, blocks)
+        if is_kept:
+            kept.keep(prompt, blocks)
+            naive.keep(prompt, blocks)
         assert len(kept._blocks) == len(naive.blocks) <= most_blocks
 
 
