@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 import trio
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -84,6 +84,7 @@ class NaiveBlocks:
 PROMPTS = st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.booleans()), max_size=30)
 
 
+@example([([0, 0, 0], True), ([0, 0, 0], False), ([1, 1], True), ([0, 0], False)], 2, 1)  # a prompt found again is dropped from its end
 @given(PROMPTS, st.integers(0, 7), st.integers(1, 3))
 def test_the_longest_kept_beginning_is_found_and_the_least_recently_used_dropped(prompts, most_blocks, size):
     kept, naive = KeptBlocks(most_tokens=most_blocks * size + size - 1, size=size), NaiveBlocks(most_blocks, size)

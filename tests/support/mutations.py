@@ -132,6 +132,20 @@ def iterate_results(mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, i
 MUTATIONS: tuple[Mutation, ...] = (
     # Keys and values kept for later prompts
     Mutation(
+        "engines/inprocess/sampling.py",
+        "all rows of a batch are sampled by the parameters of the first",
+        "if len(distinct) == 1:",
+        "if distinct:",
+        ("engines/test_sampling.py::test_parameters_of_rows_are_stacked_in_their_order",),
+    ),
+    Mutation(
+        "engines/inprocess/slots.py",
+        "layers of several windows share the mask of the first",
+        "if window not in self.windows:",
+        "if not self.windows:",
+        ("engines/test_inprocess_engine.py::test_layers_of_several_windows_have_masks_of_their_own",),
+    ),
+    Mutation(
         "engines/inprocess/blocks.py",
         "a block is found by its own tokens alone",
         "key = (number, tuple(tokens[place * self.size",

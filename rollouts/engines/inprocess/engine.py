@@ -47,6 +47,7 @@ class _Request:
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams
+    sampling: tuple[float, float, int, float, bool]  # see SamplingRows.stack
     stop_ids: frozenset[int]
     uniforms: UniformStream
     tokens: list[int] = field(default_factory=list[int])
@@ -362,19 +363,11 @@ class InProcessEngine:
 
     def _sample(self, requests: Sequence[_Request], logits: Tensor) -> None:
         """Append one token to each request. logits: # [len(requests), V]."""
-        params = [r.params for r in requests]
-        device = logits.device
-        rows = SamplingRows(
-            temperatures=torch.tensor([p.temperature for p in params], device=device),
-            top_p=torch.tensor([p.top_p for p in params], device=device),
-            top_k=torch.tensor([p.top_k for p in params], device=device),
-            min_p=torch.tensor([p.min_p for p in params], device=device),
-            truncates=any(p.truncates for p in params),
-        )
+        rows = SamplingRows.stack([r.sampling for r in requests], logits.device)
         uniforms = torch.tensor([r.uniforms[len(r.tokens)] for r in requests], dtype=torch.float64)
         with torch.inference_mode():
             tokens, log_probs = sample_tokens(logits, rows, uniforms)
-            untempered = gather_log_probs(logits, tokens).tolist() if any(p.untempered_log_probs for p in params) else None
+            untempered = gather_log_probs(logits, tokens).tolist() if any(r.params.untempered_log_probs for r in requests) else None
         for i, (request, token, log_prob) in enumerate(zip(requests, tokens.tolist(), log_probs.tolist(), strict=True)):
             request.tokens.append(token)
             request.log_probs.append(log_prob)
@@ -407,7 +400,14 @@ class InProcessEngine:
         params = params if params.max_tokens <= most else params.new(max_tokens=most)
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         stop_ids = self._eos | frozenset(params.stop_token_ids)
-        return _Request(request_id=name, prompt=prompt, params=params, stop_ids=stop_ids, uniforms=UniformStream(seed))
+        return _Request(
+            request_id=name,
+            prompt=prompt,
+            params=params,
+            sampling=(params.temperature, params.top_p, params.top_k, params.min_p, params.truncates),
+            stop_ids=stop_ids,
+            uniforms=UniformStream(seed),
+        )
 
     def _check_open(self) -> None:
         if self._closed:

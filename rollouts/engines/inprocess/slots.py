@@ -86,6 +86,17 @@ class DecodeStep:
     positions: Tensor  # [A] int64, position of the new token
     runs: tuple[Run, ...]  # all slots, in order
     mask: Tensor  # [A, 1, 1, L] bool, True = attend; L = longest live length of the runs
+    windows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # the mask within each window, made by its first layer
+
+    def see(self, window: int | None) -> Tensor:
+        """Return the mask of a layer. window: most tokens attended to; None = all."""
+        longest = self.mask.shape[-1]
+        if window is None or longest <= window:
+            return self.mask
+        if window not in self.windows:
+            near = torch.arange(longest, device=self.mask.device) > self.positions[:, None] - window
+            self.windows[window] = self.mask & near[:, None, None]
+        return self.windows[window]
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,10 +187,7 @@ def attend_slots(
     keys[step.rows, :, step.positions] = key[:, :, 0]
     values[step.rows, :, step.positions] = value[:, :, 0]
     num_rows, num_heads, _, width = query.shape
-    num_kv_heads, longest = keys.shape[1], step.mask.shape[-1]
-    mask = step.mask
-    if window is not None and longest > window:
-        mask = mask & (torch.arange(longest, device=mask.device) > step.positions[:, None] - window)[:, None, None]
+    num_kv_heads, mask = keys.shape[1], step.see(window)
     # heads that share a key are queries of one attention call: no key is copied
     grouped = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, width)
     outputs = [
