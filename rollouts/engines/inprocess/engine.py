@@ -133,7 +133,7 @@ class InProcessEngine:
         self._num_requests = 0
         self._weight_version = weight_version
         self._kv_cache_on_update = kv_cache_on_update
-        self._prefixes: dict[tuple[int, ...], Any] = {}  # of prompts for which requests still wait
+        self._prefixes: dict[tuple[int, ...], Any] = {}  # whole prompts for which requests still wait
         self._pending: dict[str, _Request] = {}  # generate() calls in flight, by request id
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []  # the request at index i occupies slot i
