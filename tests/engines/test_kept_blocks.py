@@ -195,6 +195,7 @@ async def test_a_prompt_is_computed_anew_unless_requests_wait_for_it_together():
             for k in range(5):
                 nursery.start_soon(lambda k=k: engine.generate((3, 4, 5), SamplingParams(max_tokens=2, seed=k), request_id=f"{k}"))
         assert computed.take() == 3 + 5  # the prompt once, and a decoded token for each
+        assert not engine._prefixes  # no memory is held during training
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -279,6 +279,8 @@ class InProcessEngine:
         finally:
             self._stepping = False
             self._finish_aborted()
+            wanted = {r.prompt for r in self._waiting}
+            self._prefixes = {prompt: prefix for prompt, prefix in self._prefixes.items() if prompt in wanted}
             finished = [r for r in self._pending.values() if r.finish_reason is not None]
             for request in finished:
                 request.turn.set()
@@ -322,8 +324,6 @@ class InProcessEngine:
         self._waiting.sort(key=lambda r: r.request_id)
         free = self._max_slots - sum(r.finish_reason is None for r in self._running)
         admitted, self._waiting = self._waiting[:free], self._waiting[free:]
-        wanted = {r.prompt for r in (*admitted, *self._waiting)}
-        self._prefixes = {prompt: prefix for prompt, prefix in self._prefixes.items() if prompt in wanted}
         return admitted
 
     def _find_prefixes(self, prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
