@@ -21,7 +21,6 @@ from integration.dry_run.sizes import ModelSizes
 from integration.dry_run.traffic import Links, Transfer, count_microbatches, pass_traffic, rows_traffic, sync_traffic
 
 PROMPT_TOKENS = 64  # assumed tokens of a prompt
-PREFIX_TOKENS = 16384  # prompt tokens with cached keys and values in the embedded engine (InProcessEngine, prefix_cache_tokens)
 ROWS = "rows of a batch"  # name of rank 0's traffic
 GROWTH = 1.5  # slot caches grow by half while the old ones exist until copied: at most 1 + 1.5, see SlotModel
 SAMPLE_BYTES = 160  # bytes of a token of a Sample in Python: id, mask, log-prob, weight version
@@ -54,7 +53,7 @@ class Workload:
     reward: RewardModel | None = None  # reward model in the process of rank 0, on whatever device
     embedded_slots: int = 0  # concurrent sequences of the embedded engine; 0 = no embedded engine
     embedded_row_tokens: int | None = None  # maximum tokens of such a sequence, prompt included; None = row_tokens
-    kept_prompts: int = 0  # prompts of one weight version with keys and values cached by the embedded engine
+    kept_tokens: int = 0  # tokens with keys and values that the embedded engine keeps for prompts that begin alike
     num_servers: int = 0  # inference servers
     reference_width: int = FLOAT  # bytes per weight of the reference
     engine_packs: bool = False  # the embedded engine keeps packed copies of its linear weights
@@ -163,10 +162,12 @@ def _parts_of_rank_0(work: Workload) -> list[Part]:
             parts.append(Part("engine: packed weights", work.engine_width * work.sizes.linear_parameters))
         row_tokens = work.row_tokens if work.embedded_row_tokens is None else work.embedded_row_tokens
         cache = cache_bytes(work.sizes, tokens=work.embedded_slots * row_tokens, width=work.engine_width)
-        kept = min(PREFIX_TOKENS, work.kept_prompts * PROMPT_TOKENS)
         parts.append(Part("engine: keys and values", cache))
         parts.append(Part("engine: room in which they grow", ceil(GROWTH * cache)))
-        parts += [Part("engine: keys and values of prompts", cache_bytes(work.sizes, tokens=kept, width=work.engine_width))] if kept else []
+        if work.kept_tokens:
+            parts.append(
+                Part("engine: keys and values of prompts", cache_bytes(work.sizes, tokens=work.kept_tokens, width=work.engine_width))
+            )
         tied = FLOAT * work.sizes.head_parameters if work.sizes.is_tied else 0  # tied weights are copied under each name
         parts.append(Part("weights on their way to the engine", whole + tied, on_host=True))
     if work.num_servers and work.bucket_bytes:

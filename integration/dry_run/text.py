@@ -31,6 +31,7 @@ from integration.parts.placement import count_training_gpus, limits_memory
 from integration.parts.rewards import find_reward_model
 from integration.parts.server_fleet import GPU_VARIABLE
 from integration.settings.config import Config, count_greedy_samples, count_rl_updates, response_tokens
+from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.sections import HardwareSection
 from rollouts.models.heads import check_reward_model
 from rollouts.models.loading import find_device_name
@@ -94,7 +95,7 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
             shared,
             embedded_slots=min(config.engine.max_slots, config.evaluation.num_prompts),
             embedded_row_tokens=PROMPT_TOKENS + response_tokens(config),
-            kept_prompts=config.evaluation.num_prompts,
+            kept_tokens=min(config.engine.prefix_cache_tokens, config.evaluation.num_prompts * PROMPT_TOKENS),
             step_rows=config.sft.batch_size,
         )
     rl, engine, requires = config.rl, config.engine, config.algorithm.requires
@@ -110,7 +111,7 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
         critic_moments_width=MOMENTS_WIDTH[config.critic.optimizer.moments],
         reward=read_reward_model(config),
         embedded_slots=0 if engine.is_server else min(engine.max_slots, count_sequences(config)),
-        kept_prompts=0 if engine.is_server else count_prompts(config),
+        kept_tokens=0 if engine.is_server else min(engine.prefix_cache_tokens, count_prompt_tokens(config, shared.row_tokens)),
         reference_is_policy=config.lora.rank > 0 and config.reference.path is None,
         num_servers=(len(engine.urls) or engine.num_servers) if engine.is_server else 0,
         bucket_bytes=engine.weight_sync_mib * 2**20 if engine.weight_sync in ("memory", "group", "ipc") else 0,
@@ -164,13 +165,19 @@ def count_sequences(config: Config) -> int:
     return max(groups * (rl.samples_per_prompt + count_greedy_samples(config.algorithm)), heldout)
 
 
-def count_prompts(config: Config) -> int:
-    """Return the number of prompts under one weight version, evaluation included."""
+def count_prompt_tokens(config: Config, row_tokens: int) -> int:
+    """Return the tokens of the prompts under one weight version, evaluation included; each turn of an episode begins as the one before.
+
+    Args:
+        row_tokens: maximum tokens of an episode.
+    """
     rl = config.rl
     groups = ceil(rl.prompts_per_step * rl.over_sampling_factor) * rl.sync_every
     if config.asynchronous.enabled:
         groups = max(groups, config.asynchronous.concurrent_groups(rl.prompts_per_step * rl.sync_every))
-    return groups + config.evaluation.num_prompts
+    if config.task in EPISODE_TASKS:
+        return (groups * rl.samples_per_prompt + config.evaluation.num_prompts) * row_tokens
+    return (groups + config.evaluation.num_prompts) * PROMPT_TOKENS
 
 
 def read_reward_model(config: Config) -> RewardModel | None:

@@ -344,6 +344,8 @@ class EngineSection:
 
     kind: str = "inprocess"  # inprocess (the embedded engine), vllm, or sglang
     max_slots: int = 512  # maximum concurrent sequences of the embedded engine
+    # tokens of prompts whose keys and values the embedded engine keeps for prompts that begin alike, such as the next turn; 0 = none
+    prefix_cache_tokens: int = 65_536
     urls: tuple[str, ...] = ()  # running servers, http://host:port; several serve as one engine
     launch: bool = False  # launch servers for this run and stop them at its end
     num_servers: int = 1  # servers to launch; several serve as one engine
@@ -388,7 +390,7 @@ class EngineSection:
     def __post_init__(self) -> None:
         self._check_credentials()
         check_positive(self, "max_slots", "tensor_parallel_size", "num_servers")
-        check_count(self, "max_restarts")
+        check_count(self, "max_restarts", "prefix_cache_tokens")
         good = self.updates_at_once is None or self.updates_at_once >= 1
         check_setting(good, "engine.updates_at_once", self.updates_at_once, "at least 1, or None for all together")
         if not self.launch and (self.num_servers > 1 or self.gpus):

@@ -18,7 +18,7 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.inprocess import engine as inprocess_module
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.native import NativeModel
-from rollouts.engines.inprocess.slots import Run, SlotModel, plan_runs
+from rollouts.engines.inprocess.slots import DecodeStep, Run, SlotModel, plan_runs
 from rollouts.engines.text.batch import generate_texts
 from rollouts.errors import EngineError
 from rollouts.testing import create_tiny_model
@@ -386,3 +386,12 @@ def test_sequences_of_other_lengths_beside_it_change_no_logits_of_a_sequence(win
     with torch.no_grad():
         for row, logits in zip(rows, found, strict=True):
             torch.testing.assert_close(logits, own(input_ids=torch.tensor([row])).logits[0, -1], atol=1e-5, rtol=1e-4)
+
+
+def test_layers_of_several_windows_have_masks_of_their_own():
+    positions, empty = torch.tensor([3, 30, 25]), torch.empty(0)
+    mask = (torch.arange(32) <= positions[:, None])[:, None, None]
+    step = DecodeStep(empty, empty, torch.arange(3), positions, (Run(0, 3, 32),), mask)
+    for window in (None, 5, 8, 5, 40):
+        seen = [[(window is None or at > own - window) and at <= own for at in range(32)] for own in positions.tolist()]
+        assert step.see(window)[:, 0, 0].tolist() == seen

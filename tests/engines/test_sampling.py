@@ -83,3 +83,11 @@ def test_a_stream_depends_on_its_seed_alone():
     assert [b[i] for i in reversed(range(7))] == forwards[::-1]
     assert forwards != [c[i] for i in range(7)]
     assert all(0 <= u < 1 for u in forwards)
+
+
+@given(st.lists(st.sampled_from([(1.0, 1.0, 0, 0.0, False), (0.0, 0.9, 3, 0.1, False), (0.7, 0.9, 0, 0.0, True)]), min_size=1, max_size=5))
+def test_parameters_of_rows_are_stacked_in_their_order(each):
+    found = SamplingRows.stack(each, torch.device("cpu"))
+    for column, name in enumerate(("temperatures", "top_p", "top_k", "min_p")):
+        torch.testing.assert_close(getattr(found, name), torch.tensor([row[column] for row in each]), rtol=0, atol=0)
+    assert found.truncates == any(row[4] for row in each)

@@ -297,6 +297,19 @@ def test_the_memory_of_a_step_is_the_one_that_the_dry_run_computes(tokens: int):
     assert 0.9 < computed / (torch.cuda.max_memory_allocated() - held) < 1.15
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_the_turns_of_a_conversation_report_the_log_probs_of_transformers(family: str):
+    model, context = make_model(family), [3 + i for i in range(150)]
+    async with InProcessEngine(copy.deepcopy(model), eos_token_ids=()) as engine:
+        for turn in range(4):
+            completion = await engine.generate(context, SamplingParams(max_tokens=20, seed=turn))
+            tokens = [*completion.input_tokens, *completion.output_tokens]
+            with torch.no_grad():
+                expected = run_natively(model, torch.tensor(tokens)).cpu()[len(context) - 1 :]
+            assert float((torch.tensor(completion.output_log_probs) - expected).abs().max()) < 1e-3
+            context = [*tokens, *range(5 + turn, 40)]
+
+
 async def test_weights_of_the_trainer_reach_the_engine_unchanged():
     model = make_model()
     backend = create_pytorch_backend(make_model("qwen2"), lr=1e-2, device=DEVICE)

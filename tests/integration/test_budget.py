@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import replace
 from math import ceil
@@ -15,7 +14,7 @@ from forked import run
 from samples import draw_samples
 
 from benchmarks import memory
-from integration.dry_run.layout import PREFIX_TOKENS, Workload, critic_sizes, largest_microbatch, needed_bytes, plan_roles, plan_traffic
+from integration.dry_run.layout import Workload, critic_sizes, largest_microbatch, needed_bytes, plan_roles, plan_traffic
 from integration.dry_run.memory import (
     FLOAT,
     HEAP_BLOCK,
@@ -627,15 +626,27 @@ def test_rooms_of_slots_and_kept_prompts_are_those_of_the_engine():
             slots.decode(torch.full((8,), 5), [position] * 8)
             after = slots.num_allocated
             most = max(most, after[0] * after[1] + (before[0] * before[1] if after != before else 0))
-    work = Workload(sizes=sizes, training=Training(tokens=8), device="cuda", embedded_slots=8, row_tokens=length, kept_prompts=2)
+    work = Workload(sizes=sizes, training=Training(tokens=8), device="cuda", embedded_slots=8, row_tokens=length, kept_tokens=128)
     parts = {part.name: part.size for part in plan_roles(work)[0].parts}
     found = cache_bytes(sizes, tokens=most)
     assert parts["engine: keys and values"] < found <= parts["engine: keys and values"] + parts["engine: room in which they grow"]
     assert parts["engine: keys and values of prompts"] == cache_bytes(sizes, tokens=2 * 64)
-    kept = inspect.signature(InProcessEngine).parameters["prefix_cache_tokens"].default
-    assert kept == PREFIX_TOKENS
-    full = {part.name: part.size for part in plan_roles(replace(work, kept_prompts=10**6))[0].parts}
-    assert full["engine: keys and values of prompts"] == cache_bytes(sizes, tokens=kept)
+    engine = InProcessEngine(model, prefix_cache_tokens=150)
+    for first in range(3, 7):
+        engine._slots.prefill([[first] * 70])
+    blocks = [block for _, block in engine._slots._blocks._blocks.values()]
+    assert sum(block.keys.nbytes + block.values.nbytes for block in blocks) == cache_bytes(sizes, tokens=128)
+
+
+def test_prompts_of_episodes_are_kept_with_all_their_turns_within_the_setting():
+    config = Config(task="grid_world", engine=EngineSection(prefix_cache_tokens=5000), evaluation=EvaluationSection(num_prompts=3))
+    sizes = read_sizes(create_model_config(config.model, 512))
+    work = read_workload(config, "rl", sizes)
+    assert work.kept_tokens == 5000
+    few = RLSection(prompts_per_step=1, samples_per_prompt=2)
+    assert read_workload(replace(config, rl=few), "rl", sizes).kept_tokens == min(5000, (1 * 2 + 3) * work.row_tokens)
+    assert read_workload(replace(config, task="sort"), "rl", sizes).kept_tokens <= (config.rl.prompts_per_step * 2 + 3) * 64
+    assert read_workload(replace(config, engine=EngineSection(prefix_cache_tokens=0)), "rl", sizes).kept_tokens == 0
 
 
 def test_a_reward_model_has_weights_and_a_pass(tmp_path: Path):

@@ -256,7 +256,7 @@ def observe_part(config: Config, part: str) -> Iterator[Any]:
     engine = config.engine
     yield engine.weight_sync_mode, engine.kind
     if not engine.is_server:
-        yield engine.max_slots, engine.precision(config.model.device)
+        yield engine.max_slots, engine.prefix_cache_tokens, engine.precision(config.model.device)
         return
     client = cast("Any", engines[0])
     yield (
@@ -303,7 +303,7 @@ def observe(config: Config, mode: str, dry_run: bool) -> Iterator[Any]:
         if config.evaluation.sampled:
             yield evaluated
         if "sft" in mode:
-            yield config.engine.max_slots
+            yield config.engine.max_slots, config.engine.prefix_cache_tokens
         if config.task not in EPISODE_TASKS or config.reward.function is not None or config.reward.model is not None:
             rewards = reward_config(config)
             yield rewards.timeout_s, rewards.on_error, rewards.max_retries if rewards.on_error == "retry" else None

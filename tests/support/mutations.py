@@ -130,6 +130,91 @@ def iterate_results(mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, i
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # Keys and values kept for later prompts
+    Mutation(
+        "engines/inprocess/sampling.py",
+        "all rows of a batch are sampled by the parameters of the first",
+        "if len(distinct) == 1:",
+        "if distinct:",
+        ("engines/test_sampling.py::test_parameters_of_rows_are_stacked_in_their_order",),
+    ),
+    Mutation(
+        "engines/inprocess/slots.py",
+        "layers of several windows share the mask of the first",
+        "if window not in self.windows:",
+        "if not self.windows:",
+        ("engines/test_inprocess_engine.py::test_layers_of_several_windows_have_masks_of_their_own",),
+    ),
+    Mutation(
+        "engines/inprocess/blocks.py",
+        "a block is found by its own tokens alone",
+        "key = (number, tuple(tokens[place * self.size",
+        "key = (1, tuple(tokens[place * self.size",
+        ("engines/test_kept_blocks.py::test_the_longest_kept_beginning_is_found_and_the_least_recently_used_dropped",),
+    ),
+    Mutation(
+        "engines/inprocess/blocks.py",
+        "the beginning of a prompt is dropped before what follows it",
+        "for key in reversed(keys):  # a block",
+        "for key in keys:  # a block",
+        ("engines/test_kept_blocks.py::test_the_longest_kept_beginning_is_found_and_the_least_recently_used_dropped",),
+    ),
+    Mutation(
+        "engines/inprocess/blocks.py",
+        "a window reaches one token too far where a prompt goes on",
+        "& (seen > own - window)",
+        "& (seen >= own - window)",
+        ("engines/test_kept_blocks.py::test_a_prompt_after_kept_blocks_has_the_logits_of_the_models_own_pass[20-False]",),
+    ),
+    Mutation(
+        "engines/inprocess/blocks.py",
+        "a kept block holds the memory of its whole prompt",
+        "Block(keys[:, :, part].clone(), values",
+        "Block(keys[:, :, part], values",
+        ("engines/test_kept_blocks.py::test_what_is_kept_takes_no_more_memory_than_its_tokens",),
+    ),
+    Mutation(
+        "engines/inprocess/slots.py",
+        "what is not kept of a prompt is one pass on a CPU, whose bits depend on what was kept",
+        'self._in_blocks = self.device.type == "cpu"',
+        "self._in_blocks = False",
+        ("engines/test_kept_blocks.py::test_what_is_kept_changes_no_bit",),
+    ),
+    Mutation(
+        "engines/inprocess/slots.py",
+        "a block that was not computed is kept",
+        "        if self._in_blocks:\n            self._keep",
+        "        if blocks:\n            self._keep",
+        ("engines/test_kept_blocks.py::test_a_prompt_after_kept_blocks_has_the_logits_of_the_models_own_pass[None-True]",),
+    ),
+    Mutation(
+        "engines/inprocess/slots.py",
+        "the positions of a prompt that goes on begin at 0",
+        "position_ids=packed.position_ids + starts",
+        "position_ids=packed.position_ids + 0 * starts",
+        ("engines/test_kept_blocks.py::test_a_prompt_after_kept_blocks_has_the_logits_of_the_models_own_pass[None-False]",),
+    ),
+    Mutation(
+        "engines/inprocess/engine.py",
+        "keys of old weights serve prompts under new ones",
+        "            self._prefixes.clear()\n            self._slots.forget()",
+        "            self._prefixes.clear()",
+        ("engines/test_kept_blocks.py::test_keys_of_old_weights_serve_no_prompt_under_new_ones[recompute]",),
+    ),
+    Mutation(
+        "engines/inprocess/engine.py",
+        "a whole prompt is kept from earlier requests, so that later passes have other rows",
+        "if prompt in wanted}",
+        "if prompt}",
+        ("engines/test_kept_blocks.py::test_a_prompt_is_computed_anew_unless_requests_wait_for_it_together",),
+    ),
+    Mutation(
+        "engines/inprocess/blocks.py",
+        "the experts of kept blocks are lost",
+        "        self.note_experts(block.experts)\n        self.length = end",
+        "        self.length = end",
+        ("engines/test_kept_blocks.py::test_the_experts_of_kept_blocks_are_recorded",),
+    ),
     # Log-probs and masks
     Mutation(
         "engines/inprocess/slots.py",

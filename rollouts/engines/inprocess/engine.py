@@ -8,7 +8,6 @@ waiting caller, and the event loop is never blocked by computation.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +48,7 @@ class _Request:
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams
+    sampling: tuple[float, float, int, float, bool]  # see SamplingRows.stack
     stop_ids: frozenset[int]
     uniforms: UniformStream
     tokens: list[int] = field(default_factory=list[int])
@@ -72,7 +72,8 @@ _FEATURES = frozenset({EngineFeature.MEMORY_UPDATES, EngineFeature.WEIGHT_VIEWS,
 class InProcessEngine:
     """An InferenceEngine in this process.
 
-    - A finished sequence frees its slot at once, and a waiting request takes it. Requests with the same prompt share one prefill.
+    - A finished sequence frees its slot at once, and a waiting request takes it. Requests with the same prompt share one prefill, and a
+      prompt that begins like an earlier one, as the turns of a conversation do, is computed from there on, see blocks.py.
     - The result of a request depends on its prompt, parameters, seed and the weights, not on the rest of the batch (to float
       tolerance). The same requests give the same bits: waiting requests are admitted in the order of their ids, after every task that
       can run has run, so trio's random scheduling has no influence.
@@ -92,7 +93,7 @@ class InProcessEngine:
         seed: int = 0,
         weight_version: int = 0,
         kv_cache_on_update: Literal["recompute", "keep"] = "recompute",
-        prefix_cache_tokens: int = 16384,
+        prefix_cache_tokens: int = 65_536,
         record_experts: bool = False,
         kernels: Kernels = "torch",
         name: str = "in-process engine",
@@ -106,7 +107,8 @@ class InProcessEngine:
             max_length: maximum number of tokens of prompt and response; default: the model's context.
             seed: seed of requests without one, which are numbered in order of arrival.
             kv_cache_on_update: treatment of keys and values of running sequences when weights change.
-            prefix_cache_tokens: prompt tokens kept for requests with the same prompt that are admitted later.
+            prefix_cache_tokens: maximum number of tokens with keys and values kept, until the next update of the weights, for prompts that
+                begin alike; 0 = none. What is kept changes no numbers on a CPU. A model without slots keeps nothing.
             record_experts: completions have the experts that the routers of a mixture of experts chose, for their replay in training.
             kernels: kernels of linear layers on a CPU, such as choose_kernels chooses; "onednn" keeps packed copies of their weights.
             name: name in messages.
@@ -116,7 +118,7 @@ class InProcessEngine:
         assert max_slots >= 1, f"max_slots is {max_slots}, expected at least 1"
         self.name = name
         use_kernels(model, kernels, packs_weights=True)
-        self._slots = open_slots(model, max_slots=max_slots, name=name)
+        self._slots = open_slots(model, max_slots=max_slots, name=name, kept_tokens=prefix_cache_tokens)
         if record_experts:
             routers = inspect_routers(model, native=isinstance(self._slots, NativeModel))
             if routers.problem is not None:
@@ -135,8 +137,7 @@ class InProcessEngine:
         self._num_requests = 0
         self._weight_version = weight_version
         self._kv_cache_on_update = kv_cache_on_update
-        self._prefix_cache_tokens = prefix_cache_tokens
-        self._prefixes: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+        self._prefixes: dict[tuple[int, ...], Any] = {}  # whole prompts for which requests still wait
         self._pending: dict[str, _Request] = {}  # generate() calls in flight, by request id
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []  # the request at index i occupies slot i
@@ -157,6 +158,7 @@ class InProcessEngine:
         self._closed = True
         self._abort_now(None)
         self._prefixes.clear()
+        self._slots.forget()
 
     # -- InferenceEngine
 
@@ -281,6 +283,8 @@ class InProcessEngine:
         finally:
             self._stepping = False
             self._finish_aborted()
+            wanted = {r.prompt for r in self._waiting}
+            self._prefixes = {prompt: prefix for prompt, prefix in self._prefixes.items() if prompt in wanted}
             finished = [r for r in self._pending.values() if r.finish_reason is not None]
             for request in finished:
                 request.turn.set()
@@ -327,18 +331,14 @@ class InProcessEngine:
         return admitted
 
     def _find_prefixes(self, prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """Return the prefixes of the prompts, computed unless they are cached; each distinct prompt once."""
+        """Return the prefixes of the prompts, each computed once for all requests that wait for it at the same time.
+
+        What is in one pass, and so the last bits of its numbers, follows from the requests in flight, not from those before them.
+        """
         wanted = dict.fromkeys(prompts)
-        found = {prompt: self._prefixes[prompt] for prompt in wanted if prompt in self._prefixes}
-        for batch in _split_by_tokens([prompt for prompt in wanted if prompt not in found], _PREFILL_TOKENS):
-            found.update(zip(batch, self._slots.prefill(batch), strict=True))
-        for prompt in wanted:
-            self._prefixes[prompt] = found[prompt]
-            self._prefixes.move_to_end(prompt)
-        total = sum(len(prompt) for prompt in self._prefixes)
-        while total > self._prefix_cache_tokens:
-            total -= len(self._prefixes.popitem(last=False)[0])
-        return found
+        for batch in _split_by_tokens([prompt for prompt in wanted if prompt not in self._prefixes], _PREFILL_TOKENS):
+            self._prefixes.update(zip(batch, self._slots.prefill(batch), strict=True))
+        return {prompt: self._prefixes[prompt] for prompt in wanted}
 
     def _occupy_slots(self, requests: Sequence[_Request], prefixes: Mapping[tuple[int, ...], Any]) -> None:
         """Give each request the next free slot, filled with its prefix; requests of one prompt are filled together."""
@@ -367,19 +367,11 @@ class InProcessEngine:
 
     def _sample(self, requests: Sequence[_Request], logits: Tensor) -> None:
         """Append one token to each request. logits: # [len(requests), V]."""
-        params = [r.params for r in requests]
-        device = logits.device
-        rows = SamplingRows(
-            temperatures=torch.tensor([p.temperature for p in params], device=device),
-            top_p=torch.tensor([p.top_p for p in params], device=device),
-            top_k=torch.tensor([p.top_k for p in params], device=device),
-            min_p=torch.tensor([p.min_p for p in params], device=device),
-            truncates=any(p.truncates for p in params),
-        )
+        rows = SamplingRows.stack([r.sampling for r in requests], logits.device)
         uniforms = torch.tensor([r.uniforms[len(r.tokens)] for r in requests], dtype=torch.float64)
         with torch.inference_mode():
             tokens, log_probs = sample_tokens(logits, rows, uniforms)
-            untempered = gather_log_probs(logits, tokens).tolist() if any(p.untempered_log_probs for p in params) else None
+            untempered = gather_log_probs(logits, tokens).tolist() if any(r.params.untempered_log_probs for r in requests) else None
         for i, (request, token, log_prob) in enumerate(zip(requests, tokens.tolist(), log_probs.tolist(), strict=True)):
             request.tokens.append(token)
             request.log_probs.append(log_prob)
@@ -412,7 +404,14 @@ class InProcessEngine:
         params = params if params.max_tokens <= most else params.new(max_tokens=most)
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         stop_ids = self._eos | frozenset(params.stop_token_ids)
-        return _Request(request_id=name, prompt=prompt, params=params, stop_ids=stop_ids, uniforms=UniformStream(seed))
+        return _Request(
+            request_id=name,
+            prompt=prompt,
+            params=params,
+            sampling=(params.temperature, params.top_p, params.top_k, params.min_p, params.truncates),
+            stop_ids=stop_ids,
+            uniforms=UniformStream(seed),
+        )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -444,6 +443,7 @@ class InProcessEngine:
             copy_weights(self._model, weights)
             forget_packed(self._model)
             self._prefixes.clear()
+            self._slots.forget()
             self._weight_version = version
             self._free_slots()
             if self._kv_cache_on_update == "recompute" and self._running:

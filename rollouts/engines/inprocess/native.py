@@ -106,6 +106,9 @@ class NativeModel:
         """Run prompts one by one."""
         return [self._prefill(prompt) for prompt in prompts]
 
+    def forget(self) -> None:
+        """Do nothing: recurrent states cannot be cut to a beginning, so nothing is kept for later prompts."""
+
     def _prefill(self, prompt: Sequence[int]) -> NativePrefix:
         tokens = torch.tensor([list(prompt)], device=self.device)
         with torch.inference_mode():
@@ -234,17 +237,17 @@ class NativeModel:
         return found, wanted
 
 
-def open_slots(model: PreTrainedModel, *, max_slots: int, name: str) -> Decoding:
+def open_slots(model: PreTrainedModel, *, max_slots: int, name: str, kept_tokens: int = 0) -> Decoding:
     """Create the fastest kind of decoding that computes a model right.
 
     Args:
-        model, max_slots: as for SlotModel.
+        model, max_slots, kept_tokens: as for SlotModel.
 
     Raises: ConfigError if no kind gives the logits of the model's own forward pass.
     """
     before = cast("str | None", getattr(model.config, "_attn_implementation", None))
     try:
-        return SlotModel(model, max_slots=max_slots, name=name)
+        return SlotModel(model, max_slots=max_slots, name=name, kept_tokens=kept_tokens)
     except ConfigError as refusal:
         restore_attention(model, before)
         native = NativeModel(model, name=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,16 @@ class SamplingRows:
     top_k: Tensor  # [R] int64; 0 = off
     min_p: Tensor  # [R] float32 in [0, 1]; 0 = off
     truncates: bool  # whether any row is truncated
+
+    @classmethod
+    def stack(cls, rows: Sequence[tuple[float, float, int, float, bool]], device: torch.device) -> SamplingRows:
+        """Create the parameters of R >= 1 rows from those of each, in the order of the fields; most batches have equal rows."""
+        distinct = set(rows)
+        if len(distinct) == 1:
+            columns = [torch.full((len(rows),), value, device=device) for value in rows[0][:4]]
+        else:
+            columns = [torch.tensor(column, device=device) for column in list(zip(*rows, strict=True))[:4]]
+        return cls(columns[0], columns[1], columns[2], columns[3], truncates=any(row[4] for row in distinct))
 
     def select(self, index: Tensor) -> SamplingRows:
         """Return the rows at the given positions."""

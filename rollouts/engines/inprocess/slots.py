@@ -7,7 +7,7 @@ sequences occupy slots 0 .. A - 1, so a decode step computes nothing for free sl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollouts.engines.inprocess.blocks import BLOCK_TOKENS, Beginning, Extension, KeptBlocks, attend_after, cut_blocks, depends_on_length
 from rollouts.engines.inprocess.experts import ExpertRecorder
 from rollouts.errors import ConfigError
 from rollouts.models.forward import (
@@ -97,6 +98,23 @@ class DecodeStep:
     positions: Tensor  # [A] int64, position of the new token
     runs: tuple[Run, ...]  # all slots, in order
     mask: Tensor  # [A, 1, 1, L] bool, True = attend; L = longest live length of the runs
+    near: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict[tuple["int | None", "int | None"], Tensor])
+
+    def see(self, window: int | None, chunk: int | None) -> Tensor:
+        """Return the mask of a layer, made by the first layer of its kind.
+
+        Args:
+            window: most tokens attended to; None = all.
+            chunk: size of the chunks of positions that attention stays inside; None = no chunks.
+        """
+        places = torch.arange(self.mask.shape[-1], device=self.mask.device)
+        if all(size is None or len(places) <= size for size in (window, chunk)):
+            return self.mask
+        if (window, chunk) not in self.near:
+            first = torch.zeros_like(self.positions) if window is None else self.positions - window + 1
+            first = first if chunk is None else first.maximum(self.positions - self.positions % chunk)
+            self.near[window, chunk] = self.mask & (places >= first[:, None])[:, None, None]
+        return self.near[window, chunk]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +146,10 @@ class Decoding(Protocol):
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]:
         """Run prompts. Returns their prefixes, which have logits [V] for the token after them, and experts."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what is kept for later prompts: the weights have changed."""
         ...
 
     def hidden_states(self, tokens: Sequence[int]) -> Tensor:
@@ -184,14 +206,7 @@ def attend_slots(
     values[step.rows, :, step.positions] = value[:, :, 0]
     query = tune_queries(module, query, step.positions[:, None])
     num_rows, num_heads, _, width = query.shape
-    num_kv_heads, longest = keys.shape[1], step.mask.shape[-1]
-    mask = step.mask
-    if window is not None and longest > window:
-        mask = mask & (torch.arange(longest, device=mask.device) > step.positions[:, None] - window)[:, None, None]
-    chunk = find_chunk(module)
-    if chunk is not None and longest > chunk:
-        begins = step.positions - step.positions % chunk
-        mask = mask & (torch.arange(longest, device=mask.device) >= begins[:, None])[:, None, None]
+    num_kv_heads, mask = keys.shape[1], step.see(window, find_chunk(module))
     # heads that share a key are queries of one attention call: no key is copied
     grouped = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, width)
     outputs = [
@@ -210,11 +225,13 @@ def attend_slots(
 class SlotModel:
     """A model with slots. Holds weights, keys and values; independent of requests."""
 
-    def __init__(self, model: PreTrainedModel, *, max_slots: int, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_slots: int, name: str, kept_tokens: int = 0) -> None:
         """
         Args:
             model: used by this object alone from now on; its attention is replaced.
             max_slots: maximum number of sequences at the same time; memory grows with the actual number.
+            kept_tokens: maximum number of tokens with keys and values kept for later prompts that begin alike; 0 = none, and no prompt is
+                computed in blocks.
 
         Raises: ConfigError if decoding over slots gives other logits than the model's own forward pass.
         """
@@ -228,7 +245,12 @@ class SlotModel:
         self._keys = self._values = torch.empty(0)
         self.recorder = ExpertRecorder()
         self.experts: Tensor | None = None
+        self._blocks: KeptBlocks | None = None  # None = no prompt is cut into blocks
+        self._in_blocks = False
         self._check()
+        self._in_blocks = self.device.type == "cpu"  # whether each block is a pass of its own, see blocks.py
+        no_blocks = kept_tokens < BLOCK_TOKENS or depends_on_length(model.config.get_text_config())
+        self._blocks = None if no_blocks else KeptBlocks(most_tokens=kept_tokens)
 
     @property
     def num_allocated(self) -> tuple[int, int]:
@@ -236,7 +258,85 @@ class SlotModel:
         return (self._keys.shape[1], self._keys.shape[3]) if self._keys.numel() else (0, 0)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Prefix]:
-        """Run several prompts, packed one after another."""
+        """Run several prompts, what is not kept of them packed one after another."""
+        begun = [self._begin(prompt) for prompt in prompts]
+        rows = [row for row in begun if row is not None]
+        fresh = [prompt for prompt, row in zip(prompts, begun, strict=True) if row is None]
+        rest, whole = iter(self._finish(rows) if rows else []), iter(self._prefill_whole(fresh) if fresh else [])
+        prefixes = [next(whole if row is None else rest) for row in begun]
+        if self._blocks is not None and not self._in_blocks:
+            for prompt, prefix in zip(prompts, prefixes, strict=True):
+                self._keep(self._blocks, prompt, prefix)
+        return prefixes
+
+    def forget(self) -> None:
+        """Drop the keys and values kept for later prompts."""
+        if self._blocks is not None:
+            self._blocks.clear()
+
+    def _begin(self, prompt: Sequence[int]) -> Beginning | None:
+        """Return a prompt with its first tokens: those that are kept and, on a CPU, the rest of its blocks, computed one by one.
+
+        None = nothing of it, so that it can be computed with others.
+        """
+        blocks = self._blocks
+        if blocks is None:
+            return None
+        found = blocks.find(prompt)
+        num_blocks = blocks.count_whole(prompt) if self._in_blocks else len(found)
+        if not num_blocks:
+            return None
+        # room for whole blocks, so that the place of a key in memory, on which the last bits of products may depend, is aligned
+        room = (self._kv_shape[0], self._kv_shape[1], -(-len(prompt) // blocks.size) * blocks.size, self._kv_shape[2])
+        with torch.inference_mode():
+            keys, values = (torch.empty(room, dtype=self._kv_dtype, device=self.device) for _ in range(2))
+            row = Beginning(prompt, keys, values)
+            for block in found:
+                row.put(block)
+            for place in range(len(found), num_blocks):
+                self._extend([(row, (place + 1) * blocks.size)])
+        if self._in_blocks:
+            self._keep(blocks, prompt, row)
+        return row
+
+    def _keep(self, blocks: KeptBlocks, prompt: Sequence[int], whole: Prefix | Beginning) -> None:
+        """Keep the blocks of a prompt that are not kept yet."""
+        found = blocks.find(prompt)
+        new = range(len(found), blocks.count_whole(prompt))
+        if new:
+            with torch.inference_mode():
+                blocks.keep(prompt, [*found, *cut_blocks(whole.keys, whole.values, whole.experts, new, blocks.size)])
+
+    def _finish(self, rows: Sequence[Beginning]) -> list[Prefix]:
+        """Run the remaining tokens of prompts, packed one after another."""
+        with torch.inference_mode():
+            hidden = self._extend([(row, len(row.tokens)) for row in rows])
+            logits = self.compute_logits(hidden)
+            return [
+                Prefix(
+                    keys=row.keys[:, :, : row.length],
+                    values=row.values[:, :, : row.length],
+                    logits=logits[i],
+                    experts=row.experts,
+                )
+                for i, row in enumerate(rows)
+            ]
+
+    def _extend(self, rows: Sequence[tuple[Beginning, int]]) -> Tensor:
+        """Compute the next tokens of beginnings, each up to an end. Returns the last hidden state of each. # [len(rows), H]"""
+        packed = self._pack([row.tokens[row.length : end] for row, end in rows])
+        starts = torch.tensor([row.length for row, _ in rows], device=self.device)
+        sizes = [end - row.length for row, end in rows]
+        shifted = replace(packed, position_ids=packed.position_ids + starts.repeat_interleave(packed.cu_seqlens.diff()))
+        attend_fn = partial(attend_after, step=Extension(rows, shifted.position_ids))
+        hidden, experts = self.recorder.run(lambda: run_packed(self.model, shifted, attend_fn))
+        for i, (row, end) in enumerate(rows):
+            row.note_experts(None if experts is None else experts.split(sizes)[i])
+            row.length = end
+        return hidden[packed.cu_seqlens[1:] - 1]
+
+    def _prefill_whole(self, prompts: Sequence[Sequence[int]]) -> list[Prefix]:
+        """Run several prompts from their beginning, packed one after another."""
         packed = self._pack(prompts)
         prefill = Prefill(packed)
         captured = prefill.captured
@@ -340,17 +440,18 @@ class SlotModel:
                 length = find_check_length(self.model, probe_attention(self.model), at_least=7)
                 rows = draw_check_tokens(self.model, (2, length))
                 with early_temperatures(self.model), open_choices(self.model) as choices:
-                    found, expected = self._compare(rows, choices)
+                    compared = self._compare(rows, choices)
                     dtype = self._head.weight.dtype
         except ConfigError as error:
             raise ConfigError(f"{self._name}: {error}") from error
         except (TypeError, RuntimeError, AssertionError, AttributeError, LookupError, ValueError) as error:
             raise ConfigError(f"{self._name}: {type(self.model).__name__} cannot decode over slots: {error}") from error
-        check_same(found, expected, f"{self._name}: {type(self.model).__name__} gives other logits when it decodes over slots", dtype)
+        for what, found, expected in compared:
+            check_same(found, expected, f"{self._name}: {type(self.model).__name__} gives other logits when {what}", dtype)
         self._keys = self._values = torch.empty(0)
 
-    def _compare(self, rows: Tensor, choices: Choices) -> tuple[Tensor, Tensor]:
-        """Return logits of late tokens of rows # [2, n], decoded over slots and in the model's own pass."""
+    def _compare(self, rows: Tensor, choices: Choices) -> list[tuple[str, Tensor, Tensor]]:
+        """Return logits of late tokens of rows # [2, n]: how they were computed, and their values so and in the model's own pass."""
         length = rows.shape[1]
         numbers = torch.arange(2 * length).view(2, length)  # numbers of the tokens in choices
         with native_attention(self.model):
@@ -367,4 +468,9 @@ class SlotModel:
         for positions in (ends, [end + 1 for end in ends]):
             with choices.replay({(2, 1): numbers[[0, 1], positions]}):
                 found = self.decode(rows[[0, 1], positions], positions)
-        return found, expected[[0, 1], [end + 1 for end in ends]]
+        decoded = ("it decodes over slots", found, expected[[0, 1], [end + 1 for end in ends]])
+        size = ends[0] // 2 + 1  # one block, and a rest of another length
+        self._blocks, self._in_blocks = KeptBlocks(most_tokens=0, size=size), True
+        with choices.replay({(1, size): numbers[0, :size], (1, ends[0] - size): numbers[0, size : ends[0]]}):
+            (parts,) = self.prefill([rows[0, : ends[0]].tolist()])
+        return [decoded, ("a prompt is computed in parts", parts.logits, expected[0, ends[0] - 1])]
