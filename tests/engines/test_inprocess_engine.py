@@ -388,10 +388,13 @@ def test_sequences_of_other_lengths_beside_it_change_no_logits_of_a_sequence(win
             torch.testing.assert_close(logits, own(input_ids=torch.tensor([row])).logits[0, -1], atol=1e-5, rtol=1e-4)
 
 
-def test_layers_of_several_windows_have_masks_of_their_own():
+def test_layers_of_several_windows_and_chunks_have_masks_of_their_own():
     positions, empty = torch.tensor([3, 30, 25]), torch.empty(0)
     mask = (torch.arange(32) <= positions[:, None])[:, None, None]
     step = DecodeStep(empty, empty, torch.arange(3), positions, (Run(0, 3, 32),), mask)
-    for window in (None, 5, 8, 5, 40):
-        seen = [[(window is None or at > own - window) and at <= own for at in range(32)] for own in positions.tolist()]
-        assert step.see(window)[:, 0, 0].tolist() == seen
+    for window, chunk in ((None, None), (5, None), (8, None), (5, None), (40, None), (None, 8), (5, 8), (12, 8), (None, 40), (40, 8)):
+        seen = [
+            [at <= own and (window is None or at > own - window) and (chunk is None or at // chunk == own // chunk) for at in range(32)]
+            for own in positions.tolist()
+        ]
+        assert step.see(window, chunk)[:, 0, 0].tolist() == seen

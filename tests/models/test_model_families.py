@@ -484,7 +484,8 @@ async def test_each_loop_trains_with_the_dropout_that_its_settings_say(name: str
 
     assert (SFTTrainingConfig().dropout, RLTrainingConfig().dropout) == (True, False)
     for kind in ("sft", "rl"):
-        assert await train(0.1, kind, False) == await train(0.0, kind, True) != await train(0.1, kind, True)
+        assert await train(0.1, kind, False) == pytest.approx(await train(0.0, kind, True), rel=1e-5)  # of shared prompts and of each row
+        assert await train(0.1, kind, True) != pytest.approx(await train(0.0, kind, True), rel=1e-3)
     assert await train(0.1, "sft", True) == await train(0.1, "sft", True)  # drawn from the seed
 
 
