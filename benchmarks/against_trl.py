@@ -59,7 +59,7 @@ class Race:
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Count one step, whose seconds are processor seconds, and the accuracy after it; ignore the step that the loop makes past the end."""
+        """Count one step, in processor seconds, and the accuracy after it; ignore the step that the loop makes past the end."""
         if self.is_over():
             return
         self.steps, self.accuracy = step, metrics["eval_accuracy"]
