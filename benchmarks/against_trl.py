@@ -59,7 +59,9 @@ class Race:
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Count one step, whose seconds are processor seconds, and the accuracy after it."""
+        """Count one step, in processor seconds, and the accuracy after it; ignore the step that the loop makes past the end."""
+        if self.is_over():
+            return
         self.steps, self.accuracy = step, metrics["eval_accuracy"]
         self.seconds += metrics.get("step_s", 0.0)
         for name in STAGES:
@@ -70,7 +72,7 @@ class Race:
 
     def is_over(self) -> bool:
         """Say whether the threshold is reached."""
-        return self.accuracy >= self.threshold
+        return self.steps > 0 and self.accuracy >= self.threshold
 
     def result(self) -> dict[str, float]:
         """Return the row of a table; cpu_s is NaN if the threshold was not reached."""

@@ -73,10 +73,11 @@ def test_every_contender_of_the_executor_benchmark_gives_the_groups_that_were_as
 
 def test_a_race_ends_at_the_threshold_and_adds_up_the_seconds_of_steps():
     race = against_trl.Race(0.8)
-    race.log({"eval_accuracy": 0.5}, 0)  # the model before RL
+    race.log({"eval_accuracy": 0.9}, 0)  # the model before RL
     race.log({"eval_accuracy": 0.7, "step_s": 1.5, "generate_s": 0.5, "evaluate_s": 9.0}, 1)
     assert not race.is_over() and math.isnan(race.result()["cpu_s"])
     race.log({"eval_accuracy": 0.8, "step_s": 2.5, "generate_s": 1.0, "evaluate_s": 9.0}, 2)
+    race.log({"eval_accuracy": 0.7, "step_s": 2.5, "generate_s": 1.0}, 3)  # the loop learns of the end one step later
     assert race.is_over() and race.stages["generate_s"] == 1.5
     assert race.result() == {"steps": 2, "accuracy": 0.8, "cpu_s": 4.0, "cpu_s_per_step": 2.0}
 
