@@ -405,10 +405,7 @@ class RLRun:
         return log_offset(self.parts.metrics_logger)
 
     async def save(self, finished: int, metrics: Mapping[str, float], metrics_bytes: int | None) -> None:
-        """Take the state of a finished step, and begin to write its checkpoint; a resumed run begins with that step's sync and line.
-
-        Args: metrics_bytes: length of the metrics file before the line of this step, in bytes.
-        """
+        """Take the state of a finished step, given the bytes of the metrics file before its line, and begin to write its checkpoint."""
         assert self._checkpoints is not None, "save() outside of writing(), or without a place for checkpoints"
         kl_control, version = self._kl_control, self.version_after(finished)
         run_state = {

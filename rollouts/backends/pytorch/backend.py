@@ -294,8 +294,7 @@ class PyTorchTrainingBackend:
             "weight_version": self.weight_version,
         }
         pieces = collect_pieces(self.model, alone(), copied=copied)
-        state = copy_to_host(state) if copied else state
-        return partial(write_checkpoint, self.model, self.tokenizer, directory, pieces, KIND, state)
+        return partial(write_checkpoint, self.model, self.tokenizer, directory, pieces, KIND, copy_to_host(state) if copied else state)
 
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint of save_checkpoint, or one of FSDPTrainingBackend.
