@@ -180,6 +180,9 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     for place, (name, panel) in enumerate(found.items(), 1):
         axes = figure.add_subplot(math.ceil(len(found) / columns), columns, place)
         axes.loglog(panel["sizes"], panel["costs"], "o-")
+        axes.set_xticks(panel["sizes"], [f"{size:,}" for size in panel["sizes"]])
+        axes.minorticks_off()
+        axes.set_ylim(min(panel["costs"]) / 2, 2 * max(panel["costs"]))
         axes.set_title(f"{PANELS[name].title}: slope {panel['slope']:.2f}", fontsize=10)
         axes.set_xlabel(PANELS[name].x_label)
         axes.set_ylabel(PANELS[name].y_label)
