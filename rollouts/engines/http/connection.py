@@ -25,8 +25,6 @@ MAX_HEAD_BYTES = 65536
 ROUND_TRIP_S = 0.5  # seconds to wait, after a request that came too late, for the reset that reports it
 RESET_S = 5.0  # seconds after which a reset is no answer to the request; more than a round trip, because this process may have been held up
 
-_NO_TIMEOUTS: dict[str, float | None] = {}
-
 Origin = tuple[str, str, int]
 """(scheme, host, port)."""
 
@@ -118,7 +116,7 @@ class Connection:
         Raises: httpx.WriteError if the server closed before it had the request, KeptConnectionLost, ServerHungUp, httpx.ReadError,
             RemoteProtocolError, LocalProtocolError, CloseError, and the timeouts that the request sets for writing and reading.
         """
-        timeouts: dict[str, float | None] = request.extensions.get("timeout", _NO_TIMEOUTS)
+        timeouts: dict[str, float | None] = request.extensions.get("timeout", {})
         assert not self._is_kept or self.is_reusable, "a connection was used again before the end of its answer"
         self._has_answer = False
         self._num_missing = 1  # not reusable before the end of the answer
