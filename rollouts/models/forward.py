@@ -191,7 +191,7 @@ def is_gradient_zero(loss: Tensor, outputs: TokenOutputs) -> bool:
     found = [x for x in (outputs.log_probs, outputs.entropy, outputs.values) if x is not None and x.requires_grad]
     if not found or not loss.requires_grad:
         return False
-    gradients = torch.autograd.grad(loss, found, retain_graph=True, allow_unused=True)
+    gradients = cast("tuple[Tensor | None, ...]", torch.autograd.grad(loss, found, retain_graph=True, allow_unused=True))
     return all(gradient is None or not bool(gradient.any()) for gradient in gradients)
 
 
