@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import platform
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -197,12 +197,12 @@ def use_kernels(model: torch.nn.Module, kernels: Kernels, *, packs_weights: bool
     """
     for module in model.modules():
         if type(module) is OneDNNLinear and (kernels == "torch" or not has_onednn()):
-            module.__class__ = torch.nn.Linear
+            cast("Any", module).__class__ = torch.nn.Linear
             for name in _PACKING:
                 vars(module).pop(name, None)
         elif type(module) in (torch.nn.Linear, OneDNNLinear) and kernels == "onednn" and has_onednn():
-            module.__class__ = OneDNNLinear
-            module.packs_weight = packs_weights
+            layer: Any = module
+            layer.__class__, layer.packs_weight = OneDNNLinear, packs_weights
 
 
 def forget_packed(model: torch.nn.Module) -> None:

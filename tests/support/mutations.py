@@ -240,8 +240,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "models/linear.py",
         "layers in training pack their weights, which a fused optimizer writes uncounted",
-        "            module.packs_weight = packs_weights\n",
-        "            module.packs_weight = True\n",
+        "layer.packs_weight = OneDNNLinear, packs_weights",
+        "layer.packs_weight = OneDNNLinear, True",
         ("models/test_linear.py::test_training_has_the_numbers_of_torch_and_the_same_bits_twice",),
     ),
     Mutation(
