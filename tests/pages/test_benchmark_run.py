@@ -84,7 +84,6 @@ def test_every_panel_has_at_least_four_sizes():
 
 @pytest.mark.slow
 def test_panels_are_measured_and_drawn(tmp_path: Path):
-    pytest.importorskip("matplotlib")
     names = ["rows", "slots", "context", "turns"]
     scaling.main(["--repeats", "1", "--smallest", "2", "--folder", str(tmp_path), "--only", *names])
     panels = json.loads((tmp_path / scaling.FIGURES).read_text())["panels"]
