@@ -75,7 +75,7 @@ def test_logits_of_rows_that_pad_the_output_matrix_are_dropped_as_inkling_does()
 
 ROUNDED_EXPERTS = {  # mixtures of experts, and the way of the engine
     "mixtral": "slots", "hunyuan_v1_moe": "slots", "dots1": "slots", "flex_olmo": "slots", "granitemoe": "slots", "qwen3_moe": "slots",
-    "deepseek_v3": "slots", "glm4_moe": "slots", "minimax_m2": "slots", "afmoe": "slots", "olmoe": "slots", "qwen2_moe": "slots",
+    "deepseek_v3": "slots", "glm4_moe": "slots", "minimax_m2": "slots", "olmoe": "slots", "qwen2_moe": "slots",
     "jetmoe": "slots", "llama4_text": "slots", "phimoe": "native caches", "gpt_oss": "native caches", "qwen3_5_moe_text": "native caches",
 }  # fmt: skip
 
