@@ -365,15 +365,13 @@ def orchestrate_against_gather(size: str, work: Work) -> Figures:
 
 def ask_against_aiohttp(size: str, work: Work) -> Figures:
     """Measure requests per processor second of HTTPEndpoint over those of aiohttp's client."""
-    from benchmarks.aiohttp_client import measure_aiohttp
-
     raise_open_files()
     requests = 4 * work.in_flight
     rates: dict[str, list[float]] = {OTHER: [], OURS: []}
     with run_server(http_clients.DELAY_S) as url:
         for _ in range(max(3, work.repeats)):
-            rates[OTHER].append(measure_aiohttp(url, work.in_flight, requests))
-            rates[OURS].append(trio.run(http_clients.measure, "HTTPEndpoint", url, work.in_flight, requests)[0])
+            for name, client in ((OTHER, http_clients.AIOHTTP), (OURS, "HTTPEndpoint")):
+                rates[name].append(http_clients.run_client(client, url, work.in_flight, requests)[0])
     return {"ratio": float(np.median(rates[OURS]) / np.median(rates[OTHER]))}
 
 
