@@ -18,6 +18,7 @@ from rollouts.rewards.code.sandboxed import SandboxedReward
 from rollouts.rewards.code.unit_tests import CodeReward
 from rollouts.rewards.evaluate import RewardSource
 from rollouts.rewards.models.local import open_reward_model
+from rollouts.rewards.other_frameworks import adapt_reward
 from rollouts.rewards.reward_functions import load_reward
 
 if TYPE_CHECKING:
@@ -80,15 +81,15 @@ def use_own_reward(section: RewardSection, task: Task) -> Task:
 
 
 def load_task_reward(section: RewardSection) -> Any:
-    """Load the user's reward function; None if none is configured.
+    """Load the user's reward function, also one of TRL or verl; None if none is configured.
 
-    Raises: ConfigError if it does not exist, or if reward.sandboxed is set without a function.
+    Raises: ConfigError if it does not exist or is no reward, or if reward.sandboxed is set without a function.
     """
     if section.function is None:
         if section.sandboxed:
             raise ConfigError("reward.sandboxed is True, but reward.function is None: name the function, --reward.function file.py:name")
         return None
-    return SandboxedReward(section.function) if section.sandboxed else load_reward(section.function)
+    return SandboxedReward(section.function) if section.sandboxed else adapt_reward(load_reward(section.function))
 
 
 @asynccontextmanager

@@ -31,6 +31,7 @@ Train a language model by supervised fine-tuning, reinforcement learning, or one
   --resume                      go on with the interrupted run in --output-dir
   --dry-run [--json]            print what would be run, with memory and time, and exit
   --seed N                      seed of weights, data and samples (default: 0)
+  --deterministic               the same bits on any processor: kernels of torch, and not the fastest ones
   --loggers LOGGER ...          further loggers, such as "wandb(project='mine')"
   --skip-bad-rows               skip and count unreadable rows
   --num-threads N               CPU threads of torch

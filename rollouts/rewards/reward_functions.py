@@ -25,7 +25,6 @@ from rollouts.config_files import suggest
 from rollouts.data.samples import collect_reward_data, describe_sample, sample_messages
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards.answers import load_function
-from rollouts.rewards.other_frameworks import adapt_reward
 from rollouts.rewards.results import EvaluateResult, as_result, check_values, describe_reward, then
 from rollouts.types import Message, Sample
 
@@ -159,14 +158,12 @@ def reward_function(function: Callable[..., Any] | None = None, /, *, mode: Rewa
 def load_reward(reference: str) -> Any:
     """Return the reward named by "package.module:name" or "path/to/file.py:name": a function of a Sample, or a RewardSource.
 
-    A function of TRL or verl becomes one, see other_frameworks.py.
-
     The module is imported, so its code runs here with all rights of this process: name only code that you trust. Untrusted code belongs
     into a sandbox, see rewards/code/sandboxed.py.
 
-    Raises: ConfigError saying which part was not found, or why the function is no reward.
+    Raises: ConfigError saying which part was not found.
     """
-    return adapt_reward(load_function(reference))
+    return load_function(reference)
 
 
 def parse_messages(messages: Any) -> list[Message]:

@@ -87,7 +87,7 @@ def take(batch: TrainBatch, rows: torch.Tensor) -> TrainBatch:
     def pick(value: Any) -> Any:
         if isinstance(value, Turns):
             return Turns(ids=value.ids[rows], states=value.states[rows], rewards=value.rewards[rows])
-        return value if value is None else value[rows]
+        return value[rows] if isinstance(value, torch.Tensor) else value
 
     return replace(batch, **{f.name: pick(getattr(batch, f.name)) for f in fields(batch)})
 

@@ -195,7 +195,10 @@ def test_a_file_with_a_mistake_is_named_with_it(name: str, text: str, message: s
 
 @pytest.mark.parametrize("flag", ["--output-dir", "--output_dir"])
 def test_a_resumed_run_keeps_its_settings_and_its_mode(flag: str, tmp_path: Path):
-    started = Config(seed=9, output_dir=str(tmp_path), rl=RLSection(num_steps=3), sft=SFTSection(optimizer=OptimizerConfig(lr=1e-3)))
+    kernels = ModelSection(kernels="torch")  # as a run records them
+    started = Config(
+        seed=9, output_dir=str(tmp_path), model=kernels, rl=RLSection(num_steps=3), sft=SFTSection(optimizer=OptimizerConfig(lr=1e-3))
+    )
     save_config(started, tmp_path / CONFIG_FILE)
     (tmp_path / RUN_FILE).write_text(json.dumps({"mode": "rl"}))
     command = parse_command_line(["--resume", flag, str(tmp_path)])

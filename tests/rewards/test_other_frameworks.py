@@ -10,11 +10,13 @@ import pytest
 import torch
 import trio
 
+from integration.parts.rewards import load_task_reward
+from integration.settings.sections import RewardSection
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards.evaluate import score_group
 from rollouts.rewards.other_frameworks import adapt_reward
-from rollouts.rewards.reward_functions import load_reward, reward_function
+from rollouts.rewards.reward_functions import reward_function
 from rollouts.types import Message, Sample, Status
 
 
@@ -174,6 +176,6 @@ def test_other_rewards_stay_as_they_are():
 
 def test_the_command_loads_them_from_a_file(tmp_path: Path):
     (tmp_path / "own.py").write_text("def reward_len(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n")
-    loaded = load_reward(f"{tmp_path / 'own.py'}:reward_len")
+    loaded = load_task_reward(RewardSection(function=f"{tmp_path / 'own.py'}:reward_len"))
     (result,) = loaded.score_samples(make_group("four"))
     assert (result.score, loaded.reward_name) == (4.0, "reward_len")

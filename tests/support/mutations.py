@@ -141,9 +141,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "engines/inprocess/slots.py",
         "layers of several windows share the mask of the first",
-        "if window not in self.windows:",
-        "if not self.windows:",
-        ("engines/test_inprocess_engine.py::test_layers_of_several_windows_have_masks_of_their_own",),
+        "if (window, chunk) not in self.near:",
+        "if not self.near:",
+        ("engines/test_inprocess_engine.py::test_layers_of_several_windows_and_chunks_have_masks_of_their_own",),
     ),
     Mutation(
         "engines/inprocess/blocks.py",
@@ -162,8 +162,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "engines/inprocess/blocks.py",
         "a window reaches one token too far where a prompt goes on",
-        "& (seen > own - window)",
-        "& (seen >= own - window)",
+        "& (places > own - window)",
+        "& (places >= own - window)",
         ("engines/test_kept_blocks.py::test_a_prompt_after_kept_blocks_has_the_logits_of_the_models_own_pass[20-False]",),
     ),
     Mutation(
@@ -1387,8 +1387,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "engines/inprocess/slots.py",
         "a chunk is a window of its size",
-        "begins = step.positions - step.positions % chunk",
-        "begins = step.positions - chunk + 1",
+        "first.maximum(self.positions - self.positions % chunk)",
+        "first.maximum(self.positions - chunk + 1)",
+        ("models/test_model_families.py::test_the_embedded_engine_has_the_numbers_of_transformers_beyond_windows[llama4]",),
+    ),
+    Mutation(
+        "engines/inprocess/blocks.py",
+        "a prompt that goes on attends beyond its chunk",
+        "self.masks[key] = seen if chunk is None else seen & (places >= own - own % chunk)",
+        "self.masks[key] = seen",
         ("models/test_model_families.py::test_the_embedded_engine_has_the_numbers_of_transformers_beyond_windows[llama4]",),
     ),
     Mutation(

@@ -62,7 +62,11 @@ READING_ORDER = (
     ),
     Stop("rollouts/algorithms/surrogates.py", "The clipped ratio of PPO and GRPO.", ("clipped",)),
     Stop("rollouts/data/collate.py", "Ragged samples become tensors of [rows, tokens].", ("collate_samples",)),
-    Stop("rollouts/engines/protocol.py", "The four methods that an inference engine has, and what else it may offer."),
+    Stop(
+        "rollouts/engines/protocol.py",
+        "The four methods that an inference engine has, and the names of what else it may offer.",
+        ("InferenceEngine", "WeightChannel", "EngineFeature"),
+    ),
     Stop("rollouts/generation/single_turn.py", "A prompt becomes a group of samples."),
     Stop("rollouts/generation/contract.py", "The group of a generate function is checked.", ("bind_generate_fn", "check_generated_group")),
     Stop("rollouts/rewards/evaluate.py", "Each sample of a group gets its reward.", ("score_group",)),
