@@ -99,7 +99,7 @@ def write_checkpoint(
     kind: str,
     state: Mapping[str, Any],
 ) -> None:
-    """Write the model directory and the state of the trainer. Only the configuration is read from the model.
+    """Write the model directory, which is made, and the state of the trainer. Only the configuration is read from the model.
 
     Args:
         pieces: whole weights, of collect_pieces.
@@ -108,6 +108,7 @@ def write_checkpoint(
     Raises: CheckpointError for a tensor that is not finite.
     """
     check_written(((piece.spec.name, piece.values) for piece in pieces), directory)
+    directory.mkdir(parents=True, exist_ok=True)
     export_pieces(pieces, model, directory, tokenizer, ranks=alone())
     write_trainer_state(directory, kind, state)
 
