@@ -35,6 +35,7 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.collate import collate_samples
 from rollouts.errors import CheckpointError
 from rollouts.testing import create_tiny_model
+from rollouts.training.steps import stage_backend
 from rollouts.types import Sample
 
 SETTINGS = {"lr": 1e-2, "total_steps": 20, "warmup_steps": 3}
@@ -269,9 +270,10 @@ async def test_five_steps_a_checkpoint_and_five_steps_are_ten_steps_bit_for_bit(
 
 async def test_a_staged_checkpoint_has_the_state_of_its_moment_however_much_later_it_is_written(open_backend, tmp_path: Path):
     async with open_backend(create_tiny_model()) as backend:
-        assert BackendFeature.STAGED_CHECKPOINTS in get_backend_features(backend)
         await train(backend, range(3))
-        write = await backend.stage_checkpoint(tmp_path).result()
+        staged = BackendFeature.STAGED_CHECKPOINTS in get_backend_features(backend)
+        assert staged or not type(backend).__module__.startswith("rollouts."), "a backend of a user's may write it at once"
+        write = await stage_backend(backend, tmp_path)
         straight = await train(backend, range(3, 6))
         await trio.to_thread.run_sync(write)
     async with open_backend(create_tiny_model(seed=9)) as backend:

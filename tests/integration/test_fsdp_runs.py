@@ -67,7 +67,9 @@ def compare(folder: Path, cases: str, *, num_steps: int, stop_after: int, num_ra
 
 
 def check_equal(found: list[dict], expected: list[dict]) -> None:
-    """Check that all numbers in the lines of metrics agree to 1e-5."""
+    """Check that all numbers in the lines agree to 1e-5; several ranks run every backward pass, and report none that is skipped."""
+    skipped = "zero_gradient_fraction"
+    found, expected = ([{key: line[key] for key in line if key != skipped} for line in lines] for lines in (found, expected))
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
@@ -237,7 +239,7 @@ def test_the_command_starts_its_processes_and_all_end_when_one_is_killed(tmp_pat
     os.kill(max(ranks), signal.SIGKILL)
     out, error = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 1, error
-    assert "is gone" in error or "was ended by SIGKILL" in error  # told by the other rank, or by the launcher, whoever sees it first
+    assert "is gone" in error or "was ended by SIGKILL" in error, error  # told by the other rank, or by the launcher, whoever sees it first
     assert "rank 0" not in error  # which torchrun ends, too
     assert "Traceback" not in error
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
