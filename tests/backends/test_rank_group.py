@@ -396,6 +396,19 @@ def test_a_broken_exchange_is_not_like_an_error_of_the_same_class(failures, expe
     assert are_alike({rank: describe(rank, error) for rank, error in failures.items()}, 2) == expected
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Read error [127.0.0.1]:4711. This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!",
+        "Socket unexpectedly closed [127.0.0.1]:4711",
+        "Connection closed by peer [127.0.0.1]:4711",
+    ],
+)
+def test_what_gloo_says_of_a_dead_rank_is_no_failure_of_the_rank_that_says_it(message: str):
+    assert describe(0, RuntimeError(f"[/pytorch/third_party/gloo/pair.cc:538] {message}")).is_consequence
+    assert not describe(0, RuntimeError("a shape is wrong")).is_consequence
+
+
 def test_what_is_said_of_a_rank_without_an_answer_is_what_was_seen():
     told = {0: describe(0, lost())}
     assert "within 10 s. Raise the timeout" in find_cause("forward", told, [1], Trouble("forward"), 10.0, waited_s=10.2).message

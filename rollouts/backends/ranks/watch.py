@@ -293,7 +293,7 @@ _KINDS: Mapping[str, type[RolloutsError]] = MappingProxyType(
 )
 _SIGNS = (
     *("timed out", "timeout", "connection closed", "connection reset", "connection was closed", "broken pipe"),
-    "connection to another rank",
+    *("connection to another rank", "remote worker", "socket unexpectedly closed"),  # the last two are gloo's
 )
 
 
