@@ -13,8 +13,8 @@ from typing import Any
 
 import trio
 
-from integration.settings.command_line import CONFIG_FILE, RUN_FILE
-from rollouts.config_files import load_config, save_config, to_dict
+from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
+from rollouts.config_files import save_config, to_dict
 from rollouts.errors import ConfigError, OutputError
 from rollouts.output_files import explain_writes, replace_file
 from rollouts.training.checkpoints import has_checkpoints, latest_checkpoint, load_run_state
@@ -122,11 +122,11 @@ def prepare_directory(
         return
     if not resume:
         raise ConfigError(f"{output_dir} already holds a run: add --resume to go on with it, or choose another --output-dir")
-    saved = to_dict(load_config(type(config), output_dir / CONFIG_FILE))  # defaults fill in settings that it lacks
+    saved = to_dict(read_saved(type(config), output_dir / CONFIG_FILE))  # defaults fill in settings that it lacks
     changed = [
         f"{name}: {before!r} -> {after!r}"
         for name, (before, after) in sorted(compare_settings(saved, to_dict(config)).items())
-        if not name.startswith(may_change) and (name, before) != ("model.kernels", "auto")  # recorded before there was a choice
+        if not name.startswith(may_change)
     ]
     if changed:
         raise ConfigError(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PHASES = ("generate_s", "trainer_wait_s", "train_s", "evaluate_wait_s", "checkpoint_s", "sync_s", "evaluate_s")
 """Durations of a metrics line in the order in which a step spends them; step_s is their sum without evaluate_s."""
 
-CALLS = ("forward", "forward_backward", "optim_step", "get_weights", "save_checkpoint")
+CALLS = ("forward", "forward_backward", "optim_step", "get_weights", "stage_checkpoint", "save_checkpoint")
 """Calls of a backend that are spans of the trace, in the thread that computes."""
 
 NUM_OPERATORS = 20

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
+import trio
 
 from integration.parts.models import fix_hardware
 from integration.run.directory import prepare_directory
@@ -14,6 +16,7 @@ from integration.settings.config import Config, find_kernels
 from integration.settings.sections import ModelSection
 from rollouts.errors import ConfigError
 from rollouts.models import linear
+from rollouts.training.checkpoints import save_checkpoint
 
 
 @pytest.fixture
@@ -31,6 +34,10 @@ def test_deterministic_keeps_torchs_kernels(choice: list[str]):
     assert Config(model=ModelSection(kernels="torch")).kernels == "torch"
     with pytest.raises(ConfigError, match=r"model\.kernels is 'onednn', expected auto or torch with --deterministic"):
         Config(deterministic=True, model=ModelSection(kernels="onednn"))
+
+
+async def write_nothing(directory: Path) -> None:
+    """Write a checkpoint without weights."""
 
 
 def prepare(directory: Path, config: Config, *, resume: bool) -> None:
@@ -57,6 +64,12 @@ def test_a_run_of_a_version_without_the_setting_goes_on_with_torchs(choice: list
     (directory / CONFIG_FILE).write_text(json.dumps(saved))
     resumed = parse_command_line(["--output-dir", str(directory), "--resume", "--mode", "sft"]).config
     assert resumed.kernels == "torch"
+    write_checkpoint = partial(save_checkpoint, directory / "sft", 1, write=write_nothing, run_state={"metrics_bytes": 0})
+    trio.run(write_checkpoint)
+    with pytest.raises(ConfigError, match=r"model\.kernels: 'torch' -> 'onednn'"):  # from a file of settings, which leaves it open
+        prepare(directory, Config(output_dir=str(directory)), resume=True)
+    prepare(directory, resumed, resume=True)
+    assert json.loads((directory / CONFIG_FILE).read_text())["model"]["kernels"] == "torch"
 
 
 def test_a_choice_of_the_user_stays(choice: list[str]):

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 
 from integration.run.profile import RunProfile, Span, describe_steps, phase_spans
 from integration.settings.sections import ProfileSection
 from integration.train import main
+from rollouts.backends.factory import create_pytorch_backend
+from rollouts.testing import create_tiny_model
 from rollouts.training.metrics import read_metrics
+from rollouts.training.steps import stage_backend
 
 SECOND = 10**9
 RL_LINE = {"stage": "rl", "generate_s": 2.0, "train_s": 1.0, "checkpoint_s": 0.5, "sync_s": 0.25, "step_s": 3.75, "evaluate_s": 0.25}
@@ -67,6 +71,16 @@ def test_the_steps_after_those_to_skip_are_profiled(steps: int, skip: int, num_l
         assert len(products) == profiled
         for product, call in zip(products, calls, strict=True):  # both clocks agree
             assert call["ts"] - 5e3 <= product["ts"] and product["ts"] + product["dur"] <= call["ts"] + call["dur"] + 5e3
+
+
+def test_the_checkpoints_that_the_loops_take_are_calls(tmp_path: Path):
+    profile, backend = RunProfile(ProfileSection(steps=1, skip=1), tmp_path), create_pytorch_backend(create_tiny_model(), lr=1e-3)
+    profile.watch(backend, "policy")
+    profile.log({"stage": "rl", "step_s": 0.5}, 1)
+    (tmp_path / "checkpoint").mkdir()
+    trio.run(stage_backend, backend, tmp_path / "checkpoint")
+    profile.log({"stage": "rl", "step_s": 0.5}, 2)
+    assert "policy: stage_checkpoint" in (tmp_path / "profile" / "rl" / "table.txt").read_text()
 
 
 @pytest.mark.slow

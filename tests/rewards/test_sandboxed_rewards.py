@@ -365,6 +365,8 @@ async def test_files_that_are_no_reward_are_refused_when_the_reward_is_opened(tm
         ("async def f(messages): pass", "is async"),
         ("from rollouts import reward_function\n@reward_function\nasync def f(messages): pass", "is async"),
         ("def f(sample): pass", "has no parameter `messages`"),
+        ("def f(completions, **kwargs): pass", r"takes completions, as functions of TRL .* leave --reward.sandboxed out"),
+        ("def f(data_source, solution_str, ground_truth, extra_info=None): pass", r"takes solution_str, as functions of TRL and verl do"),
         ("x = [][0]\ndef f(messages): pass", r"IndexError: list index out of range\n  File .*theirs.py\", line 1"),
     ):
         file.write_text(code)

@@ -87,6 +87,12 @@ class _SandboxedCall:
         takes_all, is_batch, is_async, takes_messages = flags
         if is_async:
             raise ConfigError(f"{self.name} of {self.path} is async: a function in a sandbox is a plain one")
+        theirs = sorted({"completions", "solution_str"} & names)
+        if theirs and "messages" not in names:
+            raise ConfigError(
+                f"{self.name} of {self.path} takes {theirs[0]}, as functions of TRL and verl do, which are not called in a sandbox: leave "
+                "--reward.sandboxed out if you trust its code, or give it the parameter `messages`"
+            )
         if not takes_messages:
             raise ConfigError(f"{self.name} of {self.path} has no parameter `messages` for the conversation (found {sorted(names)})")
         return names, takes_all, is_batch
