@@ -145,7 +145,7 @@ class RLSection:
     # train a mixture of experts with the experts that the engine chose for each token (R3) instead of the trainer's own choice; embedded
     # engine
     router_replay: bool = False
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))  # AdamW, gradient clipping and the schedule
 
     def __post_init__(self) -> None:
         check_positive(self, "prompts_per_step", "samples_per_prompt", "num_minibatches", "max_filter_attempts")

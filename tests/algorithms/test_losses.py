@@ -486,6 +486,15 @@ def test_the_ppo_gradient_is_zero_outside_the_clip_on_the_pessimistic_side_only(
     assert {"approx_kl", "clip_fraction_low", "clip_fraction_high", "ratio_mean"} <= set(metrics)
 
 
+def test_approx_kl_of_a_small_update_is_measured_and_not_rounded_to_zero():
+    log_ratio = torch.tensor([[2e-5, -3e-5, 1e-4, -1.2e-4, 0.7]])
+    for width in (4, 5):
+        found = compute_policy_loss(torch.zeros(1, width), log_ratio[:, :width], torch.ones(1, width), torch.ones(1, width), clip_ratio=0.2)
+        wide = log_ratio[:, :width].double()
+        expected = float((wide.expm1() - wide).mean())
+        assert float(found[1]["approx_kl"]) == pytest.approx(expected, rel=1e-4)
+
+
 def test_dual_clip_bounds_the_loss_of_a_bad_token_and_takes_its_gradient():
     log_ratio = torch.tensor([[math.log(5.0), math.log(2.0)]]).requires_grad_()
     loss = clipped(log_ratio, log_ratio, torch.tensor([[-1.0, -1.0]]), dual=3.0)

@@ -260,6 +260,16 @@ sys.exit(importlib.import_module(module).main(argv))
 """
 
 
+def test_no_section_of_the_help_borrows_the_words_of_a_setting(capsys: pytest.CaptureFixture[str]):
+    """A comment above a setting would also describe a section that stands directly below it without one of its own."""
+    _, *parts = re.split(r"^ (\S+) options *$", read_help(capsys, "--help-all"), flags=re.MULTILINE)
+    bodies = [" ".join(body.split()) for body in parts[1::2]]
+    settings = [text for body in bodies for text in re.split(r" --\S+", body)[1:]]
+    for name, body in zip(parts[::2], bodies, strict=True):
+        heading = body.split(" --")[0].strip(" -")
+        assert not [text for text in settings if heading and heading in text], name
+
+
 @pytest.mark.parametrize(
     ("command", "flag"),
     [

@@ -326,6 +326,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "algorithms/losses.py",
+        "approx_kl of a small update is rounded away",
+        "log_ratio.expm1() - log_ratio",
+        "ratio - 1 - log_ratio",
+        ("algorithms/test_losses.py::test_approx_kl_of_a_small_update_is_measured_and_not_rounded_to_zero",),
+    ),
+    Mutation(
+        "algorithms/losses.py",
         "log-probs are not masked before exp",
         "log_probs, anchor, advantages = _where(mask, outputs.log_probs), ",
         "log_probs, anchor, advantages = outputs.log_probs, ",
