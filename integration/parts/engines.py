@@ -132,7 +132,8 @@ def create_embedded_engine(
     engine = config.engine
     own = cast("PreTrainedModel", own.to(getattr(torch, engine.precision(config.model.device))))
     options: dict[str, Any] = {"max_slots": engine.max_slots, "seed": config.seed, "record_experts": config.rl.router_replay}
-    return InProcessEngine(own, tokenizer, kernels=config.kernels, prefix_cache_tokens=engine.prefix_cache_tokens, **options)
+    options |= {"prefix_cache_tokens": engine.prefix_cache_tokens, "cuda_graphs": engine.cuda_graphs}
+    return InProcessEngine(own, tokenizer, kernels=config.kernels, **options)
 
 
 @asynccontextmanager

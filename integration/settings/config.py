@@ -115,6 +115,7 @@ class Config:
 
             parse_loggers(self.loggers)
         check_router_replay(self)
+        check_cuda_graphs(self)
         check_episode_sections(self.task, self.episode, self.environment)
         if self.task in EPISODE_TASKS:
             check_episode_settings(self)
@@ -287,6 +288,25 @@ def check_router_replay(config: Config) -> None:
         )
     if config.backend.kind == "jax":
         raise ConfigError("rl.router_replay is True, but backend.kind 'jax' computes no mixture of experts: leave it out")
+
+
+def check_cuda_graphs(config: Config) -> None:
+    """Raise ConfigError if engine.cuda_graphs is set where no step is recorded as a graph."""
+    if not config.engine.cuda_graphs:
+        return
+    from rollouts.models.loading import find_device_name
+
+    device = find_device_name(config.model.device)
+    if not device.startswith("cuda"):
+        raise ConfigError(
+            f"engine.cuda_graphs is True, but the device of the model is {device!r} (model.device {config.model.device!r}), "
+            "which has no CUDA graphs: leave --engine.cuda-graphs out, or give --model.device cuda"
+        )
+    if config.rl.router_replay:
+        raise ConfigError(
+            "engine.cuda_graphs and rl.router_replay are both True, but steps whose experts are recorded are not run by CUDA graphs: leave "
+            "one of them out"
+        )
 
 
 def check_episode_settings(config: Config) -> None:

@@ -246,7 +246,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     ),
     "lora.alpha lora.base_dtype lora.dropout lora.target_modules lora.use_rslora lora.save_base": ADAPTERS,
     "engine.kind engine.weight_sync engine.parity_rows engine.probe_tolerance": RL,
-    "engine.max_slots engine.prefix_cache_tokens": Effect(
+    "engine.max_slots engine.prefix_cache_tokens engine.cuda_graphs": Effect(
         holds=lambda c, m: ("sft" in m and has_heldout(c, m)) or not c.engine.is_server,
         needs="the embedded engine: --engine.kind inprocess",
     ),

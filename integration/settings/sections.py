@@ -346,6 +346,7 @@ class EngineSection:
     max_slots: int = 512  # maximum concurrent sequences of the embedded engine
     # tokens of prompts whose keys and values the embedded engine keeps for prompts that begin alike, such as the next turn; 0 = none
     prefix_cache_tokens: int = 65_536
+    cuda_graphs: bool = False  # record the decode steps of the embedded engine on a GPU as CUDA graphs
     urls: tuple[str, ...] = ()  # running servers, http://host:port; several serve as one engine
     launch: bool = False  # launch servers for this run and stop them at its end
     num_servers: int = 1  # servers to launch; several serve as one engine
@@ -410,6 +411,11 @@ class EngineSection:
                 )
             check_setting(
                 not self.one_request_per_group, "engine.one_request_per_group", True, "False: the embedded engine shares prompts by itself"
+            )
+        elif self.cuda_graphs:
+            raise ConfigError(
+                f"engine.cuda_graphs is True, but engine.kind is {self.kind!r}, a server, which has settings of its own for graphs: leave "
+                "--engine.cuda-graphs out, or set --engine.kind inprocess"
             )
         elif self.launch == bool(self.urls):
             found = "both given" if self.launch else "neither given"

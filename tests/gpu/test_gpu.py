@@ -31,6 +31,7 @@ from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.ranks.distributed import init_distributed, leave_distributed
 from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.engines.inprocess.slots import SlotModel
 from rollouts.engines.weights.cuda_ipc import SharedBucket, vllm_handles
 from rollouts.engines.weights.nccl import create_communicator
 from rollouts.models import forward
@@ -217,6 +218,55 @@ async def test_the_embedded_engine_reports_the_log_probs_of_transformers_and_rep
             expected = run_natively(model, torch.tensor([*completion.input_tokens, *completion.output_tokens])).cpu()
         found_log_probs = torch.tensor(completion.output_log_probs)
         assert float((found_log_probs - expected[len(completion.input_tokens) - 1 :]).abs().max()) < 1e-3
+
+
+@needs.cuda()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
+def test_steps_of_cuda_graphs_have_the_logits_of_ordinary_steps(family: str, dtype: torch.dtype, limit: float):
+    models = [make_model(family, dtype) for _ in range(2)]
+    ordinary, recorded = (SlotModel(m, max_slots=8, name="engine", cuda_graphs=i == 1) for i, m in enumerate(models))
+    rows = torch.randint(3, 32_000, (8, 600), generator=torch.Generator().manual_seed(0)).tolist()
+    lengths = [250, 5, 60, 17, 400, 33, 508, 9]  # some grow into other buckets
+    for update in range(3):
+        for count in (1, 3, 5, 8, 2):
+            for slots in (ordinary, recorded):
+                for slot in range(count):
+                    slots.fill([slot], slots.prefill([rows[slot][: lengths[slot]]])[0])
+            for step in range(12):
+                tokens = torch.tensor([row[length + step] for row, length in zip(rows[:count], lengths, strict=False)], device=DEVICE)
+                positions = [length + step for length in lengths[:count]]
+                expected, found = (slots.decode(tokens, positions) for slots in (ordinary, recorded))
+                assert float((found - expected).abs().max()) < limit * float(expected.abs().max()), (update, count, step)
+        for slots in (ordinary, recorded):
+            slots.forget()
+            with torch.no_grad():
+                for parameter in slots.model.parameters():  # written into, as by an update
+                    parameter.mul_(1.25)
+    assert recorded.graphs is not None and not recorded.graphs.is_refused and recorded.graphs._recorded
+
+
+@needs.cuda()
+async def test_an_engine_with_cuda_graphs_reports_the_log_probs_of_transformers_beside_training():
+    model, batch = make_model(), draw_batch(0, LENGTHS, vocab_size=32_000)
+    backend = create_pytorch_backend(copy.deepcopy(model), lr=1e-4, device=DEVICE)
+    found = {}
+    async with InProcessEngine(copy.deepcopy(model), eos_token_ids=(), cuda_graphs=True) as engine, open_pipeline(backend) as pipeline:
+
+        async def generate(i: int) -> None:
+            found[i] = await engine.generate([5, 6, 7 + i], SamplingParams(max_tokens=40 + 8 * i, seed=i), request_id=f"{i:03d}")
+
+        async with trio.open_nursery() as nursery:
+            for i in range(8):
+                nursery.start_soon(generate, i)
+            for _ in range(4):
+                await pipeline.forward_backward(batch, sft_loss).result()
+                await pipeline.optim_step().result()
+        assert not engine._slots.graphs.is_refused and engine._slots.graphs._recorded
+    for completion in found.values():
+        with torch.no_grad():
+            expected = run_natively(model, torch.tensor([*completion.input_tokens, *completion.output_tokens])).cpu()
+        assert float((torch.tensor(completion.output_log_probs) - expected[len(completion.input_tokens) - 1 :]).abs().max()) < 1e-3
 
 
 def test_fsdp_on_one_rank_in_bfloat16_is_the_single_process():

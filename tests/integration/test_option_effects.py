@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from integration.dry_run.describe import derive_numbers
+from integration.parts import engines as engines_module
 from integration.parts.engines import create_fleet_config, create_server_config, create_server_engine, transfer_args
 from integration.parts.rewards import load_task_reward
 from integration.parts.sharded_models import fsdp_config
@@ -404,11 +405,25 @@ def test_a_run_logs_the_warning_once(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--engine.parity-action", "stop"], r"engine.parity_action is 'stop', which has no effect here: it needs --engine.parity-rows"),
         (["--rl.overlong-penalty", "0.5"], r"rl.overlong_penalty is 0.5, which has no effect here: it needs --rl.overlong-buffer"),
         (["--reward.model-device", "cuda"], r"reward.model_device is 'cuda', which has no effect here: it needs --reward.model"),
+        (["--engine.cuda-graphs", "--model.device", "cpu"], r"engine.cuda_graphs is True, but the device of the model is 'cpu'"),
+        (["--engine.cuda-graphs", "--model.device", "cuda", "--rl.router-replay"], r"cuda_graphs and rl.router_replay are both True"),
+        (
+            ["--engine.cuda-graphs", "--model.device", "cuda", "--engine.kind", "vllm", "--engine.launch"],
+            r"engine.cuda_graphs is True, but engine.kind is 'vllm', a server",
+        ),
     ],
 )
 def test_what_is_surely_a_mistake_is_refused(argv: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         parse_command_line(argv)
+
+
+def test_cuda_graphs_reach_the_embedded_engine(monkeypatch: pytest.MonkeyPatch):
+    config = parse_command_line(["--engine.cuda-graphs", "--model.device", "cuda", "--engine.dtype", "float32"]).config
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(engines_module, "InProcessEngine", lambda *_, **options: given.update(options))
+    engines_module.create_embedded_engine(config, create_tiny_model(), create_char_tokenizer())
+    assert given["cuda_graphs"] is True and given["prefix_cache_tokens"] == config.engine.prefix_cache_tokens
 
 
 def test_a_file_counts_like_flags_but_for_parts_that_the_command_leaves_out(tmp_path: Path):

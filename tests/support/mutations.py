@@ -217,6 +217,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Log-probs and masks
     Mutation(
+        "engines/inprocess/graphs.py",
+        "a recorded step goes on with keys and values that lie elsewhere",
+        "if places != self._places:",
+        "if places[1:] != self._places[1:]:",
+        ("engines/test_decode_graphs.py::test_recordings_share_memory_and_are_dropped_when_what_they_read_lies_elsewhere",),
+    ),
+    Mutation(
+        "engines/inprocess/graphs.py",
+        "free slots of a bucket keep the positions of earlier sequences",
+        "self.positions.copy_(torch.tensor([*positions, *[0] * num_free]))",
+        "self.positions[: len(positions)].copy_(torch.tensor(positions))",
+        ("engines/test_decode_graphs.py::test_free_slots_of_a_bucket_write_at_their_first_token_alone",),
+    ),
+    Mutation(
         "engines/inprocess/slots.py",
         "a run of slots attends by the mask of the first slots",
         "attn_mask=mask[start:stop, ..., :live]",

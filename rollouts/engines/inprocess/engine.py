@@ -95,6 +95,7 @@ class InProcessEngine:
         kv_cache_on_update: Literal["recompute", "keep"] = "recompute",
         prefix_cache_tokens: int = 65_536,
         record_experts: bool = False,
+        cuda_graphs: bool = False,
         kernels: Kernels = "torch",
         name: str = "in-process engine",
     ) -> None:
@@ -110,15 +111,21 @@ class InProcessEngine:
             prefix_cache_tokens: maximum number of tokens with keys and values kept, until the next update of the weights, for prompts that
                 begin alike; 0 = none. What is kept changes no numbers on a CPU. A model without slots keeps nothing.
             record_experts: completions have the experts that the routers of a mixture of experts chose, for their replay in training.
+            cuda_graphs: decode by CUDA graphs, one for each bucket of slots and lengths, see graphs.py.
             kernels: kernels of linear layers on a CPU, such as choose_kernels chooses; "onednn" keeps packed copies of their weights.
             name: name in messages.
 
-        Raises: ConfigError for a model that cannot decode over slots, a max_length beyond its context, or experts that cannot be recorded.
+        Raises: ConfigError for a model that cannot decode over slots, a max_length beyond its context, experts that cannot be recorded, or
+            cuda_graphs on another device than a CUDA GPU or with record_experts.
         """
         assert max_slots >= 1, f"max_slots is {max_slots}, expected at least 1"
         self.name = name
+        device = next(model.parameters()).device
+        if cuda_graphs and (device.type != "cuda" or record_experts):
+            why = "record_experts is set" if record_experts else f"the model is on the device {str(device)!r}"
+            raise ConfigError(f"{name}: cuda_graphs is True, but {why}, where no step is recorded as a graph: leave cuda_graphs out")
         use_kernels(model, kernels, packs_weights=True)
-        self._slots = open_slots(model, max_slots=max_slots, name=name, kept_tokens=prefix_cache_tokens)
+        self._slots = open_slots(model, max_slots=max_slots, name=name, kept_tokens=prefix_cache_tokens, cuda_graphs=cuda_graphs)
         if record_experts:
             routers = inspect_routers(model, native=isinstance(self._slots, NativeModel))
             if routers.problem is not None:

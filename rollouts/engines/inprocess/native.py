@@ -237,17 +237,17 @@ class NativeModel:
         return found, wanted
 
 
-def open_slots(model: PreTrainedModel, *, max_slots: int, name: str, kept_tokens: int = 0) -> Decoding:
+def open_slots(model: PreTrainedModel, *, max_slots: int, name: str, kept_tokens: int = 0, cuda_graphs: bool = False) -> Decoding:
     """Create the fastest kind of decoding that computes a model right.
 
     Args:
-        model, max_slots, kept_tokens: as for SlotModel.
+        model, max_slots, kept_tokens, cuda_graphs: as for SlotModel. Other kinds of decoding have no graphs.
 
     Raises: ConfigError if no kind gives the logits of the model's own forward pass.
     """
     before = cast("str | None", getattr(model.config, "_attn_implementation", None))
     try:
-        return SlotModel(model, max_slots=max_slots, name=name, kept_tokens=kept_tokens)
+        return SlotModel(model, max_slots=max_slots, name=name, kept_tokens=kept_tokens, cuda_graphs=cuda_graphs)
     except ConfigError as refusal:
         restore_attention(model, before)
         native = NativeModel(model, name=name)

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollouts.engines.inprocess.blocks import BLOCK_TOKENS, Beginning, Extension, KeptBlocks, attend_after, cut_blocks, depends_on_length
 from rollouts.engines.inprocess.experts import ExpertRecorder
+from rollouts.engines.inprocess.graphs import DecodeGraphs, StepInputs, capture_graph, find_bucket
 from rollouts.errors import ConfigError
 from rollouts.models.forward import (
     PackedRows,
@@ -225,13 +226,15 @@ def attend_slots(
 class SlotModel:
     """A model with slots. Holds weights, keys and values; independent of requests."""
 
-    def __init__(self, model: PreTrainedModel, *, max_slots: int, name: str, kept_tokens: int = 0) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_slots: int, name: str, kept_tokens: int = 0, cuda_graphs: bool = False) -> None:
         """
         Args:
             model: used by this object alone from now on; its attention is replaced.
             max_slots: maximum number of sequences at the same time; memory grows with the actual number.
             kept_tokens: maximum number of tokens with keys and values kept for later prompts that begin alike; 0 = none, and no prompt is
                 computed in blocks.
+            cuda_graphs: decode by CUDA graphs; without effect on a CPU, for a model whose rotation depends on the length of the pass, and
+                while experts are recorded.
 
         Raises: ConfigError if decoding over slots gives other logits than the model's own forward pass.
         """
@@ -247,10 +250,13 @@ class SlotModel:
         self.experts: Tensor | None = None
         self._blocks: KeptBlocks | None = None  # None = no prompt is cut into blocks
         self._in_blocks = False
+        self.graphs: DecodeGraphs | None = None  # None = every step is an ordinary one
         self._check()
         self._in_blocks = self.device.type == "cpu"  # whether each block is a pass of its own, see blocks.py
-        no_blocks = kept_tokens < BLOCK_TOKENS or depends_on_length(model.config.get_text_config())
-        self._blocks = None if no_blocks else KeptBlocks(most_tokens=kept_tokens)
+        by_length = depends_on_length(model.config.get_text_config())
+        self._blocks = None if kept_tokens < BLOCK_TOKENS or by_length else KeptBlocks(most_tokens=kept_tokens)
+        if cuda_graphs and self.device.type == "cuda" and not by_length:
+            self.graphs = DecodeGraphs(self.run_bucket, self.list_weights(), name=name, capture=partial(capture_graph, device=self.device))
 
     @property
     def num_allocated(self) -> tuple[int, int]:
@@ -387,17 +393,36 @@ class SlotModel:
 
         Returns: # [A, V] float32.
         """
-        num_rows = len(positions)
-        self._reserve(num_rows, max(positions) + 1)
+        longest, graphs = max(positions) + 1, self.graphs
         runs = plan_runs([position + 1 for position in positions], self.device.type)
+
+        def run_ordinary() -> Tensor:
+            return self._run_step(tokens, torch.tensor(positions, device=self.device), runs)
+
         with torch.inference_mode():
-            steps = torch.tensor(positions, device=self.device)
-            mask = torch.arange(max(run.live for run in runs), device=self.device) <= steps[:, None]
-            rows = torch.arange(num_rows, device=self.device)
-            step = DecodeStep(self._keys, self._values, rows, steps, runs, mask[:, None, None])
-            call = {"input_ids": tokens[:, None], "position_ids": steps[:, None], "attend_fn": partial(attend_slots, step=step)}
-            output, self.experts = self.recorder.run(lambda: self._decoder(**call, use_cache=False))
-            return self.compute_logits(output.last_hidden_state[:, 0])
+            if graphs is None or graphs.is_refused or self.recorder.routers.modules:
+                self._reserve(len(positions), longest)
+                return self.compute_logits(run_ordinary())
+            bucket = find_bucket(len(positions), longest, self.max_slots)
+            self._reserve(*bucket)
+            return self.compute_logits(graphs.step(bucket, tokens, positions, (self._keys, self._values), run_ordinary))
+
+    def run_bucket(self, inputs: StepInputs) -> Tensor:
+        """Run a decode step that reads its buffers alone, by one call of attention. Returns the last hidden states. # [slots, H]"""
+        return self._run_step(inputs.tokens, inputs.positions, (Run(0, len(inputs.tokens), inputs.live),))
+
+    def list_weights(self) -> list[Tensor]:
+        """List the parameters and buffers that a step reads."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def _run_step(self, tokens: Tensor, positions: Tensor, runs: tuple[Run, ...]) -> Tensor:
+        """Append one token to each of the first A slots. tokens, positions: # [A] int64. Returns the last hidden states. # [A, H]"""
+        mask = torch.arange(max(run.live for run in runs), device=self.device) <= positions[:, None]
+        rows = torch.arange(len(tokens), device=self.device)
+        step = DecodeStep(self._keys, self._values, rows, positions, runs, mask[:, None, None])
+        call = {"input_ids": tokens[:, None], "position_ids": positions[:, None], "attend_fn": partial(attend_slots, step=step)}
+        output, self.experts = self.recorder.run(lambda: self._decoder(**call, use_cache=False))
+        return output.last_hidden_state[:, 0]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Copy slots to other slots (distinct from all sources); longest: tokens in the fullest of them."""
