@@ -124,7 +124,7 @@ async def train_reward_model(
                 checkpoints.check()  # a run that cannot be saved ends soon
             started = clock()
             batch = collate_pairs(select_pairs(pairs, step, config.batch_size, config.seed), pad_id)
-            with note_checkpoint(step + 1, checkpoint_dir):
+            async with note_checkpoint(step + 1, checkpoints):
                 metrics = await _submit_step(backend, batch, config.max_tokens_per_microbatch).result()
             finished = step + 1
             stopping = require_flag(should_stop(), "should_stop")

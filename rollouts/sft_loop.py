@@ -102,7 +102,7 @@ async def run_sft_training(
                 max_tokens_per_microbatch=config.max_tokens_per_microbatch,
                 router_balance_coef=config.router_balance_coef,
             )
-            with note_checkpoint(step + 1, checkpoint_dir):
+            async with note_checkpoint(step + 1, checkpoints):
                 metrics = await pending.result()
             signs, found = look(signs, metrics, in_rl=False)
             for text in found:

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import site
 import sys
 import tempfile
 import uuid
@@ -124,9 +125,10 @@ def launch(module: str, argv: Sequence[str], num_processes: int, *, stop_s: int)
         max_restarts=0,
         shutdown_timeout=stop_s,
     )
-    # -P: a folder called integration in the working directory is not imported instead of this one
+    # -P: a folder called integration in the working directory is not imported instead of this one, which is found without it if installed
     root = str(Path(__file__).resolve().parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    if root not in (*site.getsitepackages(), site.getusersitepackages()):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     logging.disable(logging.ERROR)  # rank 0 reports errors
     try:
         elastic_launch(settings, sys.executable)("-P", "-m", module, *argv)

@@ -296,7 +296,7 @@ class RLRun:
         """Train on one batch, after `step` finished steps. Returns the metrics of training and of the rollouts."""
         if self._checkpoints is not None:
             self._checkpoints.check()  # a run that cannot be saved ends soon
-        with note_checkpoint(step + 1, self.parts.checkpoint_dir):
+        async with note_checkpoint(step + 1, self._checkpoints):
             return await self._train(step, rollouts)
 
     async def _train(self, step: int, rollouts: RolloutBatch) -> Metrics:

@@ -259,7 +259,7 @@ class RunCheckpoints:
 
             return write_all
 
-        with note_checkpoint(step, self._directory):
+        with _note_directory(step, self._directory):
             complete = await stage_checkpoint(
                 self._directory,
                 step,
@@ -277,6 +277,12 @@ class RunCheckpoints:
         self.check()
         return self._path
 
+    async def list_complete(self) -> list[Path]:
+        """Wait for the checkpoint that is being written, also if canceled, and list the complete ones, the oldest first."""
+        with trio.CancelScope(shield=True):
+            await self._ended.wait()
+        return list_checkpoints(self._directory)
+
     def check(self) -> None:
         """Raise the error of a checkpoint that could not be written, once."""
         error, self._error = self._error, None
@@ -289,7 +295,7 @@ class RunCheckpoints:
 
     async def _write(self, step: int, complete: Callable[[], Path]) -> None:
         try:
-            with note_checkpoint(step, self._directory):
+            with _note_directory(step, self._directory):
                 self._path = await run_shielded(complete)  # begun, it is completed whatever ends the run
         except Exception as error:  # it is raised where the run looks, so that the step under way ends first
             self.set_error(error)
@@ -302,8 +308,8 @@ async def open_checkpoints(backend: TrainingBackend, directory: Path | None, kee
     """Write the checkpoints of a run beside its training; the end of the block waits for the last one, however the block ends.
 
     Yields: None without a directory.
-    Raises: ConfigError for a backend that cannot save; at the end of the block the error of the last checkpoint, which is a note on the
-        error that ended the block, if one did.
+    Raises: ConfigError for a backend that cannot save; at the end of the block, also of a canceled one, the error of the last checkpoint.
+        It is a note on the error that ended the block, if one did.
     """
     if directory is None:
         yield None
@@ -318,6 +324,8 @@ async def open_checkpoints(backend: TrainingBackend, directory: Path | None, kee
                     with trio.CancelScope(shield=True):
                         await checkpoints.wait()
                 except Exception as error:
+                    if isinstance(ended, trio.Cancelled):  # trio drops it, and would drop its notes
+                        raise error from ended
                     ended.add_note(f"beside it, a checkpoint could not be written: {error}")
                 raise
             await checkpoints.wait()
@@ -328,14 +336,27 @@ def _protect_while_skipping(checkpoint_dir: Path, metrics: Mapping[str, float]) 
     return tuple(list_checkpoints(checkpoint_dir)) if skipped else ()
 
 
-@contextmanager
-def note_checkpoint(step: int, checkpoint_dir: Path | None) -> Generator[None]:
-    """Note on a training failure in the block its step, counted from 1, and the checkpoint from which the run can continue."""
+@asynccontextmanager
+async def note_checkpoint(step: int, checkpoints: RunCheckpoints | None) -> AsyncGenerator[None]:
+    """Note on a training failure in the block its step, counted from 1, and the checkpoint from which the run can continue.
+
+    The checkpoint that is being written counts, so it is waited for.
+    """
     try:
         yield
     except (BackendError, CheckpointError) as error:
-        found = [] if checkpoint_dir is None else list_checkpoints(checkpoint_dir)
+        found = [] if checkpoints is None else await checkpoints.list_complete()
         error.add_note(f"in step {step}; {_advise_where_to_go_on(found)}")
+        raise
+
+
+@contextmanager
+def _note_directory(step: int, directory: Path) -> Generator[None]:
+    """Note on a failure to write a checkpoint the step and the checkpoint from which the run can continue."""
+    try:
+        yield
+    except (BackendError, CheckpointError) as error:
+        error.add_note(f"in step {step}; {_advise_where_to_go_on(list_checkpoints(directory))}")
         raise
 
 

@@ -32,6 +32,7 @@ from rollouts.backends.optim.optimizers import create_adamw_optimizer
 from rollouts.batches import select_rows
 from rollouts.config import RLTrainingConfig, SFTTrainingConfig
 from rollouts.data.collate import collate_samples
+from rollouts.engines.inprocess.blocks import BLOCK_TOKENS
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.native import NativeModel
 from rollouts.errors import ConfigError
@@ -546,3 +547,15 @@ async def test_steps_beyond_a_window_have_the_losses_of_a_plain_loop_over_transf
         optimizer.step()
         optimizer.zero_grad()
         backend.optim_step()
+
+
+async def test_a_prompt_of_several_blocks_is_computed_in_half_precision_where_experts_cannot_be_replayed():
+    """Its check compares in float32; the caches have the dtype of the model all the same."""
+    family = COMPUTED["llama4"]
+    model = create_family(family._replace(settings=family.settings | {"max_position_embeddings": 512})).bfloat16()
+    prompt = torch.randint(3, SIZES["vocab_size"], (3 * BLOCK_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    async with InProcessEngine(model, eos_token_ids=()) as engine:
+        answers = [
+            await engine.generate(prompt + prompt[:10], SamplingParams(max_tokens=3, temperature=0.0), request_id=str(k)) for k in range(2)
+        ]
+    assert answers[0].tokens == answers[1].tokens and len(answers[0].tokens) == 3

@@ -20,7 +20,7 @@ from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import FakeBackend
 from rollouts.training.checkpoints import load_run_state
-from rollouts.training.steps import open_checkpoints
+from rollouts.training.steps import note_checkpoint, open_checkpoints
 
 PATIENCE_S = 60
 ROWS = [make_row((3, 4 + index, 5)) for index in range(4)]
@@ -168,6 +168,31 @@ async def test_a_cancelled_run_completes_the_checkpoint_that_it_has_begun(tmp_pa
     assert scope.cancelled_caught
     assert names(tmp_path) == ["step_0001"]
     assert backend.written == [0]
+
+
+async def test_a_cancelled_run_tells_that_its_checkpoint_could_not_be_written(tmp_path: Path):
+    backend = StagingBackend(waits_for_update=1, errors={0: full_disk()})
+    with pytest.raises(CheckpointError, match="the disk is full"), trio.move_on_after(PATIENCE_S) as scope:
+        async with open_checkpoints(backend, tmp_path, 2) as checkpoints:
+            assert checkpoints is not None
+            await checkpoints.save(1, {}, {})
+            scope.cancel()
+            threading.Timer(0.05, backend.reached.set).start()
+            await trio.sleep_forever()
+
+
+async def test_the_advice_of_a_failure_counts_the_checkpoint_that_is_being_written(tmp_path: Path):
+    backend = StagingBackend(waits_for_update=1)
+    with pytest.raises(BackendError, match="boom") as raised:
+        async with open_checkpoints(backend, tmp_path, 2) as checkpoints:
+            assert checkpoints is not None
+            await checkpoints.save(1, {}, {})
+            threading.Timer(0.2, backend.reached.set).start()
+            async with note_checkpoint(2, checkpoints):
+                raise BackendError("boom")
+    assert [note.partition(": --resume")[0] for note in raised.value.__notes__] == [
+        f"in step 2; the last checkpoint, of finite weights, is {tmp_path / 'step_0001'}"
+    ]
 
 
 async def test_a_backend_that_cannot_save_is_refused_before_the_first_step(tmp_path: Path):

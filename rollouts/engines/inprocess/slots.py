@@ -474,6 +474,8 @@ class SlotModel:
         for what, found, expected in compared:
             check_same(found, expected, f"{self._name}: {type(self.model).__name__} gives other logits when {what}", dtype)
         self._keys = self._values = torch.empty(0)
+        with torch.inference_mode():  # the check may widen the model, and its caches, to float32
+            self._kv_dtype = self._prefill_whole([rows[0, :1].tolist()])[0].keys.dtype
 
     def _compare(self, rows: Tensor, choices: Choices) -> list[tuple[str, Tensor, Tensor]]:
         """Return logits of late tokens of rows # [2, n]: how they were computed, and their values so and in the model's own pass."""
