@@ -58,7 +58,7 @@ class StepInputs:
 
     tokens: Tensor  # [slots] int64
     positions: Tensor  # [slots] int64, position of each token in its sequence
-    live: int  # Bucket.live
+    live: int  # tokens that attention reads in each slot
 
     @staticmethod
     def create(bucket: Bucket, device: torch.device) -> StepInputs:
