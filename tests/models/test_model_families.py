@@ -558,4 +558,4 @@ async def test_a_prompt_of_several_blocks_is_computed_in_half_precision_where_ex
         answers = [
             await engine.generate(prompt + prompt[:10], SamplingParams(max_tokens=3, temperature=0.0), request_id=str(k)) for k in range(2)
         ]
-    assert answers[0].tokens == answers[1].tokens and len(answers[0].tokens) == 3
+    assert answers[0].output_tokens == answers[1].output_tokens and len(answers[0].output_tokens) == 3
