@@ -49,6 +49,7 @@ def make_config(case: str, directory: Path, *, kind: str, num_steps: int) -> Con
         asynchronous=AsyncConfig(enabled=True, max_staleness=0) if case == "decoupled" else AsyncConfig(),
         eval_every=0,
         max_tokens_per_microbatch=60,
+        skip_redundant=False,  # micro-batches that depend on the number of processes round shared prompts differently
         optimizer=optimizer,
     )
     reward = directory / "reward.py"
