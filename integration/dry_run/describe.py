@@ -32,7 +32,7 @@ from integration.settings.option_effects import (
     reads_conversations,
     spell_option,
 )
-from integration.settings.task_defaults import create_default_config
+from integration.settings.task_defaults import find_default
 from rollouts.backends.lora.adapters import explain_wasted_rank
 from rollouts.config import OptimizerConfig
 from rollouts.config_files import to_dict
@@ -49,8 +49,7 @@ def describe_run(config: Config, mode: Mode, idle: Collection[IdleOption] = ()) 
     facts = derive_numbers(config, mode) | ({"warning of options": describe_idle_options(idle)} if idle else {})
     width = max(map(len, facts))
     lines = [f"  {name:<{width}}  {value}" for name, value in facts.items()]
-    default = create_default_config(config.task, model_path=config.model.path, adapters=config.lora.rank > 0)
-    changed, sections = find_changes(config, default), dict[str, str]()
+    changed, sections = find_changes(config, find_default(config)), dict[str, str]()
     for name, value in list_options(config):
         if name in changed:
             section = name.partition(".")[0] if "." in name else ""
@@ -85,8 +84,8 @@ def _show(value: object) -> str:
 def describe_learning_rate(optimizer: OptimizerConfig) -> str:
     """Describe the course of a learning rate: "1e-05, after 10 steps of warm-up, linear to 1e-06"."""
     warmup = f", after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
-    end = f"{optimizer.lr * optimizer.min_lr_ratio:g}" if optimizer.schedule != "constant" else ""
-    return f"{optimizer.lr:g}{warmup}, {optimizer.schedule}" + (f" to {end}" if end else "")
+    end = "" if optimizer.schedule == "constant" else f" to {optimizer.lr * optimizer.min_lr_ratio:g}"
+    return f"{optimizer.lr:g}{warmup}, {optimizer.schedule}{end}"
 
 
 def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:

@@ -37,7 +37,7 @@ from integration.settings.option_effects import (
     spell_option,
 )
 from integration.settings.other_names import explain_other_names
-from integration.settings.task_defaults import create_default_config
+from integration.settings.task_defaults import create_default_config, find_default
 from rollouts.config_files import from_dict, load_config, read_json, suggest, to_dict
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_module
@@ -69,12 +69,7 @@ class CommandLine:
 
     def find_idle_options(self) -> list[IdleOption]:
         """Return the user's settings without effect. Creates the algorithm of an RL run, which may call the user's functions."""
-        path, adapters = self.config.model.path, self.config.lora.rank > 0
-        defaults = (
-            Config(),
-            create_default_config(self.config.task),
-            create_default_config(self.config.task, model_path=path, adapters=adapters),
-        )
+        defaults = (Config(), create_default_config(self.config.task), find_default(self.config))
         return find_idle_options(self.config, self.mode, defaults=defaults, typed=self.typed, dry_run=self.dry_run)
 
 

@@ -32,6 +32,11 @@ def create_default_config(task: str | None, *, model_path: str | None = None, ad
     return _fit_own_model(config, *LEARNING_RATES[adapters]) if is_own_model(model_path) else config
 
 
+def find_default(config: Config) -> Config:
+    """Return the default configuration of the task and the model that a configuration has."""
+    return create_default_config(config.task, model_path=config.model.path, adapters=config.lora.rank > 0)
+
+
 def is_own_model(model_path: str | None) -> bool:
     """Whether a model directory is the user's own: neither the built-in model nor a checkpoint of it, which knows characters alone."""
     if model_path is None:

@@ -59,6 +59,11 @@ def sample_messages(sample: Sample) -> tuple[Message, ...]:
     return (*prompt, Message(role="assistant", content=sample.response))
 
 
+def find_response_start(sample: Sample) -> int:
+    """Return the position of the first token that the policy sampled; the number of tokens if it sampled none."""
+    return next((t for t, mask in enumerate(sample.loss_mask) if mask > 0), len(sample.tokens))
+
+
 def find_actions(sample: Sample) -> tuple[int, ...]:
     """Return the places of the policy's actions among sample_messages(sample), in order.
 

@@ -26,7 +26,7 @@ from rollouts.chat.tokenize import Messages
 from rollouts.checks import is_async_function
 from rollouts.config import GenerationConfig, RewardConfig
 from rollouts.data.prompts import parse_prompt
-from rollouts.data.samples import collect_reward_data, create_pending_group
+from rollouts.data.samples import collect_reward_data, create_pending_group, find_response_start
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import ConfigError, EpisodeInterrupted
 from rollouts.generation.contract import is_finished, note_request
@@ -311,7 +311,7 @@ def adapt_reward_fn(reward_fn: Callable[..., Any], tokenizer: PreTrainedTokenize
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def call(sample: Sample) -> Any:
-        start = next((t for t, mask in enumerate(sample.loss_mask) if mask > 0), len(sample.tokens))
+        start = find_response_start(sample)
         prompt_ids, completion_ids = list(sample.tokens[:start]), list(sample.tokens[start:])
         data = {key: value for key, value in collect_reward_data(sample).items() if key not in first and (takes_all or key in parameters)}
         return reward_fn(str(tokenizer.decode(prompt_ids)), sample.response, prompt_ids, completion_ids, **data)

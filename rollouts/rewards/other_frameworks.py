@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from rollouts.data.samples import collect_reward_data, describe_sample
+from rollouts.data.samples import collect_reward_data, describe_sample, find_response_start
 from rollouts.errors import ConfigError, RewardError
 from rollouts.outcomes import MetricResult
 from rollouts.rewards.results import EvaluateResult, as_result, check_values, describe_reward, then
@@ -52,7 +52,7 @@ class CompletionsReward:
         columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
         columns["prompts"] = [_show_prompt(sample) for sample in samples]
         columns["completions"] = [_show_completion(sample) for sample in samples]
-        columns["completion_ids"] = [_find_response_tokens(sample) for sample in samples]
+        columns["completion_ids"] = [list(sample.tokens[find_response_start(sample) :]) for sample in samples]
         arguments = _select(self.function, columns, self.reward_name, describe_sample(samples[0]))
 
         def check(values: Any) -> list[EvaluateResult]:
@@ -171,9 +171,3 @@ def _show_completion(sample: Sample) -> Any:
         return [{"role": "assistant", "content": sample.response}]
     begun = 1 if isinstance(sample.prompt, str) else len(sample.prompt)
     return [message.to_dict() for message in sample.messages[begun:]]
-
-
-def _find_response_tokens(sample: Sample) -> list[int]:
-    """Return the tokens behind the prompt: from the first sampled one on."""
-    start = next((k for k, mask in enumerate(sample.loss_mask) if mask > 0), len(sample.tokens))
-    return list(sample.tokens[start:])

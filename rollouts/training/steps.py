@@ -346,7 +346,7 @@ async def note_checkpoint(step: int, checkpoints: RunCheckpoints | None) -> Asyn
         yield
     except (BackendError, CheckpointError) as error:
         found = [] if checkpoints is None else await checkpoints.list_complete()
-        error.add_note(f"in step {step}; {_advise_where_to_go_on(found)}")
+        error.add_note(_advise_where_to_go_on(step, found))
         raise
 
 
@@ -356,17 +356,17 @@ def _note_directory(step: int, directory: Path) -> Generator[None]:
     try:
         yield
     except (BackendError, CheckpointError) as error:
-        error.add_note(f"in step {step}; {_advise_where_to_go_on(list_checkpoints(directory))}")
+        error.add_note(_advise_where_to_go_on(step, list_checkpoints(directory)))
         raise
 
 
-def _advise_where_to_go_on(checkpoints: Sequence[Path]) -> str:
+def _advise_where_to_go_on(step: int, checkpoints: Sequence[Path]) -> str:
     if not checkpoints:
-        return "there is no checkpoint before it"
+        return f"in step {step}; there is no checkpoint before it"
     before = f"; if it fails there, too, move that directory away, and {checkpoints[-2].name} is next" if checkpoints[1:] else ""
     return (
-        f"the last checkpoint, of finite weights, is {checkpoints[-1]}: --resume goes on from there{before}. With other settings, such as "
-        "a lower learning rate, begin from its weights: --model.path"
+        f"in step {step}; the last checkpoint, of finite weights, is {checkpoints[-1]}: --resume goes on from there{before}. With other "
+        "settings, such as a lower learning rate, begin from its weights: --model.path"
     )
 
 
