@@ -1,6 +1,7 @@
 """The command `rollouts`: its first word names one of the programs of integration/.
 
-rollouts train|train-reward-model|view|simulate [ARGUMENTS]
+rollouts NAME [ARGUMENTS]        one of PROGRAMS
+rollouts completion bash|zsh|fish
 rollouts --help | --version
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from types import MappingProxyType
 
@@ -16,23 +18,55 @@ from integration.settings.closed_stdout import ignore_closed_stdout
 from rollouts.config_files import suggest
 
 DISTRIBUTION = "rollouts-rl"
-PROGRAMS: Mapping[str, tuple[str, str]] = MappingProxyType(
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of the command: its module has `main(argv) -> exit status`, and answers --help."""
+
+    text: str  # description in the help of the command
+    module: str | None = None  # module with `main`; None = the program does not exist yet
+    meanwhile: str = ""  # advice for users until it exists
+
+
+PROGRAMS: Mapping[str, Program] = MappingProxyType(
     {
-        "train": ("integration.train", "train a language model: SFT, RL, or one after the other"),
-        "train-reward-model": ("integration.train_reward_model", "train a reward model on pairs of answers"),
-        "view": ("integration.view.__main__", "show the rollouts of a run in the terminal"),
-        "simulate": ("integration.simulate.__main__", "simulate hours of a run on many engines in seconds"),
+        "train": Program("train a language model: SFT, RL, or one after the other", "integration.train"),
+        "train-reward-model": Program("train a reward model on pairs of answers", "integration.train_reward_model"),
+        "view": Program("show the rollouts of a run in the terminal", "integration.view.__main__"),
+        "simulate": Program("simulate hours of a run on many engines in seconds", "integration.simulate.__main__"),
+        "completion": Program("print the completion of this command for bash, zsh or fish", "integration.completion"),
+        "eval": Program(
+            "evaluate a model or a checkpoint on held-out problems",
+            meanwhile="a run evaluates its own model before, during and after training: `rollouts train` with --data.eval-path and "
+            "--sft.eval-every or --rl.eval-every; the numbers are in its metrics.jsonl and summary.json",
+        ),
+        "report": Program(
+            "write a page with the curves and the rollouts of runs",
+            meanwhile="the directory of a run has curves.png, summary.json and metrics.jsonl, and `rollouts view RUN` shows its rollouts",
+        ),
+        "doctor": Program(
+            "check a model, its tokenizer, data, reward and engine before a run",
+            meanwhile="`rollouts train --dry-run` checks settings, model, tokenizer, reward and memory; --engine.parity-rows compares the "
+            "log-probs of engine and trainer during a run",
+        ),
+        "verify": Program(
+            "check that a run can be trusted: masks, log-probs, weight syncs, resuming",
+            meanwhile="--engine.parity-rows compares the log-probs of engine and trainer on each batch, and --engine.probe-tolerance "
+            "checks each weight sync of a server",
+        ),
     }
 )
-"""Module and description of each program, by name."""
+"""The programs by name, in the order of the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program that the first argument names. Returns its exit status; 2 for an unknown name."""
+    """Run the program that the first argument names. Returns its exit status; 2 for an unknown name, or a program to come."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = arguments[0] if arguments else "--help"
-    if name in PROGRAMS:
-        status: int = importlib.import_module(PROGRAMS[name][0]).main(arguments[1:])
+    program = PROGRAMS.get(name)
+    if program is not None and program.module is not None:
+        status: int = importlib.import_module(program.module).main(arguments[1:])
         return status
     with ignore_closed_stdout():
         if name in ("--help", "-h"):
@@ -41,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "--version":
             print(f"{DISTRIBUTION} {version(DISTRIBUTION)}")
             return 0
+    if program is not None:
+        print(f"error: `rollouts {name}` is not part of this version yet. Meanwhile: {program.meanwhile}", file=sys.stderr)
+        return 2
     print(f"error: unknown command {name!r}: {suggest(name, PROGRAMS)}; `rollouts --help` describes them", file=sys.stderr)
     return 2
 
@@ -48,9 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def describe_programs() -> str:
     """Return the help of the command: a line for each program."""
     width = max(map(len, PROGRAMS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in PROGRAMS.items()]
+    ready = [f"  {name:<{width}}  {program.text}" for name, program in PROGRAMS.items() if program.module is not None]
+    later = [f"  {name:<{width}}  {program.text}" for name, program in PROGRAMS.items() if program.module is None]
+    told = ["", "not part of this version yet (each says what to use meanwhile):", *later] if later else []
     end = "`rollouts NAME --help` describes its options. The first run: rollouts train --mode sft+rl"
-    return "\n".join(["usage: rollouts NAME [OPTIONS]", "", *lines, "", end])
+    return "\n".join(["usage: rollouts NAME [OPTIONS]", "", *ready, *told, "", end])
 
 
 if __name__ == "__main__":
