@@ -195,7 +195,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 def test_pip_is_told_the_name_of_this_project_and_not_that_of_another_one(path: Path):
     """On PyPI `rollouts` belongs to somebody else; only what is imported has that name here."""
     name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
-    own, extras = re.escape(name.removeprefix("rollouts")), r"\[(?:plots|data|wandb|lora|math|jax|test|dev)"
+    own, extras = re.escape(name.removeprefix("rollouts")), r"\[(?:plots|data|wandb|lora|math|jax|docs|test|dev)"
     assert own, "the name is taken"
     other = rf"pip install [^#\n]*?['\" ]rollouts(?!{own})\b|\brollouts\\?{extras}|version\(['\"]rollouts['\"]\)"
     found = re.search(rf"(?:{other}).*", path.read_text())
