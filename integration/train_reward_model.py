@@ -25,7 +25,8 @@ from integration.run.directory import METRICS_FILE, StopRequest, measure_seconds
 from integration.run.display import Progress
 from integration.run.exit_status import EXIT_STOPPED, run_command
 from integration.run.signal_watch import watch_beside
-from integration.run.stages import CHECKPOINTS, RunControl, create_task, find_checkpoint, finished_checkpoint, read_step
+from integration.run.stages import CHECKPOINTS, RunControl, create_task, find_checkpoint, finished_checkpoint, read_step, restore_best
+from integration.run.summary import describe_best, find_best
 from integration.settings.command_line import MODEL_DIRECTORY, parse_flags, read_base
 from integration.settings.config import Config, create_output_dir, find_kernels
 from integration.settings.reward_model import RewardModelConfig
@@ -33,6 +34,7 @@ from integration.tasks.preference_pairs import create_task_pairs
 from rollouts.backends.factory import create_reward_model_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.chat.tokenize import ensure_pad_token
+from rollouts.config import CheckpointConfig
 from rollouts.data.model_limits import read_limits
 from rollouts.data.preference_pairs import PreferencePair, load_preference_pairs
 from rollouts.errors import DataError, raise_single_errors
@@ -41,6 +43,7 @@ from rollouts.models.loading import load_tokenizer, parse_device
 from rollouts.models.prepare import recompute_activations
 from rollouts.output_files import explain_writes, replace_file
 from rollouts.reward_model_loop import STAGE, evaluate_reward_model, train_reward_model
+from rollouts.training.best import BestCheckpoint
 from rollouts.training.checkpoints import lock_run_directory
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, MetricsLogger, StageLogger, read_metrics
 
@@ -48,7 +51,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROGRAM = "python -m integration.train_reward_model"
-MAY_CHANGE_ON_RESUME = ("output_dir", "num_threads", "training.num_steps", "training.checkpoint_every", "training.keep_last_n")
+MAY_CHANGE_ON_RESUME = (
+    "output_dir",
+    "num_threads",
+    "training.num_steps",
+    "training.checkpoint_every",
+    "training.keep_last_n",
+    "training.best",
+    "training.patience",
+)
 
 Pairs = tuple[tuple[PreferencePair, ...], tuple[PreferencePair, ...]]
 """(training, held-out) pairs."""
@@ -143,10 +154,12 @@ async def run_reward_model(
         recompute_activations(backend.model)
     logger = None if control.logger is None else StageLogger(control.logger, STAGE)
     checkpoint_dir, pad_id, start_step = output_dir / CHECKPOINTS, ensure_pad_token(tokenizer), 0
+    best = None if config.training.best is None else BestCheckpoint(config.training.best, patience=config.training.patience)
     source = find_checkpoint(checkpoint_dir, control)
     async with open_pipeline(backend) as pipeline:
         if source is not None:
             start_step = read_step(source, STAGE)
+            restore_best(best, source)
             await pipeline.load_checkpoint(source).result()
             control.say(f"training goes on after step {start_step} of {config.training.num_steps}")
         elif logger is not None:
@@ -165,9 +178,13 @@ async def run_reward_model(
                 keep_last_n=config.training.keep_last_n,
                 should_stop=control.should_stop,
                 clock=control.clock,
+                best=best,
             )
-        if finished_checkpoint(checkpoint_dir, config.training.num_steps) is None:
+        if finished_checkpoint(checkpoint_dir, config.training.num_steps, best) is None:
             return None
+        found = None if best is None else best.find_checkpoint(checkpoint_dir)
+        if found is not None:
+            await pipeline.load_checkpoint(found).result()
         unfinished, target = output_dir / f".{MODEL_DIRECTORY}", output_dir / MODEL_DIRECTORY
         with explain_writes(target):
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -202,6 +219,8 @@ def summarize(lines: Sequence[dict[str, Any]], facts: dict[str, Any], config: Re
     if not evaluated:
         raise DataError("metrics.jsonl has no evaluation, so there is no summary; the checkpoints contain the model")
     last = evaluated[-1]
+    if last.get("best_step"):  # the result is the best checkpoint
+        last = next(line for line in evaluated if line["step"] == last["best_step"])
     return {
         "accuracy_before": evaluated[0]["eval_accuracy"] if evaluated[0]["step"] == 0 else None,
         "accuracy": last["eval_accuracy"],
@@ -210,6 +229,12 @@ def summarize(lines: Sequence[dict[str, Any]], facts: dict[str, Any], config: Re
         "steps": last["step"],
         "seconds": facts.get(f"seconds_{STAGE}"),
         "seed": config.seed,
+        "best": find_best(
+            [line for line in lines if line["step"] > 0],
+            CheckpointConfig(best=config.training.best, patience=config.training.patience),
+            CHECKPOINTS,
+            config.training.num_steps,
+        ),
         "pairs": config.data.path or f"made from the task {config.task}",
     }
 
@@ -248,6 +273,8 @@ def run(command: _Arguments) -> int:
             return EXIT_STOPPED
         summary = summarize(read_metrics(output_dir / METRICS_FILE), read_facts(output_dir), config)
         replace_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        if summary["best"] is not None:
+            print(describe_best("reward model", summary["best"]), flush=True)
         print(
             f"held-out pairs ranked right: {summary['accuracy']:.1%}, by {summary['margin']:.1f} on average "
             f"({summary['steps']} steps, {summary['seconds']:.0f} s)\nthe model: {output_dir / MODEL_DIRECTORY}\n"

@@ -24,9 +24,10 @@ from rollouts.data.samples import select_trainable
 from rollouts.data.segments import find_missed_tokens
 from rollouts.engines.protocol import InferenceEngine, WeightChannel
 from rollouts.errors import CheckpointError, ConfigError, GenerationTimeout, RolloutsError, raise_single_errors
+from rollouts.training.best import BestCheckpoint
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rl_run import OnEstimates, OnRollouts, ResumePoint, RLParts, RLRun
-from rollouts.training.steps import EvaluateFn, Metrics
+from rollouts.training.steps import EvaluateFn, Metrics, measure_throughput
 from rollouts.training.summaries import summarize_mismatch
 from rollouts.types import RolloutBatch
 
@@ -106,6 +107,7 @@ async def run_async_rl_training(
     on_estimates: OnEstimates | None = None,
     clock: Callable[[], float] = time.monotonic,
     weight_channel: WeightChannel | None = None,
+    best: BestCheckpoint | None = None,
     segment_score: Score | None = None,
 ) -> list[Metrics]:
     """Call train_async_rl with the parts as keywords; see RLParts for the parts, train_async_rl for the other arguments."""
@@ -113,6 +115,7 @@ async def run_async_rl_training(
         backend=backend, data_buffer=data_buffer, engines=inference_engines, metrics_logger=metrics_logger, reference=reference,
         critic=critic, pad_id=pad_id, evaluate=evaluate, checkpoint_dir=checkpoint_dir, keep_last_n=keep_last_n,
         should_stop=should_stop, on_rollouts=on_rollouts, on_estimates=on_estimates, clock=clock, weight_channel=weight_channel,
+        best=best,
     )  # fmt: skip
     return await train_async_rl(parts, executor, config, resume, segment_score)
 
@@ -158,14 +161,22 @@ class _AsyncLoop:
         try:
             await self._begin()
             for step in range(self._finished, self._run.config.num_steps):
-                if await self._run_step(step):
+                if self._has_ended or await self._run_step(step):
                     break
         except Exception as error:  # finished work must not be lost after any error
             await self._save_after(error)
             raise
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the run ends without patience, as far as its finished lines tell: one that is evaluated beside the next step does not."""
+        return self._line is None and self._run.has_ended
+
     async def _begin(self) -> None:
         metrics = dict(self._metrics)
+        if self._run.has_ended:  # before the step of this checkpoint, which was the last
+            await self._run.finish_step(self._finished, metrics, stopping=True)
+            return
         if self._resume is not None and self._recomputer is not None:
             await self._executor.interrupt()
             await self._recompute(metrics)
@@ -194,7 +205,8 @@ class _AsyncLoop:
         self._updating = False  # from here on the weights are those of the finished step
         if error is not None:
             raise error
-        stopping, in_flight = require_flag(run.parts.should_stop(), "should_stop"), executor.asynchronous
+        stopping = require_flag(run.parts.should_stop(), "should_stop") or self._has_ended
+        in_flight = executor.asynchronous
         saves, syncs = run.is_checkpoint_due(self._finished, metrics, stopping), run.is_sync_due(self._finished)
         is_last = stopping or self._finished == run.config.num_steps
         if is_last or (syncs and in_flight.interrupts) or (saves and in_flight.checkpoint_in_flight == "interrupt"):
@@ -206,6 +218,7 @@ class _AsyncLoop:
             await run.sync(self._finished, rollouts, saved=saves)
             await self._recompute(metrics, is_last=is_last)
         metrics |= {"checkpoint_s": saved - evaluated, "sync_s": clock() - saved, "step_s": clock() - started}
+        measure_throughput(metrics, sum(len(sample.tokens) for sample in rollouts.samples))
         self.history.append(metrics)
         if is_last:  # no rollout starts, and stopped ones stay in the executor for the caller to save
             await run.finish_step(self._finished, metrics, stopping)
@@ -218,7 +231,8 @@ class _AsyncLoop:
         run, finished = self._run, self._finished
         if self._executor.asynchronous.max_staleness == 0 or not run.is_evaluation_due(finished):
             await run.finish_step(finished, metrics, stopping=False)
-            self._open_version()
+            if not run.has_ended:
+                self._open_version()
         else:
             self._open_version()
             self._line = _Line()

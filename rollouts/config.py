@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar, cast, get_args, runtime_checkable
 
 from rollouts.config_files import is_number, is_whole, suggest
@@ -93,6 +94,21 @@ def _are_betas(value: Any) -> bool:
 
 def _freeze_betas(value: Any) -> Any:
     return tuple(value) if _are_betas(value) else value  # a wrong value stays as it was given, for the error
+
+
+SMALLER_IS_BETTER: Mapping[str, bool] = MappingProxyType(
+    {
+        "eval_accuracy": False,
+        "eval_accuracy_sampled": False,
+        "eval_margin": False,
+        "eval_loss": True,
+        "eval_perplexity": True,
+    }
+)
+"""Sense of the metrics that the commands measure on held-out rows, by name: whether a smaller value is better."""
+
+HELDOUT_PREFIX = "eval_"
+"""Prefix of the metrics of held-out rows; held_out_ is understood as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +382,40 @@ class OptimizerConfig:
         check_setting(self.min_lr_ratio <= 1, "OptimizerConfig.min_lr_ratio", self.min_lr_ratio, "a number in [0, 1]")
 
 
+def parse_metric(text: str, option: str = "checkpoint.best") -> tuple[str, bool]:
+    """Parse the name of an evaluation's metric.
+
+    Args:
+        text: a name as in metrics.jsonl, or with held_out_ for eval_; a sign in front of it, - (smaller is better) or + (larger is
+            better), is needed for names that SMALLER_IS_BETTER lacks.
+        option: name of the setting, for the message.
+
+    Returns: the name as in metrics.jsonl, and whether smaller values are better.
+    Raises: ConfigError for a name without a known sense.
+    """
+    name = text.lstrip("+-").strip()
+    name = HELDOUT_PREFIX + name.removeprefix("held_out_") if name.startswith("held_out_") else name
+    if name and text[:1] in ("+", "-"):
+        return name, text[0] == "-"
+    if name not in SMALLER_IS_BETTER:
+        raise ConfigError(
+            f"{option} is {text!r}, and whether larger or smaller values of it are better is not known: give one of "
+            f"{', '.join(SMALLER_IS_BETTER)}, or put a sign before your own metric: --{option}=+{name or 'NAME'} if larger values "
+            f"are better, =-{name or 'NAME'} if smaller ones are"
+        )
+    return name, SMALLER_IS_BETTER[name]
+
+
+def check_patience(best: str | None, patience: int, section: str) -> None:
+    """Raise ConfigError for a patience without a metric, or a metric of which it is not known whether larger values are better."""
+    if best is not None:
+        parse_metric(best, f"{section}.best")
+    elif patience:
+        raise ConfigError(
+            f"{section}.patience is {patience}, but no metric says which evaluation is better: add --{section}.best, such as eval_accuracy"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Frequency and retention of checkpoints."""
@@ -373,7 +423,13 @@ class CheckpointConfig:
     sft_every: int = 60  # SFT steps between two checkpoints; 0 = only after the last
     rl_every: int = 1  # RL steps between two checkpoints; 0 = only after the last
     keep_last_n: int = 2  # older ones are deleted once a new one is complete
+    # metric of evaluations whose best checkpoint is kept besides these, in each stage that measures it: eval_accuracy (also called
+    # held_out_accuracy), eval_accuracy_sampled, eval_loss, eval_perplexity, ...; with a sign, =+NAME or =-NAME, a metric of your own, of
+    # which larger or smaller values are better; None = the newest ones alone
+    best: str | None = None
+    patience: int = 0  # evaluations without a better one after which a stage ends early; 0 = never; needs `best`
 
     def __post_init__(self) -> None:
-        check_count(self, "sft_every", "rl_every")
+        check_count(self, "sft_every", "rl_every", "patience")
+        check_patience(self.best, self.patience, "checkpoint")
         check_positive(self, "keep_last_n")

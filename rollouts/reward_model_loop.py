@@ -19,12 +19,14 @@ from rollouts.data.model_limits import check_samples
 from rollouts.data.preference_pairs import PreferencePair, collate_pairs
 from rollouts.data.prompts import stream_positions
 from rollouts.errors import ConfigError, DataError
+from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.steps import (
     Metrics,
     PendingOptimizerStep,
     is_checkpoint_due,
     is_due,
+    measure_throughput,
     note_checkpoint,
     open_checkpoints,
     submit_forward,
@@ -89,6 +91,7 @@ async def train_reward_model(
     keep_last_n: int = 2,
     should_stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
+    best: BestCheckpoint | None = None,
 ) -> list[Metrics]:
     """Train a model to score the chosen answer of each pair above the rejected one, for config.num_steps optimizer steps.
 
@@ -104,6 +107,7 @@ async def train_reward_model(
         checkpoint_dir: gets step_NNNN folders, each a complete model directory; None = none.
         should_stop: called after each step; True ends the run with a checkpoint of that step.
         clock: time in seconds, for keys that end in `_s`.
+        best: keeps the checkpoint of the best evaluation, and may end the run; a resumed run passes it with its state restored.
 
     Returns: one dict per step from start_step on: loss, score_accuracy, score_margin, score_chosen, score_rejected, num_pairs, grad_norm,
         lr, step_s; if evaluated, the keys of evaluate_reward_model.
@@ -120,6 +124,8 @@ async def train_reward_model(
     history: list[Metrics] = []
     async with open_checkpoints(backend, checkpoint_dir, keep_last_n) as checkpoints:
         for step in range(start_step, config.num_steps):
+            if best is not None and best.has_ended:
+                break
             if checkpoints is not None:
                 checkpoints.check()  # a run that cannot be saved ends soon
             started = clock()
@@ -130,17 +136,19 @@ async def train_reward_model(
             stopping = require_flag(should_stop(), "should_stop")
             metrics["num_pairs"] = float(config.batch_size)
             metrics["step_s"] = clock() - started
+            measure_throughput(metrics, int(batch.lengths.sum()))
             if heldout and is_due(finished, config.eval_every, config.num_steps):
                 limit = config.max_tokens_per_microbatch
                 metrics.update(await evaluate_reward_model(backend, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit))
                 metrics["evaluate_s"] = clock() - started - metrics["step_s"]
+                stopping = add_to(best, metrics, finished) or stopping
             history.append(metrics)
             if metrics_logger is not None and (stopping or is_due(finished, config.log_every, config.num_steps)):
                 metrics_logger.log(metrics, finished)
             due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
-            if checkpoints is not None and due:
-                run_state = {"stage": STAGE, "metrics_bytes": log_offset(metrics_logger)}
-                await checkpoints.save(finished, run_state, metrics)
+            if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
+                run_state = {"stage": STAGE, "metrics_bytes": log_offset(metrics_logger), "best": state_of(best)}
+                await checkpoints.save(finished, run_state, metrics, protected=protect(best, checkpoint_dir))
             if stopping:
                 break
     return history

@@ -16,9 +16,11 @@ from rollouts.checks import require_flag
 from rollouts.config import RLTrainingConfig
 from rollouts.data.prompts import DataBuffer
 from rollouts.engines.protocol import InferenceEngine, WeightChannel
+from rollouts.training.best import BestCheckpoint
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rl_run import OnEstimates, OnRollouts, ResumePoint, RLParts, RLRun, RolloutSource
-from rollouts.training.steps import EvaluateFn, Metrics
+from rollouts.training.steps import EvaluateFn, Metrics, measure_throughput
+from rollouts.training.summaries import summarize_mismatch
 
 
 async def train_rl(parts: RLParts, source: RolloutSource, config: RLTrainingConfig, resume: ResumePoint | None = None) -> list[Metrics]:
@@ -48,13 +50,15 @@ async def _train(run: RLRun, source: RolloutSource, resume: ResumePoint | None) 
     if resume is not None:  # the checkpoint was taken before this line, so that it could serve the sync
         await run.finish_step(resume.step, dict(resume.metrics), stopping=False)
     for step in range(first, config.num_steps):
+        if run.has_ended:
+            break
         started = clock()
         rollouts = await source.generate_batch()
         generated = clock()
         async with run.engines_asleep():
             metrics = await run.train(step, rollouts)
         trained, finished = clock(), step + 1
-        metrics |= {"generate_s": generated - started, "train_s": trained - generated}
+        metrics |= summarize_mismatch(metrics) | {"generate_s": generated - started, "train_s": trained - generated}
         stopping = require_flag(parts.should_stop(), "should_stop")
         saves = run.is_checkpoint_due(finished, metrics, stopping)
         if saves:
@@ -63,6 +67,7 @@ async def _train(run: RLRun, source: RolloutSource, resume: ResumePoint | None) 
         if run.is_sync_due(finished):
             await run.sync(finished, rollouts, saved=saves)
         metrics |= {"checkpoint_s": saved - trained, "sync_s": clock() - saved, "step_s": clock() - started}
+        measure_throughput(metrics, sum(len(sample.tokens) for sample in rollouts.samples))
         await run.finish_step(finished, metrics, stopping)
         history.append(metrics)
         if stopping:
@@ -90,11 +95,13 @@ async def run_rl_training(
     on_estimates: OnEstimates | None = None,
     clock: Callable[[], float] = time.monotonic,
     weight_channel: WeightChannel | None = None,
+    best: BestCheckpoint | None = None,
 ) -> list[Metrics]:
     """Call train_rl with the parts as keywords; see RLParts for the parts, train_rl for the other arguments."""
     parts = RLParts(
         backend=backend, data_buffer=data_buffer, engines=inference_engines, metrics_logger=metrics_logger, reference=reference,
         critic=critic, pad_id=pad_id, evaluate=evaluate, checkpoint_dir=checkpoint_dir, keep_last_n=keep_last_n,
         should_stop=should_stop, on_rollouts=on_rollouts, on_estimates=on_estimates, clock=clock, weight_channel=weight_channel,
+        best=best,
     )  # fmt: skip
     return await train_rl(parts, rollout_manager, config, resume)

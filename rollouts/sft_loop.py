@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
@@ -17,19 +20,25 @@ from rollouts.data.collate import collate_samples
 from rollouts.data.model_limits import check_samples
 from rollouts.data.prompts import stream_positions
 from rollouts.errors import DataError
+from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.metrics import MetricsLogger, log_offset
+from rollouts.training.rollout_batch import select_log_probs
 from rollouts.training.steps import (
     EvaluateFn,
     Metrics,
     is_checkpoint_due,
     is_due,
+    measure_throughput,
     note_checkpoint,
     open_checkpoints,
     require_balance,
+    submit_forward,
     submit_optimizer_step,
 )
 from rollouts.training.summaries import Signs, look
 from rollouts.types import Sample
+
+_EVALUATED_AT_ONCE = 256  # held-out samples in one [rows, tokens] tensor
 
 
 def select_sft_rows(samples: Sequence[Sample], step: int, batch_size: int, seed: int) -> tuple[Sample, ...]:
@@ -47,6 +56,42 @@ def select_sft_rows(samples: Sequence[Sample], step: int, batch_size: int, seed:
     return tuple(samples[position] for position in positions)
 
 
+async def evaluate_sft(
+    backend: TrainingBackend, samples: Sequence[Sample], *, pad_id: int = 0, max_tokens_per_microbatch: int = 16384
+) -> Metrics:
+    """Measure the loss of held-out samples, without dropout.
+
+    Args:
+        samples: each with tokens and loss_mask; a fractional mask counts its token by that fraction.
+        max_tokens_per_microbatch: real tokens in one forward pass; bounds memory, never changes a result.
+
+    Returns: eval_loss, the mean negative log-likelihood of the trained tokens of all samples together, in nats; eval_perplexity,
+        exp(eval_loss); eval_num_tokens, the sum of the masks.
+    Raises: DataError if no sample has a token with loss_mask > 0, or for a sample outside the model's limits.
+    """
+    trained = [sample for sample in samples if any(mask > 0 for mask in sample.loss_mask[1:])]
+    if not trained:
+        raise DataError(f"{len(samples)} held-out samples have no token with loss_mask > 0, so there is no loss to measure: check the data")
+    check_samples(samples, find_limits(backend), "held-out sample")
+    total, num_tokens = 0.0, 0.0
+    for start in range(0, len(trained), _EVALUATED_AT_ONCE):
+        batch = collate_samples(trained[start : start + _EVALUATED_AT_ONCE], pad_id=pad_id)
+        pending = submit_forward(backend, batch, select_log_probs, max_tokens_per_microbatch=max_tokens_per_microbatch)
+        log_probs, mask = (await pending.result()).double(), batch.loss_mask.double()
+        total -= float(torch.where(mask > 0, log_probs * mask, 0.0).sum())
+        num_tokens += float(mask.sum())
+    loss = total / num_tokens
+    return {"eval_loss": loss, "eval_perplexity": perplexity(loss), "eval_num_tokens": num_tokens}
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss); infinity where that is too large for a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 async def run_sft_training(
     backend: TrainingBackend,
     samples: Sequence[Sample],
@@ -60,6 +105,7 @@ async def run_sft_training(
     keep_last_n: int = 2,
     should_stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
+    best: BestCheckpoint | None = None,
 ) -> list[Metrics]:
     """Train on samples for config.num_steps optimizer steps. The loss is the mean negative log-likelihood of the trained tokens.
 
@@ -75,20 +121,19 @@ async def run_sft_training(
         checkpoint_dir: gets step_NNNN folders, every config.checkpoint_every steps and after the last; None = none.
         should_stop: called after each step; True ends the run with a checkpoint of that step.
         clock: time in seconds, for keys that end in `_s`.
+        best: keeps the checkpoint of the best evaluation, and may end the run; a resumed run passes it with its state restored.
 
     Returns: one dict per step from start_step on.
     Raises: DataError (nothing to train on, a sample outside the model's limits), ConfigError (backend cannot checkpoint, or not
             balance experts), and the errors
         of the backend's futures.
     """
-    if not samples:
-        raise DataError("there are no samples to train on (found 0): check the data path and its filters")
-    check_samples(samples, find_limits(backend))
-    if config.router_balance_coef:
-        require_balance(backend)
+    _check(backend, samples, config)
     history, signs = list[Metrics](), Signs()
     async with open_checkpoints(backend, checkpoint_dir, keep_last_n) as checkpoints:
         for step in range(start_step, config.num_steps):
+            if best is not None and best.has_ended:
+                break
             if checkpoints is not None:
                 checkpoints.check()  # a run that cannot be saved ends soon
             started = clock()
@@ -100,6 +145,7 @@ async def run_sft_training(
                 sft_loss,
                 weigh=token_mean,
                 max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+                with_entropy=True,
                 router_balance_coef=config.router_balance_coef,
             )
             async with note_checkpoint(step + 1, checkpoints):
@@ -110,16 +156,26 @@ async def run_sft_training(
             finished = step + 1
             stopping = require_flag(should_stop(), "should_stop")
             metrics["step_s"] = clock() - started
+            measure_throughput(metrics, int(batch.lengths.sum()))
             if evaluate is not None and is_due(finished, config.eval_every, config.num_steps):
                 metrics.update(await evaluate())
                 metrics["evaluate_s"] = clock() - started - metrics["step_s"]
+                stopping = add_to(best, metrics, finished) or stopping
             history.append(metrics)
             if metrics_logger is not None and (stopping or is_due(finished, config.log_every, config.num_steps)):
                 metrics_logger.log(metrics, finished)
             due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
-            if checkpoints is not None and due:
-                run_state = {"stage": "sft", "metrics_bytes": log_offset(metrics_logger), "num_rows": len(samples)}
-                await checkpoints.save(finished, run_state, metrics)
+            if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
+                run_state = {"stage": "sft", "metrics_bytes": log_offset(metrics_logger), "num_rows": len(samples), "best": state_of(best)}
+                await checkpoints.save(finished, run_state, metrics, protected=protect(best, checkpoint_dir))
             if stopping:
                 break
     return history
+
+
+def _check(backend: TrainingBackend, samples: Sequence[Sample], config: SFTTrainingConfig) -> None:
+    if not samples:
+        raise DataError("there are no samples to train on (found 0): check the data path and its filters")
+    check_samples(samples, find_limits(backend))
+    if config.router_balance_coef:
+        require_balance(backend)

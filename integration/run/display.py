@@ -36,6 +36,7 @@ def describe_step(metrics: Mapping[str, Value]) -> str:
         ("reward_mean", "reward", ".3f"),
         ("score_accuracy", "pairs ranked right", ".3f"),
         ("eval_accuracy", f"held-out {name_measure(metrics)}", ".3f"),
+        ("eval_loss", "held-out loss", ".4f"),
         ("staleness_mean", "versions behind", ".2f"),
         ("lr", "lr", ".1e"),
         ("step_s", "s/step", ".2f"),
@@ -77,7 +78,7 @@ class Progress:
         stage = str(metrics.get("stage", ""))
         total = self._totals.get(stage, step)
         text = f"{NAMES.get(stage, stage)} {step:>4}/{total}  {describe_step(metrics)}"
-        evaluated = "eval_accuracy" in metrics
+        evaluated = "eval_accuracy" in metrics or "eval_loss" in metrics
         if self._console.is_terminal:
             self._show_live(stage, step, total, describe_step(metrics))
             if evaluated:

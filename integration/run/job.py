@@ -46,6 +46,7 @@ from integration.run.directory import (
     watch_signals,
 )
 from integration.run.display import Progress
+from integration.run.evaluation import check_best
 from integration.run.exit_status import EXIT_STOPPED, EXIT_USAGE
 from integration.run.launch import count_local_processes, count_processes, launch, needs_launch, open_group
 from integration.run.profile import RunProfile
@@ -241,6 +242,7 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
     """
     _set_threads(config)
     task = create_task(config, create_tokenizer(config), command.mode)  # finds errors of the data before anything is written
+    check_best(config, task, command.mode)
     output_dir = create_output_dir(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
     say = (lambda text: None) if command.quiet else partial(print, flush=True)
     with lock_run_directory(output_dir), log_to_stderr(command.log_levels):

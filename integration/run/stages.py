@@ -23,8 +23,8 @@ from integration.parts.engines import create_embedded_engine, open_engines, open
 from integration.parts.models import check_companions, create_tokenizer, find_directory, open_companions, read_model_config
 from integration.parts.rewards import open_task, open_training_reward, use_own_reward
 from integration.parts.sharded_models import create_beside, create_policy, create_sampling_model
-from integration.run.display import GRADED, name_measure
-from integration.run.evaluation import evaluate_episodes
+from integration.run.display import name_measure
+from integration.run.evaluation import Evaluation, create_best, sampling_params, template_kwargs
 from integration.run.ledger import Ledger
 from integration.run.trajectories import TrajectoryWriter
 from integration.settings.config import (
@@ -39,7 +39,6 @@ from integration.settings.config import (
     reward_config,
     rl_training_config,
     sft_training_config,
-    turn_tokens,
 )
 from integration.tasks.episodes import create_calculator_task, create_environment_task, create_grid_world_task
 from integration.tasks.task import OwnData, Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
@@ -55,25 +54,23 @@ from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data.model_limits import read_config_limits
 from rollouts.data.prompts import DataBuffer
-from rollouts.data.trajectories import write_samples
-from rollouts.engines.protocol import EngineFeature, InferenceEngine, require_engine_feature
+from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError, ConfigError
-from rollouts.generation.evaluation import evaluate_prompts
 from rollouts.generation.manager import AsyncRolloutManager
-from rollouts.generation.single_turn import GroupSettings, create_generate_fn
+from rollouts.generation.single_turn import create_generate_fn
 from rollouts.rl_loop import train_rl
 from rollouts.sft_loop import run_sft_training
+from rollouts.training.best import BestCheckpoint, add_to
 from rollouts.training.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state
 from rollouts.training.metrics import MetricsLogger, StageLogger
 from rollouts.training.rl_run import RLParts, restore_rl_run
-from rollouts.types import Algorithm, RolloutBatch, Sample, SamplingParams, TrainBatch
+from rollouts.types import Algorithm, RolloutBatch, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 CHECKPOINTS = "checkpoints"
-NUM_EXAMPLES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,61 +86,10 @@ class RunControl:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # environment variables of launched servers
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Accuracy on held-out problems, measured by an engine with the backend's weights."""
-
-    engine: InferenceEngine
-    tokenizer: PreTrainedTokenizerBase
-    task: Task
-    config: Config
-    examples_path: Path  # file for the greedy answers to the first problems
-
-    async def measure(self, backend: TrainingBackend | None = None) -> dict[str, float]:
-        """Measure greedy and, if configured, sampled accuracy as the mean reward. The metric GRADED marks rewards other than 0 and 1.
-
-        Args:
-            backend: source of the weights to evaluate; None = the engine's current weights.
-        """
-        if backend is not None:
-            engine = require_engine_feature(self.engine, EngineFeature.MEMORY_UPDATES, "an evaluation of the backend's weights")
-            await engine.update_weights(await backend.get_weights().result(), await self.engine.get_weight_version())
-        params = sampling_params(self.config, self.task)
-        greedy, samples = await self._run(params.new(greedy=True))
-        write_samples(self.examples_path, samples[:NUM_EXAMPLES])
-        metrics = {"eval_accuracy": greedy["accuracy"], "eval_response_length_mean": greedy["response_length_mean"]}
-        graded = greedy.get("graded_fraction", 0.0)
-        if self.config.evaluation.sampled:
-            sampled, _ = await self._run(params)
-            metrics["eval_accuracy_sampled"] = sampled["accuracy"]
-            graded = max(graded, sampled.get("graded_fraction", 0.0))
-        return metrics | ({GRADED: graded} if graded else {})
-
-    async def _run(self, params: SamplingParams) -> tuple[dict[str, float], tuple[Sample, ...]]:
-        if self.task.episodes is not None:
-            return await evaluate_episodes(
-                EngineAgentPolicy(self.engine, self.tokenizer, params),
-                self.task.episodes,
-                self.task.heldout_prompts,
-                self.task.reward_fn,
-                reward=reward_config(self.config),
-            )
-        assert self.task.reward_fn is not None, f"the task {self.task.name!r} has no reward"
-        return await evaluate_prompts(
-            self.engine,
-            self.tokenizer,
-            self.task.heldout_prompts,
-            self.task.reward_fn,
-            params,
-            settings=GroupSettings(seed=self.config.seed, template_kwargs=template_kwargs(self.config)),
-            reward=reward_config(self.config),
-        )
-
-
 async def run_sft(config: Config, output_dir: Path, control: RunControl | None = None, *, task: Task | None = None) -> Path | None:
     """Run supervised fine-tuning.
 
-    Returns: the last checkpoint; None if control.should_stop ended the stage before its last step.
+    Returns: the last checkpoint, with checkpoint.best the best one; None if control.should_stop ended the stage before its last step.
     """
     control = control or RunControl()
     tokenizer = create_tokenizer(config)
@@ -157,17 +103,18 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     start_step = 0
     async with open_task(task) as task, open_pipeline(backend) as pipeline:
         engine = create_embedded_engine(config, model, tokenizer, is_trained=control.group is None)
-        evaluation = Evaluation(engine, tokenizer, task, config, output_dir / "examples.jsonl")
+        evaluation, best = Evaluation(engine, tokenizer, task, config, output_dir / "examples.jsonl"), create_best(config, task, "sft")
         if source is not None:
             start_step = read_step(source, "sft")
+            restore_best(best, source)
             await pipeline.load_checkpoint(source).result()
             control.say(f"SFT goes on after step {start_step} of {config.sft.num_steps}")
-        elif task.heldout_prompts:
-            before = await evaluation.measure(pipeline)
+        elif before := await evaluation.measure_sft(pipeline):
             if logger is not None:
                 logger.log(before, 0)
-            control.say(f"{name_measure(before)} before SFT: {before['eval_accuracy']:.3f}")
-        if start_step < config.sft.num_steps:
+            if "eval_accuracy" in before:
+                control.say(f"{name_measure(before)} before SFT: {before['eval_accuracy']:.3f}")
+        if start_step < config.sft.num_steps and not (best is not None and best.has_ended):
             samples = task.sft_samples if task.demonstrate is None else (*task.sft_samples, *await task.demonstrate(control.say))
             if source is not None:
                 check_num_rows(source, len(samples))
@@ -178,13 +125,15 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
                 logger,
                 pad_id=ensure_pad_token(tokenizer),
                 start_step=start_step,
-                evaluate=partial(evaluation.measure, pipeline) if task.heldout_prompts else None,
+                evaluate=partial(evaluation.measure_sft, pipeline) if task.heldout_prompts or task.heldout_samples else None,
                 checkpoint_dir=checkpoint_dir,
                 keep_last_n=config.checkpoint.keep_last_n,
                 should_stop=control.should_stop,
                 clock=control.clock,
+                best=best,
             )
-    return finished_checkpoint(checkpoint_dir, config.sft.num_steps)
+    last = finished_checkpoint(checkpoint_dir, config.sft.num_steps, best)
+    return last if last is None or best is None else best.find_checkpoint(checkpoint_dir) or last
 
 
 async def run_rl(
@@ -223,8 +172,12 @@ async def run_rl(
         ledger = Ledger(output_dir / "ledger.jsonl", finished_steps=0 if resume is None else resume.step)
         logger, measure = parts.metrics_logger, stage.evaluation.measure
         if resume is not None and resume.step >= num_steps:  # killed between the last checkpoint and its line
+            line = dict(resume.metrics) | await measure()
+            if parts.best is not None:
+                parts.best.load_state_dict(resume.best)
+            add_to(parts.best, line, resume.step)
             if logger is not None:
-                logger.log(dict(resume.metrics) | await measure(), resume.step)
+                logger.log(line, resume.step)
             return finished_checkpoint(checkpoint_dir, num_steps)
         if resume is None and source_checkpoint is None and stage.evaluation.task.heldout_prompts and logger is not None:
             logger.log(await measure(), 0)
@@ -237,7 +190,7 @@ async def run_rl(
                     await train_async_rl(parts, stage.rollouts, stage.training, resume, score)
                 else:
                     await train_rl(parts, stage.rollouts, stage.training, resume)
-    return finished_checkpoint(checkpoint_dir, num_steps)
+    return finished_checkpoint(checkpoint_dir, num_steps, parts.best)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -302,6 +255,7 @@ async def _open_rl(
             should_stop=control.should_stop,
             clock=control.clock,
             weight_channel=channel,
+            best=create_best(config, task, "rl"),
         )
         rollouts = create_rollout_source(config, buffer, rollout, engines)
         yield _RLStage(parts=parts, rollouts=rollouts, training=training, evaluation=evaluation)
@@ -395,11 +349,6 @@ def create_task_generate_fn(
     return create_policy_generate_fn(policies, task.episodes, num_greedy=num_greedy)
 
 
-def sampling_params(config: Config, task: Task) -> SamplingParams:
-    """Return the sampling parameters of a response, or of each action of an episode."""
-    return generation_config(config, task.max_tokens if task.episodes is None else turn_tokens(config)).sampling_params()
-
-
 def create_rollout_source(
     config: Config, buffer: DataBuffer, rollout: RolloutConfig, engines: Sequence[InferenceEngine]
 ) -> AsyncRolloutManager | WorkflowExecutor:
@@ -409,12 +358,6 @@ def create_rollout_source(
     return create_workflow_executor(buffer, rollout, config.asynchronous, engines=engines, batches_per_version=config.rl.sync_every)
 
 
-def template_kwargs(config: Config) -> Mapping[str, Any]:
-    """Return the arguments of the chat template besides the messages."""
-    thinking = config.generation.enable_thinking
-    return {} if thinking is None else {"enable_thinking": thinking}
-
-
 def find_checkpoint(checkpoint_dir: Path, control: RunControl) -> Path | None:
     """Return the newest intact checkpoint and report damaged newer ones. Raises CheckpointError if all are damaged."""
     for problem in find_damaged(checkpoint_dir):
@@ -422,10 +365,19 @@ def find_checkpoint(checkpoint_dir: Path, control: RunControl) -> Path | None:
     return latest_checkpoint(checkpoint_dir)
 
 
-def finished_checkpoint(checkpoint_dir: Path, num_steps: int) -> Path | None:
-    """Return the checkpoint of the last step; None if the stage has not reached it."""
+def restore_best(best: BestCheckpoint | None, checkpoint: Path) -> None:
+    """Restore what the run knew of its evaluations when it wrote the checkpoint."""
+    if best is not None:
+        best.load_state_dict(load_run_state(checkpoint).get("best"))
+
+
+def finished_checkpoint(checkpoint_dir: Path, num_steps: int, best: BestCheckpoint | None = None) -> Path | None:
+    """Return the checkpoint of the last step, or of the step after which the patience of `best` ended; None if neither is reached."""
     checkpoints = list_checkpoints(checkpoint_dir)
-    return checkpoints[-1] if checkpoints and int(checkpoints[-1].name.removeprefix("step_")) >= num_steps else None
+    if not checkpoints:
+        return None
+    has_ended = best is not None and best.has_ended
+    return checkpoints[-1] if has_ended or int(checkpoints[-1].name.removeprefix("step_")) >= num_steps else None
 
 
 def check_num_rows(checkpoint: Path, num_rows: int) -> None:

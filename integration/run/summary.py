@@ -9,7 +9,9 @@ from typing import Any
 from integration.run.display import name_measure
 from integration.settings.config import Config
 from integration.settings.episodes import EPISODE_TASKS
+from rollouts.config import CheckpointConfig, parse_metric
 from rollouts.data.trajectories import read_samples
+from rollouts.training.checkpoints import checkpoint_name
 from rollouts.training.summaries import find_warnings
 from rollouts.types import Sample
 
@@ -45,8 +47,50 @@ def summarize_run(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], 
         "task": config.task,
         "mode": facts.get("mode"),
         "algorithm": config.algorithm_call.text if rl else None,
+        **_summarize_best(sft, rl, config),
         "warnings": [*find_warnings(sft, in_rl=False), *find_warnings(rl, in_rl=True)],
     }
+
+
+def _summarize_best(sft: Sequence[Mapping[str, Any]], rl: Sequence[Mapping[str, Any]], config: Config) -> dict[str, Any]:
+    """Return "best", the best evaluation and its checkpoint by stage, without the stages that kept none; {} without checkpoint.best."""
+    if config.checkpoint.best is None:
+        return {}
+    stages = (("sft", sft, config.sft.num_steps), ("rl", rl, config.rl.num_steps))
+    found = {name: find_best(lines, config.checkpoint, f"{name}/checkpoints", num_steps) for name, lines, num_steps in stages}
+    return {"best": {name: best for name, best in found.items() if best is not None}}
+
+
+def find_best(lines: Sequence[Mapping[str, Any]], checkpoint: CheckpointConfig, directory: str, num_steps: int) -> dict[str, Any] | None:
+    """Return the best evaluation of a stage, and whether the stage ended early; None if it kept no best checkpoint.
+
+    Args:
+        lines: the lines of metrics of the stage.
+        checkpoint: its best and patience.
+        directory: directory of the checkpoints, relative to that of the run.
+        num_steps: steps after which the stage ends with patience.
+    """
+    last = next((line for line in reversed(lines) if "best_step" in line), None)
+    if checkpoint.best is None or last is None:
+        return None
+    num_since, steps = int(last["evaluations_since_best"]), max(line["step"] for line in lines)
+    return {
+        "metric": parse_metric(checkpoint.best)[0],
+        "value": last["best_value"],
+        "step": int(last["best_step"]),
+        "checkpoint": f"{directory}/{checkpoint_name(int(last['best_step']))}",
+        "evaluations_since": num_since,
+        "steps": steps,
+        "stopped_early": steps < num_steps,
+    }
+
+
+def describe_best(stage: str, best: Mapping[str, Any]) -> str:
+    """Describe the result of find_best in a sentence."""
+    text = f"{stage}: the best {best['metric']} was {best['value']:.4g}, after step {best['step']} ({best['checkpoint']})"
+    if not best["stopped_early"]:
+        return text
+    return f"{text}; it ended early, after step {best['steps']}: {best['evaluations_since']} evaluations were no better"
 
 
 def _last(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
@@ -77,6 +121,7 @@ def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> 
         sampled = (summary.get(f"{measure}_sampled_after_sft"), summary.get(f"{measure}_sampled_after_rl"))
         start = before if after_sft is None else after_sft
         lines.append(f"RL:  {_describe_rl(start, after_rl, sampled, summary['samples'], measure, config)}")
+    lines += [describe_best(stage.upper(), best) for stage, best in summary.get("best", {}).items()]
     lines += [f"warning: {text}" for text in summary.get("warnings", ())]
     return "\n".join(lines)
 

@@ -152,6 +152,8 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     ),
     "sft.num_steps sft.batch_size sft.log_every sft.max_tokens_per_microbatch sft.dropout checkpoint.sft_every": SFT,
     "sft.router_balance_coef": SFT,
+    "checkpoint.best": HELDOUT,
+    "checkpoint.patience": Effect(holds=lambda c, m: c.checkpoint.best is not None, needs="--checkpoint.best"),
     "sft.eval_every": Effect(holds=has_heldout, needs=HELDOUT.needs, part="sft"),
     **_optimizer("sft", "sft"),
     "rl.num_steps rl.prompts_per_step rl.samples_per_prompt rl.num_epochs rl.num_minibatches rl.algorithm rl.baseline": RL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from integration.settings.sections import BackendSection, ModelSection
-from rollouts.config import OptimizerConfig, RewardModelTrainingConfig, check_count, check_positive
+from rollouts.config import OptimizerConfig, RewardModelTrainingConfig, check_count, check_patience, check_positive
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
 
@@ -38,6 +38,10 @@ class PairTrainingSection:
     log_every: int = 1  # steps between two log entries
     checkpoint_every: int = 100  # steps between two checkpoints; 0 = only at the end
     keep_last_n: int = 2  # checkpoints to keep; older ones are deleted
+    # metric of evaluations whose best checkpoint is kept besides these, and becomes the result: eval_accuracy, eval_loss or eval_margin;
+    # None = the last weights are the result
+    best: str | None = None
+    patience: int = 0  # evaluations without a better one after which training ends early; 0 = never; needs `best`
     max_tokens_per_microbatch: int = 16384  # maximum tokens of one forward and backward pass, padding excluded; bounds memory only
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.05, weight_decay=0.01)
@@ -45,6 +49,8 @@ class PairTrainingSection:
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "batch_size", "keep_last_n")
+        check_count(self, "patience")
+        check_patience(self.best, self.patience, "training")
         check_count(self, "eval_every", "checkpoint_every")
 
 

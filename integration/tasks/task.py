@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,9 @@ class Task:
     train_prompts: tuple[Prompt, ...]  # () = the environment generates problems from seeds
     heldout_prompts: tuple[Prompt, ...]  # their problems are disjoint from those of train_prompts
     sft_samples: tuple[Sample, ...]
+    heldout_samples: tuple[Sample, ...] = field(
+        default=(), kw_only=True
+    )  # demonstrations that SFT is not trained on, for its held-out loss
     reward_fn: Callable[[Sample], Any] | None  # None = the environment's rewards
     max_tokens: int  # token budget of a response, or of all actions of an episode
     num_skipped_rows: int = 0  # bad rows skipped on request
@@ -87,9 +90,16 @@ def create_sort_task(
         train_prompts=tuple(_sort_prompt(digits) for digits in train),
         heldout_prompts=tuple(_sort_prompt(digits) for digits in heldout),
         sft_samples=_demonstrations(tokenizer, train, answers),
+        heldout_samples=_demonstrations(tokenizer, tuple(heldout), _answer_heldout(tuple(heldout), seed, wrong_fraction)),
         reward_fn=exact_match,
         max_tokens=max_digits + 2,
     )
+
+
+def _answer_heldout(problems: Sequence[str], seed: int, wrong_fraction: float) -> list[str]:
+    """Return demonstrated answers to held-out problems, of which as many are wrong as in training. They change nothing in training."""
+    wrong = random.Random(seed + 1).sample(range(len(problems)), round(wrong_fraction * len(problems)))
+    return ["".join(sorted(digits, reverse=i in wrong)) for i, digits in enumerate(problems)]
 
 
 def create_sort_long_task(tokenizer: PreTrainedTokenizerBase | None = None, *, num_heldout: int = 256, num_train: int = 20000) -> Task:
@@ -208,11 +218,13 @@ def create_jsonl_task(
     """Create a task from the user's rows. Raises DataError with file and line."""
     train, heldout, bad_sources = _read_prompts(tokenizer, data)
     samples: tuple[Sample, ...] = ()
+    heldout_samples: tuple[Sample, ...] = ()
     if data.with_sft:
         heldout_sources = frozenset(heldout.sources) if data.eval_path is None else frozenset[str]()
         prepared = _read_sft_rows(tokenizer, data, heldout_sources)
         bad_sources = bad_sources | {row.source for row in prepared.bad_rows}  # a row that is bad for both SFT and RL counts once
         samples = prepared.rows
+        heldout_samples = _read_heldout_samples(tokenizer, data, heldout_sources)
     path = data.path
     names = [*([] if path is None else [str(path)]), *(spec.path for spec in data.mixture if data.with_sft and spec.path != str(path))]
     return Task(
@@ -221,6 +233,7 @@ def create_jsonl_task(
         train_prompts=train.rows,
         heldout_prompts=tuple(replace(prompt, index=i) for i, prompt in enumerate(heldout.rows)),
         sft_samples=samples,
+        heldout_samples=heldout_samples,
         reward_fn=reward_fn,
         max_tokens=max_tokens,
         num_skipped_rows=len(bad_sources),
@@ -234,8 +247,8 @@ def _read_prompts(tokenizer: PreTrainedTokenizerBase, data: OwnData) -> tuple[Lo
     train = heldout = LoadedRows[Prompt](rows=(), sources=())
     bad_sources = set[str]()
     if data.eval_path is not None:
-        held = load_rl_prompts(data.eval_path, as_messages=as_messages, skip_bad_rows=data.skip_bad_rows)
-        bad_sources.update(row.source for row in held.bad_rows)
+        held = _read_heldout_prompts(data, as_messages)
+        bad_sources.update(row.source for row in held.bad_rows if data.with_rl)
         heldout = LoadedRows(rows=held.rows[: data.num_heldout], sources=held.sources[: data.num_heldout])
     if data.with_rl:
         assert data.path is not None, "RL needs prompts: path is None"
@@ -252,6 +265,55 @@ def _read_prompts(tokenizer: PreTrainedTokenizerBase, data: OwnData) -> tuple[Lo
             heldout = LoadedRows(rows=train.rows[-count:], sources=train.sources[-count:])
             train = LoadedRows(rows=train.rows[:-count], sources=train.sources[:-count])
     return train, heldout, frozenset(bad_sources)
+
+
+def _read_heldout_prompts(data: OwnData, as_messages: bool) -> LoadedRows[Prompt]:
+    """Read the prompts of eval_path. SFT alone needs no answers: rows that are only conversations then serve the held-out loss alone.
+
+    Raises: DataError for a row that serves neither, and without skip_bad_rows for any bad row if there is RL.
+    """
+    assert data.eval_path is not None, "the caller checks that there is a file"
+    load = partial(load_rl_prompts, data.eval_path, as_messages=as_messages)
+    if data.with_rl:
+        return load(skip_bad_rows=data.skip_bad_rows)
+    try:
+        prompts = load(skip_bad_rows=True)
+    except DataError:
+        load_sft_conversations(str(data.eval_path), skip_bad_rows=data.skip_bad_rows)
+        return LoadedRows(rows=(), sources=())
+    if prompts.bad_rows and not data.skip_bad_rows:
+        talks = _read_conversations(data.eval_path)
+        useless = next((row for row in prompts.bad_rows if talks is None or row.source not in talks.sources), None)
+        if useless is not None:
+            raise DataError(f"{useless.source}: {useless.reason}")
+    return prompts
+
+
+def _read_conversations(path: Path) -> LoadedRows[dict[str, Any]] | None:
+    """Read the rows of a file that SFT could be trained on; None if there are none."""
+    try:
+        return load_sft_conversations(str(path), skip_bad_rows=True)
+    except DataError:
+        return None
+
+
+def _read_heldout_samples(tokenizer: PreTrainedTokenizerBase, data: OwnData, heldout_sources: frozenset[str]) -> tuple[Sample, ...]:
+    """Read the conversations of the held-out rows: those of eval_path, else those of `path` that RL holds out; () if there are none."""
+    path = data.path if data.eval_path is None else data.eval_path
+    rows = None if path is None or (data.eval_path is None and not heldout_sources) else _read_conversations(path)
+    if rows is None:
+        return ()
+    kept = [i for i, source in enumerate(rows.sources) if data.eval_path is not None or source in heldout_sources][: data.num_heldout]
+    if not kept:
+        return ()
+    return prepare_sft_samples(
+        tokenizer,
+        LoadedRows(rows=tuple(rows[i] for i in kept), sources=tuple(rows.sources[i] for i in kept)),
+        max_length=data.max_length,
+        on_overflow="truncate" if data.truncate else "error",
+        skip_bad_rows=data.skip_bad_rows,
+        limits=data.limits,
+    ).rows
 
 
 def _read_sft_rows(tokenizer: PreTrainedTokenizerBase, data: OwnData, heldout_sources: frozenset[str]) -> LoadedRows[Sample]:

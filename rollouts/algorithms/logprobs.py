@@ -254,6 +254,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, temperatures, chunk_size, with_entropy, transform = inputs
         _, entropy, log_z = output
         ctx.mark_non_differentiable(log_z)
+        ctx.set_materialize_grads(False)  # an entropy that no loss reads has no gradient, instead of zeros [N]
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, log_z, entropy)
         ctx.chunk_size, ctx.with_entropy, ctx.transform = chunk_size, with_entropy, transform
 

@@ -115,7 +115,8 @@ def policy_loss(
         per_token = per_token + (kl.coef if batch.kl_coef is None else batch.kl_coef[:, None]) * divergence
     if outputs.entropy is not None:
         extra["entropy"] = _where(mask, outputs.entropy)
-        per_token = per_token - entropy_coef * extra["entropy"]
+        if entropy_coef:  # else it is only a metric, and adds nothing to the gradient, not even 0
+            per_token = per_token - entropy_coef * extra["entropy"]
     else:
         assert entropy_coef == 0.0, f"entropy_coef is {entropy_coef}, but outputs.entropy is None: add 'entropy' to Algorithm.requires"
     if clip_metrics is not None and anchored:

@@ -34,6 +34,7 @@ from rollouts.engines.protocol import (
 )
 from rollouts.errors import CheckpointError, ConfigError, DataError, raise_single_errors
 from rollouts.seeds import derive_seed
+from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.checkpoints import load_run_state
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
@@ -124,6 +125,7 @@ class RLParts:
     on_estimates: OnEstimates | None = None  # called with the same rollouts and the batch that algorithm.estimate returned
     clock: Callable[[], float] = time.monotonic  # time in seconds, for keys that end in `_s`
     weight_channel: WeightChannel | None = None  # open channel into the memory of the engines, if config.weight_sync is "channel"
+    best: BestCheckpoint | None = None  # keeps the checkpoint of the best evaluation, and may end the run; needs evaluate
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class ResumePoint:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # metrics of that step; its line is written again
     served: ServedWeights | None = None  # weights of the engines, if older than the backend's
     kl_control: KLControl | None = None  # KL controller after that step, if the run has one
+    best: Mapping[str, Any] | None = None  # state of the keeper of the best checkpoint before the evaluation of that step, if there is one
 
 
 async def restore_rl_run(
@@ -175,7 +178,8 @@ async def restore_rl_run(
     )
     kl_coef = run_state.get("kl_coef")
     kl_control = config.kl_control if config.kl_control is None or kl_coef is None else replace(config.kl_control, kl_coef=kl_coef)
-    return ResumePoint(step=int(run_state["step"]), metrics=run_state["metrics"], served=served, kl_control=kl_control)
+    step, best = int(run_state["step"]), run_state.get("best")
+    return ResumePoint(step=step, metrics=run_state["metrics"], served=served, kl_control=kl_control, best=best)
 
 
 def check_weight_channel(config: RLTrainingConfig, channel: WeightChannel | None) -> WeightChannel | None:
@@ -242,6 +246,8 @@ class RLRun:
                 require_engine_feature(engine, EngineFeature.SLEEP, "sleep_engines", instead="Set sleep_engines to False.")
         if isinstance(source, ConfiguredSource):
             check_rl_batch_sizes(source.config, config)
+        if parts.best is not None and parts.evaluate is None:
+            raise ConfigError("best is given, but there is no evaluation to find the best by: pass evaluate=, or leave it out")
         if config.critic_warmup_steps and parts.critic is None:
             raise ConfigError(f"critic_warmup_steps is {config.critic_warmup_steps}, but there is no critic: pass critic=, or set it to 0")
         self._channel = check_weight_channel(config, parts.weight_channel)
@@ -275,6 +281,8 @@ class RLRun:
         else:
             self.served = ServedWeights(version=first // self.config.sync_every)
         self._kl_control = self.config.kl_control if resume is None or resume.kl_control is None else resume.kl_control
+        if resume is not None and self.parts.best is not None:
+            self.parts.best.load_state_dict(resume.best)
         async with self.engines_asleep():  # before the first rollout, which a server that cannot sleep would waste
             pass
         return first
@@ -392,7 +400,9 @@ class RLRun:
     def is_checkpoint_due(self, finished: int, metrics: Mapping[str, float], stopping: bool) -> bool:
         """Whether a checkpoint is written after this step, given its metrics."""
         config = self.config
-        return self.saves and is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
+        due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
+        may_be_best = self.parts.best is not None and self.is_evaluation_due(finished)  # the evaluation is after the sync
+        return self.saves and (due or may_be_best)
 
     @property
     def saves(self) -> bool:
@@ -415,12 +425,14 @@ class RLRun:
             "metrics_bytes": metrics_bytes,
             "weight_version": version,
             "kl_coef": None if kl_control is None else kl_control.kl_coef,
+            "best": state_of(self.parts.best),
         }
+        served = () if self.served.directory is None else (self.served.directory,)
         await self._checkpoints.save(
             finished,
             run_state,
             metrics,
-            protected=() if self.served.directory is None else (self.served.directory,),
+            protected=(*served, *protect(self.parts.best, self.parts.checkpoint_dir)),
             stage_more=partial(
                 _stage_beside_policy,
                 served=None if self.is_sync_due(finished) else self.served,
@@ -462,7 +474,7 @@ class RLRun:
         )
 
     async def finish_step(self, finished: int, metrics: Metrics, stopping: bool) -> None:
-        """Evaluate into the same dict, and log, each if due."""
+        """Evaluate into the same dict, and log, each if due. Afterwards has_ended tells whether the run ends here without patience."""
         await self.evaluate(finished, metrics)
         self.log(finished, metrics, stopping)
 
@@ -477,11 +489,17 @@ class RLRun:
             started = parts.clock()
             metrics.update(await parts.evaluate())
             metrics["evaluate_s"] = parts.clock() - started
+            add_to(parts.best, metrics, finished)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has used up its patience for evaluations that are no better."""
+        return self.parts.best is not None and self.parts.best.has_ended
 
     def log(self, finished: int, metrics: Metrics, stopping: bool) -> None:
         """Log the line of a step, if it is due."""
         logger = self.parts.metrics_logger
-        if logger is not None and (stopping or is_due(finished, self.config.log_every, self.config.num_steps)):
+        if logger is not None and (stopping or self.has_ended or is_due(finished, self.config.log_every, self.config.num_steps)):
             logger.log(metrics, finished)
 
 

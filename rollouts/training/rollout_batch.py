@@ -244,7 +244,7 @@ async def train_on_rollouts(
                     minibatch,
                     loss,
                     weigh=algorithm.weigh,
-                    with_entropy="entropy" in algorithm.requires,
+                    with_entropy=True,
                     router_balance_coef=plan.router_balance_coef,
                 )
                 policy_steps.append(step)

@@ -37,6 +37,12 @@ EvaluateFn: TypeAlias = Callable[[], Awaitable[Mapping[str, float]]]
 """Measures the current model, for example evaluate_prompts on held-out prompts; its keys are logged unchanged."""
 
 
+def measure_throughput(metrics: Metrics, num_tokens: int) -> None:
+    """Add tokens_per_s, the tokens of a step's rows, prompts included, for each second of its step_s, unless that is 0."""
+    if metrics.get("step_s", 0.0) > 0:
+        metrics["tokens_per_s"] = num_tokens / metrics["step_s"]
+
+
 @dataclass(frozen=True)
 class PendingOptimizerStep:
     """Submitted jobs of one optimizer step."""

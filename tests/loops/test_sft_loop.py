@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import math
+import random
 from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 from samples import make_row
 
 from rollouts.backends.futures import ImmediateTrainFuture
+from rollouts.backends.optim.optimizers import create_adamw_optimizer
+from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.config import SFTTrainingConfig
 from rollouts.errors import ConfigError, DataError
-from rollouts.sft_loop import run_sft_training, select_sft_rows
+from rollouts.sft_loop import evaluate_sft, perplexity, run_sft_training, select_sft_rows
 from rollouts.testing import FakeBackend
+from rollouts.testing.models import create_tiny_model
 from rollouts.training.metrics import JSONLLogger
 from rollouts.types import Sample
 
@@ -158,3 +164,52 @@ async def test_the_checkpoint_knows_how_long_the_metrics_file_was(tmp_path: Path
     sizes = [load_run_state(tmp_path / "checkpoints" / f"step_{s:04d}")["metrics_bytes"] for s in (1, 2)]
     assert sizes[1] == (tmp_path / "metrics.jsonl").stat().st_size
     assert 0 < sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 256])
+@pytest.mark.parametrize("max_tokens", [1, 40, 16384])
+async def test_the_held_out_loss_is_that_of_a_plain_loop_over_transformers_however_it_is_split(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int, at_once: int
+):
+    model = create_tiny_model(vocab_size=50, seed=1)
+    generator = random.Random(0)
+    rows = [tuple(generator.randrange(50) for _ in range(length)) for length in (9, 2, 30, 17, 5)]
+    masks = [[0.0, *(float(generator.random() < 0.6) for _ in row[1:])] for row in rows]
+    samples = [make_row(row, loss_mask=mask) for row, mask in zip(rows, masks, strict=True)]
+    total = count = 0.0
+    with torch.no_grad():
+        for sample in samples:
+            tokens = torch.tensor([sample.tokens])
+            logits = model(tokens).logits[0, :-1]
+            losses = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
+            mask = torch.tensor(sample.loss_mask)[1:]
+            total, count = total + float((losses * mask).sum()), count + float(mask.sum())
+    monkeypatch.setattr("rollouts.sft_loop._EVALUATED_AT_ONCE", at_once)
+    backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3))
+    found = await evaluate_sft(backend, samples, max_tokens_per_microbatch=max_tokens)
+    assert found["eval_num_tokens"] == count
+    assert found["eval_loss"] == pytest.approx(total / count, rel=1e-6)
+    assert found["eval_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+async def test_the_held_out_loss_needs_a_token_and_a_huge_one_has_an_infinite_perplexity():
+    with pytest.raises(DataError, match="2 held-out samples have no token"):
+        await evaluate_sft(FakeBackend(), [make_row((1, 2), loss_mask=[0.0, 0.0])] * 2)
+    assert perplexity(1e4) == math.inf
+
+
+async def test_a_line_has_the_entropy_and_the_throughput_of_its_step():
+    model, naive = (create_tiny_model(vocab_size=50, seed=1) for _ in range(2))
+    backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=0.0))
+    rows = [make_row((3, 4, 5, 6)), make_row((7, 8))]
+    config = SFTTrainingConfig(num_steps=1, batch_size=2)
+    (line,) = await run_sft_training(backend, rows, config, clock=lambda c=count(): 2.0 * next(c))
+    with torch.no_grad():
+        entropies = [
+            torch.distributions.Categorical(logits=naive(torch.tensor([row.tokens])).logits[0, t - 1]).entropy()
+            for row in rows
+            for t, mask in enumerate(row.loss_mask)
+            if mask > 0 and t > 0
+        ]
+    assert line["entropy"] == pytest.approx(float(torch.stack(entropies).mean()), rel=1e-5)
+    assert (line["step_s"], line["tokens_per_s"]) == (2.0, 3.0)
