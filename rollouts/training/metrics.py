@@ -1,6 +1,6 @@
 """Loggers of metrics, and their files.
 
-Keys of durations end in `_s` (seconds); all other values are functions of config and seed.
+Keys of durations end in `_s` (seconds), and so does the rate tokens_per_s; all other values are functions of config and seed.
 """
 
 from __future__ import annotations
