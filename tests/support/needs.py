@@ -71,6 +71,7 @@ BITSANDBYTES = _need(
     importlib.util.find_spec("bitsandbytes") is not None, "the package bitsandbytes", "pip install 'rollouts-rl[low-memory]'"
 )
 PYRIGHT = _need((Path(sys.executable).parent / "pyright").exists(), "pyright", "pip install pyright")
+CHROMIUM = _need(shutil.which("chromium") is not None, "the program chromium", "install chromium")
 OPENSSL = _need(shutil.which("openssl") is not None, "the program openssl", "install openssl")
 VLLM = _need(bool(os.environ.get("VLLM_PYTHON")), "a vLLM", "run tools/run_vllm_tests.sh, or set VLLM_PYTHON as CONTRIBUTING.md says")
 SGLANG = _need(

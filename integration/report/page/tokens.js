@@ -1,0 +1,86 @@
+"use strict";
+// Tokens coloured by one of their numbers, each explained under the pointer, on focus and on touch.
+
+function colorOf(key, value, most) {
+  if (value === null || value === undefined) return "";
+  const paint = (name, part) => `rgba(var(--${name}), ${(0.08 + 0.6 * Math.min(1, Math.max(0, part))).toFixed(3)})`;
+  if (key === "mask") return value > 0 ? paint("on", value) : "";
+  if (key === "log_prob") return paint("cool", -value / 6);
+  if (key === "version") return value < 0 ? "" : `hsl(${(value * 67) % 360} 60% 55% / .38)`;
+  if (value === 0) return "";
+  return paint(value > 0 ? "good" : "bad", Math.abs(value) / (most || 1));
+}
+
+function largest(tokenLists, key) {
+  let most = 0;
+  for (const tokens of tokenLists) (tokens[key] || []).forEach((value, i) => {
+    if (value !== null && (!tokens.mask || tokens.mask[i] > 0)) most = Math.max(most, Math.abs(value));
+  });
+  return most || 1;
+}
+
+function drawTokens(tokens, key, most, from, to) {
+  const box = make("div", { class: "tokens" });
+  for (let i = from || 0; i < (to === undefined ? tokens.pieces.length : to); i++) {
+    const trained = !tokens.mask || tokens.mask[i] > 0;
+    const span = make("span", trained ? {} : { class: "given" });
+    span.textContent = show(tokens.pieces[i]);
+    span.token = { tokens, i };
+    const color = (trained || key === "version") && tokens[key] ? colorOf(key, tokens[key][i], most) : "";
+    if (color) span.style.background = color;
+    box.append(span);
+  }
+  box.tabIndex = 0;
+  box.setAttribute("aria-label", "Tokens; the arrow keys go from one to the next and explain it");
+  return box;
+}
+
+function explainToken(columns, { tokens, i }) {
+  const list = make("dl", {});
+  for (const { key, label, help } of columns) {
+    if (!tokens[key] || tokens[key][i] === null) continue;
+    const value = tokens[key][i];
+    const more = key === "log_prob" ? ` (probability ${number(Math.exp(value))})` : "";
+    list.append(make("dt", { title: help }, label), make("dd", {}, number(value) + more, make("div", { class: "dim" }, help)));
+  }
+  return [make("strong", {}, `token ${i}: ${JSON.stringify(show(tokens.pieces[i]))}, id ${tokens.ids[i]}`), list];
+}
+
+function legend(key, columns, most) {
+  const box = make("div", { class: "legend" }, (columns.find((column) => column.key === key) || { label: key }).label + ":");
+  const values = key === "mask" ? [1] : key === "log_prob" ? [0, -1, -3, -6] : key === "version" ? [] : [-most, -most / 2, 0, most / 2, most];
+  for (const value of values) {
+    const mark = make("i", {}, number(value));
+    mark.style.background = colorOf(key, value, most);
+    box.append(mark);
+  }
+  box.append("grey: not trained on");
+  return box;
+}
+
+function installTip(columns) {
+  const tip = document.getElementById("tip");
+  const hide = () => { tip.hidden = true; };
+  const open = (span) => {
+    tip.replaceChildren(...explainToken(columns, span.token));
+    tip.hidden = false;
+    const box = span.getBoundingClientRect();
+    const left = Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 8);
+    tip.style.left = `${Math.max(4, left) + scrollX}px`;
+    tip.style.top = `${box.bottom + 6 + scrollY}px`;
+  };
+  document.addEventListener("pointerover", (event) => (event.target.token ? open(event.target) : hide()));
+  document.addEventListener("click", (event) => { if (event.target.token) open(event.target); });
+  document.addEventListener("keydown", (event) => {
+    const box = document.activeElement && document.activeElement.classList.contains("tokens") ? document.activeElement : null;
+    if (event.key === "Escape") hide();
+    if (!box || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+    event.preventDefault();
+    const step = event.key === "ArrowRight" ? 1 : -1;
+    const last = box.children.length - 1;
+    box.at = Math.min(last, Math.max(0, (box.at === undefined ? (step > 0 ? -1 : last + 1) : box.at) + step));
+    for (const span of box.children) span.style.outline = "";
+    box.children[box.at].style.outline = "2px solid var(--accent)";
+    open(box.children[box.at]);
+  });
+}

@@ -1,0 +1,233 @@
+"""Runs as the report sees them: settings, lines of metrics, warnings, and a judgement of whether they still learn."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from integration.run.directory import compare_settings, read_facts
+from integration.run.display import name_measure
+from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
+from integration.settings.config import Config
+from integration.settings.task_defaults import find_default
+from rollouts.config_files import to_dict
+from rollouts.errors import ConfigError, DataError
+from rollouts.training.summaries import find_warnings
+
+METRICS_FILE = "metrics.jsonl"
+STAGES = ("sft", "rl", "reward_model")
+_FEWEST = 8  # steps below which no trend is judged
+_CLEAR = 2.0  # standard errors from which a difference is called one
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A setting of a run, by its name on the command line."""
+
+    name: str
+    value: Any
+    default: Any = None  # of the run's task and model
+    changed: bool = False  # False also where the default is not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run directory, read once."""
+
+    path: Path
+    name: str
+    facts: Mapping[str, Any]  # contents of run.json
+    settings: tuple[Setting, ...]
+    lines: tuple[Line, ...]  # of metrics.jsonl, in order
+    warnings: tuple[str, ...]
+    verdicts: tuple[str, ...]  # one sentence for each stage: does it still learn?
+
+    @property
+    def masks_truncated(self) -> bool:
+        """Whether truncated samples are left out of training."""
+        return any(setting.name == "rl.mask_truncated" and setting.value is True for setting in self.settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the page shows of the run, as JSON values."""
+        stages = {stage: tabulate([line for line in self.lines if line.get("stage") == stage]) for stage in STAGES}
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "facts": dict(self.facts),
+            "settings": [asdict(setting) for setting in self.settings],
+            "stages": {stage: table for stage, table in stages.items() if table["step"]},
+            "warnings": list(self.warnings),
+            "verdicts": list(self.verdicts),
+        }
+
+
+def read_run(path: Path) -> Run:
+    """Read a run directory. A run that goes on may lack a summary, and its last line may be cut.
+
+    Raises: ConfigError if the directory is none of a run; DataError for a damaged line of metrics.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"there is no directory {path}: give the directory of a run, such as runs/2026-01-01-sort")
+    if not (path / CONFIG_FILE).is_file() and not (path / METRICS_FILE).is_file():
+        inside = sorted(p.name for p in path.iterdir() if (p / CONFIG_FILE).is_file())
+        more = f"; it holds the runs {', '.join(inside[:5])}" if inside else ""
+        raise ConfigError(f"{path} is not the directory of a run: it has neither {CONFIG_FILE} nor {METRICS_FILE}{more}")
+    lines = read_lines(path / METRICS_FILE)
+    return Run(
+        path=path,
+        name=path.resolve().name,
+        facts=read_facts(path) if (path / RUN_FILE).is_file() else {},
+        settings=read_settings_of(path),
+        lines=lines,
+        warnings=find_run_warnings(path, lines),
+        verdicts=judge_progress(lines),
+    )
+
+
+def read_lines(path: Path) -> tuple[Line, ...]:
+    """Read a file of metrics; a cut last line, which a run is writing, is left out.
+
+    Returns: () if there is no such file.
+    Raises: DataError naming the file and the line.
+    """
+    if not path.is_file():
+        return ()
+    texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    found: list[Line] = []
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            if number == len(texts):
+                break
+            raise DataError(f"{path}:{number} is not a line of metrics: {error}. Repair or delete the line") from error
+        if not isinstance(line, dict) or not isinstance(cast("Line", line).get("step"), int):
+            raise DataError(f"{path}:{number} is not a line of metrics: found {text[:60]!r}, expected a JSON object with a step")
+        found.append(cast("Line", line))
+    return tuple(found)
+
+
+def find_run_warnings(path: Path, lines: Sequence[Line]) -> tuple[str, ...]:
+    """Find the warnings of a run: those of summary.json, and those that its lines of metrics give."""
+    try:
+        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+        told = [str(text) for text in cast("Mapping[str, Any]", summary).get("warnings", ())]
+    except (OSError, ValueError, AttributeError):
+        told = []  # a run that goes on, or was killed
+    for stage in ("sft", "rl"):
+        told += find_warnings([line for line in lines if line.get("stage") == stage and line["step"] > 0], in_rl=stage == "rl")
+    return tuple(dict.fromkeys(told))
+
+
+def read_settings_of(path: Path) -> tuple[Setting, ...]:
+    """Read the settings of a run, with the defaults of its task and model where this version knows its file."""
+    try:
+        saved = cast("dict[str, Any]", json.loads((path / CONFIG_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return ()
+    try:
+        config = read_saved(Config, path / CONFIG_FILE)
+        default = to_dict(find_default(config))
+        changed = compare_settings(default, to_dict(config))
+    except (ConfigError, TypeError, ValueError):  # of another program (reward models), or of another version
+        return tuple(Setting(name=name, value=value) for name, value in flatten(saved))
+    known = dict(flatten(default))
+    return tuple(
+        Setting(name=name, value=value, default=known.get(name), changed=any(name == c or name.startswith(f"{c}.") for c in changed))
+        for name, value in flatten(to_dict(config))
+        if name != "output_dir"
+    )
+
+
+def flatten(settings: Mapping[str, Any], where: str = "") -> list[tuple[str, Any]]:
+    """Return nested settings as names with dots and values, in their order."""
+    found: list[tuple[str, Any]] = []
+    for key, value in settings.items():
+        name = f"{where}{key}"
+        if isinstance(value, dict) and value:
+            found += flatten(cast("Mapping[str, Any]", value), f"{name}.")
+        else:
+            found.append((name, value))
+    return found
+
+
+def tabulate(lines: Sequence[Line]) -> dict[str, list[float | None]]:
+    """Return the numbers of the lines of a stage as columns, None where a line lacks one or where it is not finite."""
+    keys = dict.fromkeys(key for line in lines for key, value in line.items() if is_number(value) and key != "step")
+    table: dict[str, list[float | None]] = {"step": [line["step"] for line in lines]}
+    for key in keys:
+        table[key] = [line[key] if is_number(line.get(key)) and math.isfinite(line[key]) else None for line in lines]
+    return table
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is an int or float, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# -- does it still learn?
+
+
+def judge_progress(lines: Sequence[Line]) -> tuple[str, ...]:
+    """Judge each stage: does its measure still improve, by its last steps against the same number before them?
+
+    The measure is the mean reward of rollouts in RL, and the loss otherwise. A difference of the two means counts from two standard errors
+    on (Welch), with the steps taken as independent; at most a quarter of the steps, and at least four, are on each side.
+    """
+    verdicts: list[str] = []
+    for stage, key, name, sign in (
+        ("sft", "loss", "loss", -1),
+        ("reward_model", "loss", "loss", -1),
+        ("rl", "reward_mean", "mean reward", 1),
+    ):
+        own = [line for line in lines if line.get("stage") == stage]
+        values = [float(line[key]) for line in own if is_number(line.get(key)) and math.isfinite(line[key])]
+        if values:
+            held_out = describe_held_out(own)
+            verdicts.append(f"{stage.replace('_', ' ').upper()}: {judge_trend(values, name, sign)}{held_out}")
+    return tuple(verdicts)
+
+
+def judge_trend(values: Sequence[float], name: str, sign: int) -> str:
+    """Judge the trend of the values of steps. sign: +1 = higher is better, -1 = lower is better."""
+    if len(values) < _FEWEST:
+        return (
+            f"{len(values)} steps are too few to tell whether the {name} still improves (it went from {values[0]:.4g} to {values[-1]:.4g})"
+        )
+    count = max(4, len(values) // 4)
+    late, early = values[-count:], values[-2 * count : -count]
+    difference = _mean(late) - _mean(early)
+    error = math.sqrt(_variance(late) / count + _variance(early) / count)
+    told = f"the {name} of the last {count} steps is {_mean(late):.4g}, of the {count} before {_mean(early):.4g}"
+    if abs(difference) <= _CLEAR * error or difference == 0:
+        return f"no longer clearly learning: {told}, no more apart than chance ({_CLEAR:g} standard errors are {_CLEAR * error:.2g})"
+    verdict = "still learning" if difference * sign > 0 else "getting worse"
+    return f"{verdict}: {told} (standard error {error:.2g})"
+
+
+def describe_held_out(lines: Sequence[Line]) -> str:
+    """Describe the held-out measure of a stage: its last value and its best; "" if it was not measured."""
+    points = [(line["step"], float(line["eval_accuracy"])) for line in lines if is_number(line.get("eval_accuracy"))]
+    if not points:
+        return ""
+    measure = f"held-out {name_measure(*lines)}"
+    best = max(points, key=lambda point: point[1])
+    at_best = ", its best" if best[1] == points[-1][1] else f"; its best was {best[1]:.3g} after step {best[0]}"
+    return f". {measure[0].upper()}{measure[1:]} is {points[-1][1]:.3g} after step {points[-1][0]}{at_best}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)

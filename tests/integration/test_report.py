@@ -1,0 +1,228 @@
+"""The report: what it reads of runs, how it judges them, and the server that follows a live one. test_report_page.py looks at the page."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trio
+
+from integration.report.__main__ import main
+from integration.report.page import read_report, render
+from integration.report.rollouts import choose_rollouts, explain_gradient, take_groups, to_json
+from integration.report.runs import judge_progress, judge_trend, read_lines, read_run
+from integration.report.serve import FollowedReport, describe_state, serve
+from rollouts.data.records import Estimate, TrajectoryRecord
+from rollouts.data.trajectories import write_records
+from rollouts.errors import ConfigError, DataError
+from rollouts.types import Sample, Status
+
+
+def create_record(
+    index: int, group: int, reward: float, advantage: float | None, rewards: tuple[float, ...], **changes: Any
+) -> TrajectoryRecord:
+    known = {"tokens": (5, 6, 7), "loss_mask": (0.0, 1.0, 1.0), "rollout_log_probs": (0.0, -0.5, -1.25), "weight_versions": (-1, 2, 2)}
+    known |= {
+        "prompt": "2+2=",
+        "response": f"answer {index}",
+        "reward": reward,
+        "index": index,
+        "group_index": group,
+        "status": Status.COMPLETED,
+    }
+    sample = Sample(**(known | changes))
+    estimate = None if advantage is None else Estimate(reward=reward, advantages=(0.0, advantage, advantage), group_rewards=rewards)
+    return TrajectoryRecord(sample=sample, estimate=estimate)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of another version: two RL steps, two groups of two samples each, settings that this version does not know."""
+    path = tmp_path / "mine"
+    for step in (1, 2):
+        records = [create_record(4 * step + k, 2 * step + k // 2, float(k % 2), (-1.0, 1.0)[k % 2], (0.0, 1.0)) for k in range(4)]
+        write_records(path / "rl" / "trajectories" / f"step_{step:04d}.jsonl", records)
+    (path / "config.json").write_text(json.dumps({"old": {"setting": 3}, "seed": 1}))
+    (path / "summary.json").write_text(json.dumps({"warnings": ["the disk was slow"]}))
+    lines = [{"step": step, "stage": "rl", "reward_mean": 0.1 * step, "loss": float("nan") if step == 2 else -0.1} for step in (1, 2)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def unpack(page: str, name: str) -> Any:
+    (block,) = re.findall(rf'<script type="application/octet-stream" id="{name}">([^<]*)</script>', page)
+    return json.loads(gzip.decompress(base64.b64decode(block)))
+
+
+def test_a_page_holds_curves_rollouts_settings_and_warnings(run: Path):
+    page = render(read_report([run], max_tokens=0))
+    index = unpack(page, "index")
+    (shown,) = index["runs"]
+    assert shown["stages"]["rl"] == {"step": [1, 2], "reward_mean": [0.1, 0.2], "loss": [-0.1, None]}, "a NaN is a gap, not a number"
+    assert shown["warnings"] == ["the disk was slow"]
+    assert {s["name"]: s["value"] for s in shown["settings"]} == {"old.setting": 3, "seed": 1}
+    assert [(c["step"], len(c["rows"])) for c in index["chunks"]] == [(1, 4), (2, 4)]
+    records = unpack(page, "chunk-1")
+    assert records[1]["tokens"]["advantage"] == [0, 1, 1] and records[1]["tokens"]["log_prob"] == [0, -0.5, -1.25]
+    assert records[1]["group_rewards"] == [0, 1] and index["chunks"][1]["rows"][1][:5] == [4, 9, 1, 2, "completed"]
+
+
+def test_a_page_is_the_same_for_the_same_run_and_names_no_address(run: Path):
+    page = render(read_report([run], max_tokens=0))
+    assert page == render(read_report([run], max_tokens=0))
+    addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.[a-z]{2,}[^\s\"']*", re.sub(r'octet-stream" id="[^<]*', "", page)))
+    assert not {a for a in addresses if "leeoniya" not in a}, "only the licence line of the plotting library may name one"
+    assert "connect-src 'none'" in page and "default-src 'none'" in page
+
+
+def test_text_of_a_model_cannot_leave_its_block(run: Path):
+    attack = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    record = create_record(0, 0, 1.0, 1.0, (1.0,), response=attack, prompt=attack, metadata={attack: attack})
+    write_records(run / "rl" / "trajectories" / "step_0003.jsonl", [record])
+    page = render(read_report([run], max_tokens=0))
+    assert attack not in page and page.count("<script") == 1 + 4, "one script and four blocks of data: the index and three steps"
+    assert unpack(page, "chunk-2")[0]["response"] == attack
+
+
+@pytest.mark.parametrize(
+    ("advantages", "rewards", "changes", "told"),
+    [
+        ((0.0, 0.0), (1.0, 1.0), {}, "No gradient: all 2 rewards of the group are 1"),
+        ((0.0, 0.0), (0.0, 1.0), {}, "No gradient: each advantage is 0, although rewards go from 0 to 1"),
+        ((-1.0, 1.0), (0.0, 1.0), {}, "The group has a gradient: advantages go from -1 to 1, rewards from 0 to 1."),
+        ((0.0, 1.0), (0.0, 1.0), {}, "1 of 2 recorded samples have an advantage of 0"),
+        ((-1.0, 1.0), (0.0, 1.0), {"trainable": False}, "No gradient: none of these samples is trainable"),
+        ((-1.0, 1.0), (0.0, 1.0), {"loss_mask": (0.0, 0.0, 0.0)}, "No gradient: no token of these samples has a loss mask above 0"),
+        ((-1.0, 1.0), (0.0, 1.0), {"status": Status.TRUNCATED}, "No gradient: each of these samples was cut by the token budget"),
+        ((None, None), (0.0, 1.0), {}, "No advantages were recorded"),
+    ],
+)
+def test_the_reason_of_a_group_without_gradient_is_told(advantages: Any, rewards: Any, changes: Any, told: str):
+    group = [create_record(k, 0, rewards[k], advantages[k], rewards, **changes) for k in range(2)]
+    assert told in " ".join(explain_gradient(group, mask_truncated=True))
+
+
+def test_truncated_samples_have_a_gradient_where_they_are_not_masked():
+    group = [create_record(k, 0, float(k), (-1.0, 1.0)[k], (0.0, 1.0, 1.0), status=Status.TRUNCATED) for k in range(2)]
+    told = " ".join(explain_gradient(group))
+    assert "The group has a gradient" in told and "2 of 2 samples were cut" in told and "3 samples, of which 2 were recorded" in told
+
+
+@pytest.mark.parametrize(
+    ("values", "sign", "verdict"),
+    [
+        ([0.1 * k for k in range(20)], 1, "still learning"),
+        ([0.1 * k for k in range(20)], -1, "getting worse"),
+        ([1.0, 0.0] * 12, 1, "no longer clearly learning"),
+        ([0.5] * 20, 1, "no longer clearly learning"),
+        ([0.0, 1.0], 1, "2 steps are too few"),
+    ],
+)
+def test_a_trend_is_judged_against_its_noise(values: list[float], sign: int, verdict: str):
+    assert judge_trend(values, "mean reward", sign).startswith(verdict)
+
+
+def test_noise_is_seldom_called_a_trend():
+    """Of 400 runs of pure noise, the share called learning or worsening is about that of two standard errors."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    called = sum(not judge_trend(list(random.normal(size=60)), "loss", -1).startswith("no longer") for _ in range(400))
+    assert called / 400 < 0.1
+
+
+def test_each_stage_is_judged_by_its_own_measure():
+    lines = [{"step": k, "stage": "sft", "loss": 4.0 - 0.1 * k} for k in range(12)]
+    lines += [{"step": k, "stage": "rl", "reward_mean": 0.1 * k, "loss": 0.0, "eval_accuracy": (0.2, 0.9, 0.5)[k % 3]} for k in range(12)]
+    sft, rl = judge_progress(lines)
+    assert sft.startswith("SFT: still learning: the loss") and rl.startswith("RL: still learning: the mean reward")
+    assert "Held-out accuracy is 0.5 after step 11; its best was 0.9 after step 1" in rl
+
+
+def test_whole_groups_are_taken_spread_over_the_step():
+    records = [create_record(k, k // 4, 0.0, 0.0, (0.0,)) for k in range(40)]  # 10 groups of 4 samples of 3 tokens
+    taken = take_groups(records, 36)
+    assert [r.sample.group_index for r in taken] == [0] * 4 + [3] * 4 + [6] * 4
+    assert len(take_groups(records, 1)) == 4, "one group at least" and take_groups(records, 0) == records
+
+
+def test_what_was_left_out_is_said(run: Path):
+    chosen = choose_rollouts(run, 0, max_tokens=12)
+    assert (chosen.num_shown, chosen.num_total) == (4, 8) and "4 of the 8 recorded rollouts of mine are in this file" in chosen.notes[0]
+
+
+def test_values_that_json_lacks_become_text():
+    assert to_json({1: (float("inf"), {"a": Path("x")})}) == {"1": ["inf", {"a": "x"}]}
+
+
+def test_a_line_that_is_being_written_is_left_out_and_a_damaged_one_named(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "stage": "rl"}\n{"step": 2, "st')
+    assert [line["step"] for line in read_lines(path)] == [1]
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2 is not a line of metrics"):
+        read_lines(path)
+    path.write_text('[1]\n{"step": 3}\n')
+    with pytest.raises(DataError, match="expected a JSON object with a step"):
+        read_lines(path)
+
+
+def test_what_is_no_run_is_told(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ConfigError, match=r"neither config\.json nor metrics\.jsonl; it holds the runs mine"):
+        read_run(tmp_path)
+    for arguments, told in (
+        ([str(tmp_path / "no")], "there is no directory"),
+        ([], "no run is named"),
+        ([str(run), "--max-tokens", "-1"], "--max-tokens is -1"),
+        ([str(run), "--serve", "--output", "x.html"], "--serve writes no file"),
+        ([str(run), "--port", "80"], "--port 80 is read only with --serve"),
+        ([str(run), "--output", "/dev/null/x.html"], "cannot be written"),
+    ):
+        assert main(arguments) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_the_command_writes_one_file(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(run)]) == 0
+    assert "8 rollouts" in capsys.readouterr().out
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+
+
+async def test_a_served_report_follows_its_run(run: Path, nursery: trio.Nursery):
+    said: list[str] = []
+    followed = FollowedReport([run], lambda: render(read_report([run], max_tokens=0), live=True))
+    nursery.start_soon(serve, followed.respond, 0, said.append)
+    with trio.fail_after(30):
+        while not said:
+            await trio.sleep(0.01)
+        (address,) = re.findall(r"http://[\d.:]+/", said[0])
+        assert address.startswith("http://127.0.0.1:")
+        async with httpx.AsyncClient(trust_env=False) as client:
+            page, state = await client.get(address), await client.get(address + "state")
+            assert page.status_code == 200 and len(unpack(page.text, "index")["chunks"]) == 2 and "connect-src 'self'" in page.text
+            write_records(run / "rl" / "trajectories" / "step_0003.jsonl", [create_record(0, 0, 1.0, 1.0, (1.0,))])
+            assert (await client.get(address + "state")).text != state.text
+            assert len(unpack((await client.get(address)).text, "index")["chunks"]) == 3
+            assert (await client.get(address + "etc/passwd")).status_code == 404
+            assert (await client.post(address)).status_code == 405
+            assert (await client.get(address, headers={"host": "evil.example"})).status_code == 403, "no other name may read it"
+        stream = await trio.open_tcp_stream("127.0.0.1", int(address.split(":")[-1].strip("/")))
+        await stream.send_all(b"\x16\x03\x01 no http\r\n\r\n")
+        await stream.aclose()
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(address + "state")).status_code == 200, "a request that is no HTTP ends nothing"
+    nursery.cancel_scope.cancel()
+
+
+def test_the_state_of_a_run_changes_with_its_files(run: Path):
+    before = describe_state([run])
+    assert before == describe_state([run])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "stage": "rl"}\n')
+    assert describe_state([run]) != before

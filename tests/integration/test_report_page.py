@@ -1,0 +1,137 @@
+"""The page of a report in a real browser without a window: what it shows, what its filters leave, and that no text of a model is run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from test_report import create_record
+
+from integration.report.page import read_report, render
+from rollouts.data.records import Estimate, TrajectoryRecord
+from rollouts.data.trajectories import write_records
+from rollouts.steps import StepData
+
+pytestmark = [pytest.mark.slow, needs.CHROMIUM]
+
+ATTACK = "\u202egnp\x1b[31m</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+
+
+def write_run(path: Path, *, response: str = "answer") -> Path:
+    """Write a run with two steps of two groups; the second group of each has equal rewards, and the last step an episode."""
+    for step in (1, 2):
+        records: list[TrajectoryRecord] = []
+        for k in range(4):
+            reward, advantage, rewards = ((0.0, -1.0, (0.0, 1.0)), (1.0, 1.0, (0.0, 1.0)), (0.0, 0.0, (0.0, 0.0)), (0.0, 0.0, (0.0, 0.0)))[
+                k
+            ]
+            index, group = 4 * step + k, 2 * step + k // 2
+            records.append(create_record(index, group, reward, advantage, rewards, response=f"{response} {index}"))
+        if step == 2:
+            played = StepData(
+                system_step_index=0, observation_data="a room <b>", action_taken="go", raw_policy_output="go", base_reward=0.5
+            )
+            records.append(TrajectoryRecord(sample=create_record(12, 6, 0.5, None, ()).sample, steps=(played,)))
+        write_records(path / "rl" / "trajectories" / f"step_{step:04d}.jsonl", records)
+    (path / "metrics.jsonl").write_text("".join(f'{{"step": {k}, "stage": "rl", "reward_mean": {k / 10}}}\n' for k in range(1, 13)))
+    (path / "summary.json").write_text('{"warnings": ["all rewards were equal <b>"]}')
+    return path
+
+
+def look(page: Path, state: str, *, size: str = "1200,900") -> tuple[str, str]:
+    """Open the page in Chromium. state: the part of its address behind #. Returns what is shown, as HTML, and the console."""
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--window-size={size}"]
+    command += ["--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom", f"file://{page}#{state}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shown = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
+    return shown, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def rows_of(document: str) -> list[str]:
+    return re.findall(r'data-row="([\d-]+)"', document)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = write_run(tmp_path_factory.mktemp("report") / "mine", response=ATTACK)
+    path = run / "report.html"
+    path.write_text(render(read_report([run], max_tokens=0)))
+    return path
+
+
+def test_curves_are_drawn_without_an_error(page: Path):
+    document, console = look(page, "tab=curves")
+    assert console == "" and 'data-drawn="curves"' in document
+    assert re.findall(r'data-metric="(\w+)"', document) == ["reward_mean"] and "<canvas" in document
+    assert "RL: still learning" in document and "warning: all rewards were equal &lt;b&gt;" in document
+
+
+def test_the_reason_of_a_group_is_on_top_of_it(page: Path):
+    document, console = look(page, "tab=rollouts&step=1&group=3")
+    assert console == "" and len(rows_of(document)) == 2
+    assert "No gradient: all 2 rewards of the group are 0" in document and "The other 1 of the group, side by side" in document
+
+
+@pytest.mark.parametrize(
+    ("state", "rows"),
+    [
+        ("step=1", 4),
+        ("step=", 9),
+        ("step=2", 5),
+        ("step=&min=0.75", 2),
+        ("step=&max=0.25", 6),
+        ("step=&search=answer+", 1),  # the episode
+        ("step=&search=nowhere", 0),
+        ("step=&search=4", 1),  # "sample 4" is the only response with a 4: the others have 5 to 11
+        ("step=&group=6", 1),
+        ("step=1&status=truncated", 0),
+    ],
+)
+def test_filters_filter(page: Path, state: str, rows: int):
+    document, console = look(page, f"tab=rollouts&{state}")
+    assert console == "" and len(rows_of(document)) == rows, state
+    assert ("No rollout passes these filters" in document) == (rows == 0)
+
+
+def test_text_of_a_model_is_shown_and_never_run(page: Path):
+    document, console = look(page, "tab=rollouts&step=1&group=2")
+    assert "owned" not in re.findall("<title>(.*?)</title>", document)[0] and console == ""
+    assert "<img" not in document, "the text has made no element"
+    assert "&lt;/script&gt;&lt;script&gt;" in document and "&lt;U+202E&gt;" in document and "&lt;U+001B&gt;" in document
+
+
+def test_an_episode_is_shown_step_by_step(page: Path):
+    document, _ = look(page, "tab=rollouts&step=2&group=6")
+    assert "step 1, reward 0.5" in document and "a room &lt;b&gt;" in document
+
+
+def test_settings_and_phones_are_shown(page: Path):
+    document, console = look(page, "tab=settings", size="390,800")
+    assert console == "" and 'data-drawn="settings"' in document
+
+
+def test_many_rollouts_of_a_thousand_tokens_stay_usable(tmp_path: Path):
+    """The page of 2,000 rollouts holds what fits, and says so."""
+    long: dict[str, Any] = {"tokens": (5,) * 1000, "loss_mask": (0.0,) + (1.0,) * 999, "rollout_log_probs": (-0.5,) * 1000}
+    long |= {"weight_versions": (1,) * 1000, "response": "x" * 1000}
+    for step in range(1, 5):
+        records = [replace(create_record(k, k // 8, float(k % 2), None, (), **long), estimate=_estimate(k)) for k in range(500)]
+        write_records(tmp_path / "big" / "rl" / "trajectories" / f"step_{step:04d}.jsonl", records)
+    (tmp_path / "big" / "metrics.jsonl").write_text('{"step": 1, "stage": "rl", "reward_mean": 0.5}\n')
+    report = read_report([tmp_path / "big"], max_tokens=200_000)
+    assert report.chosen[0].num_shown == 192 and report.chosen[0].num_total == 2_000
+    page = tmp_path / "big.html"
+    page.write_text(render(report))
+    assert page.stat().st_size < 3e6
+    document, console = look(page, "tab=rollouts")
+    assert console == "" and "192 of the 2,000 recorded rollouts" in document and len(rows_of(document)) == 48
+
+
+def _estimate(k: int) -> Estimate:
+    return Estimate(reward=float(k % 2), advantages=(0.0,) + (k % 2 - 0.5,) * 999, group_rewards=(0.0, 1.0) * 4)
