@@ -41,10 +41,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
             meanwhile="a run evaluates its own model before, during and after training: `rollouts train` with --data.eval-path and "
             "--sft.eval-every or --rl.eval-every; the numbers are in its metrics.jsonl and summary.json",
         ),
-        "report": Program(
-            "write a page with the curves and the rollouts of runs",
-            meanwhile="the directory of a run has curves.png, summary.json and metrics.jsonl, and `rollouts view RUN` shows its rollouts",
-        ),
+        "report": Program("write a page with the curves and the rollouts of runs, or serve it", "integration.report.__main__"),
         "doctor": Program(
             "check a model, its tokenizer, data, reward and engine before a run",
             meanwhile="`rollouts train --dry-run` checks settings, model, tokenizer, reward and memory; --engine.parity-rows compares the "

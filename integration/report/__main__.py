@@ -56,7 +56,7 @@ def report(arguments: Arguments) -> str:
         raise ConfigError(f"--port {arguments.port} is read only with --serve: add it, or leave --port out")
     make = partial(read_report, arguments.paths, max_tokens=arguments.max_tokens)
     if arguments.serve:
-        make()  # what is wrong with the runs is said here, not in a browser
+        make()  # errors of the runs are shown here, not in a browser
         followed = FollowedReport(arguments.paths, lambda: render(make(), live=True))
         trio.run(serve, followed.respond, arguments.port, partial(print, flush=True))
         return ""

@@ -22,7 +22,7 @@ _STYLES = ("uplot.min.css", "page.css")
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a page shows: runs, and the chosen rollouts of each."""
+    """The content of a page: runs, and the chosen rollouts of each."""
 
     runs: tuple[Run, ...]
     chosen: tuple[Chosen, ...]

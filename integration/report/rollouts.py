@@ -38,7 +38,7 @@ class Chunk:
     run: int  # index of the run in the report
     step: int
     rows: tuple[tuple[Any, ...], ...]  # for the list: group, sample, reward, number of trained tokens, status, preview of the response
-    groups: Mapping[str, Sequence[str]]  # why a group has a gradient or none, by its number
+    groups: Mapping[str, Sequence[str]]  # sentences about the gradient of each group, by its number
     records: tuple[Mapping[str, Any], ...]
 
 
@@ -49,7 +49,7 @@ class Chosen:
     chunks: tuple[Chunk, ...]
     num_shown: int
     num_total: int  # in the trajectory files
-    notes: tuple[str, ...] = ()  # what is not shown, and why
+    notes: tuple[str, ...] = ()  # rollouts that are left out, with the reason
 
 
 def choose_rollouts(path: Path, run: int, *, max_tokens: int, mask_truncated: bool = False) -> Chosen:
@@ -245,7 +245,7 @@ def explain_gradient(group: Sequence[TrajectoryRecord], *, mask_truncated: bool 
 
 
 def _explain_advantages(group: Sequence[TrajectoryRecord], rewards: Sequence[float]) -> str:
-    largest: list[float] = []  # of each sample, in absolute value
+    largest: list[float] = []  # largest advantage of each sample, by absolute value
     for record in group:
         advantages = None if record.estimate is None else record.estimate.advantages
         if advantages is not None and record.sample.trainable:

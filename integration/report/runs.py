@@ -32,7 +32,7 @@ class Setting:
 
     name: str
     value: Any
-    default: Any = None  # of the run's task and model
+    default: Any = None  # default of the task and model of the run
     changed: bool = False  # False also where the default is not known
 
 
@@ -44,7 +44,7 @@ class Run:
     name: str
     facts: Mapping[str, Any]  # contents of run.json
     settings: tuple[Setting, ...]
-    lines: tuple[Line, ...]  # of metrics.jsonl, in order
+    lines: tuple[Line, ...]  # lines of metrics.jsonl, in order
     warnings: tuple[str, ...]
     verdicts: tuple[str, ...]  # one sentence for each stage: does it still learn?
 
@@ -137,7 +137,7 @@ def read_settings_of(path: Path) -> tuple[Setting, ...]:
         config = read_saved(Config, path / CONFIG_FILE)
         default = to_dict(find_default(config))
         changed = compare_settings(default, to_dict(config))
-    except (ConfigError, TypeError, ValueError):  # of another program (reward models), or of another version
+    except (ConfigError, TypeError, ValueError):  # settings of another program (reward models) or version
         return tuple(Setting(name=name, value=value) for name, value in flatten(saved))
     known = dict(flatten(default))
     return tuple(
