@@ -19,6 +19,7 @@ from rollouts.config import SFTTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.data.model_limits import check_samples
 from rollouts.data.prompts import stream_positions
+from rollouts.data.rows.loaded import LazyRows
 from rollouts.errors import DataError
 from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.metrics import MetricsLogger, log_offset
@@ -113,7 +114,8 @@ async def run_sft_training(
 
     Args:
         backend: a backend, or its `open_pipeline` pipeline to keep the event loop free.
-        samples: each with tokens and loss_mask; at least one token of each batch must have loss_mask > 0.
+        samples: each with tokens and loss_mask; at least one token of each batch must have loss_mask > 0. LazyRows are read as the steps
+            need them.
         metrics_logger: gets one line every config.log_every steps and after the last one; None = no logging.
         pad_id: token that pads rows; never computed.
         start_step: finished steps of the resumed run (the backend already restored).
@@ -138,6 +140,8 @@ async def run_sft_training(
                 checkpoints.check()  # a run that cannot be saved ends soon
             started = clock()
             rows = select_sft_rows(samples, step, config.batch_size, config.seed)
+            if isinstance(samples, LazyRows):
+                check_samples(rows, find_limits(backend))
             batch = replace(collate_samples(rows, pad_id=pad_id), dropout=config.dropout)
             pending = submit_optimizer_step(
                 backend,
@@ -176,6 +180,7 @@ async def run_sft_training(
 def _check(backend: TrainingBackend, samples: Sequence[Sample], config: SFTTrainingConfig) -> None:
     if not samples:
         raise DataError("there are no samples to train on (found 0): check the data path and its filters")
-    check_samples(samples, find_limits(backend))
+    if not isinstance(samples, LazyRows):  # these are checked as they are read
+        check_samples(samples, find_limits(backend))
     if config.router_balance_coef:
         require_balance(backend)

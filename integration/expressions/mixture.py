@@ -1,7 +1,9 @@
-"""--data.mixture: the data sets of SFT, each an expression of its path and the share to use.
+"""--data.mixture: the data sets of a mixture, each an expression of its path and the share to use; --data.columns: their renamed columns.
 
 train.jsonl                                 all rows, once in an epoch
 math.jsonl(repeat=2)                        each row twice in an epoch
+math.jsonl(weight=0.3)                      so many rows that they are 0.3 of the sum of the weights
+math.jsonl(columns='prompt=question')       with the column question as the prompt
 folder(max_samples=1000, split='test')      the first 1,000 rows of folder/test.jsonl
 hf://name(subset='main', split='train')     a data set of the Hugging Face hub
 """
@@ -14,15 +16,41 @@ from pathlib import Path
 from typing import Any
 
 from integration.expressions.algorithm import Language, parse_expression
-from rollouts.data.datasets import HUB_PREFIX, DatasetSpec, load_sft_conversations
+from rollouts.data.datasets import DatasetSpec, load_sft_conversations
+from rollouts.data.files import HUB_PREFIX, READABLE
+from rollouts.data.formats import Columns
 from rollouts.errors import ConfigError
 
 _PARTS = re.compile(r"(?P<path>.*?)(?:\((?P<arguments>[^()]*)\))?", re.DOTALL)
 
 
-def _dataset(*, repeat: int = 1, max_samples: int | None = None, split: str | None = None, subset: str | None = None) -> dict[str, Any]:
+def _dataset(
+    *,
+    repeat: int = 1,
+    max_samples: int | None = None,
+    split: str | None = None,
+    subset: str | None = None,
+    weight: float | None = None,
+    columns: str = "",
+) -> dict[str, Any]:
     """The signature of the parentheses: the fields of a DatasetSpec after its path."""
-    return {"repeat": repeat, "max_samples": max_samples, "split": split, "subset": subset}
+    renamed = parse_columns([columns] if columns else [])
+    return {"repeat": repeat, "max_samples": max_samples, "split": split, "subset": subset, "weight": weight, "columns": renamed}
+
+
+def parse_columns(words: Sequence[str]) -> Columns:
+    """Parse NEW=COLUMN words, each also several of them with commas. Raises ConfigError with the word that is none, or a name twice."""
+    pairs: dict[str, str] = {}
+    for word in ",".join(words).split(","):
+        new, equals, old = (part.strip() for part in word.partition("="))
+        if not (new and equals and old):
+            if word.strip():
+                raise ConfigError(f"data.columns has {word.strip()!r}, expected NEW=COLUMN, such as prompt=question,answer=label")
+            continue
+        if new in pairs:
+            raise ConfigError(f"data.columns reads {new!r} from {pairs[new]!r} and from {old!r}: give one column")
+        pairs[new] = old
+    return tuple(pairs.items())
 
 
 def _refuse(reference: str) -> Any:
@@ -51,9 +79,7 @@ def check_mixture(expressions: Sequence[str]) -> None:
     """Raise ConfigError for a file or folder that does not exist, before anything is written."""
     for expression, spec in zip(expressions, parse_mixture(expressions), strict=True):
         if not spec.path.startswith(HUB_PREFIX) and not Path(spec.path).exists():
-            raise ConfigError(
-                f"data.mixture {expression!r}: {spec.path} does not exist: give a .jsonl or .parquet file, a folder, or {HUB_PREFIX}<name>"
-            )
+            raise ConfigError(f"data.mixture {expression!r}: {spec.path} does not exist: give {READABLE}")
 
 
 def describe_mixture(expressions: Sequence[str], *, skip_bad_rows: bool = False) -> dict[str, str]:

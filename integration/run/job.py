@@ -91,6 +91,8 @@ async def train(mode: Mode, config: Config, output_dir: Path, control: RunContro
 async def _run_stages(mode: Mode, config: Config, output_dir: Path, control: RunControl, task: Task) -> bool:
     if task.num_skipped_rows:
         control.say(f"{task.num_skipped_rows} bad rows were skipped")
+    for note in task.notes:
+        control.say(note)
     source: Path | None = None
     if "sft" in mode:
         with measure_seconds(output_dir, "sft", control.clock):

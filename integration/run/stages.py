@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from integration.expressions.filters import resolve_filter
-from integration.expressions.mixture import check_mixture, parse_mixture
+from integration.expressions.mixture import check_mixture, parse_columns, parse_mixture
 from integration.parts.engines import create_embedded_engine, open_engines, open_weight_channel
 from integration.parts.models import check_companions, create_tokenizer, find_directory, open_companions, read_model_config
 from integration.parts.rewards import open_task, open_training_reward, use_own_reward
@@ -28,6 +28,7 @@ from integration.run.evaluation import Evaluation, create_best, sampling_params,
 from integration.run.ledger import Ledger
 from integration.run.trajectories import TrajectoryWriter
 from integration.settings.config import (
+    OWN_DATA_TASKS,
     SELF_MADE_TASKS,
     Config,
     count_critic_updates,
@@ -41,7 +42,8 @@ from integration.settings.config import (
     sft_training_config,
 )
 from integration.tasks.episodes import create_calculator_task, create_environment_task, create_grid_world_task
-from integration.tasks.task import OwnData, Task, create_gsm8k_task, create_jsonl_task, create_sort_long_task, create_sort_task
+from integration.tasks.own_data import OwnData, create_gsm8k_task, create_jsonl_task
+from integration.tasks.task import Task, create_sort_long_task, create_sort_task
 from rollouts.agents.policies import EngineAgentPolicy
 from rollouts.agents.run import create_policy_generate_fn
 from rollouts.async_rl_loop import train_async_rl
@@ -170,7 +172,7 @@ async def run_rl(
             control.say(f"RL goes on after step {resume.step} of {num_steps}")
         trajectories = TrajectoryWriter(output_dir / "trajectories", config.trajectories)
         ledger = Ledger(output_dir / "ledger.jsonl", finished_steps=0 if resume is None else resume.step)
-        logger, measure = parts.metrics_logger, stage.evaluation.measure
+        logger, measure, has_heldout = parts.metrics_logger, stage.evaluation.measure, bool(stage.evaluation.task.heldout_prompts)
         if resume is not None and resume.step >= num_steps:  # killed between the last checkpoint and its line
             line = dict(resume.metrics) | await measure()
             if parts.best is not None:
@@ -179,7 +181,7 @@ async def run_rl(
             if logger is not None:
                 logger.log(line, resume.step)
             return finished_checkpoint(checkpoint_dir, num_steps)
-        if resume is None and source_checkpoint is None and stage.evaluation.task.heldout_prompts and logger is not None:
+        if resume is None and source_checkpoint is None and has_heldout and logger is not None:
             logger.log(await measure(), 0)
         parts = with_files(parts, trajectories, ledger)
         async with stage.rollouts:
@@ -249,7 +251,7 @@ async def _open_rl(
             reference=beside.reference,
             critic=beside.critic,
             pad_id=ensure_pad_token(tokenizer),
-            evaluate=evaluation.measure,
+            evaluate=evaluation.measure if task.heldout_prompts else None,
             checkpoint_dir=output_dir / CHECKPOINTS,
             keep_last_n=config.checkpoint.keep_last_n,
             should_stop=control.should_stop,
@@ -294,9 +296,13 @@ def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = 
     else:
         assert data.path is not None or data.mixture, "Config checks that a task on the user's data has some"
         rows = OwnData(
-            path=None if data.path is None else Path(data.path),
-            eval_path=None if data.eval_path is None else Path(data.eval_path),
+            path=data.path,
+            eval_path=data.eval_path,
+            eval_fraction=data.eval_fraction,
             mixture=parse_mixture(data.mixture),
+            columns=parse_columns(data.columns),
+            lazy=data.streaming,
+            needs_truth=config.reward.function is None,
             num_heldout=num_heldout,
             max_length=data.max_length,
             truncate=data.truncate,
@@ -407,11 +413,9 @@ def check_data_given(config: Config, mode: str = "sft+rl") -> None:
         raise ConfigError(
             "the task 'environment' needs an environment: give --environment FILE.py:NAME of a function or class that creates one"
         )
-    if config.task not in SELF_MADE_TASKS and config.data.mixture:
-        if "sft" in mode:
-            check_mixture(config.data.mixture)
-        if config.data.path is None and config.task != "environment" and (config.task == "gsm8k" or "rl" in mode):
-            raise ConfigError(
-                f"the task {config.task!r} has --data.mixture, which is for SFT only, and no prompts for RL: give --data.path FILE.jsonl, "
-                "or --task jsonl --mode sft"
-            )
+    if config.task not in SELF_MADE_TASKS and config.data.mixture and ("sft" in mode or config.data.path is None):
+        check_mixture(config.data.mixture)
+    if config.data.columns and config.task not in OWN_DATA_TASKS:
+        raise ConfigError(
+            f"--data.columns is {' '.join(config.data.columns)}, but the task {config.task!r} reads no such rows: leave it out"
+        )

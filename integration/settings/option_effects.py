@@ -51,7 +51,7 @@ class IdleOption:
 
 def has_heldout(config: Config, mode: str) -> bool:
     """Whether there are held-out problems to evaluate on."""
-    return config.task != "jsonl" or "rl" in mode or config.data.eval_path is not None
+    return config.task not in ("jsonl", "gsm8k") or config.data.eval_path is not None or config.data.eval_fraction > 0
 
 
 def has_several_servers(config: Config, mode: str) -> bool:
@@ -86,6 +86,11 @@ def reads_conversations(config: Config, mode: str) -> bool:
     return config.task == "gsm8k" or (config.task == "jsonl" and "sft" in mode)  # gsm8k's rows serve both SFT and RL
 
 
+def mixes_data(config: Config, mode: str) -> bool:
+    """Whether a mixture is read: by SFT, or by RL without data.path."""
+    return reads_conversations(config, mode) or (config.task == "jsonl" and config.data.path is None)
+
+
 def _optimizer(section: str, part: Part, condition: Effect | None = None) -> dict[str, Effect]:
     """Return the effects of the options of an optimizer. condition: the condition common to all of them."""
     base = condition or Effect(part=part)
@@ -112,6 +117,7 @@ ALWAYS = Effect()
 SFT, RL, DRY_RUN = Effect(part="sft"), Effect(part="rl"), Effect(part="dry_run")
 BUILT_IN = Effect(holds=lambda c, m: c.model.path is None, needs="the built-in model: leave --model.path out")
 OWN_DATA = Effect(holds=lambda c, m: c.task not in SELF_MADE_TASKS, needs="--task jsonl, gsm8k or environment")
+OWN_ROWS = Effect(holds=lambda c, m: c.task in ("jsonl", "gsm8k"), needs="--task jsonl or gsm8k")
 ROWS = Effect(holds=reads_conversations, needs="data of your own that SFT reads: --mode sft, --task jsonl or gsm8k and --data.path")
 HELDOUT = Effect(holds=has_heldout, needs="held-out problems: --data.eval-path")
 REFERENCE = Effect(
@@ -145,7 +151,11 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "model.max_length": BUILT_IN,
     "data.path data.eval_path": OWN_DATA,
     "data.skip_bad_rows": OWN_DATA,
-    "data.mixture": Effect(holds=reads_conversations, needs=ROWS.needs, part="sft"),
+    "data.columns data.streaming": OWN_ROWS,
+    "data.eval_fraction": Effect(
+        holds=lambda c, m: c.task in ("jsonl", "gsm8k") and c.data.eval_path is None, needs="rows of your own without --data.eval-path"
+    ),
+    "data.mixture": Effect(holds=mixes_data, needs=ROWS.needs),
     "data.max_length": ROWS,
     "data.truncate": Effect(
         holds=lambda c, m: reads_conversations(c, m) and c.data.max_length is not None, needs=f"--data.max-length, and {ROWS.needs}"

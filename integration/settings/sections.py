@@ -64,17 +64,27 @@ class ModelSection:
 class DataSection:
     """The user's data. Built-in tasks need none; an environment may generate its own."""
 
-    path: str | None = None  # JSONL file of training rows; None = no data
-    # data sets to mix for SFT instead of path (RL and held-out problems still come from path): a.jsonl 'b.jsonl(repeat=2)'
-    # 'folder(max_samples=1000, split="test", subset="main")'; () = path alone
+    path: str | None = None  # rows to train on: a JSONL, JSON, CSV or Parquet file, a folder, or hf://ORG/NAME; None = no data
+    # columns to read under another name, such as prompt=question,answer=meta.label; () = the rows' own names
+    columns: tuple[str, ...] = ()
+    # data sets to mix, for SFT, and without path for RL, too: a.jsonl 'b.jsonl(repeat=2)' 'c.jsonl(weight=0.3)'
+    # 'folder(max_samples=1000, split="test", subset="main", columns="prompt=question")'; () = path alone
     mixture: tuple[str, ...] = ()
-    eval_path: str | None = None  # JSONL file of held-out rows; None = the last rows of path
+    eval_path: str | None = None  # held-out rows, as path; None = rows split off by eval_fraction
+    # share of the rows that is held out without eval_path, at most evaluation.num_prompts rows, chosen by a hash of their prompts; 0 = none
+    eval_fraction: float = 0.1
+    streaming: bool = False  # read rows from their JSONL or Parquet files when they are needed, instead of keeping all in memory
     max_length: int | None = None  # maximum tokens of an SFT row; None = no limit
     truncate: bool = False  # truncate rows longer than max_length instead of refusing them
     skip_bad_rows: bool = False  # skip and count unreadable rows instead of ending the run
 
     def __post_init__(self) -> None:
         check_setting(self.max_length is None or self.max_length >= 1, "data.max_length", self.max_length, "at least 1, or None")
+        check_setting(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0 and less than 1")
+        if self.columns:
+            from integration.expressions.mixture import parse_columns
+
+            parse_columns(self.columns)
         if self.mixture:
             from integration.expressions.mixture import parse_mixture
 

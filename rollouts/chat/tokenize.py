@@ -183,13 +183,13 @@ def prepare_sft_sample(
     last_assistant_only: bool = False,
     **template_kwargs: Any,
 ) -> Sample:
-    """Create a supervised Sample from messages, or from a prompt and its completion.
+    """Create a supervised Sample from messages, from a prompt and its completion, or from a text.
 
     Args:
-        example: a list of messages, or {"messages": [...]}, or {"prompt": ..., "completion": ...}; other keys become metadata, except
-            "tools", which goes to the template. A str prompt is tokenized by tokenize_prompt and its completion behind it, followed by the
-            end-of-text token; a prompt of messages and its completion (str or messages) are one conversation, trained on the completion
-            alone, so that must be a single message.
+        example: a list of messages, or {"messages": [...]}, or {"prompt": ..., "completion": ...}, or {"text": ...}, all of which is
+            trained on, its end of text included; other keys become metadata, except "tools", which goes to the template. A str prompt
+            is tokenized by tokenize_prompt and its completion behind it, followed by the end-of-text token; a prompt of messages and
+            its completion (str or messages) are one conversation, trained on the completion alone, so that must be a single message.
         index: index of the Sample, also its group_index.
         max_length, on_overflow, last_assistant_only, template_kwargs: see tokenize_conversation.
 
@@ -211,8 +211,11 @@ def prepare_sft_sample(
                 f"the completion has the roles {[m.role for m in answer]}, expected one assistant message; pass all as 'messages'"
             )
         conversation, last_assistant_only = prompt + answer, True
+    elif "text" in fields:
+        text = fields.pop("text")
+        return _sft_sample(_tokenize_text(tokenizer, text, max_length, on_overflow), "", text, index, fields)
     else:
-        raise DataError(f"the example has the keys {sorted(fields)}, expected 'messages', or 'prompt' and 'completion'")
+        raise DataError(f"the example has the keys {sorted(fields)}, expected 'messages', or 'prompt' and 'completion', or 'text'")
     tokenized = tokenize_conversation(
         tokenizer,
         conversation,
@@ -237,6 +240,16 @@ def _tokenize_completion(
     output: list[int] = tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
     tokens = [*prompt_tokens, *output, int(tokenizer.eos_token_id)]  # pyright: ignore[reportArgumentType]
     return _fit_length(tokens, [(len(prompt_tokens), len(tokens))], max_length, on_overflow)
+
+
+def _tokenize_text(tokenizer: PreTrainedTokenizerBase, text: Any, max_length: int | None, on_overflow: OnOverflow) -> TokenizedConversation:
+    """Tokenize a text with its end of text, all of it to be trained on but its first token, which nothing predicts."""
+    if not isinstance(text, str) or not text:
+        raise DataError(f"the text is {text!r:.60}, expected a string that is not empty")
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end-of-text token, so a text would never end: set tokenizer.eos_token")
+    tokens = [*tokenize_prompt(tokenizer, text), int(tokenizer.eos_token_id)]  # pyright: ignore[reportArgumentType]
+    return _fit_length(tokens, [(1, len(tokens))], max_length, on_overflow)
 
 
 def _sft_sample(tokenized: TokenizedConversation, prompt: PromptContent, response: str, index: int, metadata: Mapping[str, Any]) -> Sample:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rollouts.chat.tokenize import parse_messages, parse_prompt_content, prepare_sft_sample
+from rollouts.chat.tokenize import parse_prompt_content, prepare_sft_sample
 from rollouts.checks import is_finite_number, show_value
 from rollouts.data.collate import collate_samples
-from rollouts.data.datasets import LoadedRows, Row, Source, load_rows
+from rollouts.data.datasets import Source, load_rows
+from rollouts.data.files import Row
+from rollouts.data.formats import is_labelled, read_messages, read_pair
 from rollouts.data.model_limits import ModelLimits, explain_sample
+from rollouts.data.rows import BadRow, LoadedRows, map_rows
 from rollouts.errors import DataError
 from rollouts.types import Message, Sample, TrainBatch
 
@@ -64,9 +68,10 @@ def load_preference_pairs(
 ) -> LoadedRows[PreferencePair]:
     """Load pairs to train a reward model on.
 
-    Each row has "chosen" and "rejected", both texts or both messages, and
+    Each row has "prompt", "completion" and "label" (see pair_labelled), or "chosen" and "rejected", both texts or both messages, and
         "prompt"   a text or messages that both answer; without it chosen and rejected are whole conversations, which end with an
-                   assistant message. A text that is answered by texts is tokenized as it stands, without the chat template;
+                   assistant message, or texts that begin alike. A text that is answered by texts is tokenized as it stands, without
+                   the chat template;
         "margin"   optional: least difference of the two scores that training aims at.
     Other keys become metadata of both samples.
 
@@ -81,7 +86,7 @@ def load_preference_pairs(
     Raises: DataError that names file and line.
     """
 
-    def parse(row: Row, where: str) -> PreferencePair:
+    def parse(number: int, row: Row, where: str) -> PreferencePair:
         try:
             pair = prepare_preference_pair(tokenizer, row, to_turn_end=to_turn_end, max_length=max_length, **template_kwargs)
             for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
@@ -92,7 +97,50 @@ def load_preference_pairs(
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
 
-    return load_rows(source, parse, skip_bad_rows)
+    rows = load_rows(source, _check_row, skip_bad_rows)
+    if not rows.is_lazy and all(map(is_labelled, rows)):
+        rows = pair_labelled(rows, skip_bad_rows=skip_bad_rows)
+    return map_rows(rows, parse, skip_bad_rows=skip_bad_rows, what="the pairs")
+
+
+def _check_row(row: Row, where: str) -> Row:
+    return row if is_labelled(row) else read_pair(row, where)
+
+
+def pair_labelled(rows: LoadedRows[Row], *, skip_bad_rows: bool = False) -> LoadedRows[Row]:
+    """Make pairs of single answers with a label: the good answers of a prompt with its bad ones, in their order.
+
+    Each answer is in at least one pair, so the shorter list of a prompt begins anew where it ends.
+
+    Args:
+        rows: rows with "prompt", "completion" and "label", true or false.
+        skip_bad_rows: leave out prompts with answers of one label only, listed in .bad_rows, instead of raising.
+
+    Raises: DataError for a label that is not true or false, and for a prompt whose answers have all the same label.
+    """
+    answers: dict[str, tuple[list[int], list[int]]] = {}
+    for i, row in enumerate(rows):
+        if not isinstance(row["label"], bool) or "prompt" not in row:
+            raise DataError(
+                f"{rows.sources[i]}: label is {show_value(row['label'])}, expected true or false beside a prompt and a completion"
+            )
+        answers.setdefault(json.dumps(row["prompt"], sort_keys=True), ([], []))[row["label"]].append(i)
+    bad_rows = list(rows.bad_rows)
+    pairs: list[Row] = []
+    sources: list[str] = []
+    for bad, good in answers.values():
+        if not bad or not good:
+            first = rows.sources[(bad or good)[0]]
+            reason = f"all {len(bad or good)} answers to its prompt have the label {bool(good)}: a pair needs a good and a bad one"
+            if not skip_bad_rows:
+                raise DataError(f"{first}: {reason}; add the other, or skip such rows (--data.skip-bad-rows)")
+            bad_rows.append(BadRow(source=first, reason=reason))
+        for k in range(max(len(bad), len(good)) if bad and good else 0):
+            better, worse = good[k % len(good)], bad[k % len(bad)]
+            rest = {name: value for name, value in rows[better].items() if name not in ("completion", "label")}
+            pairs.append({**rest, "chosen": rows[better]["completion"], "rejected": rows[worse]["completion"]})
+            sources.append(f"{rows.sources[better]} and {rows.sources[worse]}")
+    return LoadedRows(rows=tuple(pairs), sources=tuple(sources), bad_rows=tuple(bad_rows))
 
 
 def prepare_preference_pair(
@@ -149,7 +197,7 @@ def _as_example(prompt: Any, answer: Any) -> Mapping[str, Any]:
         if content is None:
             raise DataError("the answer is a text, and the row has no 'prompt': give one, or conversations as lists of messages")
         return {"prompt": content, "completion": answer}
-    messages = parse_messages(answer)
+    messages = read_messages(answer, "the answer")
     if messages[-1].role != "assistant":
         raise DataError(f"the conversation ends with a message of the role {messages[-1].role}, expected assistant, whose answer is judged")
     asked = (Message(role="user", content=content),) if isinstance(content, str) else content or ()

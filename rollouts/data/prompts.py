@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from rollouts.chat.tokenize import Messages, parse_prompt_content
+from rollouts.data.rows import LazyRows
 from rollouts.errors import DataError
 from rollouts.seeds import derive_seed
 from rollouts.types import Prompt
@@ -27,13 +28,15 @@ class BufferState:
 
 
 @lru_cache(maxsize=2)  # this epoch and the next: prompts may be taken one at a time
-def epoch_order(length: int, epoch_id: int, seed: int) -> tuple[int, ...]:
-    """Return the permutation of [0, length) of one epoch: positions sorted by 64-bit random keys.
+def epoch_order(length: int, epoch_id: int, seed: int) -> np.ndarray:
+    """Return the permutation of [0, length) of one epoch: positions sorted by 64-bit random keys. # [length] int64, read only
 
     The keys are the raw output of Philox keyed by (seed, epoch), which no numpy release may change, unlike its shuffles.
     """
     keys = np.random.Philox(key=derive_seed(seed, epoch_id)).random_raw(length)
-    return tuple(np.argsort(keys, kind="stable").tolist())
+    order = np.argsort(keys, kind="stable")
+    order.setflags(write=False)
+    return order
 
 
 def stream_positions(length: int, *, start: int, count: int, seed: int) -> tuple[int, ...]:
@@ -53,7 +56,7 @@ def stream_positions(length: int, *, start: int, count: int, seed: int) -> tuple
     positions: list[int] = []
     while len(positions) < count:
         epoch_id, offset = divmod(start + len(positions), length)
-        positions.extend(epoch_order(length, epoch_id, seed)[offset : offset + count - len(positions)])
+        positions.extend(epoch_order(length, epoch_id, seed)[offset : offset + count - len(positions)].tolist())
     return tuple(positions)
 
 
@@ -105,18 +108,23 @@ def parse_prompt(item: str | Messages | Mapping[str, Any] | Prompt, where: str =
 
 
 class DataBuffer:
-    """The cursor in a stream of prompts. The caller's list is copied and never reordered."""
+    """The cursor in a stream of prompts. The caller's list is copied and never reordered; prompts that are read when taken stay so."""
 
     def __init__(self, prompts: Sequence[str | Messages | Mapping[str, Any] | Prompt] | None, seed: int = 0) -> None:
         """Args:
-            prompts: see parse_prompt; at least one. None = an environment makes the tasks, from a seed for each index.
+            prompts: see parse_prompt; at least one. LazyRows of Prompts are read as they are taken. None = an environment makes the
+                tasks, from a seed for each index.
             seed: seed of the order of each epoch.
 
         Raises: DataError for an empty data set or an item that is no prompt.
         """
         if prompts is not None and not prompts:
             raise DataError("there are no prompts (found 0): check the data path and its filters")
-        self._prompts = None if prompts is None else tuple(parse_prompt(item, f"prompt {i}") for i, item in enumerate(prompts))
+        self._prompts: Sequence[Prompt] | None = None
+        if isinstance(prompts, LazyRows):
+            self._prompts = cast("LazyRows[Prompt]", prompts)
+        elif prompts is not None:
+            self._prompts = tuple(parse_prompt(item, f"prompt {i}") for i, item in enumerate(prompts))
         self._seed = seed
         self._state = BufferState()
 

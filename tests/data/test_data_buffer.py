@@ -80,7 +80,7 @@ def test_take_prompts_is_pure():
 
 
 def test_other_seeds_give_other_orders():
-    orders = {epoch_order(10, epoch, seed) for seed in range(5) for epoch in range(5)}
+    orders = {tuple(epoch_order(10, epoch, seed)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
 
 

@@ -98,11 +98,11 @@ def test_files_that_hold_nothing(tmp_path):
     path = write(tmp_path / "b.jsonl", b"x", b"y")
     with pytest.raises(DataError, match=r"b\.jsonl.*empty.*2 bad rows.*line 1"):
         load_jsonl(path, skip_bad_rows=True)
-    with pytest.raises(DataError, match=r"none\.jsonl cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"none\.jsonl does not exist: give"):
         load_jsonl(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
         load_rl_prompts(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="has no train"):
         load_jsonl(tmp_path)
     with pytest.raises(DataError, match="list of data sets is empty"):
         load_rl_prompts([])
@@ -128,8 +128,8 @@ def test_conversations_in_three_formats(tmp_path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "x"}, r"fields \['text'\], expected 'messages'"),
-        ({"prompt": "x"}, "expected 'messages'"),
+        ({"body": "x"}, "SFT knows no row with the columns body. It reads rows with messages; prompt and completion"),
+        ({"prompt": "x"}, "knows no row with the columns prompt"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message has the role assistant"),
         ({"messages": []}, "empty"),
         ({"messages": [{"role": "user", "content": 3}]}, "message 0: content is 3"),
@@ -172,7 +172,7 @@ def test_prompts_in_all_formats(tmp_path):
     [
         ({"prompt": "x"}, "expected 'ground_truth' or 'answer'"),
         ({"prompt": "x", "answer": None}, "expected 'ground_truth' or 'answer'"),
-        ({"text": "x", "answer": "y"}, "expected 'prompt'"),
+        ({"text": "x", "answer": "y"}, "RL knows no row with the columns text, answer. It reads rows with prompt; messages"),
         ({"prompt": "", "answer": "y"}, "empty string"),
         ({"messages": [{"role": "assistant", "content": "y"}], "answer": "y"}, "give the answer away"),
     ],

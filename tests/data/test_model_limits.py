@@ -15,7 +15,7 @@ from samples import make_row
 from integration.parts.models import check_limits
 from integration.settings.config import Config
 from integration.settings.sections import GenerationSection, ModelSection
-from integration.tasks.task import OwnData, create_jsonl_task
+from integration.tasks.own_data import OwnData, create_jsonl_task
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend, create_reward_model_backend

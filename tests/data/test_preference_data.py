@@ -66,14 +66,14 @@ def test_pairs_become_rows_side_by_side_with_their_margins():
 
 
 BAD = {
-    "no rejected": ({"prompt": "a", "chosen": "b"}, "expected 'chosen' and 'rejected'"),
+    "no rejected": ({"prompt": "a", "chosen": "b"}, "knows no row with the columns prompt, chosen. It reads rows with chosen and rejected"),
     "the same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same 3 tokens"),
-    "no prompt": ({"chosen": "a", "rejected": "b"}, "chosen: the answer is a text, and the row has no 'prompt'"),
+    "no prompt": ({"chosen": "a", "rejected": "b"}, "chosen and rejected are texts without a prompt that share no beginning"),
     "margin": ({**TEXT, "margin": "wide"}, "margin is 'wide'"),
     "margin beyond floats": ({**TEXT, "margin": 10**400}, "margin is 1000000"),
     "ends with the user": ({"chosen": ASK, "rejected": ASK}, "chosen: the conversation ends with a message of the role user"),
     "other prompt": ({"prompt": "9", "chosen": ASK + answer("3"), "rejected": ASK + answer("4")}, "do not begin with the prompt"),
-    "number": ({"prompt": "a", "chosen": "b", "rejected": 7}, "rejected: conversation: messages are a int"),
+    "number": ({"prompt": "a", "chosen": "b", "rejected": 7}, "rejected: the answer: messages are a int"),
     "too long": ({"prompt": "a", "chosen": "b", "rejected": "b" * 40}, "rejected: the conversation has 42 tokens, more than max_length 30"),
 }
 

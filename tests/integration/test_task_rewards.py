@@ -9,7 +9,8 @@ import pytest
 
 from integration.parts.rewards import open_task, use_own_reward
 from integration.settings.sections import RewardSection
-from integration.tasks.task import OwnData, create_jsonl_task, create_sort_task
+from integration.tasks.own_data import OwnData, create_jsonl_task
+from integration.tasks.task import create_sort_task
 from integration.train import main
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig
@@ -98,12 +99,12 @@ def test_a_sandbox_without_a_function_is_refused():
 
 def test_tests_of_code_rewards_are_read_before_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     good, bad = "assert f(2) == 4", "import sys\nassert f(1) and sys.stdout"
-    rows = [{"question": "double it", "answer": "-", "tests": [good, bad] if k == 2 else [good]} for k in range(12)]
+    rows = [{"question": f"double it {k}", "answer": "-", "tests": [good, bad] if k == 2 else [good]} for k in range(12)]
     data, own = tmp_path / "mine.jsonl", tmp_path / "own.py"
     data.write_text("\n\n".join(json.dumps(row) for row in rows))  # the third row is in line 5
     own.write_text("from rollouts import CodeReward\nlenient = CodeReward(inseparable='leave_out')")
-    task = create_jsonl_task(create_char_tokenizer(), OwnData(path=data, with_sft=False))
-    with pytest.raises(RewardError, match=rf"1 of 11 rows .* a test of {data}, line 5 cannot be run apart from the program"):
+    task = create_jsonl_task(create_char_tokenizer(), OwnData(path=data, with_sft=False, eval_fraction=0))
+    with pytest.raises(RewardError, match=rf"1 of 12 rows .* a test of {data}, line 5 cannot be run apart from the program"):
         use_own_reward(RewardSection(function="rollouts.rewards.code.unit_tests:code_reward"), task)
     use_own_reward(RewardSection(function=f"{own}:lenient"), task)
-    assert f"1 tests of 1 rows (of 11) cannot be run apart from the program and are left out, the first: {data}, line 5" in caplog.text
+    assert f"1 tests of 1 rows (of 12) cannot be run apart from the program and are left out, the first: {data}, line 5" in caplog.text

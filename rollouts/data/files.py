@@ -1,0 +1,367 @@
+"""Files of rows: JSONL, JSON, CSV, Parquet, folders with them, and data sets of the Hugging Face hub; read whole, or row by row.
+
+A row that is read by itself is found by the place of its line in a JSONL file, by its row group in a Parquet file, and by the memory map
+of a data set of Hugging Face. Only these places are in memory: 12 bytes for each row of JSONL.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias, cast
+
+import numpy as np
+
+from rollouts.data.rows import LazyRows, LoadedRows
+from rollouts.errors import ConfigError, DataError
+
+Row: TypeAlias = dict[str, Any]
+HUB_PREFIX = "hf://"
+READABLE = "a .jsonl, .json, .csv or .parquet file, a folder with one of these for each split, or hf://ORG/NAME for the hub"
+_NESTED = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "tools")  # columns that may hold JSON in a CSV file
+_SUFFIXES = (".jsonl", ".parquet", ".json", ".csv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFile:
+    """Items of a file, each with its place, and the function that makes a row of one. `index` finds items without keeping them."""
+
+    name: str  # for messages
+    items: Callable[[], Iterator[tuple[str, Any]]]  # (place, item)
+    index: Callable[[], LoadedRows[Any]]  # lazy; raises DataError for a file that is only read whole
+    decode: Callable[[Any, str], Row] = field(default=lambda item, where: item)  # (item, place) -> row
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubName:
+    """A data set of the hub: hf://ORG/NAME[@REVISION][/CONFIGURATION][:SPLIT]."""
+
+    name: str
+    revision: str | None = None
+    subset: str | None = None
+    split: str | None = None
+
+
+def parse_hub_name(text: str) -> HubName:
+    """Parse hf://ORG/NAME[@REVISION][/CONFIGURATION][:SPLIT]; names of one word, as hf://NAME, have no configuration.
+
+    Raises: ConfigError for anything else.
+    """
+    body, _, split = text.removeprefix(HUB_PREFIX).partition(":")
+    words = body.split("/")
+    at = min(1, len(words) - 1)  # the word that ends the name
+    last, _, revision = words[at].partition("@")
+    subset = "/".join(words[at + 1 :])
+    if not all(words[: at + 1]) or not last or len(words) > 3 or (":" in text.removeprefix(HUB_PREFIX) and not split):
+        raise ConfigError(f"{text!r} is no name of a data set of the hub: expected hf://ORG/NAME[@REVISION][/CONFIGURATION][:SPLIT]")
+    return HubName(name="/".join([*words[:at], last]), revision=revision or None, subset=subset or None, split=split or None)
+
+
+def find_rows(path: str, *, split: str | None = None, subset: str | None = None) -> RowFile:
+    """Find the rows that a path names.
+
+    Args:
+        path: a file, a folder, or the name of a data set of the hub.
+        split: split of a folder or a data set of the hub; None = "train".
+        subset: folder in the folder, or configuration of the data set of the hub.
+
+    Raises: DataError for a path that does not exist or cannot be read, or a missing package.
+    """
+    if path.startswith(HUB_PREFIX):
+        hub = parse_hub_name(path)
+        return _of_dataset(path, partial(_load_from_hub, hub, subset or hub.subset, split or hub.split or "train", path))
+    file = Path(path)
+    if not file.exists():
+        raise DataError(f"{file} does not exist: give {READABLE}")
+    if not file.is_dir():
+        if split is not None or subset is not None:
+            raise DataError(f"{file} is a file; split {split!r} and subset {subset!r} are for folders: leave them out")
+        return _of_file(file)
+    folder, split = file / (subset or ""), split or "train"
+    for suffix in _SUFFIXES:
+        if (folder / f"{split}{suffix}").is_file():
+            return _of_file(folder / f"{split}{suffix}")
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        return _of_dataset(str(folder), lambda hf: _choose_split(hf.load_from_disk(str(folder)), split, folder))
+    raise DataError(f"{folder} has no {split}.jsonl, .json, .csv or .parquet and is no folder of datasets' save_to_disk: name a file in it")
+
+
+def _of_file(path: Path) -> RowFile:
+    name = str(path)
+    if path.suffix == ".parquet":
+        return RowFile(name=name, items=partial(_read_parquet, path), index=partial(_index_parquet, path))
+    if path.suffix == ".csv":
+        return RowFile(name=name, items=partial(_read_csv, path), index=partial(_refuse_index, path, "CSV"))
+    if path.suffix == ".json":
+        return RowFile(name=name, items=partial(_read_json, path), index=partial(_refuse_index, path, "JSON"), decode=_take_object)
+    return RowFile(name=name, items=partial(_read_lines, path), index=partial(_index_lines, path), decode=parse_line)
+
+
+def _refuse_index(path: Path, kind: str) -> NoReturn:
+    raise DataError(f"{path}: a {kind} file is read whole and cannot be streamed (--data.streaming): convert it to JSONL or Parquet")
+
+
+# -- JSONL
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                line = _strip(raw, number)
+                if line:
+                    yield f"{path}, line {number}", line
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _strip(raw: bytes, number: int) -> bytes:
+    return (raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw).strip()
+
+
+def _index_lines(path: Path) -> LoadedRows[bytes]:
+    """Find the lines of a file that are not blank."""
+    starts, lines, at = array("q"), array("i"), 0
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if _strip(raw, number):
+                    starts.append(at)
+                    lines.append(number)
+                at += len(raw)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+    def read(i: int) -> bytes:
+        try:
+            with path.open("rb") as file:
+                file.seek(starts[i])
+                return _strip(file.readline(), lines[i])
+        except OSError as error:
+            raise DataError(f"{path}, line {lines[i]} cannot be read again: {error.strerror or error}") from error
+
+    return LoadedRows(rows=LazyRows(len(starts), read), sources=LazyRows(len(starts), lambda i: f"{path}, line {lines[i]}"))
+
+
+def parse_line(line: bytes, where: str) -> Row:
+    """Parse a line of JSONL.
+
+    Raises: DataError for a line that is not UTF-8, not JSON (NaN and Infinity are not), no object, or has a key twice or text that is not
+        Unicode (a lone surrogate).
+    """
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 at byte {error.start} ({error.reason}): save the file as UTF-8") from error
+    try:
+        row = _parse_json(text)
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: holds a lone surrogate ({error.object[error.start]!r}), which is not Unicode text") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {error}; it begins with {text[:60]!r}") from error
+    return _take_object(row, where)
+
+
+def _take_object(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}: {json.dumps(row)[:60]!r}")
+    return cast("Row", row)
+
+
+def _parse_json(text: str) -> Any:
+    value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_keys)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # a lone surrogate such as \ud800 is no text
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite_float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:30]} is out of the range of a float")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return out
+
+
+# -- JSON and CSV, which are read whole
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
+    """Read a list of objects, or an object with one list ("data", as exports have it); a file of JSON lines is read as such."""
+    try:
+        value = _parse_json(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from error
+        yield from ((where, parse_line(line, where)) for where, line in _read_lines(path))
+        return
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    if isinstance(value, dict):
+        lists = [item for item in cast("Row", value).values() if isinstance(item, list)]
+        value = lists[0] if len(lists) == 1 else value
+    if not isinstance(value, list):
+        raise DataError(f"{path}: found a JSON {type(value).__name__}, expected a list of objects, or one object on each line")
+    for i, row in enumerate(cast("list[Any]", value)):
+        yield f"{path}, row {i}", row
+
+
+def _read_csv(path: Path) -> Iterator[tuple[str, Row]]:
+    """Read rows of texts; lists and objects are JSON in their cell. An empty cell counts as a missing value."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            header = next(reader, [])
+            twice = sorted({name for name in header if header.count(name) > 1})
+            if twice or not all(header):
+                raise DataError(f"{path}, line 1: the header is {header}, expected a name for each column, each once")
+            before = reader.line_num
+            for cells in reader:
+                where, before = f"{path}, line {before + 1}", reader.line_num
+                if len(cells) != len(header) and cells:
+                    raise DataError(
+                        f"{where}: {len(cells)} cells for the {len(header)} columns {', '.join(header)}: quote cells with commas"
+                    )
+                if cells:
+                    yield where, {name: _read_cell(name, cell) for name, cell in zip(header, cells, strict=True) if cell}
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start} ({error.reason}): save the file as UTF-8") from error
+    except csv.Error as error:
+        raise DataError(f"{path}: not CSV: {error}; convert it to JSONL") from error
+
+
+def _read_cell(name: str, cell: str) -> Any:
+    if name in _NESTED and cell[:1] in "[{":
+        try:
+            return _parse_json(cell)
+        except ValueError:
+            return cell  # a text that begins like JSON
+    return cell
+
+
+# -- Parquet
+
+
+def _open_parquet(path: Path) -> Any:
+    try:
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise _missing_package(path) from error
+    try:
+        return parquet.ParquetFile(str(path))
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    file, at = _open_parquet(path), 0
+    for group in range(file.num_row_groups):
+        for row in _read_row_group(file, path, group).to_pylist():
+            yield f"{path}, row {at}", row
+            at += 1
+
+
+def _read_row_group(file: Any, path: Path, group: int) -> Any:
+    try:
+        return file.read_row_group(group)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _index_parquet(path: Path) -> LoadedRows[Row]:
+    """Find the rows in their row groups, of which the last four that were read stay in memory."""
+    file = _open_parquet(path)
+    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+    size = int(ends[-1]) if len(ends) else 0
+    load = lru_cache(maxsize=4)(partial(_read_row_group, file, path))
+
+    def read(i: int) -> Row:
+        group = int(np.searchsorted(ends, i, side="right"))
+        return load(group).slice(i - (int(ends[group - 1]) if group else 0), 1).to_pylist()[0]
+
+    return LoadedRows(rows=LazyRows(size, read), sources=LazyRows(size, lambda i: f"{path}, row {i}"))
+
+
+# -- data sets of Hugging Face
+
+
+def _of_dataset(name: str, load: Callable[[Any], Any]) -> RowFile:
+    def open_dataset() -> Any:
+        hf = _import_datasets(name)
+        try:
+            return load(hf)
+        except (OSError, ValueError, hf.exceptions.DatasetsError) as error:
+            raise DataError(f"{name} cannot be loaded: {error}") from error
+
+    def items() -> Iterator[tuple[str, Row]]:
+        return ((f"{name}, row {i}", dict(row)) for i, row in enumerate(open_dataset()))
+
+    def index() -> LoadedRows[Row]:
+        dataset = open_dataset()
+        rows: LazyRows[Row] = LazyRows(len(dataset), lambda i: dict(dataset[i]))
+        return LoadedRows(rows=rows, sources=LazyRows(len(dataset), lambda i: f"{name}, row {i}"))
+
+    return RowFile(name=name, items=items, index=index)
+
+
+def _load_from_hub(hub: HubName, subset: str | None, split: str, name: str, hf: Any) -> Any:
+    """Load a split of a data set of the hub; offline from the files in the cache of the hub, else from the cache of `datasets`."""
+    if not hf.config.HF_HUB_OFFLINE:
+        return hf.load_dataset(hub.name, subset, split=split, revision=hub.revision)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(hub.name, repo_type="dataset", revision=hub.revision, local_files_only=True)
+    except LocalEntryNotFoundError:
+        folder = hub.name
+    try:
+        return hf.load_dataset(folder, subset, split=split, **({} if folder != hub.name else {"revision": hub.revision}))
+    except (ConnectionError, FileNotFoundError) as error:
+        raise DataError(
+            f"{name} is not in the local cache, and HF_HUB_OFFLINE is set, so that nothing is downloaded: set HF_HUB_OFFLINE=0 to download "
+            f"it, or download it before (hf download --repo-type dataset {hub.name})"
+        ) from error
+
+
+def _choose_split(dataset: Any, split: str, folder: Path) -> Any:
+    if not isinstance(dataset, Mapping):
+        return dataset
+    splits = cast("Mapping[str, Any]", dataset)
+    if split not in splits:
+        raise DataError(f"{folder} has the splits {sorted(splits)}, but not {split!r}")
+    return splits[split]
+
+
+def _import_datasets(name: str | Path) -> Any:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise _missing_package(name) from error
+    return datasets
+
+
+def _missing_package(name: str | Path) -> DataError:
+    return DataError(
+        f"{name} needs the package `datasets` (and pyarrow with it): pip install 'rollouts-rl[data]', or convert the data to JSONL"
+    )
