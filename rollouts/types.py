@@ -149,6 +149,8 @@ def _content_from_json(content: str | Sequence[Mapping[str, Any] | Message]) -> 
 METADATA_KEYS: Mapping[str, str] = MappingProxyType({
     "ground_truth": "right answer, for rewards and environments",
     "answer": "solution that holds the right answer; read from rows of data without a ground_truth",
+    "reward_model": "object of verl's rows with a ground_truth; read as the answer",
+    "output": "answer in Alpaca's rows; read as the answer",
     "correct": "whether the response is right, for rewards.answers.compute_reward",
     "tests": "tests of a program, for rewards.code.unit_tests, as the next two",
     "test_setup": "text before all tests",

@@ -17,8 +17,8 @@ from typing import Any
 
 from integration.expressions.algorithm import Language, parse_expression
 from rollouts.data.datasets import DatasetSpec, load_sft_conversations
-from rollouts.data.files import HUB_PREFIX, READABLE
-from rollouts.data.formats import Columns
+from rollouts.data.rows.files import HUB_PREFIX, READABLE
+from rollouts.data.rows.formats import Columns
 from rollouts.errors import ConfigError
 
 _PARTS = re.compile(r"(?P<path>.*?)(?:\((?P<arguments>[^()]*)\))?", re.DOTALL)

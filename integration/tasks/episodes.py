@@ -29,7 +29,7 @@ from rollouts.agents.samples import agent_rollouts_to_samples
 from rollouts.agents.setting import EpisodeSetting, observation_key
 from rollouts.data.datasets import load_jsonl, load_rl_prompts, load_sft_conversations, prepare_sft_samples
 from rollouts.data.model_limits import read_config_limits
-from rollouts.data.rows import LoadedRows
+from rollouts.data.rows.loaded import LoadedRows
 from rollouts.environments.games.calculator import create_calculator_problems, create_calculator_tool, demonstrate_calculator, grade_answer
 from rollouts.environments.games.grid_world import (
     RULES,

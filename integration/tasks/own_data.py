@@ -13,10 +13,10 @@ import numpy as np
 from integration.tasks.task import Task
 from rollouts.chat.tokenize import tokenize_prompt
 from rollouts.data.datasets import DatasetSpec, load_rl_prompts, load_sft_conversations, prepare_sft_samples
-from rollouts.data.files import Row
-from rollouts.data.formats import Columns
 from rollouts.data.model_limits import ModelLimits
-from rollouts.data.rows import LoadedRows, choose_heldout, find_repeated, pick_rows
+from rollouts.data.rows.files import Row
+from rollouts.data.rows.formats import Columns
+from rollouts.data.rows.loaded import LoadedRows, choose_heldout, find_repeated, pick_rows
 from rollouts.errors import DataError
 from rollouts.rewards.answers import exact_match, gsm8k_reward
 from rollouts.types import Prompt, Sample

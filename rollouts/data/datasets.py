@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from rollouts.chat.tokenize import OnOverflow, prepare_sft_sample
-from rollouts.data.files import READABLE, Row, find_rows
-from rollouts.data.formats import Columns, read_conversation, read_question, rename_columns
 from rollouts.data.model_limits import ModelLimits, explain_sample
-from rollouts.data.rows import BadRow, LoadedRows, check_some, hash_question, join_rows, map_rows, pick_rows
+from rollouts.data.rows.files import READABLE, Row, find_rows
+from rollouts.data.rows.formats import Columns, read_conversation, read_question, rename_columns
+from rollouts.data.rows.loaded import BadRow, LoadedRows, check_some, hash_question, join_rows, map_rows, pick_rows
 from rollouts.errors import ConfigError, DataError
 from rollouts.types import Prompt, Sample
 

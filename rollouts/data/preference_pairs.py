@@ -12,10 +12,10 @@ from rollouts.chat.tokenize import parse_prompt_content, prepare_sft_sample
 from rollouts.checks import is_finite_number, show_value
 from rollouts.data.collate import collate_samples
 from rollouts.data.datasets import Source, load_rows
-from rollouts.data.files import Row
-from rollouts.data.formats import is_labelled, read_messages, read_pair
 from rollouts.data.model_limits import ModelLimits, explain_sample
-from rollouts.data.rows import BadRow, LoadedRows, map_rows
+from rollouts.data.rows.files import Row
+from rollouts.data.rows.formats import is_labelled, read_messages, read_pair
+from rollouts.data.rows.loaded import BadRow, LoadedRows, map_rows
 from rollouts.errors import DataError
 from rollouts.types import Message, Sample, TrainBatch
 

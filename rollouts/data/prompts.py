@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from rollouts.chat.tokenize import Messages, parse_prompt_content
-from rollouts.data.rows import LazyRows
+from rollouts.data.rows.loaded import LazyRows
 from rollouts.errors import DataError
 from rollouts.seeds import derive_seed
 from rollouts.types import Prompt

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.datasets import DatasetSpec, load_rl_prompts, load_rows, load_sft_conversations, prepare_sft_samples
-from rollouts.data.files import HubName, parse_hub_name
 from rollouts.data.prompts import DataBuffer
-from rollouts.data.rows import LazyRows, choose_heldout, find_repeated, hash_question
+from rollouts.data.rows.files import HubName, parse_hub_name
+from rollouts.data.rows.loaded import LazyRows, choose_heldout, find_repeated, hash_question
 from rollouts.errors import ConfigError, DataError
 from rollouts.types import Message, Prompt
 
@@ -72,8 +73,9 @@ def test_a_lazy_row_is_read_from_the_file_each_time(tmp_path: Path):
         _ = rows.rows[2]
 
 
+@needs.DATASETS
 def test_parquet_rows_are_found_in_their_row_groups(tmp_path: Path):
-    pa = pytest.importorskip("pyarrow", reason="pip install -e '.[data]'")
+    import pyarrow as pa
     from pyarrow import parquet
 
     path = tmp_path / "a.parquet"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 
 from integration.train import main
@@ -118,11 +119,9 @@ BAD_FILES: dict[str, tuple[str, Any, tuple[str, ...]]] = {  # name of the file, 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD_FILES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs.DATASETS) if "Parquet" in name else name for name in BAD_FILES])
 def test_a_bad_file_is_named_with_what_was_found(name: str, tmp_path: Path, refuse: Refuse):
     file, content, words = BAD_FILES[name]
-    if file.endswith("parquet"):
-        pytest.importorskip("pyarrow", reason="pip install -e '.[data]'")
     path = tmp_path / file
     if content is not None:
         path.parent.mkdir(exist_ok=True)

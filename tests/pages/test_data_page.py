@@ -15,8 +15,8 @@ from integration.settings.command_line import parse_command_line
 from integration.tasks.own_data import OwnData, create_jsonl_task
 from rollouts.chat.tokenize import prepare_sft_sample
 from rollouts.data.datasets import DatasetSpec, load_rl_prompts, load_sft_conversations
-from rollouts.data.formats import CONVERSATION_FORMATS, PROMPT_FORMATS
 from rollouts.data.preference_pairs import load_preference_pairs
+from rollouts.data.rows.formats import CONVERSATION_FORMATS, PROMPT_FORMATS
 
 TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}

@@ -1133,11 +1133,25 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("integration/test_integration_config.py::test_a_baseline_is_a_number_of_the_users",),
     ),
     Mutation(
-        "../integration/tasks/task.py",
+        "../integration/tasks/own_data.py",
         "a held-out row is trained through a mixture of data sets",
-        "Path(spec.path).resolve() == path.resolve()",
-        "spec.path == str(path)",
+        "rows.keep(lambda column: ~np.isin(column, held)), heldout",
+        "replace(rows.keep(lambda column: ~np.isin(column, held)), samples=rows.samples), heldout",
         ("integration/test_tasks.py::test_what_is_held_out_of_the_data_is_not_trained_on_by_way_of_the_mixture",),
+    ),
+    Mutation(
+        "data/rows/loaded.py",
+        "rows are held out by their place",
+        "return hashes <= questions[min(fitting, len(questions) - 1) - 1]",
+        "return np.arange(len(hashes)) < min(count, len(hashes) - 1)",
+        ("data/test_rows.py::test_held_out_questions_are_on_one_side_whatever_the_order",),
+    ),
+    Mutation(
+        "data/rows/loaded.py",
+        "rows that are read when taken are not those that were kept",
+        "kept = loaded if len(positions) == len(loaded) else pick_rows(loaded, positions)",
+        "kept = pick_rows(loaded, range(len(positions)))",
+        ("data/test_rows.py::test_rows_that_are_read_when_taken_are_those_in_memory",),
     ),
     Mutation(
         "errors.py",

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 
-from rollouts.data.rows import LazyRows, LoadedRows
+from rollouts.data.rows.loaded import LazyRows, LoadedRows
 from rollouts.errors import ConfigError, DataError
 
 Row: TypeAlias = dict[str, Any]
