@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from test_train import SMALL, values
 
-from integration.tasks.task import OwnData, create_jsonl_task, create_sort_task
+from integration.tasks.own_data import OwnData, create_jsonl_task
+from integration.tasks.task import create_sort_task
 from integration.train import main
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.errors import DataError
@@ -48,7 +49,8 @@ def test_conversations_without_answers_serve_the_held_out_loss_of_sft(tmp_path: 
     held = create_jsonl_task(create_char_tokenizer(), OwnData(path=write_rows(path, [
         {"prompt": f"s{i}=", "completion": f"{i}", "answer": f"{i}"} for i in range(20)
     ]), num_heldout=2))  # fmt: skip
-    assert [sample.prompt for sample in held.heldout_samples] == ["s18=", "s19="]
+    assert [sample.prompt for sample in held.heldout_samples] == [prompt.content for prompt in held.heldout_prompts]
+    assert len(held.heldout_samples) == 2
     assert len(held.sft_samples) == 18
 
 
