@@ -33,13 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     find_users_modules()
     if is_follower(os.environ):
         with silence_stdout():
-            return run_command(partial(parse_quietly, argv, os.environ), _follow)
+            return run_command(partial(parse_quietly, argv, os.environ), _follow, _goes_online)
 
     def parse() -> CommandLine:
         with garbage_collection_off():
             return parse_command_line(argv)
 
-    return run_command(parse, partial(_run, argv))
+    return run_command(parse, partial(_run, argv), _goes_online)
+
+
+def _goes_online(command: CommandLine) -> bool:
+    from integration.parts.hub_models import names_hub_model
+
+    return names_hub_model(command.config)
 
 
 def _run(argv: Sequence[str], command: CommandLine) -> int:

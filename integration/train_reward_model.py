@@ -20,6 +20,7 @@ import torch
 import trio
 import tyro
 
+from integration.parts.hub_models import find_models, names_hub_model
 from integration.parts.models import check_optimizers, create_model, describe_hardware, fix_hardware, set_master_dtype
 from integration.run.directory import METRICS_FILE, StopRequest, measure_seconds, prepare_directory, read_facts, watch_signals
 from integration.run.display import Progress
@@ -248,12 +249,13 @@ def run(command: _Arguments) -> int:
     precision = config.backend.precision(config.model.device)
     check_optimizers(config.backend, {"training": config.training.optimizer}, precision=precision)
     say = cast("Callable[[str], None]", (lambda text: None) if command.quiet else partial(print, flush=True))  # pyright: ignore
+    recorded, config = find_models(config, quiet=command.quiet)
     start = create_parts(config, say)  # finds errors of the data before anything is written
     output_dir = create_output_dir(named, datetime.now().strftime("%Y%m%d-%H%M%S") + "-reward-model")
     with lock_run_directory(output_dir):
         prepare_directory(
             output_dir,
-            fix_hardware(config),
+            fix_hardware(recorded),
             {"mode": STAGE},
             resume=command.resume,
             may_change=MAY_CHANGE_ON_RESUME,
@@ -287,7 +289,11 @@ def run(command: _Arguments) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     arguments = sys.argv[1:] if argv is None else argv
-    return run_command(lambda: parse_flags(arguments, _Arguments(config=read_base(arguments, RewardModelConfig())), PROGRAM), run)
+
+    def parse() -> _Arguments:
+        return parse_flags(arguments, _Arguments(config=read_base(arguments, RewardModelConfig())), PROGRAM)
+
+    return run_command(parse, run, lambda command: names_hub_model(command.config))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,14 @@ from rollouts.config import OptimizerConfig
 from rollouts.data.model_limits import check_tokenizer, read_config_limits
 from rollouts.errors import ConfigError
 from rollouts.models.heads import load_critic_model
-from rollouts.models.loading import check_model_directory, find_device_name, load_hf_model, load_tokenizer, parse_device
+from rollouts.models.loading import (
+    check_model_directory,
+    explain_remote_code,
+    find_device_name,
+    load_hf_model,
+    load_tokenizer,
+    parse_device,
+)
 from rollouts.models.prepare import recompute_activations
 from rollouts.models.tokens import TokenSpec, describe_tokenizer, explain_token_differences
 from rollouts.models.weights import converts_weights
@@ -85,11 +92,11 @@ def read_model_config(config: Config, path: Path | None = None) -> Any:
     path = find_directory(config, path)
     if path is None:
         return create_model_config(config.model, context_tokens(config))
-    directory = check_model_directory(path)
+    directory = check_model_directory(path, weights=False)
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{directory} has no readable model configuration: {error}") from error
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"{directory} has no readable model configuration: {explain_remote_code(error)}") from error
 
 
 def create_backend(

@@ -37,23 +37,30 @@ def make_stderr_safe() -> None:
     sys.excepthook = lambda kind, error, trace: print("".join(traceback.format_exception(kind, error, trace)), end="", file=sys.stderr)
 
 
-def run_command(parse: Callable[[], T], run: Callable[[T], int]) -> int:
+def stay_offline(command: object) -> bool:
+    """Return False: the command names nothing on the hub."""
+    return False
+
+
+def run_command(parse: Callable[[], T], run: Callable[[T], int], goes_online: Callable[[T], bool] = stay_offline) -> int:
     """Run a command and return its exit status: that of `run`, or that of a user's error, which is printed on stderr.
 
     Args:
         parse: parses the command line; called before heavy imports.
         run: receives the result of `parse`.
+        goes_online: whether the parsed command names something on the hub. Other commands never ask a network, as with HF_HUB_OFFLINE=1.
     """
     make_stderr_safe()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning about forks, which do not happen here
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models come from directories; never download silently
     with stacks_on_request():
-        return _run_told(parse, run)
+        return _run_told(parse, run, goes_online)
 
 
-def _run_told(parse: Callable[[], T], run: Callable[[T], int]) -> int:
+def _run_told(parse: Callable[[], T], run: Callable[[T], int], goes_online: Callable[[T], bool]) -> int:
     try:
         command = parse()
+        if not goes_online(command):
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
         from transformers.utils import logging
 
         logging.disable_progress_bar()

@@ -24,6 +24,8 @@ import trio
 from integration.dry_run.describe import describe_run, describe_run_as_json
 from integration.expressions.loggers import check_loggers, create_loggers
 from integration.parts.engines import check_engine
+from integration.parts.hub_models import find_models
+from integration.parts.model_checks import check_model, check_tokenizer_ends, describe_tokens
 from integration.parts.models import (
     check_backend,
     check_companions,
@@ -178,13 +180,16 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
     Args:
         argv: the arguments of the command line, for processes started by it.
     """
-    config = command.config
+    recorded, config = find_models(command.config, weights=not command.dry_run, quiet=command.quiet or command.json)
+    command = replace(command, config=recorded)
     num_processes = count_processes(config, os.environ)
     check_loggers(config.loggers)
     check_data_given(config, command.mode)
     check_backend(config, command.mode)
+    check_model(config, weights=not command.dry_run or recorded.model.path == config.model.path)
     check_dropout(config, command.mode)
     check_limits(config, command.mode)
+    check_tokenizer_ends(config)
     check_task(config)
     load_task_reward(config.reward)
     if "rl" in command.mode:
@@ -208,6 +213,8 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
         return _run_in_directory(command, config, None)
     check_rank_settings(config)
     if needs_launch(config, os.environ):
+        if recorded != config and recorded.model.revision is not None:  # all processes read the same files
+            argv = [*argv, "--model.revision", recorded.model.revision]
         return launch("integration.train", argv, num_processes, stop_s=math.ceil(config.backend.timeout_s))
     with open_group(config, os.environ) as group:
         try:
@@ -243,13 +250,17 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
         config: that of the command, with the GPUs of this machine; the directory keeps the command's.
     """
     _set_threads(config)
-    task = create_task(config, create_tokenizer(config), command.mode)  # finds errors of the data before anything is written
+    tokenizer = create_tokenizer(config)
+    warnings = [text for name, text in describe_tokens(config, tokenizer).items() if name.startswith("warning")]
+    task = create_task(config, tokenizer, command.mode)  # finds errors of the data before anything is written
     check_best(config, task, command.mode)
     output_dir = create_output_dir(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
     say = (lambda text: None) if command.quiet else partial(print, flush=True)
     with lock_run_directory(output_dir), log_to_stderr(command.log_levels):
         prepare_run(command, output_dir)
         say(f"run directory: {output_dir}; {describe_hardware(config)}")
+        for warning in warnings:
+            _logger.warning("%s", warning)
         if idle := command.find_idle_options():
             _logger.warning("%s", describe_idle_options(idle))
         progress = Progress(

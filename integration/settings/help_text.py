@@ -21,7 +21,7 @@ Train a language model by supervised fine-tuning, reinforcement learning, or one
 
   --mode sft|rl|sft+rl          stages to run (default: sft+rl)
   --task NAME                   sort, sort-long, gsm8k, jsonl; of several turns: grid_world, calculator, environment (default: sort)
-  --model.path DIR              model directory (default: a small built-in model)
+  --model.path DIR|ORG/NAME     model directory, or a model of the Hugging Face hub (default: a small built-in model)
   --data.path FILE              rows of your own
   --reward.function FILE.py:f   reward of your own
   --environment FILE.py:NAME    environment of your own

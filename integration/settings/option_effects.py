@@ -54,6 +54,13 @@ def has_heldout(config: Config, mode: str) -> bool:
     return config.task not in ("jsonl", "gsm8k") or config.data.eval_path is not None or config.data.eval_fraction > 0
 
 
+def names_hub_model(config: Config, mode: str) -> bool:
+    """Whether the policy is named by its name on the hub."""
+    from rollouts.models.hub import is_hub_name
+
+    return config.model.path is not None and is_hub_name(config.model.path.partition("@")[0])
+
+
 def has_several_servers(config: Config, mode: str) -> bool:
     """Whether several servers share the requests."""
     return config.engine.num_servers > 1 or len(config.engine.urls) > 1
@@ -144,6 +151,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "model.path model.device model.kernels backend.kind backend.compute_dtype backend.master_dtype backend.gradient_checkpointing": ALWAYS,
     "lora.rank engine.dtype": ALWAYS,
     "enable_segment_wise_ppo": ASYNC,
+    "model.revision": Effect(holds=names_hub_model, needs="a model of the hub: --model.path ORG/NAME"),
     "model.trust_remote_code": Effect(
         holds=lambda c, m: any((c.model.path, c.reference.path, c.critic.path, c.reward.model)), needs="a model directory: --model.path"
     ),

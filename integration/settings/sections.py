@@ -29,7 +29,9 @@ ENGINE_KINDS = ("inprocess", "vllm", "sglang")
 class ModelSection:
     """The policy model: a Hugging Face directory, or the small built-in model with random weights."""
 
-    path: str | None = None  # Hugging Face model directory; None = the built-in model
+    # Hugging Face model directory, or the name of a model on the hub, ORG/NAME, such as Qwen/Qwen3-0.6B; None = the built-in model
+    path: str | None = None
+    revision: str | None = None  # branch, tag or commit of a model on the hub; None = main. A run records the commit and resumes with it
     device: str = "auto"  # torch device: cpu, cuda, cuda:N, mps, or auto = cuda where torch sees a GPU, else cpu
     # kernels of linear layers on a CPU, in training by one process and in the embedded engine: torch (its own) or onednn (in float32 about
     # twice as fast on AMD processors with AVX-512, other last bits); auto = onednn on those, else torch; a resumed run keeps its choice
@@ -50,6 +52,8 @@ class ModelSection:
         known = self.path is not None or 4 <= self.vocab_size <= most
         check_setting(known, "model.vocab_size", self.vocab_size, f"4 to {most}, as the built-in model reads single characters")
         check_setting(self.max_length is None or self.max_length >= 1, "model.max_length", self.max_length, "at least 1, or None")
+        if self.revision is not None and self.path is None:
+            raise ConfigError(f"model.revision is {self.revision!r}, but there is no --model.path ORG/NAME that it would be of: give one")
         known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None  # its presence is checked when a run starts
         check_setting(known, "model.device", self.device, "cpu, cuda, cuda:N, mps or auto")
         check_setting(
@@ -188,7 +192,7 @@ class RLSection:
 class ReferenceSection:
     """The frozen reference model; loaded only if the algorithm has a KL term."""
 
-    path: str | None = None  # Hugging Face model directory; None = the policy at the start of RL
+    path: str | None = None  # Hugging Face model directory, or ORG/NAME on the hub; None = the policy at the start of RL
     dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of its weights; bfloat16 needs --backend.compute-dtype bfloat16
 
 

@@ -218,7 +218,7 @@ def load_reward_model(
 
 def check_reward_model(path: str | Path, *, trust_remote_code: bool = False) -> Path:
     """Return the path if its configuration is a reward model's, without loading weights. Raises ConfigError as load_reward_model."""
-    directory = check_model_directory(path)
+    directory = check_model_directory(path, weights=False)
     with explain_loading(directory, "reward model (a sequence-classification model with one label)"):
         config = read_model_config(directory, trust_remote_code=trust_remote_code)
     if not is_reward_model(config):

@@ -67,17 +67,22 @@ def find_compute_dtype(device: str) -> str:
     return "bfloat16"
 
 
-def check_model_directory(path: str | Path) -> Path:
-    """Return the path if it is a Hugging Face model directory. Raises ConfigError saying what is missing."""
+def check_model_directory(path: str | Path, *, weights: bool = True) -> Path:
+    """Return the path if it is a Hugging Face model directory. Raises ConfigError saying what is missing.
+
+    Args:
+        weights: whether it must have weights.
+    """
     directory = Path(path)
     if not directory.is_dir():
         raise ConfigError(
-            f"{directory} is not a directory: pass the path of a Hugging Face model (a directory with config.json and weights)"
+            f"{directory} is not a directory: pass the path of a Hugging Face model (a directory with config.json and weights); a model of "
+            "the hub has the form ORG/NAME, such as Qwen/Qwen3-0.6B"
         )
     if not (directory / "config.json").is_file():
         inside = sorted(p.name for p in directory.iterdir())[:8]
         raise ConfigError(f"{directory} is not a model directory: it has no config.json (it holds {inside})")
-    if not list(directory.glob("*.safetensors")) and not list(directory.glob("*.bin")):
+    if weights and not list(directory.glob("*.safetensors")) and not list(directory.glob("*.bin")):
         raise ConfigError(f"{directory} has no weights: expected model.safetensors, or shards with an index")
     return directory
 
@@ -109,8 +114,13 @@ def load_hf_model(
 
     directory = check_model_directory(path)
     with explain_loading(directory, "causal language model"):
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=parse_dtype(dtype), local_files_only=True, trust_remote_code=trust_remote_code
+        model, info = cast("Any", AutoModelForCausalLM).from_pretrained(
+            directory, dtype=parse_dtype(dtype), local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    if missing := sorted(map(str, info["missing_keys"])):  # transformers gives them random values
+        raise ConfigError(
+            f"{directory} lacks {len(missing)} weights of a {type(model).__name__} ({', '.join(missing[:3])}): it is not a complete "
+            "language model, or its config.json is of another one"
         )
     return cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))
 
@@ -122,17 +132,28 @@ def explain_loading(directory: Path, kind: str) -> Generator[None]:
         yield
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"{directory} cannot be loaded as a {kind}: {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ConfigError(f"{directory} cannot be loaded as a {kind}: {explain_remote_code(error)}") from error
     except SafetensorError as error:  # derives from Exception only
         raise ConfigError(f"the weights in {directory} are damaged: {error}") from error
+
+
+def explain_remote_code(error: Exception) -> str:
+    """Return what an error of transformers says; for a model with Python files of its own, the setting that runs them."""
+    told = str(error).partition("\n\n")[0]
+    if "trust_remote_code" not in told:
+        return told
+    return (
+        "its architecture is defined by Python files of its own, which run only if you trust them: add --model.trust-remote-code "
+        "(trust_remote_code=True), or use a model that transformers knows"
+    )
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory. Nothing is downloaded. Raises DataError if there is none."""
     from transformers import AutoTokenizer
 
-    directory = check_model_directory(path)
+    directory = check_model_directory(path, weights=False)
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((directory / name).is_file() for name in files):  # some versions of transformers then return an empty one
         raise DataError(f"{directory} has no tokenizer (none of {', '.join(files)}): copy the files of the model's tokenizer there")

@@ -56,11 +56,11 @@ def create_on_meta(create: Callable[[], PreTrainedModel]) -> PreTrainedModel:
 def load_hf_model_on_meta(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load the causal language model of a directory without its weights, float32. See materialize_from_hf.
 
-    Raises: ConfigError if the directory is not a complete model.
+    Raises: ConfigError if the directory describes no such model.
     """
     from transformers import AutoModelForCausalLM
 
-    directory = check_model_directory(path)
+    directory = check_model_directory(path, weights=False)
     with explain_loading(directory, "causal language model"):
         config = read_model_config(directory, trust_remote_code=trust_remote_code)
         model = create_on_meta(partial(_create_from_config, AutoModelForCausalLM, config, trust_remote_code))
