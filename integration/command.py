@@ -34,6 +34,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "train": Program("train a language model: SFT, RL, or one after the other", "integration.train"),
         "train-reward-model": Program("train a reward model on pairs of answers", "integration.train_reward_model"),
         "view": Program("show the rollouts of a run in the terminal", "integration.view.__main__"),
+        "reward": Program("try a reward function on rows of data: scores, reasons and the time it takes", "integration.reward"),
         "simulate": Program("simulate hours of a run on many engines in seconds", "integration.simulate.__main__"),
         "completion": Program("print the completion of this command for bash, zsh or fish", "integration.completion"),
         "eval": Program(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +12,17 @@ from integration.settings.command_line import MODEL_DIRECTORY, RUN_FILE
 from integration.settings.config import Config
 from integration.settings.sections import RewardSection
 from integration.tasks.task import Task
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, DataError
 from rollouts.models.heads import check_reward_model
 from rollouts.rewards.code.sandboxed import SandboxedReward
 from rollouts.rewards.code.unit_tests import CodeReward
+from rollouts.rewards.composite import CompositeGroupReward, CompositeReward, CompositeSource, create_composite_reward
 from rollouts.rewards.evaluate import RewardSource
 from rollouts.rewards.models.local import open_reward_model
-from rollouts.rewards.other_frameworks import adapt_reward
+from rollouts.rewards.other_frameworks import adapt_reward, find_needed_columns
+from rollouts.rewards.results import describe_reward
 from rollouts.rewards.reward_functions import load_reward
+from rollouts.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +80,36 @@ def use_own_reward(section: RewardSection, task: Task) -> Task:
         sources = task.train_sources or tuple(f"prompt {prompt.index}" for prompt in task.train_prompts)
         reward_fn.check_prompts(task.train_prompts, sources)
         reward_fn.check_prompts(task.heldout_prompts, [f"held-out prompt {prompt.index}" for prompt in task.heldout_prompts])
-    return task if reward_fn is None else replace(task, reward_fn=reward_fn)
+    if reward_fn is None:
+        return task
+    if task.episodes is None:  # an episode gives more than the columns of its row
+        heldout = task.heldout_sources or tuple(f"held-out prompt {prompt.index}" for prompt in task.heldout_prompts)
+        for part in list_parts(reward_fn):
+            check_columns(part, task.train_prompts, task.train_sources or tuple(f"prompt {p.index}" for p in task.train_prompts))
+            check_columns(part, task.heldout_prompts, heldout)
+    return replace(task, reward_fn=reward_fn)
+
+
+def list_parts(reward_fn: Any) -> tuple[Any, ...]:
+    """Return the functions of a composite, or the reward itself."""
+    composites = (CompositeReward, CompositeGroupReward, CompositeSource)
+    return tuple(reward_fn.functions.values()) if isinstance(reward_fn, composites) else (reward_fn,)
+
+
+def check_columns(reward_fn: Any, prompts: Sequence[Prompt], sources: Sequence[str]) -> None:
+    """Raise DataError, naming rows, if prompts lack columns that a reward takes by name."""
+    needed = find_needed_columns(reward_fn)
+    lacking = [i for i, prompt in enumerate(prompts) if not needed <= set(prompt.metadata)] if needed else []
+    if not lacking:
+        return
+    first = prompts[lacking[0]].metadata
+    absent = ", ".join(sorted(needed - set(first)))
+    places = ", ".join(sources[i] for i in lacking[:3]) + (f" and {len(lacking) - 3:,} more" if len(lacking) > 3 else "")
+    raise DataError(
+        f"reward function {describe_reward(reward_fn)} needs the columns {absent}, which {len(lacking):,} of "
+        f"{len(prompts):,} rows lack: {places}; the first has {', '.join(map(str, first)) or 'no columns besides its prompt'}. Add the "
+        "columns, rename others (--data.columns NEW=COLUMN), or give the parameters defaults"
+    )
 
 
 def load_task_reward(section: RewardSection) -> Any:
@@ -89,7 +121,33 @@ def load_task_reward(section: RewardSection) -> Any:
         if section.sandboxed:
             raise ConfigError("reward.sandboxed is True, but reward.function is None: name the function, --reward.function file.py:name")
         return None
-    return SandboxedReward(section.function) if section.sandboxed else adapt_reward(load_reward(section.function))
+    names = parse_functions(section.function)
+    if section.sandboxed:
+        if len(names) > 1:
+            raise ConfigError(f"reward.sandboxed is True, but reward.function names {len(names)} functions: put them into one function")
+        return SandboxedReward(section.function)
+    if len(names) == 1 and "*" not in section.function:
+        return adapt_reward(load_reward(section.function))
+    return create_composite_reward({key: (adapt_reward(load_reward(name)), weight) for key, (name, weight) in names.items()}, total=None)
+
+
+def parse_functions(expression: str) -> dict[str, tuple[str, float]]:
+    """Parse 'file.py:name*0.8,file.py:other*0.2' to references and weights, 1 by default, by the name of each function.
+
+    Raises: ConfigError for a weight that is no number, or a name twice.
+    """
+    found: dict[str, tuple[str, float]] = {}
+    for part in expression.split(","):
+        reference, star, weight = part.strip().partition("*")
+        key = reference.strip().rpartition(":")[2]
+        try:
+            value = float(weight) if star else 1.0
+        except ValueError as error:
+            raise ConfigError(f"reward.function has the weight {weight!r} for {reference}, expected a number") from error
+        if key in found:
+            raise ConfigError(f"reward.function names {key!r} twice: {found[key][0]} and {reference.strip()}; metrics have the names")
+        found[key] = (reference.strip(), value)
+    return found
 
 
 @asynccontextmanager

@@ -240,8 +240,8 @@ class GenerationSection:
 class RewardSection:
     """The reward function and its error policy."""
 
-    # reward function, file.py:name or module:name: a function of a Sample, a decorated function, or a RewardSource; None = the task's
-    # reward
+    # reward function, file.py:name or module:name, also of TRL or verl; several with weights: 'a.py:right*0.8,a.py:brief*0.2'; None = the
+    # task's reward
     function: str | None = None
     sandboxed: bool = False  # call the reward function in a sandbox, for files you do not trust
     timeout_s: float | None = 30.0  # seconds to wait for a reward; None = no limit

@@ -89,9 +89,13 @@ def weigh_metrics(metrics: Mapping[str, MetricResult], weights: Mapping[str, flo
 def combine_results(results: Mapping[str, EvaluateResult], weights: Mapping[str, float]) -> EvaluateResult:
     """Combine the results of several components into one. See create_composite_reward.
 
-    Returns: a result without a valid score if a component has none.
+    A component that abstains is left out, as TRL leaves out a function that returns None.
+
+    Returns: a result without a valid score if a component has none, or if all abstain.
     """
     assert set(results) == set(weights), f"there are results {sorted(results)} and weights {sorted(weights)}"
+    if not all(result.abstains for result in results.values()):
+        results = {name: result for name, result in results.items() if not result.abstains}
     invalid = {name: result.error or result.reason or "is_score_valid is False" for name, result in results.items() if not result.is_valid}
     if invalid:
         return EvaluateResult.from_error("; ".join(f"component {name}: {why}" for name, why in invalid.items()))

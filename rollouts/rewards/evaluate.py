@@ -84,7 +84,7 @@ class _Function:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Judgement of one sample: either result and scored, or error."""
+    """Judgement of one sample: either result and scored, or error (with the result, if the function abstained)."""
 
     result: EvaluateResult | None = None
     scored: Sample | None = None  # the sample with its reward
@@ -284,7 +284,8 @@ def _judge_value(value: Any, sample: Sample, name: str, attempt: int) -> Judgeme
     try:
         result = parse_result(value, sample, name)
     except RewardError as error:
-        return Judgement(error=error, num_retries=attempt)
+        abstains = isinstance(value, EvaluateResult) and value.abstains  # a composite is told so
+        return Judgement(result=value if abstains else None, error=error, num_retries=attempt)
     try:
         return Judgement(result=result, scored=result.apply_to(sample), num_retries=attempt)
     except RewardError as error:

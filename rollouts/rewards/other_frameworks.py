@@ -14,17 +14,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from rollouts.data.samples import collect_reward_data, describe_sample, find_response_start
 from rollouts.errors import ConfigError, RewardError
 from rollouts.outcomes import MetricResult
 from rollouts.rewards.results import EvaluateResult, as_result, check_values, describe_reward, then
+from rollouts.rewards.reward_functions import RewardFunction
 from rollouts.types import Sample
 
 _TRL = "completions"  # parameter that every reward function of TRL has
 _VERL = "solution_str"  # parameter that every reward function of verl has
+_GIVEN_TRL = frozenset({"prompts", "completions", "completion_ids"})
+_GIVEN_VERL = frozenset({"data_source", "solution_str", "extra_info"})
+_TEXTS = ("response", "completion", "text", "output", "solution", "answer", "prompt")  # names of one argument that is not a Sample
 _TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")  # objects of TRL's trainer
 _DECORATE = "put the decorator @reward_function (from rollouts import reward_function) on it"
 
@@ -63,7 +67,7 @@ class CompletionsReward:
 
     def _check_one(self, value: Any, sample: Sample) -> EvaluateResult:
         if value is None:
-            return EvaluateResult.from_error("it returned None, which says that it does not judge this sample")
+            return replace(EvaluateResult.from_error("it returned None, which says that it does not judge this sample"), abstains=True)
         try:
             return as_result(value, self.reward_name, describe_sample(sample))
         except RewardError as error:
@@ -107,9 +111,9 @@ def adapt_reward(function: Any) -> Any:
 
     Raises: ConfigError for a function of AReaL, of several required arguments, or of messages without @reward_function, saying what to do.
     """
-    if not inspect.isfunction(function):
+    parameters = _read_parameters(function)
+    if parameters is None:
         return function
-    parameters = inspect.signature(function).parameters
     name = describe_reward(function)
     if _TRL in parameters and {"prompt", "prompt_ids"} & set(parameters):
         raise ConfigError(
@@ -120,17 +124,41 @@ def adapt_reward(function: Any) -> Any:
         return CompletionsReward(_refuse_trainer(function, name), name)
     if _VERL in parameters:
         return SolutionReward(function, name)
-    required = [
-        p.name
-        for p in parameters.values()
-        if p.default is inspect.Parameter.empty and p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ]
+    if not inspect.isfunction(function):
+        return function
+    required = [parameter for parameter in parameters if parameter in _list_required(function)]
+    if len(required) == 1 and required[0] in _TEXTS:
+        raise ConfigError(
+            f"reward function {name} takes {required[0]}, but a function of one argument is given a Sample: write it as a function of a "
+            f"sample, whose text is sample.response and whose row is sample.metadata, or with TRL's parameter {_TRL}, a list of texts"
+        )
     if required and (required[0] in ("messages", "conversations") or len(required) > 1):
         raise ConfigError(
             f"reward function {name} takes {', '.join(required)}, expected one argument, a Sample. If it judges a conversation, "
             f"{_DECORATE}; functions of TRL have the parameter {_TRL}, those of verl {_VERL}"
         )
     return function
+
+
+def _read_parameters(function: Any) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of a function, or of a callable object or partial that takes those of TRL or verl; None for other rewards."""
+    if inspect.isfunction(function):
+        return inspect.signature(function).parameters
+    if not callable(function) or hasattr(function, "score_samples"):
+        return None
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    return parameters if {_TRL, _VERL} & set(parameters) else None
+
+
+def find_needed_columns(reward: Any) -> frozenset[str]:
+    """Return the columns of the rows without which a reward cannot be called: its parameters without default that nothing else gives."""
+    if isinstance(reward, CompletionsReward | SolutionReward):
+        given = _GIVEN_TRL if isinstance(reward, CompletionsReward) else _GIVEN_VERL
+        return _list_required(reward.function) - given
+    return reward.needed_columns if isinstance(reward, RewardFunction) else frozenset()
 
 
 def _refuse_trainer(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -147,15 +175,21 @@ def _refuse_trainer(function: Callable[..., Any], name: str) -> Callable[..., An
 def _select(function: Callable[..., Any], given: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     """Return the arguments that a function takes. Raises RewardError if one that it needs is not given."""
     parameters = inspect.signature(function).parameters
-    named = {p.name: p for p in parameters.values() if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)}
-    missing = sorted(key for key, p in named.items() if p.default is inspect.Parameter.empty and key not in given)
+    missing = sorted(_list_required(function) - set(given))
     if missing:
         raise RewardError(
             f"reward function {name} needs {missing}, but the row of {where} has {sorted(given)}: add the columns, or give the parameters "
             "defaults"
         )
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return {key: value for key, value in given.items() if takes_all or key in named}
+    return {key: value for key, value in given.items() if takes_all or key in parameters}
+
+
+def _list_required(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of the parameters without default."""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind not in several and p.default is inspect.Parameter.empty)
 
 
 def _show_prompt(sample: Sample) -> Any:

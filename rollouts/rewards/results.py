@@ -44,6 +44,7 @@ class EvaluateResult:
     step_outputs: tuple[StepOutput, ...] | None = None  # rewards of single steps; None and () = only the whole is judged
     is_score_valid: bool = True  # False: there is no judgement, and the policy for failed rewards decides on the group
     error: str | None = None  # reason for the missing judgement
+    abstains: bool = False  # the function does not judge this sample: a composite leaves it out, alone it counts as an error
 
     def __post_init__(self) -> None:
         check_texts(self, "reason")
@@ -88,7 +89,7 @@ class EvaluateResult:
             "step_outputs": None if self.step_outputs is None else [output.to_dict() for output in self.step_outputs],
             "is_score_valid": self.is_score_valid,
             "error": self.error,
-        }
+        } | ({"abstains": True} if self.abstains else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EvaluateResult:

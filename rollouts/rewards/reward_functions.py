@@ -47,6 +47,11 @@ class RewardFunction:
         self._name = describe_reward(function)
         self._parameters = _read_parameters(function)
 
+    @property
+    def needed_columns(self) -> frozenset[str]:
+        """Names of the parameters without default, which the metadata of each sample must have."""
+        return self._parameters[1]
+
     def __call__(self, messages: Conversation | Sample, **kwargs: Any) -> Any:
         """Return the EvaluateResult of a conversation; for an async function an awaitable of it.
 

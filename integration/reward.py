@@ -1,0 +1,195 @@
+"""The command `rollouts reward`: try a reward function on rows of data, before a run.
+
+    python -m integration.reward FILE.py:NAME --data FILE [--rows N] [--completions FILE] [--columns NEW=COLUMN,...]
+
+Each row is a group, as in training: its answers are those of --completions, or the right answer of the row and that of the next row, which
+a reward should tell apart. Prints the score and the reason of each answer, and the time that the function takes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import trio
+import tyro
+
+from integration.run.exit_status import EXIT_FAILURE, run_command
+from integration.settings.closed_stdout import ignore_closed_stdout
+from rollouts.errors import ConfigError, DataError, make_safe, redact
+
+PROGRAM = "python -m integration.reward"
+_WIDTH = 44  # characters of an answer in a line
+_HEAVY_MS = 1000.0  # time of a group from which on the end says what it costs a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Try a reward function on rows of data: scores, reasons, and the time that it takes."""
+
+    function: tyro.conf.Positional[str]
+    """reward function as for --reward.function: FILE.py:NAME, or several with weights: 'FILE.py:NAME*0.8,FILE.py:OTHER*0.2'"""
+    data: str
+    """rows in any format of prompts: a JSONL, JSON, CSV or Parquet file, a folder, or hf://ORG/NAME"""
+    rows: int = 8
+    """number of rows to try, the first ones"""
+    completions: str | None = None
+    """JSONL file with answers, a line for each row in order: {"completion": TEXT} or {"completions": [TEXT, ...]}; None = right answers"""
+    columns: tuple[str, ...] = ()
+    """columns to read under another name: prompt=question,answer=label"""
+    timeout_s: float = 30.0
+    """seconds to wait for a reward"""
+    json: bool = False
+    """print one JSON object for each answer instead of the table"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """An answer and its judgement."""
+
+    row: int  # number of its row, from 0
+    source: str  # file and line of the row
+    completion: str
+    score: float | None  # None = no reward
+    reason: str  # of the function, or the error
+    metrics: Mapping[str, float]
+    group_ms: float  # time for all answers to the row
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trial as plain JSON values."""
+        return dict(vars(self)) | {"metrics": dict(self.metrics)}
+
+
+async def try_reward(arguments: Arguments) -> list[Trial]:
+    """Judge the answers to each row. Raises ConfigError and DataError for what is wrong with function, rows or answers."""
+    from integration.expressions.mixture import parse_columns
+    from integration.parts.rewards import check_columns, list_parts, load_task_reward
+    from integration.settings.sections import RewardSection
+    from rollouts.config import RewardConfig
+    from rollouts.data.datasets import DatasetSpec, load_rl_prompts
+    from rollouts.rewards.evaluate import RewardSource, judge_samples
+    from rollouts.types import Sample, Status
+
+    reward = load_task_reward(RewardSection(function=arguments.function))
+    spec = DatasetSpec(path=arguments.data, columns=parse_columns(arguments.columns))
+    loaded = load_rl_prompts(spec, require_ground_truth=False)
+    prompts, sources = loaded.rows[: arguments.rows], loaded.sources[: arguments.rows]
+    for part in list_parts(reward):
+        check_columns(part, prompts, sources)
+    truths = [prompt.metadata.get("ground_truth") for prompt in prompts]
+    answers = pair_truths(truths, sources) if arguments.completions is None else read_completions(arguments.completions, len(prompts))
+    trials: list[Trial] = []
+
+    async def judge(reward_fn: Any) -> None:
+        for i, (prompt, texts) in enumerate(zip(prompts, answers, strict=True)):
+            group = [
+                Sample(prompt=prompt.content, response=text, status=Status.COMPLETED, index=k, group_index=i, metadata=prompt.metadata)
+                for k, text in enumerate(texts)
+            ]
+            started = time.perf_counter()
+            judgements = await judge_samples(reward_fn, group, RewardConfig(timeout_s=arguments.timeout_s))
+            took_ms = 1e3 * (time.perf_counter() - started)
+            for text, judgement in zip(texts, judgements, strict=True):
+                result = judgement.result
+                score = None if result is None or judgement.error is not None else float(result.score)
+                reason = str(judgement.error) if judgement.error is not None else "" if result is None else result.reason
+                metrics = {} if result is None else {name: metric.score for name, metric in result.metrics.items()}
+                place = {"row": i, "source": sources[i], "completion": text, "group_ms": took_ms}
+                trials.append(Trial(**place, score=score, reason=reason, metrics=metrics))
+
+    if isinstance(reward, RewardSource):
+        async with reward.open_reward() as opened:
+            await judge(opened)
+    else:
+        await judge(reward)
+    return trials
+
+
+def pair_truths(truths: Sequence[Any], sources: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the right answer of each row and, where it differs, that of the next row. Raises DataError if a row has none."""
+    lacking = [source for source, truth in zip(sources, truths, strict=True) if truth is None]
+    if lacking:
+        raise DataError(
+            f"{lacking[0]}: the row has no ground truth to try as an answer (as {len(lacking)} of {len(truths)} rows): give --completions "
+            'FILE, with a line {"completion": TEXT} for each row, or name its column (--columns answer=NAME)'
+        )
+    texts = [truth if isinstance(truth, str) else json.dumps(truth) for truth in truths]
+    return [tuple(dict.fromkeys((text, texts[(i + 1) % len(texts)]))) for i, text in enumerate(texts)]
+
+
+def read_completions(path: str, num_rows: int) -> list[tuple[str, ...]]:
+    """Read the answers to each row. Raises DataError with file and line."""
+    from rollouts.data.datasets import load_rows
+
+    def parse(row: dict[str, Any], where: str) -> tuple[str, ...]:
+        value = row.get("completions", [row["completion"]] if "completion" in row else None)
+        if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+            raise DataError(f'{where}: the row has {sorted(row)}, expected {{"completion": TEXT}} or {{"completions": [TEXT, ...]}}')
+        return tuple(value)
+
+    loaded = load_rows(path, parse)
+    if len(loaded) < num_rows:
+        raise DataError(f"{path} has answers to {len(loaded)} rows, but {num_rows} are tried: add lines, or give --rows {len(loaded)}")
+    return list(loaded.rows[:num_rows])
+
+
+def describe_trials(trials: Sequence[Trial]) -> str:
+    """Return the table of the answers, and what a run should know about the function."""
+    lines: list[str] = []
+    for k, trial in enumerate(trials):
+        if k == 0 or trials[k - 1].row != trial.row:
+            lines.append(f"{trial.source}   {trial.group_ms:.1f} ms")
+        score = "  failed" if trial.score is None else f"{trial.score:8.3f}"
+        shown = trial.completion if len(trial.completion) <= _WIDTH else f"{trial.completion[: _WIDTH - 3]}..."
+        more = [trial.reason] if trial.reason else []
+        more += [f"{name} {value:.3g}" for name, value in trial.metrics.items()]
+        lines.append(f"{score}  {shown!r:<{_WIDTH + 2}}  {'; '.join(more)}".rstrip())
+    scores = [trial.score for trial in trials if trial.score is not None]
+    times = list({trial.row: trial.group_ms for trial in trials}.values())
+    failed = len(trials) - len(scores)
+    lines.append("")
+    if scores:
+        mean = sum(scores) / len(scores)
+        lines.append(f"{len(scores)} scores: mean {mean:.3f}, lowest {min(scores):.3f}, highest {max(scores):.3f}")
+    lines.append(f"time of a row's answers: median {median(times):.1f} ms, longest {max(times):.1f} ms")
+    if max(times) > _HEAVY_MS:
+        lines.append("groups of a batch are scored at the same time, but a step waits for the slowest: see --reward.timeout-s")
+    if failed:
+        lines.append(f"{failed} of {len(trials)} answers have no reward: a run ends there, unless --reward.on-error says otherwise")
+    elif len(set(scores)) == 1 and len(scores) > 1:
+        lines.append("all scores are equal: groups with equal rewards teach nothing, so look whether the function reads what it should")
+    return "\n".join(lines)
+
+
+def run(arguments: Arguments) -> int:
+    """Try the function and print the result. Returns the exit status: 1 if an answer has no reward."""
+    if arguments.rows < 1:
+        raise ConfigError(f"--rows is {arguments.rows}, expected at least 1")
+    if not arguments.timeout_s > 0:
+        raise ConfigError(f"--timeout-s is {arguments.timeout_s}, expected more than 0")
+    trials = trio.run(try_reward, arguments)
+    text = "\n".join(json.dumps(trial.to_dict()) for trial in trials) if arguments.json else describe_trials(trials)
+    with ignore_closed_stdout():
+        print(make_safe(redact(text)), flush=True)
+    return EXIT_FAILURE if any(trial.score is None for trial in trials) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+
+    def parse() -> Arguments:
+        with ignore_closed_stdout():
+            return tyro.cli(Arguments, prog=PROGRAM, args=given)
+        raise SystemExit(0)  # the reader of the help closed stdout
+
+    return run_command(parse, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
