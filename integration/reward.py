@@ -56,7 +56,7 @@ class Trial:
     source: str  # file and line of the row
     completion: str
     score: float | None  # None = no reward
-    reason: str  # of the function, or the error
+    reason: str  # the function's, or the error
     metrics: Mapping[str, float]
     group_ms: float  # time for all answers to the row
 
