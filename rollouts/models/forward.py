@@ -568,9 +568,10 @@ def compute_log_probs(
     if temperatures is not None:
         row_of_token = packed.flat_index // packed.shape[1]
         temperatures = temperatures[row_of_token[shift.positions]]
+    inputs = _run_before(layer.before, hidden[shift.predictors], options.compute_dtype)
     log_probs, entropy = chunked_log_probs(
-        hidden[shift.predictors].to(options.compute_dtype),
-        layer.weight,
+        inputs.to(options.compute_dtype),
+        layer.weight if layer.token_scale is None else layer.weight * layer.token_scale()[:, None],
         shift.targets,
         bias=layer.bias,
         temperatures=temperatures,
@@ -592,9 +593,8 @@ def compute_values(
     The value at t does not depend on tokens[:, t], so it can be a baseline of that token. log_probs are zeros: a critic has none. The
     head's dropout, which token-classification models have, is left out.
     """
-    head = get_value_head(model)
     shift = packed.shift
-    values = torch.nn.functional.linear(hidden[shift.predictors].float(), head.weight, head.bias).squeeze(-1)
+    values = read_value_head(model, hidden[shift.predictors], options.compute_dtype)
     return TokenOutputs(log_probs=torch.zeros(packed.shape, device=hidden.device), values=_place(values, packed, shift.positions))
 
 
@@ -605,8 +605,7 @@ def compute_scores(
 
     Unlike a value it depends on tokens[:, t], so the score of a text is the one at its last token (preferences.score_loss).
     """
-    head = get_value_head(model)
-    scores = torch.nn.functional.linear(hidden.float(), head.weight, head.bias).squeeze(-1)
+    scores = read_value_head(model, hidden, options.compute_dtype)
     return TokenOutputs(log_probs=torch.zeros(packed.shape, device=hidden.device), values=packed.unpack(scores))
 
 
@@ -643,16 +642,23 @@ def find_cache_name(module: torch.nn.Module) -> str:
 
 @dataclass(frozen=True, eq=False)
 class OutputLayer:
-    """The step from last hidden states to logits: one linear layer, and a change of its results."""
+    """The step from last hidden states to logits: layers of the model's own, one linear layer, and a change of its results."""
 
-    weight: Tensor  # [V, H]
+    weight: Tensor  # [V, K]
     bias: Tensor | None  # [V]
     transform: LogitTransform | None  # None = no change
     module: OneDNNLinear | None = None  # the layer itself, where it has products of its own
+    before: Callable[[Tensor], Tensor] | None = None  # hidden states [..., H] -> what the linear layer reads [..., K]; None = the same
+    token_scale: Callable[[], Tensor] | None = None  # () -> learned factors [V] of the logits, as they are now; None = 1
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [..., V] from hidden states [..., H], in float32 if they are changed."""
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias) if self.module is None else self.module(hidden)
+        return self.read(hidden if self.before is None else self.before(hidden))
+
+    def read(self, inputs: Tensor) -> Tensor:
+        """Compute logits [..., V] from what the linear layer reads, [..., K]."""
+        logits = torch.nn.functional.linear(inputs, self.weight, self.bias) if self.module is None else self.module(inputs)
+        logits = logits if self.token_scale is None else logits.float() * self.token_scale()
         return logits if self.transform is None else self.transform.apply(logits.float())
 
 
@@ -664,6 +670,10 @@ def get_output_layer(model: PreTrainedModel) -> OutputLayer:
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise ConfigError(f"{type(model).__name__} has no linear output layer (found {type(head).__name__})")
+    own = {name for name, _ in head.named_parameters()} - {"weight", "bias"}
+    scaled = own == {"logit_scale"} and hasattr(head, "logit_scale_factor")  # Dory learns a factor for each token
+    if own and not scaled:
+        raise ConfigError(f"{type(model).__name__} has an output layer with parameters that are not computed here: {sorted(own)}")
     config: Any = model.config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier"):
@@ -680,7 +690,77 @@ def get_output_layer(model: PreTrainedModel) -> OutputLayer:
     module = head if isinstance(head, OneDNNLinear) else None
     if size is not None and size < head.out_features:
         weight, bias, module = weight[:size], None if bias is None else bias[:size], None
-    return OutputLayer(weight, bias, None if transform == LogitTransform() else transform, module)
+    return OutputLayer(
+        weight,
+        bias,
+        None if transform == LogitTransform() else transform,
+        module,
+        before=find_layers_before(model, head),
+        token_scale=partial(_read_token_scale, head) if scaled else None,
+    )
+
+
+def _read_token_scale(head: Any) -> Tensor:
+    return head.logit_scale.float() * head.logit_scale_factor
+
+
+def find_layers_before(model: PreTrainedModel, head: torch.nn.Linear) -> Callable[[Tensor], Tensor] | None:
+    """Return the function from last hidden states [..., H] to what a head reads, [..., K], if a model has parameters between them.
+
+    Models of BERT's line have a layer with an activation and a norm there; ModernBERT's decoder has one before the scores, too.
+    """
+    known = {id(parameter) for module in (get_decoder(model), head) for parameter in module.parameters()}
+    if all(id(parameter) in known for parameter in cast("torch.nn.Module", model).parameters()):
+        return None
+    return partial(_run_to_head, model, head)
+
+
+class _HeadReached(Exception):
+    """Ends a model's forward pass where its head would read; args[0] is what it would read."""
+
+
+def _run_to_head(model: PreTrainedModel, head: torch.nn.Module, hidden: Tensor) -> Tensor:
+    """Run a model's own code between its decoder and a head, neither of which computes anything, on hidden states # [..., H].
+
+    Raises: ConfigError for a model that does not call its decoder, or not this head.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+    decoder: Any = get_decoder(model)
+    rows = hidden.reshape(1, -1, hidden.shape[-1])
+
+    def give(*_: Any, **__: Any) -> Any:
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=cast("Any", rows))
+
+    def stop(_module: Any, inputs: tuple[Tensor, ...]) -> None:
+        raise _HeadReached(inputs[0])
+
+    hook = head.register_forward_pre_hook(stop)
+    decoder.forward = give  # for this object alone; its class keeps its method
+    try:
+        cast("Any", model).forward(input_ids=torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device), use_cache=False)
+    except _HeadReached as reached:
+        return reached.args[0].reshape(*hidden.shape[:-1], -1)
+    finally:
+        del decoder.forward
+        hook.remove()
+    raise ConfigError(f"{type(model).__name__} does not call its head behind its decoder, so that it cannot be computed here")
+
+
+def _run_before(before: Callable[[Tensor], Tensor] | None, hidden: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    """Run the layers before a head in the dtype of the passes."""
+    if before is None:
+        return hidden
+    with torch.autocast(hidden.device.type, dtype=torch.bfloat16, enabled=compute_dtype == torch.bfloat16):
+        return before(hidden)
+
+
+def read_value_head(model: PreTrainedModel, hidden: Tensor, compute_dtype: torch.dtype = torch.float32) -> Tensor:
+    """Compute values or scores [N], float32, from last hidden states [N, H], as get_value_head's layer reads them."""
+    head = get_value_head(model)
+    inputs = _run_before(find_layers_before(model, head), hidden, compute_dtype)
+    bias = None if head.bias is None else head.bias.float()  # pyright: ignore[reportUnnecessaryComparison]
+    return torch.nn.functional.linear(inputs.float(), head.weight.float(), bias).squeeze(-1)
 
 
 def get_value_head(model: PreTrainedModel) -> torch.nn.Linear:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rollouts.errors import ConfigError
-from rollouts.models.forward import get_decoder, get_value_head
+from rollouts.models.forward import find_layers_before, get_decoder, get_value_head
 from rollouts.models.loading import (
     check_model_directory,
     explain_loading,
@@ -56,6 +56,8 @@ def load_critic_model(
             scorer = find_head_class(AutoModelForSequenceClassification, config).from_pretrained(
                 directory, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
             )
+            if find_layers_before(cast("PreTrainedModel", scorer), get_value_head(cast("PreTrainedModel", scorer))) is not None:
+                raise ConfigError(explain_deep_score(directory, type(scorer).__name__))
             critic = create_critic_model(cast("PreTrainedModel", scorer), seed=seed)
             with torch.no_grad():
                 get_value_head(critic).weight.copy_(get_value_head(cast("PreTrainedModel", scorer)).weight)
@@ -104,6 +106,7 @@ def create_model_with_head(
         setattr(config, name, value)
     try:
         with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # for layers between backbone and head, which some models have
             made = cast("PreTrainedModel", find_head_class(kind, config).from_config(config))
     except ValueError as error:
         raise ConfigError(_explain_missing_head(kind, config)) from error
@@ -145,6 +148,14 @@ def find_head_class(kind: Any, config: Any) -> Any:
     # transformers reads the source of the class's module for what its layers can do
     content = {"__module__": backbone.__module__, "config_class": type(config), "from_config": classmethod(from_config)}
     return type(name, (generic, base), content)
+
+
+def explain_deep_score(directory: Path, kind: str) -> str:
+    """Explain why a reward model with layers before its head is no critic."""
+    return (
+        f"{directory} is a {kind}, which has layers of its own between the hidden states and its head, and a critic has none: start the "
+        "critic from a language model"
+    )
 
 
 def _explain_missing_head(kind: Any, config: Any) -> str:

@@ -29,8 +29,10 @@ from rollouts.models.forward import (
     find_chunk,
     get_decoder,
     get_output_layer,
+    get_value_head,
     name_layer,
     pack_padded,
+    read_value_head,
     run_native,
     run_packed,
 )
@@ -336,8 +338,7 @@ def check_native_rows(model: PreTrainedModel, compute_dtype: torch.dtype | None 
                 _check_finite(model, expected)
                 _check_causal(model, expected[1, : length // 2], expected[2, : length // 2])
                 head = get_output_layer(model) if has_logits else None
-                if has_logits:
-                    check_output_layer(model)
+                (check_output_layer if has_logits else check_value_head)(model)
                 with choices.replay({(3, length): numbers.flatten()}):
                     hidden = run_native(model, pack_padded(tokens, torch.full((3,), length, device=device)))
                 found = (hidden if head is None else head.compute_logits(hidden)).view(expected.shape)
@@ -366,17 +367,21 @@ def check_output_layer(model: PreTrainedModel) -> None:
 
     Raises: ConfigError if it does not, or if the output layer is not linear.
     """
-    layer, scaled = get_output_layer(model), list[Tensor]()
+    layer, read, scaled = get_output_layer(model), list[Tensor](), list[Tensor]()
 
-    def enlarge(hidden: Tensor) -> Tensor:
-        largest = torch.nn.functional.linear(hidden, layer.weight, layer.bias).abs().max().float().clamp(min=1e-6)
-        scaled[:] = [hidden * (100 / largest).to(hidden.dtype)]
+    def enlarge(inputs: Tensor) -> Tensor:
+        largest = torch.nn.functional.linear(inputs, layer.weight, layer.bias).abs().max().float().clamp(min=1e-6)
+        scaled[:] = [inputs * (100 / largest).to(inputs.dtype)]
         return scaled[0]
 
     def enlarge_output(_module: Any, _inputs: Any, output: Any) -> None:
-        output.last_hidden_state = enlarge(output.last_hidden_state)
+        read.append(output.last_hidden_state)
+        if layer.before is None:
+            output.last_hidden_state = enlarge(output.last_hidden_state)
 
     def enlarge_input(_module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if layer.before is not None and read:  # a norm in these layers would undo a change of what they read
+            read.append(inputs[0])
         return None if scaled else (enlarge(inputs[0]), *inputs[1:])
 
     head = cast("torch.nn.Module", model.get_output_embeddings())
@@ -388,12 +393,43 @@ def check_output_layer(model: PreTrainedModel) -> None:
         for hook in hooks:
             hook.remove()
     _check_finite(model, scaled[0], expected)
-    found = layer.compute_logits(scaled[0]).view(expected.shape)
+    if layer.before is not None and len(read) == 2:
+        dtype = find_dtype(model, read[1])
+        check_same(layer.before(read[0]), read[1], f"{type(model).__name__} gives other results before its output layer", dtype)
+    found = layer.read(scaled[0]).view(expected.shape)
     dtype = find_dtype(model, found)
     if not _measure_difference(found, expected) <= (1e-4 if dtype == torch.float32 else 5e-2):
         raise ConfigError(
             f"{type(model).__name__} changes the logits of its output layer in a way that is not computed here"
             f"{_quote_fields(model.config)}: use another model"
+        )
+
+
+def check_value_head(model: PreTrainedModel) -> None:
+    """Check that read_value_head gives the model's own scores; a model without a head of one value, as a bare decoder, is left alone.
+
+    Raises: ConfigError if it does not: for a model that reads its score at another place than the last token, for example.
+    """
+    try:
+        get_value_head(model)
+    except ConfigError:
+        return
+    tokens = draw_check_tokens(model, (4, 9))
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    tokens[tokens == pad] = int(tokens[tokens != pad][0])  # so that the last token is the one whose score is read
+    read: list[Tensor] = []
+    hook = get_decoder(model).register_forward_hook(lambda _module, _inputs, output: read.append(output[0][0]))
+    try:  # one row at a time; a row has 9 values, or one score
+        own = [cast("Any", model)(input_ids=row[None], use_cache=False).logits.flatten() for row in tokens]
+    finally:
+        hook.remove()
+    found = torch.cat([read_value_head(model, hidden)[-len(values) :] for hidden, values in zip(read, own, strict=True)])
+    expected = torch.cat(own)
+    _check_finite(model, found, expected)
+    if not is_same(found, expected, find_dtype(model, expected)):
+        raise ConfigError(
+            f"{type(model).__name__} computes its score in another way than by a head on the hidden state of the last token, which "
+            "is not done here: serve it, and ask it over HTTP (open_remote_reward)"
         )
 
 
@@ -429,8 +465,7 @@ def use_packed_attention(model: PreTrainedModel, compute_dtype: torch.dtype | No
             with early_temperatures(model), open_choices(model) as choices:
                 head = get_output_layer(model) if has_logits else None
                 with native_attention(model):
-                    if has_logits:
-                        check_output_layer(model)
+                    (check_output_layer if has_logits else check_value_head)(model)
                     run = cast("Any", model if has_logits else get_decoder(model))
                     with choices.record():
                         outputs = [run(input_ids=tokens[i : i + 1, : int(n)], use_cache=False) for i, n in enumerate(lengths)]

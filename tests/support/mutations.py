@@ -714,8 +714,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rewards/models/local.py",
         "the score of a reward model is read one token too early",
-        "[packed.cu_seqlens[1:] - 1].float()",
-        "[packed.cu_seqlens[1:] - 2].float()",
+        "[packed.cu_seqlens[1:] - 1]).cpu()",
+        "[packed.cu_seqlens[1:] - 2]).cpu()",
         ("rewards/test_reward_model.py::test_scores_are_those_of_transformers_at_the_last_token",),
     ),
     Mutation(
@@ -1432,6 +1432,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self.masks[key] = seen if chunk is None else seen & (places >= own - own % chunk)",
         "self.masks[key] = seen",
         ("models/test_model_families.py::test_the_embedded_engine_has_the_numbers_of_transformers_beyond_windows[llama4]",),
+    ),
+    Mutation(
+        "models/forward.py",
+        "layers between a decoder and its head are left out",
+        "return before(hidden)",
+        "return hidden",
+        ("models/test_deep_heads.py::test_a_reward_model_with_a_deep_head_scores_and_learns_as_transformers_does",),
+    ),
+    Mutation(
+        "models/prepare.py",
+        "a score is not compared with the model's own",
+        "if not is_same(found, expected, find_dtype(model, expected)):",
+        "if False:",
+        ("models/test_deep_heads.py::test_a_score_that_is_read_elsewhere_is_refused",),
+    ),
+    Mutation(
+        "models/forward.py",
+        "learned factors of logits have no gradient",
+        "layer.weight if layer.token_scale is None else layer.weight * layer.token_scale()[:, None],",
+        "layer.weight if layer.token_scale is None else layer.weight * layer.token_scale().detach()[:, None],",
+        ("models/test_deep_heads.py::test_training_through_a_head_has_the_numbers_of_transformers[dory]",),
     ),
     Mutation(
         "models/prepare.py",

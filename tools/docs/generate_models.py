@@ -74,6 +74,15 @@ OWN = {  # settings under names of a family's own, or that it needs besides
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 4.0},
+    "modernbert-decoder": {"local_attention": 8},
+    "bert": {"is_decoder": True},
+    "roberta": {"is_decoder": True},
+    "electra": {"is_decoder": True, "embedding_size": 48},
+    "inkling2_text": {"unpadded_vocab_size": 96},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "gpt_bigcode": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64},
+    "openai-gpt": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64},
+    "ctrl": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64, "dff": 96},
 }
 FAMILIES = """
 llama mistral ministral ministral3 qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text mixtral gemma gemma2
@@ -83,7 +92,8 @@ cohere2 starcoder2 opt bloom falcon stablelm ernie4_5 ernie4_5_moe hunyuan_v1_de
 lfm2_moe exaone4 seed_oss dots1 flex_olmo longcat_flash mamba mamba2 bamba jamba falcon_h1 nemotron_h nemotron arcee apertus vaultgemma
 llama4_text helium zamba2 recurrent_gemma afmoe solar_open youtu bitnet diffllama doge jetmoe cwm mimo_v2_flash hy_v3 hy_v4 persimmon
 nanochat jais2 exaone_moe minicpm3 hyperclovax laguna mellum bailing_hybrid kolibri1 flint falcon_mamba axk1 cohere2_moe granite_swa
-granitemoe_swa granitemoeshared iquestcoder lfm3 minimax_m3_vl_text hrm_text inkling_text gpt_neox_japanese biogpt
+granitemoe_swa granitemoeshared iquestcoder lfm3 minimax_m3_vl_text hrm_text inkling_text gpt_neox_japanese biogpt modernbert-decoder
+bert roberta electra dory exaone internlm3 lara_mini beam aria_text apertus1p5_text inkling2_text gpt_neo gpt_bigcode openai-gpt ctrl
 """.split()  # noqa: SIM905
 
 

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from rollouts.backends.weights.fill import ChosenWeights, WeightSource, fill_weights, open_weights
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.forward import get_value_head
-from rollouts.models.heads import CRITIC, CRITIC_KIND, find_head_class, init_value_head, is_reward_model
+from rollouts.models.heads import CRITIC, CRITIC_KIND, explain_deep_score, find_head_class, init_value_head, is_reward_model
 from rollouts.models.loading import check_model_directory, explain_loading, is_of_kind, read_model_config
 from rollouts.models.weights import base_weights
 
@@ -139,11 +139,13 @@ def materialize_critic(
     if is_reward_model(config):
         kind = find_head_class(AutoModelForSequenceClassification, config)
     with explain_loading(path, CRITIC), open_weights(model, path, kind) as files:
-        fill_weights(model, _choose_for_critic(model, files, config, seed, head_std), device, str(path))
+        fill_weights(model, _choose_for_critic(model, files, config, path, seed, head_std), device, str(path))
         return files.bytes_read
 
 
-def _choose_for_critic(model: PreTrainedModel, source: WeightSource, config: Any, seed: int, head_std: float | None) -> WeightSource:
+def _choose_for_critic(
+    model: PreTrainedModel, source: WeightSource, config: Any, path: Path, seed: int, head_std: float | None
+) -> WeightSource:
     """Return the weights of a critic by its own names."""
     if is_of_kind(config, CRITIC_KIND):
         return ChosenWeights(source, {name: name for name in source.shapes}, {})
@@ -165,6 +167,9 @@ def _choose_for_critic(model: PreTrainedModel, source: WeightSource, config: Any
         scorer = next((name for name in ("score.weight", "classifier.weight") if name in source.shapes), None)
         if scorer is None:
             raise CheckpointError("the reward model has no weights of its head (score.weight): it is not a complete model")
+        more = [name for name in source.shapes if name not in names.values() and name.partition(".")[0] not in ("score", "classifier")]
+        if more:
+            raise ConfigError(explain_deep_score(path, " or ".join(getattr(config, "architectures", None) or [])))
         names[f"{head_name}.weight"] = scorer
         del given[f"{head_name}.weight"]
     return ChosenWeights(source, names, given)

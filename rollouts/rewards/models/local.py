@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import trio
-from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
 from rollouts.batches import plan_microbatches
@@ -25,7 +24,7 @@ from rollouts.chat.tokenize import prepare_sft_sample, render_messages, special_
 from rollouts.data.model_limits import find_context_length
 from rollouts.data.samples import describe_sample, find_actions, sample_messages
 from rollouts.errors import ConfigError, DataError, RewardError
-from rollouts.models.forward import get_value_head, pack_padded, run_native, run_packed
+from rollouts.models.forward import get_value_head, pack_padded, read_value_head, run_native, run_packed
 from rollouts.models.heads import load_reward_model, reads_turn_end
 from rollouts.models.loading import load_tokenizer, parse_device
 from rollouts.models.prepare import prepare_attention
@@ -109,9 +108,7 @@ class RewardModel:
         tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
         packed = pack_padded(tokens, torch.tensor([len(row) for row in rows], device=device))
         with torch.no_grad():
-            last = self._run(self.model, packed)[packed.cu_seqlens[1:] - 1].float()  # [B, H]
-            bias = None if self._head.bias is None else self._head.bias.float()  # pyright: ignore[reportUnnecessaryComparison]
-            return linear(last, self._head.weight.float(), bias).squeeze(-1).cpu()
+            return read_value_head(self.model, self._run(self.model, packed)[packed.cu_seqlens[1:] - 1]).cpu()
 
 
 @asynccontextmanager
