@@ -183,32 +183,90 @@ async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: 
 async def _judge_in_relay(function: _Function, samples: Sequence[Sample], config: RewardConfig) -> list[Judgement]:
     """Judge samples concurrently by an async function, in the order of the samples, with no more tasks than calls that wait.
 
-    One task makes one call after another. As soon as a call waits, another task makes the next calls.
+    One task makes one call after another, in one cancel scope. As soon as a call waits, it gets its deadline, and another task makes the
+    next calls.
     """
     judgements: dict[int, Judgement] = {}
     remaining = deque(range(len(samples)))
+    may_retry = config.on_error == "retry" and config.max_retries > 0
 
     async with trio.open_nursery() as nursery:
 
         async def judge_next() -> None:
-            waits = False
-
-            def hand_over() -> None:
-                nonlocal waits
-                if remaining and not waits:
-                    nursery.start_soon(judge_next)
-                waits = True
-
-            alarm = interrupt_blocking(_timeout(config), hand_over)
+            turn = _Turn(_timeout(config), lambda: nursery.start_soon(judge_next) if remaining else None)
+            k = remaining.popleft()
             try:
-                while remaining and not waits:
-                    k = remaining.popleft()
-                    judgements[k] = await _judge_sample(function, samples[k], config, None, alarm)
+                with turn.scope:
+                    while True:
+                        judgements[k] = await _judge_first(function, samples[k], config, turn)
+                        if turn.waits or not remaining or (may_retry and judgements[k].error is not None):
+                            break
+                        k = remaining.popleft()
+            except BaseException as error:  # left by a nursery of the function beside Cancelled, which the scope has taken out of it
+                if is_passed_on(error) or not turn.scope.cancelled_caught:
+                    raise
+                judgements[k] = _judge_late(function, samples[k], config, error)
+            else:
+                if turn.scope.cancelled_caught:
+                    judgements[k] = _judge_late(function, samples[k], config)
             finally:
-                alarm.stop()
+                turn.alarm.stop()
+            failure = judgements[k].error
+            if may_retry and failure is not None:
+                turn.hand_over()
+                judgements[k] = await _judge_sample(function, samples[k], config, failure)
 
         await judge_next()
     return [judgements[k] for k in range(len(samples))]
+
+
+class _Turn:
+    """One task of a relay: the cancel scope and the alarm of its calls, of which only the last one waits."""
+
+    def __init__(self, timeout_s: float, start_next: Callable[[], None]) -> None:
+        self.scope = trio.CancelScope()
+        self.alarm = interrupt_blocking(timeout_s, self.hand_over)
+        self.begun = 0.0  # time at which the current call began
+        self.waits = False  # another task goes on with the next samples
+        self._start_next = start_next
+
+    def hand_over(self) -> None:
+        """Give the current call its deadline, and let another task go on; done once."""
+        if not self.waits:
+            self.waits = True
+            self.scope.deadline = self.begun + self.alarm.timeout_s
+            self._start_next()
+
+
+async def _judge_first(function: _Function, sample: Sample, config: RewardConfig, turn: _Turn) -> Judgement:
+    """Judge one sample by a first call in the scope of a relay's task. A deadline that passes while it waits leaves as Cancelled."""
+    turn.begun, name = trio.current_time(), function.name
+    try:
+        value = function.call(sample)
+        if inspect.isawaitable(value):
+            value = await finish(value, turn.alarm.timeout_s, turn.alarm)
+    except CodeBlocked as block:
+        failure = _create_timeout_error(name, describe_sample(sample), config, block)
+        failure.__cause__ = block
+        return Judgement(error=failure)
+    except BaseException as error:  # see _call
+        if is_passed_on(error):
+            raise
+        failure = _create_failure(name, describe_sample(sample), error)
+        failure.__cause__ = error
+        return Judgement(error=failure)
+    if turn.waits:  # see _call_until
+        turn.scope.deadline = math.inf
+        if trio.current_time() > turn.begun + turn.alarm.timeout_s:
+            return _judge_late(function, sample, config)
+    return _judge_value(value, sample, name, 0)
+
+
+def _judge_late(function: _Function, sample: Sample, config: RewardConfig, cause: BaseException | None = None) -> Judgement:
+    """Return the judgement of a sample whose call did not return within its deadline."""
+    failure = _create_timeout_error(function.name, describe_sample(sample), config)
+    failure.__cause__ = cause
+    return Judgement(error=failure)
 
 
 def judge_now(reward_fn: RewardFn, samples: Sequence[Sample]) -> list[Any]:
