@@ -33,7 +33,7 @@ import trio
 
 from benchmarks.measure import print_table
 from integration.parts.engines import create_embedded_engine
-from integration.parts.models import create_tokenizer
+from integration.parts.model_settings import create_tokenizer
 from integration.run.job import favor_computation
 from integration.run.stages import Evaluation, RunControl, create_task, run_rl
 from integration.settings.config import Config, count_rl_updates

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,10 +51,20 @@ def _goes_online(command: CommandLine) -> bool:
 def _run(argv: Sequence[str], command: CommandLine) -> int:
     if not (command.quiet or command.dry_run or "RANK" in os.environ or "torch" in sys.modules):
         print("loading torch and transformers", file=sys.stderr, flush=True)
+    if command.dry_run:
+        return _describe(command)
     with interrupts_end_the_process(), garbage_collection_off():
         from integration.run import job
-    with garbage_collection_off() if command.dry_run else nullcontext():  # a dry run is little else than imports
-        return job.run(command, argv)
+    return job.run(command, argv)
+
+
+def _describe(command: CommandLine) -> int:
+    """Execute a dry run, which is little else than imports: of torch and of what the settings need, and of no backend or engine."""
+    with garbage_collection_off():
+        with interrupts_end_the_process():
+            from integration.dry_run.checks import check_run
+            from integration.dry_run.describe import tell_run
+        return tell_run(command, check_run(command)[1])
 
 
 def _follow(command: CommandLine) -> int:

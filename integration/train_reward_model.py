@@ -21,7 +21,8 @@ import trio
 import tyro
 
 from integration.parts.hub_models import find_models, names_hub_model
-from integration.parts.models import check_optimizers, create_model, describe_hardware, fix_hardware, set_master_dtype
+from integration.parts.model_settings import check_optimizers
+from integration.parts.models import create_model, describe_hardware, fix_hardware, set_master_dtype
 from integration.run.directory import METRICS_FILE, StopRequest, measure_seconds, prepare_directory, read_facts, watch_signals
 from integration.run.display import Progress
 from integration.run.exit_status import EXIT_STOPPED, run_command

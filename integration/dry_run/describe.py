@@ -12,8 +12,9 @@ from integration.expressions.algorithm import describe_call
 from integration.expressions.filters import NO_FILTER, describe_filter
 from integration.expressions.loggers import describe_loggers
 from integration.expressions.mixture import describe_mixture
-from integration.parts.models import read_model_config
-from integration.settings.command_line import Mode
+from integration.parts.model_settings import read_model_config
+from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.settings.command_line import CommandLine, Mode
 from integration.settings.config import (
     Config,
     count_critic_updates,
@@ -36,8 +37,22 @@ from integration.settings.task_defaults import find_default
 from rollouts.backends.lora.adapters import explain_wasted_rank
 from rollouts.config import OptimizerConfig
 from rollouts.config_files import to_dict
+from rollouts.errors import make_safe, redact
 
 ALL_SETTINGS = "--dry-run --json shows all"
+
+
+def tell_run(command: CommandLine, config: Config) -> int:
+    """Print the description of a run, and return the exit status of a dry run.
+
+    Args:
+        config: that of the command, checked: check_run's.
+    """
+    describe = describe_run_as_json if command.json else describe_run
+    described = make_safe(redact(describe(config, command.mode, command.find_idle_options())))
+    with ignore_closed_stdout():
+        print(described)
+    return 0
 
 
 def describe_run(config: Config, mode: Mode, idle: Collection[IdleOption] = ()) -> str:

@@ -55,7 +55,7 @@ class ModelSizes:
 
 
 def read_sizes(model_config: Any, *, trust_remote_code: bool = False) -> ModelSizes:
-    """Return the sizes of the model of a Hugging Face configuration, without allocating weights.
+    """Return the sizes of the model of a Hugging Face configuration or of the BuiltInModel, without allocating weights.
 
     Sizes of the common dense families follow from the configuration; other models are created on the meta device, which takes seconds of
     imports.
@@ -74,7 +74,7 @@ def compute_sizes(model_config: Any) -> ModelSizes | None:
     family = getattr(model_config, "model_type", None)
     if (
         family not in _DENSE
-        or type(model_config).__module__.split(".")[0] != "transformers"
+        or type(model_config).__module__.split(".")[0] not in ("transformers", "integration")
         or hasattr(model_config, "quantization_config")
     ):
         return None

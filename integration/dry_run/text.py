@@ -26,10 +26,9 @@ from integration.dry_run.layout import (
 from integration.dry_run.memory import FLOAT, MOMENTS_WIDTH, STATES, Part, Sharding, Training, measure_frozen_width
 from integration.dry_run.sizes import ModelSizes, read_adapter_sizes, read_sizes
 from integration.dry_run.traffic import Links
-from integration.parts.models import read_model_config
-from integration.parts.placement import count_training_gpus, limits_memory
+from integration.parts.model_settings import read_model_config
+from integration.parts.placement import GPU_VARIABLE, count_training_gpus, limits_memory
 from integration.parts.rewards import find_reward_model
-from integration.parts.server_fleet import GPU_VARIABLE
 from integration.settings.config import Config, count_greedy_samples, count_rl_updates, response_tokens
 from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.sections import HardwareSection

@@ -23,8 +23,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 import trio
 
-from integration.parts.placement import PYTHON_VARIABLES, find_nccl_version, find_server_python, list_visible_gpus
-from integration.parts.server_fleet import GPU_VARIABLE, ServerUpkeep, assign_gpus, create_news, open_server_fleet, spread_config
+from integration.parts.placement import (
+    GPU_VARIABLE,
+    PYTHON_VARIABLES,
+    assign_gpus,
+    find_nccl_version,
+    find_server_python,
+    list_visible_gpus,
+)
+from integration.parts.server_fleet import ServerUpkeep, create_news, open_server_fleet, spread_config
 from integration.settings.config import Config
 from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.sections import ENGINE_KINDS, EngineSection

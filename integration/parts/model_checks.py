@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from integration.dry_run.sizes import read_adapter_sizes, read_sizes
-from integration.parts.models import read_model_config
+from integration.parts.model_settings import read_model_config
 from integration.settings.config import Config
-from rollouts.backends.fsdp.load import load_hf_model_on_meta
-from rollouts.backends.weights.fill import FileWeights
 from rollouts.chat.template_checks import describe_template, find_turn_end
 from rollouts.data.model_limits import read_config_limits
 from rollouts.engines.weights.checkpoint_check import read_eos_token_ids
@@ -46,6 +44,8 @@ def check_model(config: Config, *, weights: bool = True) -> None:
             "model that they were made from; --lora.rank with --lora.base-dtype nf4 then keeps it in 4 bits"
         )
     if weights:
+        from rollouts.backends.fsdp.load import load_hf_model_on_meta  # takes half a second, as FSDP does
+
         check_weight_files(load_hf_model_on_meta(directory, trust_remote_code=config.model.trust_remote_code), directory)
     _check_adapters(config)
 
@@ -57,6 +57,8 @@ def check_weight_files(model: PreTrainedModel, directory: Path) -> None:
     """
     if not list(directory.glob("*.safetensors")) or converts_weights(model):
         return
+    from rollouts.backends.weights.fill import FileWeights  # imports FSDP's tensors
+
     try:
         with FileWeights(directory) as files:
             shapes = dict(files.shapes)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from integration.parts.server_fleet import GPU_VARIABLE, assign_gpus
 from integration.settings.config import Config
 from integration.settings.sections import EngineSection
 from rollouts.errors import ConfigError
 from rollouts.models.loading import find_device_name
 
+GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 PYTHON_VARIABLES = {"vllm": "VLLM_PYTHON", "sglang": "SGLANG_PYTHON"}
 """Environment variables that name the Python of an environment with the server."""
 
@@ -153,3 +153,20 @@ def place_servers(config: Config, environment: Mapping[str, str], num_ranks: int
     if section.sleep is None:
         section = replace(section, sleep=bool(placement.shared) and not config.asynchronous.enabled)
     return replace(config, engine=section)
+
+
+def assign_gpus(num_servers: int, gpus_per_server: int, gpus: Sequence[str]) -> tuple[str, ...]:
+    """Return CUDA_VISIBLE_DEVICES of each server: its own GPUs, in order. Pure function.
+
+    Args:
+        gpus: names of the usable GPUs.
+
+    Raises: ConfigError if there are too few.
+    """
+    needed = num_servers * gpus_per_server
+    if len(gpus) < needed:
+        raise ConfigError(
+            f"{num_servers} servers of {gpus_per_server} GPUs each need {needed}, but there are {len(gpus)} ({', '.join(gpus) or 'none'}): "
+            "start fewer servers, or name the GPUs with --engine.gpus; a GPU named n times is shared by n servers"
+        )
+    return tuple(",".join(gpus[i * gpus_per_server : (i + 1) * gpus_per_server]) for i in range(num_servers))

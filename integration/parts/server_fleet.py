@@ -13,15 +13,15 @@ from pathlib import Path
 
 import trio
 
+from integration.parts.placement import GPU_VARIABLE
 from rollouts.engines.fleet.fleet import EngineFleet
 from rollouts.engines.fleet.members import FleetConfig, MemberState
 from rollouts.engines.launch.commands import ServerConfig
 from rollouts.engines.launch.servers import ServerProcess, launch_server
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine
-from rollouts.errors import ConfigError, EngineError, raise_single_errors
+from rollouts.errors import EngineError, raise_single_errors
 
-GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SECONDS_BETWEEN_NEWS = 10.0
 LOOK_S = 5.0  # seconds between two checks for a hanging server
 
@@ -53,23 +53,6 @@ class _Post:
         """Record that the server ended by itself."""
         self.death = error
         self.died.set()
-
-
-def assign_gpus(num_servers: int, gpus_per_server: int, gpus: Sequence[str]) -> tuple[str, ...]:
-    """Return CUDA_VISIBLE_DEVICES of each server: its own GPUs, in order. Pure function.
-
-    Args:
-        gpus: names of the usable GPUs.
-
-    Raises: ConfigError if there are too few.
-    """
-    needed = num_servers * gpus_per_server
-    if len(gpus) < needed:
-        raise ConfigError(
-            f"{num_servers} servers of {gpus_per_server} GPUs each need {needed}, but there are {len(gpus)} ({', '.join(gpus) or 'none'}): "
-            "start fewer servers, or name the GPUs with --engine.gpus; a GPU named n times is shared by n servers"
-        )
-    return tuple(",".join(gpus[i * gpus_per_server : (i + 1) * gpus_per_server]) for i in range(num_servers))
 
 
 def spread_config(config: ServerConfig, gpus: Sequence[str] | None, num_servers: int) -> list[ServerConfig]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from integration.parts.models import Companions, create_backend, create_companions, create_model, create_tokenizer, find_directory
+from integration.parts.model_settings import create_tokenizer, find_directory
+from integration.parts.models import Companions, create_backend, create_companions, create_model
 from integration.settings.config import Config
 from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.fsdp.config import FSDPConfig

@@ -21,24 +21,14 @@ from typing import Any
 import torch
 import trio
 
-from integration.dry_run.describe import describe_run, describe_run_as_json
-from integration.expressions.loggers import check_loggers, create_loggers
+from integration.dry_run.checks import check_run
+from integration.dry_run.describe import tell_run
+from integration.expressions.loggers import create_loggers
 from integration.parts.engines import check_engine
-from integration.parts.hub_models import find_models
-from integration.parts.model_checks import check_model, check_tokenizer_ends, describe_tokens
-from integration.parts.models import (
-    check_backend,
-    check_companions,
-    check_dropout,
-    check_limits,
-    create_tokenizer,
-    describe_hardware,
-    fix_hardware,
-    settle_weight_sync,
-)
-from integration.parts.placement import find_nccl_version, place_servers
-from integration.parts.rewards import check_reward, load_task_reward
-from integration.parts.sharded_models import check_loss_travels, check_rank_settings
+from integration.parts.model_checks import describe_tokens
+from integration.parts.model_settings import create_tokenizer
+from integration.parts.models import describe_hardware, fix_hardware
+from integration.parts.sharded_models import check_rank_settings
 from integration.run.directory import (
     METRICS_FILE,
     StopRequest,
@@ -50,19 +40,17 @@ from integration.run.directory import (
 from integration.run.display import Progress
 from integration.run.evaluation import check_best
 from integration.run.exit_status import EXIT_STOPPED, EXIT_USAGE
-from integration.run.launch import count_local_processes, count_processes, launch, needs_launch, open_group
+from integration.run.launch import count_processes, launch, needs_launch, open_group
 from integration.run.profile import RunProfile
 from integration.run.signal_watch import watch_beside
-from integration.run.stages import CHECKPOINTS, RunControl, check_data_given, create_task, run_rl, run_sft
+from integration.run.stages import CHECKPOINTS, RunControl, create_task, run_rl, run_sft
 from integration.run.summary import draw_curves, summarize_run, tell_story
-from integration.run.trajectories import load_condition
-from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.command_line import CONFIG_FILE, CommandLine, Mode
 from integration.settings.config import Config, create_output_dir
 from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.log_levels import log_to_stderr
 from integration.settings.option_effects import describe_idle_options
-from integration.tasks.episodes import check_demonstrations, check_task
+from integration.tasks.episodes import check_demonstrations
 from integration.tasks.task import Task
 from rollouts.backends.ranks.group import RankGroup
 from rollouts.config_files import load_config, to_dict
@@ -180,33 +168,11 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
     Args:
         argv: the arguments of the command line, for processes started by it.
     """
-    recorded, config = find_models(command.config, weights=not command.dry_run, quiet=command.quiet or command.json)
+    recorded, config = check_run(command)
+    if command.dry_run:
+        return tell_run(command, config)
     command = replace(command, config=recorded)
     num_processes = count_processes(config, os.environ)
-    check_loggers(config.loggers)
-    check_data_given(config, command.mode)
-    check_backend(config, command.mode)
-    check_model(config, weights=not command.dry_run or recorded.model.path == config.model.path)
-    check_dropout(config, command.mode)
-    check_limits(config, command.mode)
-    check_tokenizer_ends(config)
-    check_task(config)
-    load_task_reward(config.reward)
-    if "rl" in command.mode:
-        _ = config.algorithm  # report its errors now, not after the SFT stage
-        if num_processes > 1:
-            check_loss_travels(config)
-        check_companions(config)
-        check_reward(config)
-        load_condition(config.trajectories)
-        config = settle_weight_sync(config)
-        config = place_servers(config, os.environ, count_local_processes(num_processes, os.environ), find_nccl_version)
-    if command.dry_run:
-        describe = describe_run_as_json if command.json else describe_run
-        described = make_safe(redact(describe(config, command.mode, command.find_idle_options())))
-        with ignore_closed_stdout():
-            print(described)
-        return 0
     if "rl" in command.mode:
         check_engine(config.engine, os.environ, device=config.model.device)
     if config.backend.kind != "fsdp":

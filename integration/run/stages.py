@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from integration.expressions.filters import resolve_filter
-from integration.expressions.mixture import check_mixture, parse_columns, parse_mixture
+from integration.expressions.mixture import parse_columns, parse_mixture
 from integration.parts.engines import create_embedded_engine, open_engines, open_weight_channel
-from integration.parts.models import check_companions, create_tokenizer, find_directory, open_companions, read_model_config
+from integration.parts.model_settings import check_companions, create_tokenizer, find_directory, read_model_config
+from integration.parts.models import open_companions
 from integration.parts.rewards import open_task, open_training_reward, use_own_reward
 from integration.parts.sharded_models import create_beside, create_policy, create_sampling_model
 from integration.run.display import name_measure
@@ -28,8 +29,6 @@ from integration.run.evaluation import Evaluation, create_best, sampling_params,
 from integration.run.ledger import Ledger
 from integration.run.trajectories import TrajectoryWriter
 from integration.settings.config import (
-    OWN_DATA_TASKS,
-    SELF_MADE_TASKS,
     Config,
     count_critic_updates,
     count_greedy_samples,
@@ -57,7 +56,7 @@ from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data.model_limits import read_config_limits
 from rollouts.data.prompts import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import CheckpointError, ConfigError
+from rollouts.errors import CheckpointError
 from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.generation.single_turn import create_generate_fn
 from rollouts.rl_loop import train_rl
@@ -402,20 +401,3 @@ def read_step(checkpoint: Path, stage: str) -> int:
     if state.get("stage") != stage:
         raise CheckpointError(f"{checkpoint} is a checkpoint of stage {state.get('stage')!r}, expected {stage!r}")
     return int(state["step"])
-
-
-def check_data_given(config: Config, mode: str = "sft+rl") -> None:
-    """Raise ConfigError for data that the task does not use, and for missing data or a missing environment."""
-    for name, given in (("--data.path", config.data.path), ("--data.mixture", " ".join(config.data.mixture))):
-        if given and config.task in SELF_MADE_TASKS:
-            raise ConfigError(f"the task {config.task!r} generates its own data, but {name} is {given}: add --task jsonl (or gsm8k)")
-    if config.task == "environment" and config.environment.factory is None:
-        raise ConfigError(
-            "the task 'environment' needs an environment: give --environment FILE.py:NAME of a function or class that creates one"
-        )
-    if config.task not in SELF_MADE_TASKS and config.data.mixture and ("sft" in mode or config.data.path is None):
-        check_mixture(config.data.mixture)
-    if config.data.columns and config.task not in OWN_DATA_TASKS:
-        raise ConfigError(
-            f"--data.columns is {' '.join(config.data.columns)}, but the task {config.task!r} reads no such rows: leave it out"
-        )

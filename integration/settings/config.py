@@ -464,17 +464,19 @@ def create_model_config(section: ModelSection, max_length: int = CONTEXT_TOKENS)
     """
     from transformers import Qwen3Config
 
-    return Qwen3Config(
-        vocab_size=section.vocab_size,
-        hidden_size=section.hidden_size,
-        intermediate_size=section.intermediate_size,
-        num_hidden_layers=section.num_layers,
-        num_attention_heads=section.num_heads,
-        num_key_value_heads=section.num_kv_heads,
-        head_dim=section.hidden_size // section.num_heads,
-        max_position_embeddings=section.max_length or max_length,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
+    return Qwen3Config(**list_model_numbers(section, max_length), eos_token_id=1, pad_token_id=0, bos_token_id=None)
+
+
+def list_model_numbers(section: ModelSection, max_length: int) -> dict[str, Any]:
+    """Return the numbers of the built-in model by their names in its Hugging Face configuration; see create_model_config."""
+    return {
+        "vocab_size": section.vocab_size,
+        "hidden_size": section.hidden_size,
+        "intermediate_size": section.intermediate_size,
+        "num_hidden_layers": section.num_layers,
+        "num_attention_heads": section.num_heads,
+        "num_key_value_heads": section.num_kv_heads,
+        "head_dim": section.hidden_size // section.num_heads,
+        "max_position_embeddings": section.max_length or max_length,
+        "tie_word_embeddings": True,
+    }

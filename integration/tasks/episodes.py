@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from integration.expressions.mixture import parse_mixture
-from integration.parts.models import read_model_config
+from integration.parts.model_settings import read_model_config
 from integration.settings.config import Config, episode_config, response_tokens
 from integration.settings.episodes import parse_parameters
 from integration.tasks.task import Task, is_character_tokenizer

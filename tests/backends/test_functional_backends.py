@@ -10,7 +10,8 @@ import pytest
 import torch
 from forked import run
 
-from integration.parts.models import check_backend, create_backend
+from integration.parts.model_settings import check_backend
+from integration.parts.models import create_backend
 from integration.settings.config import Config
 from integration.settings.sections import BackendSection, LoRASection, ModelSection, RLSection, SFTSection
 from rollouts.algorithms.loss_weights import token_mean

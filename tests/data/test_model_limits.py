@@ -12,7 +12,7 @@ import pytest
 import torch
 from samples import make_row
 
-from integration.parts.models import check_limits
+from integration.parts.model_settings import check_limits
 from integration.settings.config import Config
 from integration.settings.sections import GenerationSection, ModelSection
 from integration.tasks.own_data import OwnData, create_jsonl_task

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -290,7 +292,7 @@ import importlib.abc, os, signal, sys
 
 answer, interrupted, *argv = sys.argv[1:]
 signal.signal(signal.SIGINT, {"ignored": signal.SIG_IGN, "own": signal.default_int_handler}[answer])
-for name in ("run.job", "settings.command_line", "train"):
+for name in ("run.job", "dry_run.checks", "settings.command_line", "train"):
     sys.modules.pop(f"integration.{name}", None)
     package, _, module = f"integration.{name}".rpartition(".")
     vars(sys.modules.get(package, sys)).pop(module, None)
@@ -309,13 +311,16 @@ finally:
 """  # gets Ctrl-C when it begins to import a module
 
 
-@pytest.mark.parametrize("module", ["integration.settings.command_line", "integration.run.job"])
-def test_ctrl_c_while_a_command_is_imported_ends_it_with_a_word(module: str, tmp_path: Path):
-    assert run(STARTED, "own", module, "--dry-run", folder=tmp_path) == (130, "", "interrupted\n")
+@pytest.mark.parametrize(
+    ("module", "flag"),
+    [("integration.settings.command_line", "--dry-run"), ("integration.dry_run.checks", "--dry-run"), ("integration.run.job", "--quiet")],
+)
+def test_ctrl_c_while_a_command_is_imported_ends_it_with_a_word(module: str, flag: str, tmp_path: Path):
+    assert run(STARTED, "own", module, flag, folder=tmp_path) == (130, "", "interrupted\n")
 
 
 def test_where_ctrl_c_is_ignored_it_stays_so_while_a_command_is_imported(tmp_path: Path):
-    status, out, error = run(STARTED, "ignored", "integration.run.job", "--dry-run", folder=tmp_path)
+    status, out, error = run(STARTED, "ignored", "integration.dry_run.checks", "--dry-run", folder=tmp_path)
     assert (status, error) == (0, "") and "nothing was run" in out
 
 
@@ -323,6 +328,21 @@ def test_where_ctrl_c_is_ignored_it_stays_so_while_a_command_is_imported(tmp_pat
 def test_what_ends_with_the_arguments_imports_nothing_of_the_job(flags: list[str], status: int, tmp_path: Path):
     found, out, _ = run(STARTED, "own", "", *flags, folder=tmp_path)
     assert (found, out.splitlines()[-1]) == (status, "job is not imported")
+
+
+LOADED = """
+import sys
+from integration.train import main
+main(["--dry-run"])
+heavy = ("transformers", "tokenizers", "torch.distributed.tensor", "httpx", "integration.run.job")
+print([name for name in heavy if name in sys.modules])
+"""
+
+
+def test_a_dry_run_of_the_default_job_imports_torch_and_no_part_of_a_run(tmp_path: Path):
+    command = [sys.executable, "-c", LOADED]  # a new process, in which nothing is imported
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "nothing was run" in done.stdout and done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.fixture

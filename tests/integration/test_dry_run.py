@@ -12,7 +12,8 @@ from integration.dry_run import sizes
 from integration.dry_run.describe import derive_numbers, describe_run, describe_run_as_json
 from integration.dry_run.sizes import read_sizes
 from integration.dry_run.text import format_bytes
-from integration.parts.models import create_model, read_model_config
+from integration.parts.model_settings import read_model_config
+from integration.parts.models import create_model
 from integration.run.stages import create_task
 from integration.settings.config import Config, response_tokens
 from integration.settings.option_effects import IdleOption

@@ -26,7 +26,8 @@ from integration.parts.engines import (
     raise_open_file_limit,
 )
 from integration.parts.models import create_model
-from integration.parts.server_fleet import assign_gpus, spread_config
+from integration.parts.placement import assign_gpus
+from integration.parts.server_fleet import spread_config
 from integration.run.stages import RunControl, run_rl
 from integration.settings.config import Config
 from integration.settings.sections import EngineSection, EvaluationSection, ModelSection, RLSection

@@ -12,7 +12,8 @@ import torch
 
 from integration.expressions.algorithm import resolve_algorithm
 from integration.parts import models
-from integration.parts.models import Companions, check_companions, create_companions, create_model
+from integration.parts.model_settings import check_companions
+from integration.parts.models import Companions, create_companions, create_model
 from integration.run.stages import RunControl, run_rl
 from integration.settings.config import Config, create_kl_control
 from integration.settings.sections import (

@@ -12,7 +12,8 @@ from typing import Any
 import needs
 import pytest
 
-from integration.run.stages import check_data_given, create_task
+from integration.dry_run.checks import check_data_given
+from integration.run.stages import create_task
 from integration.settings.command_line import parse_command_line
 from integration.tasks.own_data import OwnData, create_gsm8k_task, create_jsonl_task
 from integration.tasks.task import create_sort_long_task, create_sort_task

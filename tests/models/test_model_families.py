@@ -17,7 +17,7 @@ import torch
 import trio
 from samples import draw_batch
 
-from integration.parts.models import check_dropout
+from integration.parts.model_settings import check_dropout
 from integration.settings.config import Config, rl_training_config, sft_training_config
 from integration.settings.sections import LoRASection, RLSection, SFTSection
 from rollouts.algorithms.loss_weights import token_mean

@@ -10,7 +10,7 @@ from expert_models import create_expert_model
 from safetensors.torch import load_file, save_file
 from test_family_table import GENERATOR, WAYS
 
-from integration.parts.models import settle_weight_sync
+from integration.parts.model_settings import settle_weight_sync
 from integration.settings.config import Config
 from integration.settings.sections import EngineSection, ModelSection
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend

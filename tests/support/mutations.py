@@ -1205,8 +1205,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rewards/evaluate.py",
         "async rewards wait one after another",
-        "                if remaining and not waits:\n                    nursery.start_soon(judge_next)\n                waits = True\n",
-        "                waits = False\n",
+        "            self.waits = True\n            self.scope.deadline",
+        "            self.scope.deadline",
         ("rewards/test_reward_functions.py::test_async_rewards_wait_side_by_side_and_take_no_task_without_a_wait",),
     ),
     Mutation(
@@ -1214,6 +1214,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a reward that comes after its deadline is paid",
         "is_late = is_awaited and trio.current_time() > deadline.deadline",
         "is_late = False",
+        ("words/test_user_code.py::test_a_reward_that_cannot_be_ended_is_not_paid_after_its_deadline",),
+    ),
+    Mutation(
+        "rewards/evaluate.py",
+        "a reward of a group that comes after its deadline is paid",
+        "if trio.current_time() > turn.begun + turn.alarm.timeout_s:",
+        "if False:",
         ("words/test_user_code.py::test_a_reward_that_cannot_be_ended_is_not_paid_after_its_deadline",),
     ),
     Mutation(

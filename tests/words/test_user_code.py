@@ -101,13 +101,29 @@ async def shields_itself() -> float:
     return 1.0
 
 
+@pytest.mark.parametrize("num_samples", [1, 2])
 @pytest.mark.parametrize("function", [blocks_in_a_task_of_its_own, shields_itself])
-async def test_a_reward_that_cannot_be_ended_is_not_paid_after_its_deadline(function):
+async def test_a_reward_that_cannot_be_ended_is_not_paid_after_its_deadline(function, num_samples: int):
     async def reward(sample: Sample) -> float:
         return await function()
 
-    (judgement,) = await judge_samples(reward, [Sample(tokens=(1,), loss_mask=(1.0,))], RewardConfig(timeout_s=0.1))
-    assert "reward did not return within 0.1 s" in str(judgement.error)
+    samples = [Sample(tokens=(1,), loss_mask=(1.0,))] * num_samples
+    for judgement in await judge_samples(reward, samples, RewardConfig(timeout_s=0.1)):
+        assert "reward did not return within 0.1 s" in str(judgement.error)
+
+
+async def test_each_late_reward_of_a_group_is_asked_again_by_itself():
+    attempts: list[int] = []
+
+    async def reward(sample: Sample) -> float:
+        attempts.append(sample.index)
+        await trio.sleep(10 if attempts.count(sample.index) == 1 and sample.index < 2 else 0)
+        return float(sample.index)
+
+    samples = [Sample(tokens=(1,), loss_mask=(1.0,), index=index) for index in range(3)]
+    judgements = await judge_samples(reward, samples, RewardConfig(timeout_s=0.1, on_error="retry", max_retries=1))
+    assert [judgement.result and judgement.result.score for judgement in judgements] == [0.0, 1.0, 2.0]
+    assert [judgement.num_retries for judgement in judgements] == [1, 1, 0] and sorted(attempts) == [0, 0, 1, 1, 2]
 
 
 async def test_async_rewards_still_use_what_belongs_to_the_event_loop():

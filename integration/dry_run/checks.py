@@ -1,0 +1,71 @@
+"""Checks of a run's settings before anything is loaded, started or written: those that a dry run makes, too."""
+
+from __future__ import annotations
+
+import os
+
+from integration.expressions.loggers import check_loggers
+from integration.expressions.mixture import check_mixture
+from integration.parts.hub_models import find_models
+from integration.parts.model_checks import check_model, check_tokenizer_ends
+from integration.parts.model_settings import check_backend, check_companions, check_dropout, check_limits, settle_weight_sync
+from integration.parts.placement import find_nccl_version, place_servers
+from integration.parts.rewards import check_reward, load_task_reward
+from integration.run.launch import count_local_processes, count_processes
+from integration.run.trajectories import load_condition
+from integration.settings.command_line import CommandLine
+from integration.settings.config import OWN_DATA_TASKS, SELF_MADE_TASKS, Config
+from integration.settings.episodes import EPISODE_TASKS
+from rollouts.errors import ConfigError
+
+
+def check_run(command: CommandLine) -> tuple[Config, Config]:
+    """Check the settings of a command.
+
+    Returns: those that the run records, and those that it works with: models as directories, the way of new weights, GPUs of servers.
+    Raises: ConfigError and DataError, as the parts of the run would.
+    """
+    mode = command.mode
+    recorded, config = find_models(command.config, weights=not command.dry_run, quiet=command.quiet or command.json)
+    num_processes = count_processes(config, os.environ)
+    check_loggers(config.loggers)
+    check_data_given(config, mode)
+    check_backend(config, mode)
+    check_model(config, weights=not command.dry_run or recorded.model.path == config.model.path)
+    check_dropout(config, mode)
+    check_limits(config, mode)
+    check_tokenizer_ends(config)
+    if config.task in EPISODE_TASKS:
+        from integration.tasks.episodes import check_task  # imports agents and environments
+
+        check_task(config)
+    load_task_reward(config.reward)
+    if "rl" in mode:
+        _ = config.algorithm  # report its errors now, not after the SFT stage
+        if num_processes > 1:
+            from integration.parts.sharded_models import check_loss_travels  # imports FSDP, which takes half a second
+
+            check_loss_travels(config)
+        check_companions(config)
+        check_reward(config)
+        load_condition(config.trajectories)
+        config = settle_weight_sync(config)
+        config = place_servers(config, os.environ, count_local_processes(num_processes, os.environ), find_nccl_version)
+    return recorded, config
+
+
+def check_data_given(config: Config, mode: str = "sft+rl") -> None:
+    """Raise ConfigError for data that the task does not use, and for missing data or a missing environment."""
+    for name, given in (("--data.path", config.data.path), ("--data.mixture", " ".join(config.data.mixture))):
+        if given and config.task in SELF_MADE_TASKS:
+            raise ConfigError(f"the task {config.task!r} generates its own data, but {name} is {given}: add --task jsonl (or gsm8k)")
+    if config.task == "environment" and config.environment.factory is None:
+        raise ConfigError(
+            "the task 'environment' needs an environment: give --environment FILE.py:NAME of a function or class that creates one"
+        )
+    if config.task not in SELF_MADE_TASKS and config.data.mixture and ("sft" in mode or config.data.path is None):
+        check_mixture(config.data.mixture)
+    if config.data.columns and config.task not in OWN_DATA_TASKS:
+        raise ConfigError(
+            f"--data.columns is {' '.join(config.data.columns)}, but the task {config.task!r} reads no such rows: leave it out"
+        )
