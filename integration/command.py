@@ -43,11 +43,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
             "--sft.eval-every or --rl.eval-every; the numbers are in its metrics.jsonl and summary.json",
         ),
         "report": Program("write a page with the curves and the rollouts of runs, or serve it", "integration.report.__main__"),
-        "doctor": Program(
-            "check a model, its tokenizer, data, reward and engine before a run",
-            meanwhile="`rollouts train --dry-run` checks settings, model, tokenizer, reward and memory; --engine.parity-rows compares the "
-            "log-probs of engine and trainer during a run",
-        ),
+        "doctor": Program("check a model, its tokenizer, data, reward and engine before a run", "integration.doctor.__main__"),
         "verify": Program(
             "check that a run can be trusted: masks, log-probs, weight syncs, resuming",
             meanwhile="--engine.parity-rows compares the log-probs of engine and trainer on each batch, and --engine.probe-tolerance "

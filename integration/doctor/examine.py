@@ -1,0 +1,225 @@
+"""The examination of a run before it starts: its model, tokenizer, template, data, reward and engine, as the run itself would make them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from integration.doctor.findings import Finding, judge, skip
+from integration.doctor.numbers import (
+    check_engine,
+    check_loss,
+    check_repeats,
+    check_splits,
+    check_sync,
+    check_trainer,
+    choose_rows,
+    create_reference,
+    find_window,
+)
+from integration.doctor.rewards import check_reward, read_text
+from integration.doctor.texts import check_end, check_masks, check_template, check_tokenizer
+from integration.dry_run.describe import derive_numbers
+from integration.parts.engines import open_engines
+from integration.parts.models import create_backend, create_model, find_directory
+from integration.parts.rewards import open_task
+from integration.run.evaluation import template_kwargs
+from integration.run.stages import check_data_given, create_task
+from integration.settings.command_line import CommandLine
+from integration.settings.config import Config, reward_config
+from integration.tasks.task import Task
+from rollouts.backends.futures import open_pipeline
+from rollouts.backends.protocol import TrainingBackend
+from rollouts.chat.tokenize import tokenize_prompt
+from rollouts.data.collate import collate_samples
+from rollouts.data.model_limits import read_config_limits
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import RolloutsError, flatten_errors
+from rollouts.training.rollout_batch import select_log_probs
+from rollouts.training.steps import submit_forward
+from rollouts.types import Message, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Patient:
+    """The parts of a run that is examined."""
+
+    config: Config
+    mode: str
+    tokenizer: PreTrainedTokenizerBase
+    model: Any  # as loaded
+    task: Task
+    rows: tuple[tuple[int, ...], ...]  # tokens of some of the user's rows: conversations, else prompts
+
+    @property
+    def precision(self) -> str:
+        """The least precise dtype of trainer and engine, which bounds their agreement."""
+        used = {str(self.config.backend.precision(self.config.model.device)), str(self.config.engine.precision(self.config.model.device))}
+        return next((name for name in ("bfloat16", "float16") if name in used), "float32")
+
+
+async def examine(command: CommandLine, *, num_rows: int, directory: Path, say: Say) -> list[Finding]:
+    """Run all checks but that of resuming. Returns their findings, in the order of the table.
+
+    Args:
+        num_rows: rows of data and prompts to try.
+        directory: a temporary one, for files of servers.
+        say: is told what is being checked.
+    """
+    findings: list[Finding] = []
+    check_data_given(command.config, command.mode)
+    config, is_sharded = command.config, command.config.backend.kind == "fsdp"
+    if is_sharded:
+        config = replace(config, backend=replace(config.backend, kind="pytorch"))
+    say("loading the model and the data")
+    model, tokenizer = create_model(config)
+    task = create_task(config, tokenizer, command.mode)
+    if task.demonstrate is not None and "sft" in command.mode:
+        task = replace(task, sft_samples=(*task.sft_samples, *await task.demonstrate(say)))
+    samples = task.sft_samples[:num_rows] if "sft" in command.mode else ()
+    prompts = (task.train_prompts or task.heldout_prompts)[:num_rows]
+    rows = tuple(sample.tokens for sample in samples) or tuple(tokenize_prompt(tokenizer, prompt.content) for prompt in prompts)
+    patient = Patient(config=config, mode=command.mode, tokenizer=tokenizer, model=model, task=task, rows=rows)
+    say("texts: tokenizer, chat template, loss masks")
+    findings += check_texts(patient, samples, num_rows)
+    if "rl" in command.mode:
+        say("rewards")
+        async with open_task(task) as opened:
+            encode = partial(_encode, tokenizer)
+            findings += await attempt("reward", lambda: check_reward(opened.reward_fn, prompts, encode, config=reward_config(config)))
+    findings += await check_numbers(patient, samples, directory, say)
+    if is_sharded:
+        findings.append(skip("several processes", "the numbers above are those of one process; docs/distributed.md compares them"))
+    return [*findings, check_memory(command)]
+
+
+def check_texts(patient: Patient, samples: Sequence[Sample], num_rows: int) -> list[Finding]:
+    """Check tokenizer, template, masks and ends of the rows."""
+    task, tokenizer = patient.task, patient.tokenizer
+    limits = read_config_limits(patient.model.config)
+    texts = [text for prompt in task.train_prompts[:num_rows] if (text := read_text(prompt)).strip()]
+    texts += [sample.response for sample in samples if sample.response.strip()]
+    several = task.episodes is not None or any(_count_answers(sample) > 1 for sample in samples)
+    return [
+        check_tokenizer(tokenizer, limits.num_embeddings, texts),
+        check_template(tokenizer, several_turns=several, template_kwargs=dict(template_kwargs(patient.config))),
+        check_masks(tokenizer, samples),
+        check_end(tokenizer, samples, find_stop_ids(patient)),
+    ]
+
+
+def find_stop_ids(patient: Patient) -> frozenset[int]:
+    """Return the ids at which the engine ends an answer."""
+    ids: set[int] = set()
+    for source in (getattr(patient.model, "generation_config", None), patient.tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        ids |= set(found) if isinstance(found, list | tuple) else set() if found is None else {int(found)}
+    return frozenset(ids)
+
+
+def load_reference(config: Config, model: Any) -> Any:
+    """Load the model once more, by transformers alone with its eager attention; the built-in model, which has no directory, is copied."""
+    path = find_directory(config, None)
+    if path is None:
+        return copy.deepcopy(model).eval()
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code, "local_files_only": True}
+    return AutoModelForCausalLM.from_pretrained(path, dtype="float32", attn_implementation="eager", **options).eval()
+
+
+async def check_numbers(patient: Patient, samples: Sequence[Sample], directory: Path, say: Say) -> list[Finding]:
+    """Check trainer, engine and their agreement, with the weights that the run starts from."""
+    config, window = patient.config, find_window(patient.model.config)
+    limits = read_config_limits(patient.model.config)
+    say("the forward pass of transformers")
+    reference = create_reference(load_reference(config, patient.model))
+    rows = choose_rows(patient.rows, window=window, context=limits.context_length, vocab_size=limits.num_embeddings)
+    loss = partial(check_loss, reference, patient.rows, vocab_size=limits.num_embeddings, is_pretrained=config.model.path is not None)
+    compare: dict[str, Any] = {"precision": patient.precision, "window": window}
+    findings = await attempt("loss on the data", loss)
+    stage = config.rl if "rl" in patient.mode else config.sft
+    backend = create_backend(config, patient.model, patient.tokenizer, stage.optimizer, 100)
+    prompts = [row[: max(1, min(len(row) - 1, 64))] for row in patient.rows[:4] if len(row) > 1]
+    async with open_pipeline(backend) as trainer:
+        say("trainer against transformers")
+        findings += await attempt("trainer log-probs", partial(check_trainer, trainer, reference, rows, **compare))
+        findings += await attempt("log-probs repeat", partial(check_repeats, trainer, rows))
+        if "rl" in patient.mode and prompts:
+            say("engine against trainer")
+            findings += await attempt("engine log-probs", partial(_check_engines, patient, trainer, prompts, directory, say))
+        findings += await attempt("splits change nothing", partial(check_splits, trainer, rows, precision=patient.precision))
+        findings += await attempt("speed of the trainer", partial(measure_speed, trainer, rows, config, patient.mode))
+    return findings
+
+
+async def _check_engines(
+    patient: Patient, trainer: TrainingBackend, prompts: Sequence[Sequence[int]], directory: Path, say: Say
+) -> list[Finding]:
+    config = patient.config
+    opened = open_engines(config, patient.model, patient.tokenizer, directory, source=find_directory(config, None), environment={}, say=say)
+    async with opened as engines:
+        engine: InferenceEngine = engines[0]
+        temperature = config.generation.temperature
+        findings = await check_engine(engine, trainer, prompts, precision=patient.precision, temperature=temperature)
+        return [*findings, await check_sync(engine, trainer, prompts, precision=patient.precision)]
+
+
+async def measure_speed(trainer: TrainingBackend, samples: Sequence[Sample], config: Config, mode: str) -> Finding:
+    """Measure the tokens per second of a forward pass, and estimate what the passes of a step take with it."""
+    batch = collate_samples(samples, pad_id=0)
+    tokens = int(batch.lengths.sum())
+    started = time.perf_counter()
+    await submit_forward(trainer, batch, select_log_probs, max_tokens_per_microbatch=tokens).result()
+    rate = tokens / (time.perf_counter() - started)
+    mean = tokens / batch.num_rows
+    rows = config.rl.prompts_per_step * config.rl.samples_per_prompt * config.rl.num_epochs if "rl" in mode else config.sft.batch_size
+    seconds = 3 * rows * mean / rate  # a backward pass costs two forward passes
+    found = f"{rate:,.0f} tokens per second forward; {rows} rows of {mean:.0f} tokens would be trained on in about {seconds:.2g} s"
+    return judge("speed of the trainer", found)
+
+
+def check_memory(command: CommandLine) -> Finding:
+    """Check the memory that the dry run derives."""
+    derived = derive_numbers(command.config, command.mode)  # type: ignore[arg-type]
+    told = derived.get("memory: fits")
+    if told is None:
+        return skip("memory", "the memory of this machine is not known: --hardware.memory-gib says it")
+    return judge(
+        "memory",
+        told,
+        fails=told.startswith("no"),
+        warns=not told.startswith(("yes", "no")),
+        advice="`rollouts train --dry-run` shows the parts",
+    )
+
+
+async def attempt(check: str, run: Callable[[], Awaitable[Finding | list[Finding]]]) -> list[Finding]:
+    """Return the findings of a check; an error of it is a finding, so that the other checks still run."""
+    try:
+        found = await run()
+    except (RolloutsError, RuntimeError, ExceptionGroup, AssertionError, ValueError) as error:
+        first = flatten_errors(error)[0]
+        return [
+            judge(check, f"the check could not be done: {type(first).__name__}: {first}", fails=True, advice="the message names the cause")
+        ]
+    return found if isinstance(found, list) else [found]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+
+
+def _count_answers(sample: Sample) -> int:
+    messages: Sequence[Message] = () if isinstance(sample.prompt, str) else sample.prompt
+    return 1 + sum(message.role == "assistant" for message in messages)

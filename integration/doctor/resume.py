@@ -1,0 +1,93 @@
+"""The check that a run which is killed goes on with the same numbers: three steps at once, and three with a kill after the second."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from integration.doctor.findings import Finding, judge, skip
+from rollouts.training.checkpoints import list_checkpoints
+
+_POLL_S = 0.05
+_CLOCKED = ("_s", "per_second")  # ends of the names of metrics that measure time
+_STEPS = 3
+
+
+def check_resume(argv: Sequence[str], mode: str, *, timeout_s: float) -> Finding:
+    """Run three steps of a mode twice, once killed after the second and resumed, and compare every number of their lines.
+
+    Args:
+        argv: options of the run.
+        timeout_s: seconds for each of the three processes.
+    """
+    name = "resume"
+    stage = "rl" if "rl" in mode else "sft"
+    small = ["--mode", mode, "--quiet", "--sft.num-steps", str(_STEPS), "--rl.num-steps", str(_STEPS), "--evaluation.num-prompts", "4"]
+    small += ["--checkpoint.sft-every", "1", "--checkpoint.rl-every", "1", "--trajectories.every", "0"]
+    with TemporaryDirectory(prefix="rollouts-doctor-") as directory:
+        whole, killed = Path(directory) / "whole", Path(directory) / "killed"
+        try:
+            for path, kill in ((whole, False), (killed, True)):
+                error = _run([*argv, *small, "--output-dir", str(path)], path / stage / "checkpoints" if kill else None, timeout_s)
+                if error:
+                    found = f"three steps could not be run: {error}"
+                    return judge(name, found, fails=True, advice="start the run itself: it says what is wrong")
+            error = _run([*argv, *small, "--output-dir", str(killed), "--resume"], None, timeout_s)
+        except subprocess.TimeoutExpired:
+            return skip(
+                name, f"three steps take longer than {timeout_s:.0f} s here; --resume-timeout-s allows more, 0 leaves this check out"
+            )
+        if error:
+            return judge(name, f"a killed run does not go on: {error}", fails=True, advice="the message is that of the resumed run")
+        differences = compare_lines(_read(whole / "metrics.jsonl"), _read(killed / "metrics.jsonl"))
+    told = f"{len(differences)} values differ, first {differences[0]}" if differences else "every number is the same"
+    found = f"{_STEPS} steps, and {_STEPS} with a kill -9 after the second: {told}"
+    advice = "something depends on time, on a global random state or on what came before: rewards and environments of your own first"
+    return judge(name, found, fails=bool(differences), advice=advice)
+
+
+def compare_lines(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the differences of two files of metrics, times left out."""
+    if len(first) != len(second):
+        return [f"{len(first)} lines and {len(second)}"]
+    return [
+        f"{key} of step {a['step']}: {a.get(key)!r} and {b.get(key)!r}"
+        for a, b in zip(first, second, strict=True)
+        for key in sorted(a.keys() | b.keys())
+        if not key.endswith(_CLOCKED) and a.get(key) != b.get(key)
+    ]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _run(argv: Sequence[str], kill_at: Path | None, timeout_s: float) -> str:
+    """Run the command. kill_at: directory of checkpoints, at whose second the process is killed. Returns its last words if it failed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "integration.train", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + timeout_s
+    try:
+        while process.poll() is None:
+            if kill_at is not None and kill_at.is_dir() and len(list_checkpoints(kill_at)) >= _STEPS - 1:
+                process.send_signal(signal.SIGKILL)
+                process.communicate()
+                return ""
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(process.args, timeout_s)
+            time.sleep(_POLL_S)
+        _, said = process.communicate()
+        words = [line.strip("│╭╮╰╯─ ") for line in said.splitlines()]
+        told = [line for line in words if line.startswith("error:")] or [line for line in words if line]
+        return "" if process.returncode == 0 else (told or [f"exit status {process.returncode}"])[-1]
+    finally:
+        process.kill()
+        process.wait()

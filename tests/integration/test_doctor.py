@@ -1,0 +1,382 @@
+"""The doctor: each of its checks passes on parts that are right, and catches a part that is broken on purpose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_templates import CHATML, create_tokenizer
+from torch import Tensor
+
+from integration.doctor.__main__ import main, split_options
+from integration.doctor.findings import Finding, tabulate
+from integration.doctor.numbers import (
+    check_engine,
+    check_loss,
+    check_repeats,
+    check_splits,
+    check_sync,
+    check_trainer,
+    choose_rows,
+    create_reference,
+    find_window,
+)
+from integration.doctor.resume import compare_lines
+from integration.doctor.rewards import check_reward
+from integration.doctor.texts import check_end, check_masks, check_template, check_tokenizer
+from rollouts.backends.factory import create_backend_with_scheduler
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.chat.tokenize import prepare_sft_sample
+from rollouts.config import RewardConfig
+from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.engines.protocol import EngineFeature
+from rollouts.errors import ConfigError
+from rollouts.testing import create_tiny_model
+from rollouts.types import Completion, Prompt, Sample, SamplingParams
+
+ROWS = [[3, 4, 5, 6, 7, 8], [9, 10, 11, 12]]
+PROMPTS = [[3, 4, 5, 6], [9, 10, 11]]
+
+
+def create_backend(model: Any) -> Any:
+    return create_backend_with_scheduler(model, lr=1e-3, total_steps=10)
+
+
+def copy_of(model: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(model)
+
+
+def create_windowed_model(window: int | None) -> Any:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(3)
+    return MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, max_position_embeddings=256, sliding_window=window)).eval()
+
+
+# -- texts
+
+
+def conversation(tokenizer: Any) -> Sample:
+    messages = [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "quite well"}]
+    return prepare_sft_sample(tokenizer, messages)
+
+
+def test_masks_and_ends_of_right_rows_pass():
+    tokenizer = create_tokenizer(CHATML)
+    sample = conversation(tokenizer)
+    stop = frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    assert check_masks(tokenizer, [sample]).status == "pass"
+    assert check_end(tokenizer, [sample], stop).status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("shift", "told"), [(-3, "not trained on as a whole"), (4, "not trained on as a whole"), (None, "a message of the user is trained on")]
+)
+def test_a_wrong_mask_is_caught(shift: int | None, told: str):
+    tokenizer = create_tokenizer(CHATML)
+    sample = conversation(tokenizer)
+    mask = (1.0,) * len(sample.tokens) if shift is None else sample.loss_mask[shift:] + sample.loss_mask[:shift]
+    finding = check_masks(tokenizer, [replace(sample, loss_mask=mask)])
+    assert finding.status == "fail" and told in finding.found
+
+
+def test_a_row_without_a_trained_token_is_caught():
+    tokenizer = create_tokenizer(CHATML)
+    sample = conversation(tokenizer)
+    assert check_masks(tokenizer, [replace(sample, loss_mask=(0.0,) * len(sample.tokens))]).status == "fail"
+
+
+def test_an_end_that_is_not_trained_on_is_caught():
+    tokenizer = create_tokenizer(CHATML)
+    sample = conversation(tokenizer)
+    last = max(p for p, mask in enumerate(sample.loss_mask) if mask)
+    cut = replace(sample, loss_mask=tuple(0.0 if p >= last else mask for p, mask in enumerate(sample.loss_mask)))
+    stop = frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    assert check_end(tokenizer, [cut], stop).status == "fail"
+    assert check_end(tokenizer, [cut, sample], stop).status == "warn"
+    assert check_end(tokenizer, [sample], frozenset([0])).status == "fail", "the engine stops at another token"
+
+
+DROPS_THINKING = CHATML.replace("message['content']", "(message['content'].split('</think>')[-1] if not loop.last else message['content'])")
+DROPS_ALWAYS = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+
+
+def test_a_template_that_drops_thinking_is_caught():
+    assert check_template(create_tokenizer(CHATML), several_turns=True).status == "pass"
+    finding = check_template(create_tokenizer(DROPS_THINKING), several_turns=True)
+    assert finding.status == "fail" and "drops the thinking of earlier turns" in finding.found
+    assert check_template(create_tokenizer(DROPS_THINKING), several_turns=False).status == "warn"
+    assert check_template(create_tokenizer(DROPS_ALWAYS), several_turns=False).status == "fail", "not what the data says"
+    assert check_template(create_tokenizer(None), several_turns=True).status == "skip"
+
+
+def test_a_tokenizer_of_another_model_is_caught():
+    tokenizer = create_char_tokenizer(64)
+    assert check_tokenizer(tokenizer, 64, ["s41=", "14"]).status == "pass"
+    assert check_tokenizer(tokenizer, 20, ["xyz"]).status == "fail", "its ids are beyond the model's embeddings"
+    assert check_tokenizer(tokenizer, 64, ["日本"]).status == "fail", "it knows none of the characters"
+
+
+def test_a_pretrained_model_that_is_no_better_than_chance_is_told():
+    reference = create_reference(create_tiny_model())
+    assert check_now(check_loss(reference, ROWS, vocab_size=64, is_pretrained=True)).status == "warn"
+    assert check_now(check_loss(lambda row: torch.full((len(row),), -1.0), ROWS, vocab_size=64, is_pretrained=True)).status == "pass"
+    assert check_now(check_loss(reference, ROWS, vocab_size=64, is_pretrained=False)).status == "skip"
+
+
+def check_now(coroutine: Any) -> Finding:
+    """Return the result of a coroutine that awaits nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it awaited something")
+
+
+# -- rewards
+
+
+PROBLEMS = [Prompt(content=f"s{k}27=", index=k, metadata={"ground_truth": f"27{k}"}) for k in range(3, 7)]
+
+
+async def judge(reward_fn: Any, prompts: Sequence[Prompt] = PROBLEMS) -> dict[str, Finding]:
+    findings = await check_reward(reward_fn, prompts, lambda text: [3] * len(text), config=RewardConfig())
+    return {finding.check: finding for finding in findings}
+
+
+async def test_a_right_reward_passes():
+    found = await judge(lambda sample: float(sample.response == sample.metadata["ground_truth"]))
+    assert {finding.status for finding in found.values()} == {"pass"}
+
+
+async def test_rewards_that_leak_are_caught():
+    copied = await judge(lambda sample: float(sample.response[:1] == "s" or sample.response == sample.metadata["ground_truth"]))
+    assert copied["reward leaks"].status == "fail" and "a copy of the prompt" in copied["reward leaks"].found
+    told = [replace(prompt, content=f"{prompt.content} (it is {prompt.metadata['ground_truth']})") for prompt in PROBLEMS]
+    inside = await judge(lambda sample: float(sample.response == sample.metadata["ground_truth"]), told)
+    assert inside["reward leaks"].status == "fail" and "contain their own ground truth" in inside["reward leaks"].found
+
+
+async def test_rewards_that_vary_fail_or_say_nothing_are_caught():
+    calls: list[int] = []
+    varying = await judge(lambda sample: float(len(calls)) if calls.append(1) is None else 0.0)
+    assert varying["reward repeats"].status == "warn"
+    constant = await judge(lambda sample: 1.0)
+    assert constant["reward range"].status == "warn" and constant["reward of right answers"].status == "warn"
+    broken = await judge(lambda sample: 1 / 0 if not sample.response else 1.0)
+    assert broken["reward"].status == "fail" and "division by zero" in broken["reward"].found
+    assert (await judge(None))["reward"].status == "skip"
+
+
+async def test_a_slow_reward_is_told():
+    ticks = iter([0.0, 60.0])
+    findings = await check_reward(
+        lambda sample: 1.0, PROBLEMS, lambda text: [3] * len(text), config=RewardConfig(), clock=lambda: next(ticks)
+    )
+    assert next(f for f in findings if f.check == "reward speed").status == "warn"
+
+
+# -- numbers
+
+
+async def test_a_right_trainer_passes():
+    model = create_tiny_model()
+    rows = choose_rows(ROWS, window=None, context=512, vocab_size=64)
+    backend = create_backend(copy_of(model))
+    assert (await check_trainer(backend, create_reference(model), rows, precision="float32", window=None)).status == "pass"
+    assert (await check_repeats(backend, rows)).status == "pass"
+    assert (await check_splits(backend, rows, precision="float32")).status == "pass"
+    kept = await backend.get_weights().result()
+    assert all(torch.equal(kept[name], weight) for name, weight in model.state_dict().items()), "the check of splits restores the weights"
+
+
+async def test_a_head_that_is_left_out_is_caught():
+    """The head of a tied model is its embedding; a trainer whose head has weights of its own computes another model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(1)
+    tied = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).eval()
+    untied = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).eval()
+    untied.load_state_dict({name: w for name, w in tied.state_dict().items() if name != "lm_head.weight"}, strict=False)
+    rows = choose_rows(ROWS, window=None, context=512, vocab_size=64)
+    assert (
+        await check_trainer(create_backend(copy_of(tied)), create_reference(tied), rows, precision="float32", window=None)
+    ).status == "pass"
+    assert (await check_trainer(create_backend(untied), create_reference(tied), rows, precision="float32", window=None)).status == "fail"
+
+
+async def test_an_ignored_window_is_caught_and_rows_that_cannot_show_it_are_told():
+    model = create_windowed_model(16)
+    ignoring = create_windowed_model(None)
+    ignoring.load_state_dict(model.state_dict())
+    window = find_window(model.config)
+    assert window == 16 and find_window(ignoring.config) is None
+    rows = choose_rows(ROWS, window=window, context=256, vocab_size=64)
+    assert max(len(row.tokens) for row in rows) >= 40
+    check = {"precision": "float32", "window": window}
+    assert (await check_trainer(create_backend(copy_of(model)), create_reference(model), rows, **check)).status == "pass"
+    assert (await check_trainer(create_backend(ignoring), create_reference(model), rows, **check)).status == "fail"
+    short = choose_rows(ROWS, window=window, context=12, vocab_size=64)
+    blind = await check_trainer(create_backend(create_windowed_model(None)), create_reference(create_windowed_model(None)), short, **check)
+    assert blind.status == "warn" and "none is longer than a window" in blind.found
+
+
+async def test_dropout_is_caught():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.5))
+    backend = create_backend(model)
+    backend.model.eval = lambda: backend.model.train(True)  # a backend that forgets to turn dropout off
+    assert (await check_repeats(backend, choose_rows(ROWS, window=None, context=512, vocab_size=64))).status == "fail"
+
+
+class BrokenEngine:
+    """An engine with a fault that is planted in one of its methods."""
+
+    def __init__(self, engine: InProcessEngine) -> None:
+        self.engine, self.features, self.name = engine, frozenset([EngineFeature.MEMORY_UPDATES]), "broken"
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
+        return await self.engine.generate(prompt_tokens, params, request_id=request_id)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        await self.engine.abort(request_ids)
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+        return await self.engine.update_weights_from_checkpoint(checkpoint_path)
+
+    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
+        return await self.engine.update_weights(weights, weight_version)
+
+    async def get_weight_version(self) -> int:
+        return await self.engine.get_weight_version()
+
+
+class WrongTemperature(BrokenEngine):
+    """It samples at temperature 1 whatever is asked for."""
+
+    async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
+        found = await self.engine.generate(prompt_tokens, params.new(temperature=1.0), request_id=request_id)
+        return replace(found, temperature=params.temperature)
+
+
+class StaleKeys(BrokenEngine):
+    """Keys and values of kept prompts outlive an update of the weights."""
+
+    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
+        slots = self.engine._slots
+        forget, slots.forget = slots.forget, lambda: None
+        try:
+            return await self.engine.update_weights(weights, weight_version)
+        finally:
+            slots.forget = forget
+
+
+class DeafEngine(BrokenEngine):
+    """It confirms new weights and goes on with the old ones."""
+
+    async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
+        return {"success": True, "weight_version": weight_version}
+
+
+async def check_with(kind: Any, *, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[dict[str, str], Finding]:
+    model = create_tiny_model()
+    backend = create_backend(copy_of(model))
+    async with InProcessEngine(model) as inner:
+        engine = inner if kind is None else kind(inner)
+        findings = await check_engine(engine, backend, prompts, precision="float32", temperature=1.3)
+        return {f.check: f.status for f in findings}, await check_sync(engine, backend, prompts, precision="float32")
+
+
+async def test_a_right_engine_passes():
+    statuses, sync = await check_with(None)
+    assert set(statuses.values()) == {"pass"} and len(statuses) == 3 and sync.status == "pass"
+
+
+async def test_a_wrong_temperature_is_caught():
+    statuses, _ = await check_with(WrongTemperature)
+    assert statuses == {
+        "engine log-probs, temperature 1": "pass",
+        "engine log-probs, temperature 0.7": "fail",
+        "engine log-probs, temperature 1.3": "fail",
+    }
+
+
+async def test_stale_keys_and_values_are_caught():
+    _, sync = await check_with(StaleKeys, prompts=[[3 + k % 40 for k in range(150)], PROMPTS[0]])
+    assert sync.status == "fail"
+
+
+async def test_weights_that_do_not_arrive_are_caught():
+    _, sync = await check_with(DeafEngine)
+    assert sync.status == "fail"
+
+
+def test_numbers_that_differ_after_a_resume_are_named_and_times_are_not_compared():
+    first = [{"step": 1, "loss": 0.5, "step_s": 3.0}, {"step": 2, "loss": 0.25, "step_s": 3.0}]
+    second = [{"step": 1, "loss": 0.5, "step_s": 4.0}, {"step": 2, "loss": 0.26}]
+    assert compare_lines(first, first) == []
+    assert compare_lines(first, second) == ["loss of step 2: 0.25 and 0.26"]
+    assert compare_lines(first, first[:1]) == ["2 lines and 1"]
+
+
+# -- the command
+
+
+def test_own_options_are_split_from_those_of_the_run():
+    options, rest = split_options(["--rows", "3", "--mode", "rl", "--resume-timeout-s=0", "--table-json", "--rl.num-steps", "2"])
+    assert (options.rows, options.resume_timeout_s, options.table_json) == (3, 0.0, True)
+    assert rest == ["--mode", "rl", "--rl.num-steps", "2"]
+    for wrong in (["--rows", "x"], ["--rows", "0"], ["--rows", "1.5"], ["--rows"], ["--resume-timeout-s", "-1"]):
+        with pytest.raises(ConfigError, match=wrong[0]):
+            split_options(wrong)
+
+
+def test_a_table_has_a_row_for_each_check_and_counts_them():
+    findings = [Finding(check="a", status="pass", found="fine"), Finding(check="bb", status="fail", found="wrong", advice="mend it")]
+    assert tabulate(findings).splitlines() == ["PASS  a   fine", "FAIL  bb  wrong", " " * 10 + "-> mend it", "", "1 pass, 1 fail"]
+
+
+def test_the_command_examines_the_users_own_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Rows whose prompts contain their answers: one check fails, and the exit status says so."""
+    rows = [{"prompt": f"say {k}27", "ground_truth": f"{k}27"} for k in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text("def right(sample):\n    return float(sample.response == sample.metadata['ground_truth'])\n")
+    create_tiny_model(vocab_size=99).save_pretrained(tmp_path / "model")
+    create_char_tokenizer(99).save_pretrained(str(tmp_path / "model"))
+    argv = ["--model.path", str(tmp_path / "model"), "--generation.max-tokens", "8"]
+    argv += ["--mode", "rl", "--data.path", str(tmp_path / "rows.jsonl"), "--reward.function", f"{tmp_path / 'reward.py'}:right"]
+    argv += ["--rows", "4", "--resume-timeout-s", "0", "--table-json", "--evaluation.num-prompts", "2"]
+    threads = torch.get_num_threads()
+    assert main(argv) == 1
+    torch.set_num_threads(threads)
+    statuses = {finding["check"]: finding["status"] for finding in json.loads(capsys.readouterr().out)}
+    assert statuses["reward leaks"] == "fail"
+    assert [check for check, status in statuses.items() if status == "fail"] == ["reward leaks"]
+    assert statuses["weight sync"] == statuses["trainer log-probs"] == statuses["splits change nothing"] == "pass"
+
+
+def test_options_that_cannot_be_used_are_told(capsys: pytest.CaptureFixture[str]):
+    assert main(["--dry-run"]) == 2
+    assert "leave --resume and --dry-run out" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert "--resume-timeout-s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_default_job_and_an_episode_task_are_sound(capsys: pytest.CaptureFixture[str]):
+    for argv in ([], ["--task", "calculator", "--rl.prompts-per-step", "4", "--rl.samples-per-prompt", "2"]):
+        assert main([*argv, "--table-json", "--rows", "4"]) == 0
+        statuses = {finding["check"]: finding["status"] for finding in json.loads(capsys.readouterr().out)}
+        assert statuses["resume"] == "pass" and "fail" not in statuses.values()
