@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ignore_closed_stdout():
         if given in (["--help"], ["-h"]):
             print(HELP)
-            return 0
+            raise SystemExit(0)
         try:
             options, rest = split_options(given)
             findings = run(options, parse_command_line(rest), rest)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from integration.doctor.numbers import (
 from integration.doctor.resume import compare_lines
 from integration.doctor.rewards import check_reward
 from integration.doctor.texts import check_end, check_masks, check_template, check_tokenizer
+from integration.settings.command_line import parse_command_line
 from rollouts.backends.factory import create_backend_with_scheduler
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import prepare_sft_sample
@@ -369,8 +372,19 @@ def test_the_command_examines_the_users_own_data(tmp_path: Path, capsys: pytest.
 def test_options_that_cannot_be_used_are_told(capsys: pytest.CaptureFixture[str]):
     assert main(["--dry-run"]) == 2
     assert "leave --resume and --dry-run out" in capsys.readouterr().err
-    assert main(["--help"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
     assert "--resume-timeout-s" in capsys.readouterr().out
+
+
+def test_the_page_names_each_check_and_its_command_is_understood():
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    (command,) = re.findall(r"^rollouts doctor (.*)$", page, re.MULTILINE)
+    options, rest = split_options(shlex.split(command))
+    assert options.rows == 8 and parse_command_line(rest).config.reward.function == "rewards.py:my_reward"
+    named = "tokenizer, chat template, loss masks, end of answers, reward leaks, loss on the data, trainer log-probs, log-probs repeat"
+    for check in (*named.split(", "), "weight sync", "splits change nothing", "memory", "resume"):
+        assert f"| {check} |" in page, check
 
 
 @pytest.mark.slow
