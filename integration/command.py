@@ -37,11 +37,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "reward": Program("try a reward function on rows of data: scores, reasons and the time it takes", "integration.reward"),
         "simulate": Program("simulate hours of a run on many engines in seconds", "integration.simulate.__main__"),
         "completion": Program("print the completion of this command for bash, zsh or fish", "integration.completion"),
-        "eval": Program(
-            "evaluate a model or a checkpoint on held-out problems",
-            meanwhile="a run evaluates its own model before, during and after training: `rollouts train` with --data.eval-path and "
-            "--sft.eval-every or --rl.eval-every; the numbers are in its metrics.jsonl and summary.json",
-        ),
+        "eval": Program("evaluate models and checkpoints on tasks: accuracy, pass@k, maj@k, comparisons", "integration.eval.__main__"),
         "report": Program("write a page with the curves and the rollouts of runs, or serve it", "integration.report.__main__"),
         "doctor": Program("check a model, its tokenizer, data, reward and engine before a run", "integration.doctor.__main__"),
         "verify": Program(

@@ -154,6 +154,28 @@ class _NamedApart:
         return await self._policy.get_action(replace(request, request_id=f"{EVALUATION_PREFIX}{request.request_id}"))
 
 
+async def evaluate_episode_group(
+    policy: AgentPolicy,
+    setting: EpisodeSetting,
+    prompt: Prompt,
+    n: int,
+    reward_fn: RewardFn | None,
+    *,
+    reward: RewardConfig | None = None,
+) -> Group | None:
+    """Evaluate n episodes of a prompt, with environment seeds other than those of rollouts; None if one of them failed. See below."""
+    own = replace(setting, seed=derive_seed(setting.seed, _EVALUATION_SEED))
+    with note_prompt(prompt):
+        episodes = await run_episode_group(_NamedApart(policy), own, prompt, n)
+        group: list[Sample] = []
+        for episode in episodes:
+            assert episode is not None, "nothing interrupts an evaluation"
+            if episode.sample.status is Status.FAILED:
+                return None
+            group.append(episode.sample)
+        return tuple(group) if reward_fn is None else await score_group(tuple(group), reward_fn, reward)
+
+
 async def evaluate_episodes(
     policy: AgentPolicy,
     setting: EpisodeSetting,
@@ -172,19 +194,10 @@ async def evaluate_episodes(
     Returns: the metrics of evaluate_prompts (accuracy = mean reward), and the samples in the order of the prompts.
     Raises: GenerationError if all episodes were dropped; see run_episode.
     """
-    own = replace(setting, seed=derive_seed(setting.seed, _EVALUATION_SEED))
-    named = _NamedApart(policy)
     groups: dict[int, Group | None] = {}
 
     async def evaluate_one(prompt: Prompt) -> None:
-        with note_prompt(prompt):
-            (episode,) = await run_episode_group(named, own, prompt, 1)
-            assert episode is not None, "nothing interrupts an evaluation"
-            if episode.sample.status is Status.FAILED:
-                groups[prompt.index] = None
-            else:
-                group = (episode.sample,)
-                groups[prompt.index] = group if reward_fn is None else await score_group(group, reward_fn, reward)
+        groups[prompt.index] = await evaluate_episode_group(policy, setting, prompt, 1, reward_fn, reward=reward)
 
     with raise_single_errors():
         async with trio.open_nursery() as nursery:

@@ -1,5 +1,12 @@
 """The public names of this package: the only list of them, for editors, type checkers and, by rollouts/_lazy.py, at run time."""
 
+from .estimates import (
+    Estimate as Estimate,
+    compare_paired as compare_paired,
+    estimate_mean as estimate_mean,
+    estimate_majority_at_k as estimate_majority_at_k,
+    estimate_pass_at_k as estimate_pass_at_k,
+)
 from .evaluation import evaluate_prompts as evaluate_prompts
 from .manager import AsyncRolloutManager as AsyncRolloutManager
 from .single_turn import (

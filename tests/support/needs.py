@@ -70,6 +70,8 @@ TORCHAO = _need(importlib.util.find_spec("torchao") is not None, "the package to
 BITSANDBYTES = _need(
     importlib.util.find_spec("bitsandbytes") is not None, "the package bitsandbytes", "pip install 'rollouts-rl[low-memory]'"
 )
+EVALPLUS = _need(importlib.util.find_spec("evalplus") is not None, "the package evalplus", "pip install evalplus")
+SCIPY = _need(importlib.util.find_spec("scipy") is not None, "the package scipy", "pip install scipy")
 PYRIGHT = _need((Path(sys.executable).parent / "pyright").exists(), "pyright", "pip install pyright")
 CHROMIUM = _need(shutil.which("chromium") is not None, "the program chromium", "install chromium")
 OPENSSL = _need(shutil.which("openssl") is not None, "the program openssl", "install openssl")

@@ -1,0 +1,161 @@
+"""Evaluate models on tasks: `rollouts eval MODEL [MODEL ...] [--tasks TASK ...] [--n 8] [--output-dir DIR] [--json]`.
+
+MODEL is a run, a checkpoint, a model directory, an adapter, a name on the hub, or addresses of vLLM or SGLang servers joined by commas.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from integration.run.exit_status import run_command
+from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.settings.command_line import CONFIG_FILE, parse_flags, read_base, read_saved, value_of
+from integration.settings.config import Config
+from integration.settings.option_effects import find_changes, spell_option
+from integration.settings.sections import BackendSection, EngineSection, LoRASection
+from integration.settings.task_defaults import create_default_config
+from rollouts.config import CheckpointConfig, check_positive
+from rollouts.errors import ConfigError
+
+PROGRAM = "rollouts eval MODEL [MODEL ...]"
+_TRAINING = (
+    "sft.",
+    "rl.",
+    "reference.",
+    "critic.",
+    "backend.",
+    "lora.",
+    "checkpoint.",
+    "trajectories.",
+    "profile.",
+    "hardware.",
+    "loggers",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Evaluate models on tasks: accuracy, pass@k, maj@k, rewards, lengths, with intervals, and each model against the first.
+
+    The models stand in front of all options. Without --tasks, and without --task, a model of a run is evaluated on the held-out problems of
+    that run.
+    """
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    tasks: tuple[str, ...] = ()
+    """tasks, a row of the table each: sort, gsm8k=FILE.jsonl, a data file, FILE.py:NAME of an environment; () = that of --task"""
+    n: int = 1
+    """samples for each problem; 1 = one greedy answer, more = sampled at generation.temperature"""
+    sampled: bool = False
+    """sample also where n is 1"""
+    k: tuple[int, ...] = ()
+    """k of pass@k and maj@k, at most n; () = powers of 2 up to n, and n"""
+    num_prompts: int | None = None
+    """number of problems of each task; None = all rows of a data file, else evaluation.num_prompts"""
+    threshold: float = 1.0
+    """smallest reward that counts as right, in reward units"""
+    answer: str | None = None
+    """function file.py:name of a Sample that returns what it votes for in maj@k; None = GSM8K's final answer, \\boxed{}, or the response"""
+    tokenizer: str | None = None
+    """model directory with the tokenizer of a served model; None = the directory that the server names"""
+    json: bool = False
+    """print the results as one JSON object"""
+    quiet: bool = False
+    """print no progress"""
+    config_file: Annotated[str | None, tyro.conf.arg(name="config")] = None
+    """file of settings: FILE.py (which defines `config`), FILE.toml or FILE.json"""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "n")
+        if self.num_prompts is not None:
+            check_positive(self, "num_prompts")
+        bad = [k for k in self.k if not 1 <= k <= self.n]
+        if bad:
+            raise ConfigError(f"--k has {bad[0]}, but there are {self.n} samples for each problem: give --n {max(bad)}, or a smaller k")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The parsed command line."""
+
+    models: tuple[str, ...]
+    arguments: Arguments
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """Parse the command line. Raises ConfigError; SystemExit for --help and for unknown options."""
+    count = next((i for i, argument in enumerate(argv) if argument.startswith("-")), len(argv))
+    models, flags = tuple(argv[:count]), list(argv[count:])
+    base = read_base(flags, _find_default(models, flags))
+    if models:  # tasks with data need a model, and here is one
+        base = replace(base, model=replace(base.model, path=models[0]))
+    arguments = parse_flags(flags, Arguments(config=base), PROGRAM)
+    if not models:
+        raise ConfigError(f"no model is named: {PROGRAM} [OPTIONS], with a run, a model directory or the address of a server as MODEL")
+    if len(set(models)) < len(models):
+        raise ConfigError(f"a model is named twice ({', '.join(models)}): name each once")
+    idle = [name for name in sorted(find_changes(arguments.config, base)) if name.startswith(_TRAINING)]
+    if idle:
+        raise ConfigError(f"{spell_option(idle[0])} is about training, and has no effect in an evaluation: leave it out")
+    return Command(models=models, arguments=arguments)
+
+
+def _find_default(models: Sequence[str], flags: Sequence[str]) -> Config:
+    """Return the settings of the run of the first model that is of one, else the defaults of the task."""
+    from integration.eval.subjects import find_run
+
+    run = next((found for found in map(find_run, models) if found is not None), None)
+    if run is None:
+        return create_default_config(value_of(flags, "--task"))
+    saved = read_saved(Config, run / CONFIG_FILE)
+    section = EngineSection(dtype=saved.engine.dtype)
+    rest: dict[str, Any] = {"backend": BackendSection(), "lora": LoRASection(), "checkpoint": CheckpointConfig(), "loggers": ()}
+    return replace(saved, output_dir=None, engine=section, **rest)
+
+
+def run(command: Command) -> int:
+    """Execute a command line. Returns the exit status."""
+    import trio
+
+    from integration.eval.evaluate import create_plan, evaluate_all
+    from integration.eval.summary import write_table
+
+    arguments = command.arguments
+    say: Callable[[str], None] = (lambda text: None) if arguments.quiet else partial(print, file=sys.stderr, flush=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    plan = create_plan(command.models, arguments)
+    directory = Path(arguments.config.output_dir or Path("evals") / datetime.now().strftime("%Y%m%d-%H%M%S"))
+    results = trio.run(evaluate_all, plan, directory, say)
+    with ignore_closed_stdout():
+        if arguments.json:
+            print(json.dumps(results, indent=2))
+        else:
+            print(write_table(results["results"], results["comparisons"]))
+            print(f"samples and results: {directory}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    return run_command(partial(parse, given), run, goes_online=_names_hub_model)
+
+
+def _names_hub_model(command: Command) -> bool:
+    from rollouts.models.hub import is_hub_name
+
+    return any(is_hub_name(model.partition("@")[0]) for model in command.models)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

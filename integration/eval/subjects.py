@@ -1,0 +1,205 @@
+"""The models that are evaluated: directories, checkpoints, runs, names on the hub, adapters, and servers, as they were typed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from integration.parts.engines import create_embedded_engine, create_fleet_config, create_server_engine
+from integration.parts.models import create_model
+from integration.run.stages import CHECKPOINTS
+from integration.settings.command_line import CONFIG_FILE, RUN_FILE
+from integration.settings.config import Config
+from integration.settings.sections import EngineSection
+from rollouts.engines.fleet.fleet import EngineFleet
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import ConfigError, RolloutsError
+from rollouts.models.hub import find_hub_model, is_hub_name
+from rollouts.models.loading import check_model_directory, load_tokenizer
+from rollouts.training.checkpoints import latest_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PROBE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to evaluate."""
+
+    name: str  # as typed
+    directory: Path | None  # its model directory, or that of its tokenizer if it is served
+    urls: tuple[str, ...] = ()  # addresses of the servers; () = it is loaded into this process
+    kind: str = "inprocess"  # vllm or sglang, if it is served
+    adapter: Path | None = None  # adapter of peft on the model in `directory`
+
+    def describe(self) -> dict[str, Any]:
+        """Return what must not change while an evaluation is resumed, as JSON values."""
+        paths = {"directory": self.directory, "adapter": self.adapter}
+        return {"name": self.name, "urls": list(self.urls), **{key: path and str(path.resolve()) for key, path in paths.items()}}
+
+
+def find_run(model: str) -> Path | None:
+    """Return the run directory that a MODEL is, or is in; None if it is none."""
+    path = Path(model)
+    places = (path, *path.absolute().parents[:3]) if path.exists() else ()
+    return next((place for place in places if (place / RUN_FILE).is_file() and (place / CONFIG_FILE).is_file()), None)
+
+
+def find_subject(model: str, config: Config, tokenizer: str | None = None) -> Subject:
+    """Find a model by what was typed.
+
+    Args:
+        model: a directory (of a model, a checkpoint, a run or an adapter), a name on the Hugging Face hub, or addresses of servers, joined
+            by commas.
+        config: engine.kind of servers (inprocess = asked), and whether to trust the code of a model of the hub.
+        tokenizer: model directory with the tokenizer of a server; None = the directory that the server says it serves.
+
+    Raises: ConfigError naming the model as typed.
+    """
+    try:
+        if model.lower().startswith(("http://", "https://")):
+            return _find_servers(model, config.engine, tokenizer)
+        path = Path(model)
+        if not path.exists():
+            return _find_on_hub(model, config)
+        if path.is_dir() and (path / RUN_FILE).is_file():
+            return Subject(name=model, directory=check_model_directory(_find_newest(path)))
+        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+            if (path.parent / "config.json").is_file():  # beside the merged weights of a checkpoint
+                return Subject(name=model, directory=check_model_directory(path.parent))
+            return _find_adapter(model, path)
+        return Subject(name=model, directory=check_model_directory(path))
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if model in text else f"MODEL {model}: {text}") from error
+
+
+def _find_newest(run: Path) -> Path:
+    """Return the newest checkpoint of the last stage of a run. Raises ConfigError if it has none yet."""
+    for folder in (run / "rl" / CHECKPOINTS, run / "sft" / CHECKPOINTS, run / CHECKPOINTS):
+        found = latest_checkpoint(folder)
+        if found is not None:
+            return found
+    raise ConfigError(f"the run {run} has no checkpoint yet: wait for one, or name a model directory")
+
+
+def _find_adapter(model: str, path: Path) -> Subject:
+    try:
+        base = str(json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}/adapter_config.json names no base model: {error!r}") from error
+    if not Path(base).is_dir():
+        raise ConfigError(f"{path} is an adapter on {base!r}, which is no directory here: merge it, or put the base there")
+    return Subject(name=model, directory=check_model_directory(base), adapter=path)
+
+
+def _find_on_hub(model: str, config: Config) -> Subject:
+    name, _, revision = model.partition("@")
+    if not is_hub_name(name):
+        kinds = "neither a directory, nor a name on the hub (ORG/NAME), nor the address of a server (http://...)"
+        raise ConfigError(f"MODEL {model} is {kinds}")
+    found = find_hub_model(name, revision or None, trust_remote_code=config.model.trust_remote_code, option="MODEL")
+    return Subject(name=model, directory=check_model_directory(found.directory))
+
+
+def _find_servers(model: str, section: EngineSection, tokenizer: str | None) -> Subject:
+    urls = tuple(url.rstrip("/") for url in model.split(",") if url)
+    kinds, directories = zip(*(_ask_server(url) for url in urls), strict=True)
+    kind = kinds[0] if section.kind == "inprocess" else section.kind
+    if len(set(kinds)) > 1:
+        raise ConfigError(f"MODEL {model} names servers of several kinds ({', '.join(kinds)}): name servers of one kind")
+    EngineSection(kind=kind, urls=urls)  # refuses addresses with credentials
+    path = Path(tokenizer or directories[0])
+    if not path.is_dir():
+        raise ConfigError(f"MODEL {model} serves {directories[0]!r}, whose tokenizer is not here: give --tokenizer DIR")
+    return Subject(name=model, directory=path, urls=urls, kind=kind)
+
+
+def _ask_server(url: str) -> tuple[str, str]:
+    """Return the kind of a server, and the model that it says it serves. Raises ConfigError if it does not answer as either kind."""
+    try:
+        with httpx.Client(base_url=url, timeout=_PROBE_S, trust_env=False) as client:
+            info = client.get("/model_info")
+            if info.status_code == 200 and "model_path" in info.json():
+                return "sglang", str(info.json()["model_path"])
+            if client.get("/version").status_code != 200:
+                raise ConfigError(
+                    f"{url} answers, but neither as vLLM (/version) nor as SGLang (/model_info): name a server of one of them"
+                )
+            models = client.get("/v1/models").json()["data"]
+            return "vllm", str(models[0].get("root") or models[0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(f"the server {url} cannot be reached ({error}): start it, or correct the address") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"{url} says in no known form which model it serves ({error!r}): give --engine.kind and --tokenizer") from error
+
+
+def fit_config(config: Config, subject: Subject) -> Config:
+    """Return the settings of an evaluation of a subject."""
+    section = config.engine
+    own = {name: getattr(section, name) for name in ("max_slots", "prefix_cache_tokens", "dtype", "cuda_graphs")}
+    engine = EngineSection(**own)
+    if subject.urls:
+        engine = EngineSection(kind=subject.kind, urls=subject.urls, api_key_variable=section.api_key_variable)
+    path = None if subject.directory is None else str(subject.directory)
+    return replace(config, engine=engine, model=replace(config.model, path=path))
+
+
+def load_subject_tokenizer(config: Config, subject: Subject) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a subject. Raises DataError if there is none."""
+    assert subject.directory is not None, "each subject has a directory with a tokenizer"
+    return load_tokenizer(subject.directory, trust_remote_code=config.model.trust_remote_code)
+
+
+@asynccontextmanager
+async def open_subject(
+    config: Config, subject: Subject, tokenizer: PreTrainedTokenizerBase, environment: Mapping[str, str]
+) -> AsyncGenerator[InferenceEngine]:
+    """Open the engine of a subject. config: result of fit_config. Raises ConfigError, EngineError."""
+    if not subject.urls:
+        model, _ = create_model(config)
+        if subject.adapter is not None:
+            model = merge_adapter(model, subject.adapter)
+        async with create_embedded_engine(config, model, tokenizer, is_trained=False) as engine:
+            yield engine
+        return
+    async with AsyncExitStack() as stack:
+        engines: Sequence[Any] = [
+            await stack.enter_async_context(create_server_engine(config.engine, url, environment, vocab_size=None)) for url in subject.urls
+        ]
+        if len(engines) == 1:
+            yield engines[0]
+        else:
+            yield await stack.enter_async_context(EngineFleet(engines, config=create_fleet_config(config)))
+
+
+def merge_adapter(model: Any, adapter: Path) -> Any:
+    """Return the model with an adapter of peft merged into its weights. Raises ConfigError."""
+    try:
+        from peft import PeftModel
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the adapter {adapter} needs the package peft: pip install 'rollouts-rl[lora]'") from error
+    try:
+        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"the adapter {adapter} does not fit its base: {error}") from error
+
+
+async def check_subject(config: Config, subject: Subject, environment: Mapping[str, str]) -> None:
+    """Connect to the servers of a subject once, so that a server that cannot be used is told before anything is written."""
+    if not subject.urls:
+        return
+    try:
+        for url in subject.urls:
+            async with create_server_engine(config.engine, url, environment):
+                pass
+    except RolloutsError as error:
+        raise ConfigError(f"MODEL {subject.name} cannot be used: {error}") from error
