@@ -2,6 +2,7 @@
 
 from .errors import (
     BackendError as BackendError,
+    BlockingCallError as BlockingCallError,
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
     DataError as DataError,

@@ -151,7 +151,7 @@ class _AsyncLoop:
         self._line: _Line | None = None
         self._updating = False  # whether a step is training: the weights then belong to no finished step
         self._finished = 0 if resume is None else resume.step
-        self._metrics = Metrics() if resume is None else dict(resume.metrics)
+        self._metrics: Metrics = {} if resume is None else dict(resume.metrics or {})
         self._metrics_bytes = run.log_offset
         self.history: list[Metrics] = []
 

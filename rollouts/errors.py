@@ -14,6 +14,7 @@
     ├── SandboxError(RuntimeError)         no confinement as strict as was asked for, or no worker
     ├── BackendError(RuntimeError)         training: non-finite updates, a job that cannot run
     ├── CheckpointError(RuntimeError)      a checkpoint that cannot be written, found, verified or used
+    ├── BlockingCallError(RuntimeError)    a blocking call of the trainer facade inside a trio loop, or after its end
     ├── OutputError(RuntimeError)          another file of a run that cannot be written: a full disk, a directory without permission
     └── EngineError(RuntimeError)          an inference engine
         ├── EngineRequestError             a request that no engine can answer, refused before it was sent
@@ -114,6 +115,10 @@ class BackendError(RolloutsError, RuntimeError):
 
 class CheckpointError(RolloutsError, RuntimeError):
     """A checkpoint cannot be written, found, verified or used with this model."""
+
+
+class BlockingCallError(RolloutsError, RuntimeError):
+    """A blocking call of the trainer facade inside a trio loop, or of an object that was closed."""
 
 
 class OutputError(RolloutsError, RuntimeError):

@@ -47,7 +47,7 @@ async def _train(run: RLRun, source: RolloutSource, resume: ResumePoint | None) 
     config, parts, clock = run.config, run.parts, run.parts.clock
     first = await run.begin(resume)
     history: list[Metrics] = []
-    if resume is not None:  # the checkpoint was taken before this line, so that it could serve the sync
+    if resume is not None and resume.metrics is not None:  # the checkpoint was taken before this line, so that it could serve the sync
         await run.finish_step(resume.step, dict(resume.metrics), stopping=False)
     for step in range(first, config.num_steps):
         if run.has_ended:

@@ -1,15 +1,12 @@
 """The inference engines of a run: the embedded engine, or launched or running servers.
 
-    async with create_inference_engine("vllm", "path/to/model", python="/venvs/vllm/bin/python", device="cpu") as engine: ...
-
-Only this module turns the name of an engine into an object.
+Of the command, only this module turns the name of an engine into an object; rollouts/trainer/engines.py does so for the trainer facade.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -37,7 +34,6 @@ from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.sections import ENGINE_KINDS, EngineSection
 from rollouts.backends.lora.adapters import copy_without_adapters
 from rollouts.backends.pytorch.files import export_model
-from rollouts.config_files import suggest
 from rollouts.engines.fleet.channel import FleetChannel
 from rollouts.engines.fleet.fleet import EngineFleet
 from rollouts.engines.fleet.members import FleetConfig
@@ -45,15 +41,16 @@ from rollouts.engines.fleet.routing import group_by_prompt, group_by_request_id
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.launch.commands import ServerConfig, build_environment
 from rollouts.engines.launch.servers import launch_server
-from rollouts.engines.protocol import WEIGHT_VERSION_FILE, InferenceEngine, WeightChannel
+from rollouts.engines.protocol import InferenceEngine, WeightChannel
 from rollouts.engines.sglang.channels import open_http_channel, open_shared_memory, open_weight_group
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.channels import open_vllm_group, open_vllm_ipc
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.engines.weights.nccl import load_nccl
 from rollouts.engines.weights.path_map import PathMap
+from rollouts.engines.weights.server_weights import begin_weight_versions
 from rollouts.errors import ConfigError, EngineError
-from rollouts.models.loading import load_hf_model, load_tokenizer, parse_device
+from rollouts.models.loading import parse_device
 from rollouts.output_files import explain_writes
 
 if TYPE_CHECKING:
@@ -257,70 +254,6 @@ def choose_gpus(section: EngineSection, server: ServerConfig, environment: Mappi
     return assign_gpus(section.num_servers, section.tensor_parallel_size, gpus)
 
 
-@asynccontextmanager
-async def create_inference_engine(
-    kind: str,
-    model_path: str | Path,
-    *,
-    url: str | None = None,
-    python: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    tensor_parallel_size: int = 1,
-    max_model_len: int | None = None,
-    environment: Mapping[str, str] | None = None,
-    log_path: Path | None = None,
-    **engine_options: Any,
-) -> AsyncGenerator[InferenceEngine]:
-    """Open an engine for a model directory, by name.
-
-    Args:
-        kind: "local" (the embedded engine), "vllm" or "sglang".
-        model_path: Hugging Face directory.
-        url: address of a running server; None = launch one and stop it at the end of the block.
-        python: Python interpreter with the server package; None = VLLM_PYTHON or SGLANG_PYTHON, else this one.
-        device: cpu, cuda or auto.
-        dtype: dtype of weights and caches, not of a running server: float32, bfloat16, float16; auto = float32 on a CPU, bfloat16 on a GPU.
-        tensor_parallel_size: GPUs of a launched server.
-        max_model_len: maximum tokens of prompt and response together, not for a running server; None = the model's context.
-        environment: environment variables; None = os.environ.
-        log_path: log file of a launched server; None = <kind>.log in the current directory.
-        engine_options: further arguments of InProcessEngine, VLLMEngine or SGLangEngine.
-
-    Raises: ConfigError for an unknown name, or tensor parallelism or a url with the embedded engine; errors of the engine.
-    """
-    environment = os.environ if environment is None else environment
-    if kind in ("local", "inprocess"):
-        if tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size is {tensor_parallel_size}, but the embedded engine runs on one device: use 'vllm' or 'sglang'"
-            )
-        if url is not None:
-            raise ConfigError(f"url is {url!r}, but the embedded engine is not a server: use 'vllm' or 'sglang'")
-        own_dtype = getattr(torch, EngineSection(dtype=dtype).precision(device))
-        model = load_hf_model(Path(model_path), device=parse_device(device), dtype=own_dtype)
-        async with InProcessEngine(model, load_tokenizer(Path(model_path)), **{"max_length": max_model_len, **engine_options}) as engine:
-            yield engine
-        return
-    if kind not in PYTHON_VARIABLES:
-        raise ConfigError(f"unknown engine {kind!r}: {suggest(kind, ('local', *PYTHON_VARIABLES))}")
-    section = EngineSection(
-        kind=kind,
-        urls=() if url is None else (url,),
-        launch=url is None,
-        python=python,
-        dtype=dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        context_length=max_model_len,
-    )
-    async with AsyncExitStack() as stack:
-        if url is None:
-            server = create_server_config(section, str(model_path), environment, device=device)
-            opened = launch_server(server, log_path or Path(f"{kind}.log"), environment=environment, startup_s=section.startup_timeout_s)
-            url = (await stack.enter_async_context(opened)).url
-        yield await stack.enter_async_context(create_server_engine(section, url, environment, **engine_options))
-
-
 def check_engine(section: EngineSection, environment: Mapping[str, str], *, device: str) -> None:
     """Check before any training that the engines can start.
 
@@ -447,14 +380,5 @@ def prepare_initial_model(
         target.mkdir(parents=True, exist_ok=True)
         if source is None:
             export_model(model, tokenizer, target)
-        else:
-            for file in source.iterdir():
-                link = target / file.name
-                if file.is_file() and file.name != WEIGHT_VERSION_FILE:
-                    link.unlink(missing_ok=True)
-                    if copies:
-                        shutil.copyfile(file, link)
-                    else:
-                        link.symlink_to(file.absolute())
-        (target / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": 0}) + "\n")
+        begin_weight_versions(target, source, copies=copies)
     return target

@@ -7,13 +7,13 @@ NaN. Along tokens, t + 1 always means the next token with mask > 0: tokens betwe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollouts.algorithms.kl import KLEstimator, k1
 from rollouts.algorithms.statistics import (
     GroupStatistic,
     batch_mean,
@@ -365,7 +365,7 @@ def apply_kl_penalty(
     ref_log_probs: Tensor,
     mask: Tensor,
     kl_coef: float | Tensor,
-    kl: Callable[[Tensor, Tensor], Tensor],
+    kl: KLEstimator = k1,
 ) -> tuple[Tensor, Tensor]:
     """r - kl_coef * kl(log_probs, ref_log_probs) at every token with mask > 0, and the mean KL for a controller.
 
@@ -375,7 +375,7 @@ def apply_kl_penalty(
         ref_log_probs: # [B, T].
         mask: # [B, T].
         kl_coef: a number, or # [B].
-        kl: estimator of KL(policy || reference) at each token, for example kl.k1.
+        kl: estimator of KL(policy || reference) at each token: k1, k2, k3 or another of rollouts.algorithms.kl.
 
     Returns: penalised rewards in the shape of rewards; the mean KL over tokens, a scalar.
     Source: Ziegler et al. 2019, equation 2.

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -133,7 +133,7 @@ class ResumePoint:
     """Point from which an interrupted run continues."""
 
     step: int  # finished steps
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # metrics of that step; its line is written again
+    metrics: Mapping[str, float] | None = None  # metrics of that step, whose line is written again; None = its line was written
     served: ServedWeights | None = None  # weights of the engines, if older than the backend's
     kl_control: KLControl | None = None  # KL controller after that step, if the run has one
     best: Mapping[str, Any] | None = None  # state of the keeper of the best checkpoint before the evaluation of that step, if there is one

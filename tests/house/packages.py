@@ -18,7 +18,8 @@ PACKAGES = (
     "training", "asynchronous", "testing",
 )  # fmt: skip
 LOOPS = ("sft_loop", "rl_loop", "async_rl_loop", "reward_model_loop")
-ORDER = (*WORDS, *PACKAGES[:-1], *LOOPS, PACKAGES[-1])  # `testing` is for tests: nothing else imports it
+FACADES = ("trainer",)  # over everything, chosen by strings; its names are its own, not those of `rollouts`
+ORDER = (*WORDS, *PACKAGES[:-1], *LOOPS, *FACADES, PACKAGES[-1])  # `testing` is for tests: nothing else imports it
 
 
 @cache

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import needs
 import pytest
-from house.packages import LIBRARY, PACKAGES, ROOT
+from house.packages import FACADES, LIBRARY, PACKAGES, ROOT
 
 import rollouts
 
@@ -29,7 +29,7 @@ def import_packages() -> list[ModuleType]:
     return [importlib.import_module(f"rollouts.{name}") for name in PACKAGES]
 
 
-@pytest.mark.parametrize("name", ["rollouts", *(f"rollouts.{package}" for package in PACKAGES)])
+@pytest.mark.parametrize("name", ["rollouts", *(f"rollouts.{package}" for package in (*PACKAGES, *FACADES))])
 def test_each_name_of_a_stub_is_there_and_says_where_it_comes_from(name: str):
     package = importlib.import_module(name)
     stub = (LIBRARY.joinpath(*name.split(".")[1:]) / "__init__.pyi").read_text()
@@ -57,7 +57,7 @@ def test_the_library_offers_the_names_of_its_packages_once():
 
 def test_no_public_name_is_hidden_by_a_module_of_the_same_name():
     """`from rollouts import x` gives the module x as soon as anything has imported it."""
-    for package in [rollouts, *import_packages()]:
+    for package in [rollouts, *import_packages(), *(importlib.import_module(f"rollouts.{name}") for name in FACADES)]:
         folder = LIBRARY.joinpath(*package.__name__.split(".")[1:])
         modules = {path.stem for path in folder.iterdir()}
         assert not set(package.__all__) & modules, f"{package.__name__}: rename the module, or let the name be imported from its module"
@@ -82,7 +82,8 @@ def test_the_first_process_of_a_sandbox_without_other_packages_can_import_the_li
 def test_a_public_name_is_used_by_an_example_a_page_or_the_product():
     words = {word for path in PLACES for word in re.findall(r"\w+", path.read_text())}
     errors = set(importlib.import_module("rollouts.errors").__dict__)
-    unused = sorted(set(PUBLIC) - words - errors)
+    own = {name for facade in FACADES for name in importlib.import_module(f"rollouts.{facade}").__all__}
+    unused = sorted((set(PUBLIC) | own) - words - errors)
     assert not unused, "import them from their modules: they need not be public"
 
 

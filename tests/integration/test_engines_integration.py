@@ -18,7 +18,6 @@ from integration.parts.engines import (
     check_engine,
     choose_gpus,
     create_embedded_engine,
-    create_inference_engine,
     create_server_config,
     create_server_engine,
     open_engines,
@@ -332,46 +331,6 @@ def test_a_model_directory_is_linked_and_says_that_it_is_version_0(tmp_path: Pat
     assert (initial / "model.safetensors").resolve() == source / "model.safetensors"
     assert json.loads((initial / WEIGHT_VERSION_FILE).read_text()) == {"weight_version": 0}
     assert json.loads((source / WEIGHT_VERSION_FILE).read_text()) == {"weight_version": 9}
-
-
-# engines by name
-
-
-@pytest.fixture
-def model_path(tmp_path: Path) -> Path:
-    create_tiny_model().save_pretrained(tmp_path / "model")
-    create_char_tokenizer().save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-async def test_engines_by_name_give_the_same_greedy_answer(model_path: Path):
-    greedy = SamplingParams(max_tokens=6, temperature=0.0)
-    answers = []
-    async with create_inference_engine("local", model_path, device="cpu") as engine:
-        answers.append((await engine.generate((5, 6, 7), greedy)).output_tokens)
-    for kind, server_type in SERVERS.items():
-        async with server_type(model_path) as server, create_inference_engine(kind, model_path, url=server.url) as engine:
-            answers.append((await engine.generate((5, 6, 7), greedy)).output_tokens)
-    assert answers[0] == answers[1] == answers[2]
-
-
-async def test_an_engine_that_is_not_known_or_cannot_be_is_refused(model_path: Path):
-    for kind, options, message in (
-        ("vlm", {}, "unknown engine 'vlm'.*vllm"),
-        ("local", {"tensor_parallel_size": 2}, "runs on one device"),
-        ("local", {"url": "http://127.0.0.1:1"}, "the embedded engine is not a server"),
-        ("sglang", {"tensor_parallel_size": 2, "device": "cpu"}, "tensor_parallel_size is 2"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            async with create_inference_engine(kind, model_path, **options):
-                pass
-
-
-async def test_the_embedded_engine_by_name_keeps_to_the_length_it_is_given(model_path: Path):
-    async with create_inference_engine("local", model_path, device="cpu", dtype="bfloat16", max_model_len=6) as engine:
-        assert {p.dtype for p in engine._model.parameters()} == {torch.bfloat16}
-        completion = await engine.generate((5, 6, 7), SamplingParams(max_tokens=20, temperature=0.0))
-    assert (completion.output_len, completion.finish_reason) == (3, "length")
 
 
 # -- weights that this run never made

@@ -103,7 +103,7 @@ def first_line(path: Path) -> str:
 def list_arrows() -> dict[str, set[str]]:
     """Return for each room of the picture the rooms that its files import; the words are one room and the loops another one."""
     house = load_packages()
-    order = ("words", *house["PACKAGES"][:-1], "loops", "testing")
+    order = ("words", *house["PACKAGES"][:-1], "loops", *house["FACADES"], "testing")
     arrows: dict[str, set[str]] = {name: set() for name in order}
 
     def room(name: str) -> str:
@@ -150,8 +150,9 @@ def list_packages() -> str:
         rows.append(f"| [{name}/](../rollouts/{name}) | {first_line(LIBRARY / name / '__init__.py')} | {imports} |")
     loops = ", ".join(f"[{name}](../rollouts/{name}.py)" for name in house["LOOPS"])
     rows.append(f"| loops | The programs: {loops}. | {', '.join(sorted(arrows['loops'] - {'words'}, key=order.index))} |")
-    imports = ", ".join(sorted(arrows["testing"] - {"words"}, key=order.index))
-    rows.append(f"| [testing/](../rollouts/testing) | {first_line(LIBRARY / 'testing' / '__init__.py')} | {imports} |")
+    for name in (*house["FACADES"], "testing"):
+        imports = ", ".join(sorted(arrows[name] - {"words"}, key=order.index))
+        rows.append(f"| [{name}/](../rollouts/{name}) | {first_line(LIBRARY / name / '__init__.py')} | {imports} |")
     return "\n".join(rows)
 
 

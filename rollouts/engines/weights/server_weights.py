@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ import trio
 from rollouts.engines.http.checks import INITIAL_LABEL, ServerInfo
 from rollouts.engines.http.requests import RequestsInFlight
 from rollouts.engines.http.samples import version_of
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE
 from rollouts.engines.weights.checkpoint_check import (
     CheckpointLayout,
     check_checkpoint,
@@ -137,3 +140,22 @@ class ServerWeights:
         assert self._transaction is not None, "use the engine inside its `async with` block"
         self._requests.check_not_closed()
         return self._transaction
+
+
+def begin_weight_versions(target: Path, source: Path | None = None, *, copies: bool = False) -> None:
+    """Make a model directory one of weight version 0, for servers to begin with.
+
+    Args:
+        target: an existing directory.
+        source: model directory whose files are linked there first; None = they are there.
+        copies: copy instead of link, for servers that see the files under another path.
+    """
+    for file in () if source is None else source.iterdir():
+        link = target / file.name
+        if file.is_file() and file.name != WEIGHT_VERSION_FILE:
+            link.unlink(missing_ok=True)
+            if copies:
+                shutil.copyfile(file, link)
+            else:
+                link.symlink_to(file.absolute())
+    (target / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": 0}) + "\n")
