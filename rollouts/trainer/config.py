@@ -135,7 +135,7 @@ class TrainingConfig:
     num_minibatches: int = 1  # optimizer steps in each pass
     max_tokens_per_microbatch: int = 16384  # real tokens in one backward pass; gradients are accumulated over a step, so that the result
     # does not depend on this
-    critic_learning_rate: float = 1e-5  # of the critic, with gae
+    critic_learning_rate: float = 1e-5  # learning rate of the critic, with gae
     weight_decay: float = 0.0  # decay of matrices
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
     seed: int = 0  # seed of sampling, of the order of prompts and rows, of environments, and of the critic's head

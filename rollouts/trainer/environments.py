@@ -49,9 +49,11 @@ def create_environment_factory(environment: Any) -> EnvironmentFactory:
 
     Raises: ConfigError for anything else, and for an environment that cannot be copied.
     """
-    if inspect.isclass(environment) or (callable(environment) and not hasattr(environment, "step")):
+    is_class = inspect.isclass(environment)
+    plays = hasattr(environment, "step") and hasattr(environment, "reset")
+    if (is_class and plays) or (not is_class and callable(environment) and not plays):
         make = cast("Callable[[], Any]", environment)
-    elif hasattr(environment, "step") and hasattr(environment, "reset"):
+    elif plays:
         _copy(environment)  # fails before anything is trained
         make = _Copies(environment)
     else:

@@ -251,11 +251,13 @@ def test_environments_are_classes_functions_or_objects(model_path: Path):
     for environment in (Plain, Plain(), lambda: Plain()):
         with create_trainer(config, environment=environment) as trainer:
             assert {sample.reward for sample in trainer.rollout().samples} == {0.5}
-    with pytest.raises(ConfigError, match=r"environment is 7 .*expected a class with reset and step"):
-        create_trainer(config, environment=7)
+    for wrong in (7, object):
+        with pytest.raises(ConfigError, match=rf"environment is {wrong} .*expected a class with reset and step"):
+            create_trainer(config, environment=wrong)
     with pytest.raises(ConfigError, match=r"a Uncopied that cannot be copied \(TypeError: it has a socket\).*give its class"):
         create_trainer(config, environment=Uncopied())
-    with create_trainer(config, environment=object) as trainer, pytest.raises(EnvironmentFault, match="no method reset, step"):
+    one = create_config(model_path, adv_estimator="gae", batch_size=1, n_samples_per_prompt=1)
+    with create_trainer(one, environment=lambda: object()) as trainer, pytest.raises(EnvironmentFault, match="no method reset, step"):
         trainer.rollout()
 
 

@@ -16,6 +16,7 @@ import trio
 from rollouts import errors
 from rollouts.errors import (
     BackendError,
+    BlockingCallError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -49,6 +50,7 @@ TREE = [
     (RewardError, RolloutsError, RuntimeError),
     (GenerationError, RolloutsError, RuntimeError),
     (GenerationTimeout, GenerationError, TimeoutError),
+    (BlockingCallError, RolloutsError, RuntimeError),
     (OutputError, RolloutsError, RuntimeError),
     (EpisodeInterrupted, GenerationError, RuntimeError),
     (EpisodeError, RolloutsError, RuntimeError),
