@@ -25,6 +25,7 @@ from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.text.batch import BatchInferenceManager, GeneratedTexts, generate_texts
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.errors import ConfigError
+from rollouts.models.hub import find_hub_model, is_hub_name
 from rollouts.models.loading import load_hf_model, load_tokenizer, parse_device
 from rollouts.trainer.config import ConfigStore, EngineName, InferenceConfig, ModelConfig
 from rollouts.types import SamplingParams
@@ -75,25 +76,16 @@ class TextEngine:
 
 
 def find_model_directory(section: ModelConfig) -> Path:
-    """Return the directory of a model: local_path, else the directory model_name, else that of the hub's model_name, downloaded if needed.
+    """Return the directory of a model: local_path, else model_name, or that of the hub's model of this name; see find_hub_model.
 
-    Nothing is downloaded if HF_HUB_OFFLINE is set. Raises ConfigError.
+    Raises: ConfigError without either, and for a name that the hub does not give.
     """
     name = section.model_name if section.local_path is None else section.local_path
     if not name:
         raise ConfigError("there is no model: set ModelConfig.local_path to a model directory, or ModelConfig.model_name")
-    if section.local_path is not None or Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
-            f"ModelConfig.model_name is {name!r}, which is neither a directory nor a model that the hub gives ({type(error).__name__}: "
-            f"{error!s:.300}): check the name and the connection, or set local_path"
-        ) from error
+    if section.local_path is None and is_hub_name(name):
+        return find_hub_model(name, trust_remote_code=section.trust_remote_code, option="ModelConfig.model_name").directory
+    return Path(name)
 
 
 def resolve_settings(

@@ -497,7 +497,7 @@ def test_cleanup_leaves_no_process_socket_thread_or_model(model_path: Path):
         during = look()
         trainer.cleanup()
         deadline = time.monotonic() + 30
-        while len(threading.enumerate()) > 1 and time.monotonic() < deadline:  # idle threads of trio end after ten seconds
+        while any("rio" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:  # idle ones end in 10 s
             time.sleep(0.2)
         gc.collect()
         print(json.dumps([before, during, look(), [thread.name for thread in threading.enumerate()]]))
@@ -509,4 +509,4 @@ def test_cleanup_leaves_no_process_socket_thread_or_model(model_path: Path):
     before, during, after, threads = json.loads(done.stdout.splitlines()[-1])
     assert during[2] == before[2] + 3  # policy, engine and critic
     assert after == before == [0, 0, before[2]]
-    assert threads == ["MainThread"]
+    assert set(threads) <= {"MainThread", "tqdm_monitor"}  # the second is of the bars of transformers
