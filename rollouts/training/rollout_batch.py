@@ -7,9 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+import trio
 from torch import Tensor
 
 from rollouts.algorithms.anchors import summarize_anchors
@@ -21,7 +22,7 @@ from rollouts.algorithms.losses import value_loss
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.batches import plan_minibatches, select_rows
 from rollouts.data.samples import describe_sample
-from rollouts.errors import ConfigError, DataError
+from rollouts.errors import ConfigError, DataError, raise_single_errors
 from rollouts.seeds import derive_seed
 from rollouts.training.requirements import POLICY_COLUMNS, SAMPLE_COLUMNS
 from rollouts.training.steps import (
@@ -203,7 +204,8 @@ async def train_on_rollouts(
         plan: plan of the optimizer steps; default: one.
         reference: frozen model of a KL term.
         critic: model behind the values of algorithm.estimate; trained on the same mini-batches towards the returns, mean over tokens.
-        on_estimate: called with the checked result of algorithm.estimate, for example to write some of it to a file.
+        on_estimate: called with the checked result of algorithm.estimate before the first step, for example to write some of it to a
+            file. If it waits, the steps go on beside it; it has ended when this function returns.
         samples: samples of the rows, in their order; read only for DEBUG logs of their names, groups and states.
 
     Returns: token-weighted means over the optimizer steps; num_tokens is their sum; lr is the last one's; num_updates. With a critic:
@@ -228,10 +230,40 @@ async def train_on_rollouts(
         current_version=plan.current_version,
     )
     batch, metrics = _estimate(replace(batch, dropout=plan.dropout), algorithm, plan.kl_coef, samples)
-    if on_estimate is not None:
-        written = on_estimate(batch)
-        if inspect.isawaitable(written):
-            await written
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            if on_estimate is not None:
+                await _begin(on_estimate(batch), nursery)
+            metrics |= await _take_steps(backend, critic, batch, algorithm, plan, skipped)
+    return metrics
+
+
+async def _begin(work: Any, nursery: trio.Nursery) -> None:
+    """Go on with an awaitable in a nursery, if `work` is one; return when it has ended or waits."""
+    if not inspect.isawaitable(work):
+        return
+
+    async def finish() -> None:
+        await work
+
+    nursery.start_soon(finish)
+    for _ in range(2):  # trio runs the tasks of one pass in any order
+        await trio.lowlevel.checkpoint()
+
+
+async def _take_steps(
+    backend: TrainingBackend,
+    critic: TrainingBackend | None,
+    batch: TrainBatch,
+    algorithm: Algorithm,
+    plan: UpdatePlan,
+    skipped: frozenset[str],
+) -> Metrics:
+    """Submit the optimizer steps of a plan, and return their metrics when they have been taken.
+
+    Args:
+        skipped: columns that the loss takes from its own pass.
+    """
     submit = partial(submit_optimizer_step, max_tokens_per_microbatch=plan.max_tokens_per_microbatch)
     loss = anchor_to_self(algorithm.loss, skipped) if skipped else algorithm.loss
     policy_steps: list[PendingOptimizerStep] = []
@@ -251,7 +283,7 @@ async def train_on_rollouts(
             if critic is not None:
                 rows = replace(minibatch, routed_experts=None, advantages=None)  # a value has a gradient also where there is no advantage
                 critic_steps.append(submit(critic, rows, partial(value_loss, clip=plan.value_clip), weigh=token_mean))
-    metrics |= await _mean_results(policy_steps)
+    metrics = await _mean_results(policy_steps)
     if critic is not None:
         critic_metrics = await _mean_results(critic_steps)
         metrics |= name_critic_metrics(critic_metrics) | summarize_values(batch) | {"num_tokens": critic_metrics["num_tokens"]}

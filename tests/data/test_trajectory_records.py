@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import make_sample
@@ -26,7 +27,7 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.collate import collate_samples
 from rollouts.data.records import Estimate, TrajectoryRecord, attach_estimates, derive_steps, group_steps
 from rollouts.data.trajectories import read_records, read_samples, read_steps, select_steps, write_records, write_steps
-from rollouts.errors import ConfigError, DataError
+from rollouts.errors import ConfigError, DataError, OutputError
 from rollouts.steps import StepData
 from rollouts.testing import FakeBackend, FakeEngine, random_answer
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
@@ -76,6 +77,35 @@ async def test_what_is_observed_has_its_advantages_and_no_update_has_happened_ye
 
     await train_on_rollouts(Watched(), collate_samples(SAMPLES), grpo(), on_estimate=observe, plan=UpdatePlan(num_epochs=2))
     assert order == ["observed", "update", "update"]
+
+
+async def test_updates_go_on_while_what_is_observed_is_being_written_and_wait_for_its_end():
+    order, updated = list[str](), trio.Event()
+
+    class Watched(FakeBackend):
+        def optim_step(self):
+            updated.set()
+            order.append("update")
+            return super().optim_step()
+
+    async def write(batch: TrainBatch) -> None:
+        order.append("begun")
+        await updated.wait()
+        await trio.sleep(0.01)
+        order.append("written")
+
+    with trio.fail_after(5):
+        await train_on_rollouts(Watched(), collate_samples(SAMPLES), grpo(), on_estimate=write)
+    assert order == ["begun", "update", "written"]
+
+
+async def test_a_failure_of_what_is_written_beside_the_updates_is_raised_as_it_is():
+    async def write(batch: TrainBatch) -> None:
+        await trio.sleep(0)
+        raise OutputError("the disk is full")
+
+    with pytest.raises(OutputError, match="the disk is full"):
+        await train_on_rollouts(FakeBackend(), collate_samples(SAMPLES), grpo(), on_estimate=write)
 
 
 def test_returns_and_values_of_a_critic_are_kept():

@@ -1224,6 +1224,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("words/test_user_code.py::test_a_reward_that_cannot_be_ended_is_not_paid_after_its_deadline",),
     ),
     Mutation(
+        "training/rollout_batch.py",
+        "updates wait until trajectories are written",
+        "    nursery.start_soon(finish)\n",
+        "    await finish()\n",
+        ("data/test_trajectory_records.py::test_updates_go_on_while_what_is_observed_is_being_written_and_wait_for_its_end",),
+    ),
+    Mutation(
         "training/steps.py",
         "the next checkpoint does not wait for the one that is being written",
         "        await self._ended.wait()\n        self.check()\n        return self._path",
