@@ -36,6 +36,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "view": Program("show the rollouts of a run in the terminal", "integration.view.__main__"),
         "reward": Program("try a reward function on rows of data: scores, reasons and the time it takes", "integration.reward"),
         "simulate": Program("simulate hours of a run on many engines in seconds", "integration.simulate.__main__"),
+        "convert": Program("convert a trained model to a plain Hugging Face directory", "integration.convert.__main__"),
         "completion": Program("print the completion of this command for bash, zsh or fish", "integration.completion"),
         "eval": Program("evaluate models and checkpoints on tasks: accuracy, pass@k, maj@k, comparisons", "integration.eval.__main__"),
         "report": Program("write a page with the curves and the rollouts of runs, or serve it", "integration.report.__main__"),

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _goes_online(command: CommandLine) -> bool:
     from integration.parts.hub_models import names_hub_model
 
-    return names_hub_model(command.config)
+    return names_hub_model(command.config) or command.push_to_hub is not None
 
 
 def _run(argv: Sequence[str], command: CommandLine) -> int:

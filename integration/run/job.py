@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 import trio
 
+from integration.convert.export import export
+from integration.convert.push import check_push
 from integration.dry_run.checks import check_run
 from integration.dry_run.describe import tell_run
 from integration.expressions.loggers import create_loggers
@@ -61,6 +64,7 @@ from rollouts.training.metrics import CompositeLogger, JSONLLogger, read_metrics
 
 _logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 2e-5
+EXPORT = "export"  # subdirectory of a run with the model that is published
 LIMITS_OF_ROLLOUTS = (  # settings that messages about failing, hanging or queued rollouts advise to change
     "max_concurrent_rollouts", "queue_size", "when_queue_full", "on_stale", "on_failure", "max_attempts", "max_stale_attempts",
     "retry_delay_s", "rollout_timeout_s", "patience_s", "checkpoint_in_flight",
@@ -168,6 +172,8 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
     Args:
         argv: the arguments of the command line, for processes started by it.
     """
+    if command.push_to_hub is not None:
+        check_push(command.push_to_hub)
     recorded, config = check_run(command)
     if command.dry_run:
         return tell_run(command, config)
@@ -244,5 +250,9 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
         with explain_writes(output_dir / "curves.png"):
             drawn = draw_curves(lines, output_dir / "curves.png")
         print(make_safe(redact(tell_story(summary, output_dir, config))), flush=True)
+        if command.push_to_hub is not None:
+            target = output_dir / EXPORT
+            shutil.rmtree(target, ignore_errors=True)  # an earlier end of this run wrote one
+            print(export(output_dir, target, push_to_hub=command.push_to_hub), flush=True)
         print(f"curves: {output_dir / 'curves.png'}" if drawn else "no picture: pip install 'rollouts-rl[plots]' draws it", flush=True)
     return 0

@@ -1,7 +1,8 @@
 """Parse the arguments of a command into a mode, a configuration and switches.
 
     python -m integration.train [--mode sft|rl|sft+rl] [--config FILE.py|.toml|.json] [--output-dir DIR] [--resume] [--dry-run [--json]]
-                                [--quiet] [--log-level LEVEL] [--task NAME] [--algorithm NAME] [--environment FILE.py:NAME] [--seed N]
+                                [--quiet] [--log-level LEVEL] [--push-to-hub NAME]
+                                [--task NAME] [--algorithm NAME] [--environment FILE.py:NAME] [--seed N]
                                 [--skip-bad-rows] [--section.field VALUE ...]
 
 Later sources override earlier ones: the defaults of the task and the model, --config (or, with --resume, the config.json of the run), and
@@ -65,6 +66,7 @@ class CommandLine:
     json: bool
     quiet: bool
     log_levels: Mapping[str, int]  # log level of each logger, by name
+    push_to_hub: str | None = None  # name on the hub to publish the trained model under
     typed: frozenset[str] = frozenset()  # settings (section.field) changed by flags
 
     def find_idle_options(self) -> list[IdleOption]:
@@ -90,6 +92,8 @@ class _Arguments:
     """print only the summary"""
     log_level: str = DEFAULT_LEVEL
     """level of messages on stderr: debug, info, warning or error, for modules NAME=LEVEL: warning,rollouts.training.rollout_batch=debug"""
+    push_to_hub: str | None = None
+    """name on the Hugging Face hub, ORG/NAME, to publish the trained model under, private if new; None = not published"""
     algorithm: str | None = None
     """short for --rl.algorithm: grpo, gigpo(gamma=0.9, omega=0.5), ..."""
     skip_bad_rows: bool = False
@@ -136,6 +140,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         json=arguments.json,
         quiet=arguments.quiet,
         log_levels=parse_log_level(arguments.log_level),
+        push_to_hub=arguments.push_to_hub,
         typed=find_changes(config, base),
     )
 
@@ -169,14 +174,16 @@ def _find_default(argv: Sequence[str]) -> Config:
     return create_default_config(task, model_path=None if model_path is None else str(model_path), adapters=rank not in (None, 0, "0"))
 
 
-def parse_flags(argv: Sequence[str], default: T, program: str) -> T:
-    """Return the dataclass `default` changed by flags.
+def parse_flags(argv: Sequence[str], default: T | type[T], program: str) -> T:
+    """Return the dataclass `default` changed by flags, or one of a class whose fields flags fill in.
 
     Like tyro.cli, except that a ConfigError of our own checks is raised as it is: tyro would print it wrapped, in a frame.
     """
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), ignore_closed_stdout():
+            if isinstance(default, type):
+                return tyro.cli(default, prog=program, args=list(argv))
             return tyro.cli(type(default), prog=program, args=list(argv), default=default)
         raise SystemExit(0)  # the reader of the help closed stdout
     except SystemExit as stop:

@@ -36,6 +36,7 @@ Train a language model by supervised fine-tuning, reinforcement learning, or one
   --skip-bad-rows               skip and count unreadable rows
   --num-threads N               CPU threads of torch
   --enable-segment-wise-ppo     a proximal policy for each token of asynchronous rollouts
+  --push-to-hub ORG/NAME        publish the trained model on the Hugging Face hub, with a card of its settings and results
   --log-level LEVEL, --quiet    messages on stderr; only the summary
 
 sections of settings, each with `--help SECTION`; all settings with --help-all:

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+import integration.convert.__main__ as convert
 import integration.simulate.__main__ as simulate
 import integration.train_reward_model as train_reward_model
 import integration.view.__main__ as view
@@ -42,7 +43,7 @@ def list_names(section: Any, where: str = "", *, flat: bool = False) -> Iterator
 OPTIONS = {
     *list_names(Config),
     *list_names(RewardModelConfig),
-    *(spell_option(field.name) for field in fields(view.Arguments)),
+    *(spell_option(field.name) for program in (view, convert) for field in fields(program.Arguments)),
     *list_names(simulate._Arguments, flat=True),
     *(spell_option(field.name) for module in (command_line, train_reward_model) for field in fields(module._Arguments)),
     *("--environment", "--help", "--help-all", "--picture", "--version"),
