@@ -11,10 +11,9 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-import integration.convert.__main__ as convert
 import integration.simulate.__main__ as simulate
 import integration.train_reward_model as train_reward_model
-import integration.view.__main__ as view
+from integration.completion import read_programs
 from integration.parts.placement import MEMORY_ARGS
 from integration.settings import command_line
 from integration.settings.config import Config
@@ -43,7 +42,7 @@ def list_names(section: Any, where: str = "", *, flat: bool = False) -> Iterator
 OPTIONS = {
     *list_names(Config),
     *list_names(RewardModelConfig),
-    *(spell_option(field.name) for program in (view, convert) for field in fields(program.Arguments)),
+    *(option for options in read_programs().values() for option in options),  # as the helps of all programs have them
     *list_names(simulate._Arguments, flat=True),
     *(spell_option(field.name) for module in (command_line, train_reward_model) for field in fields(module._Arguments)),
     *("--environment", "--help", "--help-all", "--picture", "--version"),
