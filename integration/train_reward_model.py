@@ -28,7 +28,7 @@ from integration.run.display import Progress
 from integration.run.exit_status import EXIT_STOPPED, run_command
 from integration.run.signal_watch import watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, create_task, find_checkpoint, finished_checkpoint, read_step, restore_best
-from integration.run.summary import describe_best, find_best
+from integration.run.summary import describe_best, draw_curves, find_best
 from integration.settings.command_line import MODEL_DIRECTORY, parse_flags, read_base
 from integration.settings.config import Config, create_output_dir, find_kernels
 from integration.settings.reward_model import RewardModelConfig
@@ -274,8 +274,11 @@ def run(command: _Arguments) -> int:
             again = f"{PROGRAM} --output-dir {output_dir} --resume"
             print(f"stopped; everything up to the last finished step is saved. To go on:\n  {again}", flush=True)
             return EXIT_STOPPED
-        summary = summarize(read_metrics(output_dir / METRICS_FILE), read_facts(output_dir), config)
+        lines = read_metrics(output_dir / METRICS_FILE)
+        summary = summarize(lines, read_facts(output_dir), config)
         replace_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        with explain_writes(output_dir / "curves.png"):
+            draw_curves(lines, output_dir / "curves.png")
         if summary["best"] is not None:
             print(describe_best("reward model", summary["best"]), flush=True)
         print(

@@ -11,7 +11,9 @@ from integration.settings.config import Config
 from integration.settings.episodes import EPISODE_TASKS
 from rollouts.config import CheckpointConfig, parse_metric
 from rollouts.data.trajectories import read_samples
+from rollouts.errors import ConfigError
 from rollouts.training.checkpoints import checkpoint_name
+from rollouts.training.figures import draw_run
 from rollouts.training.summaries import find_warnings
 from rollouts.types import Sample
 
@@ -198,77 +200,13 @@ def _shorten(text: str, width: int = 28) -> str:
 
 
 def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> bool:
-    """Draw SFT loss, held-out accuracy (or reward) over both stages, and the mean reward of rollouts.
+    """Draw the curves of a run into a file, see rollouts.training.figures.
 
     Returns: False if matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
+        figure = draw_run(lines)
+    except ConfigError:
         return False
-    sft = [line for line in lines if line["stage"] == "sft"]
-    rl = [line for line in lines if line["stage"] == "rl"]
-    end_of_sft = max((line["step"] for line in sft), default=0)
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, accuracy, reward = figure.subplots(1, 3)
-    _plot(loss, sft, "loss", color="tab:blue")
-    _dress(loss, "SFT loss", "SFT step", "nats per token")
-    # SFT takes many small steps and RL few large ones: each stage gets half of the width
-    scale = end_of_sft / max((line["step"] for line in rl), default=1) if sft and rl else 1.0
-    for key, label, style in (("eval_accuracy", "greedy", "-"), ("eval_accuracy_sampled", "sampled", "--")):
-        points = [(line["step"], line[key]) for line in sft if key in line]
-        tail = [(end_of_sft + line["step"] * scale, line[key]) for line in rl if key in line]
-        if points and tail:
-            tail = [points[-1], *tail]
-        if points:
-            accuracy.plot(*zip(*points, strict=True), style, color="tab:blue", marker="o", markersize=3, label=f"SFT, {label}")
-        if tail:
-            accuracy.plot(*zip(*tail, strict=True), style, color="tab:orange", marker="o", markersize=3, label=f"RL, {label}")
-    if name_measure(*lines) == "accuracy":
-        _dress(accuracy, "accuracy on held-out problems", "", "fraction right")
-        accuracy.set_ylim(-0.02, 1.02)
-    else:
-        _dress(accuracy, "mean reward on held-out problems", "", "reward")
-    _label_stages(accuracy, end_of_sft, max((line["step"] for line in rl), default=0), scale)
-    if accuracy.get_legend_handles_labels()[0]:
-        accuracy.legend(loc="lower right" if name_measure(*lines) == "accuracy" else "best", fontsize=8, frameon=False)
-    _plot(reward, rl, "reward_mean", color="tab:orange", marker="o")
-    _dress(reward, "mean reward of rollouts", "RL step", "reward")
     figure.savefig(path, dpi=110)
     return True
-
-
-def _label_stages(axis: Any, sft_steps: int, rl_steps: int, scale: float) -> None:
-    """Set ticks that count the steps of each stage."""
-    ticks: list[tuple[float, str]] = []
-    if sft_steps:
-        ticks += [(0, "0"), (sft_steps / 2, str(sft_steps // 2)), (sft_steps, f"SFT {sft_steps}")]
-    if rl_steps:
-        if sft_steps:
-            axis.axvline(sft_steps, color="0.6", linewidth=1)
-        middle = rl_steps // 2
-        ticks += [(sft_steps + middle * scale, str(middle))] if middle else []
-        ticks.append((sft_steps + rl_steps * scale, f"RL {rl_steps}"))
-    axis.set_xticks([position for position, _ in ticks], [label for _, label in ticks])
-    axis.set_xlabel("step")
-
-
-def _plot(axis: Any, lines: Sequence[Mapping[str, Any]], key: str, **style: Any) -> None:
-    points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
-    if points:
-        axis.plot(*zip(*points, strict=True), linewidth=1.5, markersize=3, **style)
-        axis.xaxis.get_major_locator().set_params(integer=True)  # steps are whole numbers
-    else:
-        axis.text(0.5, 0.5, "this stage was not run", ha="center", va="center", transform=axis.transAxes, color="0.5")
-        axis.set_xticks([])
-        axis.set_yticks([])
-
-
-def _dress(axis: Any, title: str, x: str, y: str) -> None:
-    axis.set_title(title, fontsize=11)
-    axis.set_xlabel(x)
-    axis.set_ylabel(y)
-    axis.grid(True, color="0.9")
-    axis.spines[["top", "right"]].set_visible(False)
