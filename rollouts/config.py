@@ -198,11 +198,12 @@ class RLTrainingConfig:
     probe_tolerance: float | None = None  # nats: largest difference of log-probs in the probe of engines after each sync;
     # 1e-3 in float32, about 0.3 with bfloat16 engines; None = no probe
     probe_tokens: int = 64  # tokens of one rollout in that probe, at least 2
+    first_version: int = 0  # weight version of the policy before the first step; above 0 with rollouts recorded under versions up to it
     kl_control: KLControl | None = None  # schedule of the KL term's coefficient; None = the algorithm's own constant
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "sync_every", "num_epochs", "num_minibatches", "log_every", "max_tokens_per_microbatch")
-        check_count(self, "checkpoint_every", "eval_every", "critic_warmup_steps")
+        check_count(self, "checkpoint_every", "eval_every", "critic_warmup_steps", "first_version")
         check_not_negative(self, "router_balance_coef")
         check_seed(self)
         check_flags(self, "mask_truncated", "router_replay", "sleep_engines", "skip_redundant")

@@ -54,9 +54,32 @@ def check_run(command: CommandLine) -> tuple[Config, Config]:
     return recorded, config
 
 
+def _check_recorded_given(config: Config, mode: str) -> None:
+    """Raise ConfigError for settings that recorded rollouts do not go with."""
+    path = config.data.rollouts
+    if mode != "rl" or config.task != "jsonl":
+        raise ConfigError(f"--data.rollouts is {path}, but it is for --mode rl --task jsonl, not --mode {mode} --task {config.task}")
+    if config.data.path is not None or config.data.mixture:
+        raise ConfigError(
+            f"--data.rollouts is {path} beside --data.path or --data.mixture: nothing is generated from rows, so leave them out"
+        )
+    if config.rl.asynchronous.enabled:
+        raise ConfigError("--data.rollouts with --rl.asynchronous.enabled: recorded rollouts are there already, leave the latter out")
+    if config.rl.filter != "none":
+        raise ConfigError(
+            f"--data.rollouts with --rl.filter {config.rl.filter}: recorded groups are not replaced, so filter the file before"
+        )
+
+
 def check_data_given(config: Config, mode: str = "sft+rl") -> None:
     """Raise ConfigError for data that the task does not use, and for missing data or a missing environment."""
-    for name, given in (("--data.path", config.data.path), ("--data.mixture", " ".join(config.data.mixture))):
+    if config.data.rollouts is not None:
+        _check_recorded_given(config, mode)
+    for name, given in (
+        ("--data.path", config.data.path),
+        ("--data.mixture", " ".join(config.data.mixture)),
+        ("--data.rollouts", config.data.rollouts),
+    ):
         if given and config.task in SELF_MADE_TASKS:
             raise ConfigError(f"the task {config.task!r} generates its own data, but {name} is {given}: add --task jsonl (or gsm8k)")
     if config.task == "environment" and config.environment.factory is None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from integration.expressions.algorithm import learns_from_single_samples
 from integration.expressions.filters import resolve_filter
 from integration.expressions.mixture import parse_columns, parse_mixture
 from integration.parts.engines import create_embedded_engine, open_engines, open_weight_channel
@@ -41,7 +42,7 @@ from integration.settings.config import (
     sft_training_config,
 )
 from integration.tasks.episodes import create_calculator_task, create_environment_task, create_grid_world_task
-from integration.tasks.own_data import OwnData, create_gsm8k_task, create_jsonl_task
+from integration.tasks.own_data import OwnData, create_gsm8k_task, create_jsonl_task, create_recorded_task
 from integration.tasks.task import Task, create_sort_long_task, create_sort_task
 from rollouts.agents.policies import EngineAgentPolicy
 from rollouts.agents.run import create_policy_generate_fn
@@ -55,6 +56,7 @@ from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data.model_limits import read_config_limits
 from rollouts.data.prompts import DataBuffer
+from rollouts.data.recorded import RecordedGroups, RecordedRollouts
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import CheckpointError
 from rollouts.generation.manager import AsyncRolloutManager
@@ -199,7 +201,7 @@ class _RLStage:
     """The RL stage, opened."""
 
     parts: RLParts
-    rollouts: AsyncRolloutManager | WorkflowExecutor
+    rollouts: AsyncRolloutManager | WorkflowExecutor | RecordedRollouts
     training: RLTrainingConfig
     evaluation: Evaluation
 
@@ -222,7 +224,10 @@ async def _open_rl(
     for name, some in (("policy", backend), ("reference", companions.reference), ("critic", companions.critic)):
         if some is not None:
             control.watch_backend(some, name)
-    buffer = DataBuffer(task.train_prompts if task.train_prompts or task.episodes is None else None, seed=config.seed)
+    if task.recorded is not None:
+        training = replace(training, first_version=task.recorded.newest_version)
+    prompts = task.train_prompts if task.recorded is None else task.recorded.prompts
+    buffer = DataBuffer(prompts if task.train_prompts or task.episodes is None else None, seed=config.seed)
     async with (
         open_pipeline(backend) as pipeline,
         open_companions(companions, pipeline) as beside,
@@ -258,7 +263,7 @@ async def _open_rl(
             weight_channel=channel,
             best=create_best(config, task, "rl"),
         )
-        rollouts = create_rollout_source(config, buffer, rollout, engines)
+        rollouts = create_rollout_source(config, buffer, rollout, engines, task.recorded)
         yield _RLStage(parts=parts, rollouts=rollouts, training=training, evaluation=evaluation)
 
 
@@ -293,7 +298,7 @@ def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = 
     elif config.task == "environment":
         task = create_environment_task(config, tokenizer, mode)
     else:
-        assert data.path is not None or data.mixture, "Config checks that a task on the user's data has some"
+        assert data.path is not None or data.mixture or data.rollouts, "Config checks that a task on the user's data has some"
         rows = OwnData(
             path=data.path,
             eval_path=data.eval_path,
@@ -308,6 +313,10 @@ def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = 
             skip_bad_rows=data.skip_bad_rows,
             limits=read_config_limits(read_model_config(config)),
         )
+        if data.rollouts is not None:
+            smallest = 1 if learns_from_single_samples(config.algorithm) else 2
+            task = create_recorded_task(tokenizer, data.rollouts, rows, smallest_group=smallest, max_tokens=response_tokens(config))
+            return use_own_reward(config.reward, task)
         if config.task == "gsm8k":  # its rows serve both stages
             task = create_gsm8k_task(tokenizer, rows, max_tokens=response_tokens(config))
         else:
@@ -355,9 +364,15 @@ def create_task_generate_fn(
 
 
 def create_rollout_source(
-    config: Config, buffer: DataBuffer, rollout: RolloutConfig, engines: Sequence[InferenceEngine]
-) -> AsyncRolloutManager | WorkflowExecutor:
-    """Create the source of rollout batches: synchronous, or asynchronous to training."""
+    config: Config,
+    buffer: DataBuffer,
+    rollout: RolloutConfig,
+    engines: Sequence[InferenceEngine],
+    recorded: RecordedGroups | None = None,
+) -> AsyncRolloutManager | WorkflowExecutor | RecordedRollouts:
+    """Create the source of rollout batches: synchronous, or asynchronous to training, or recorded ones."""
+    if recorded is not None:
+        return RecordedRollouts(recorded, config.rl.prompts_per_step, config.seed)
     if not config.asynchronous.enabled:
         return AsyncRolloutManager(buffer, rollout, engines=engines)
     return create_workflow_executor(buffer, rollout, config.asynchronous, engines=engines, batches_per_version=config.rl.sync_every)

@@ -128,7 +128,11 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     if arguments.json and not arguments.dry_run:
         raise ConfigError("--json is about the output of a dry run: add --dry-run, or leave it out")
     config = arguments.config
-    if (config.data.path is not None or config.data.mixture) and config.task in SELF_MADE_TASKS and value_of(argv, "--task") is None:
+    if (
+        (config.data.path is not None or config.data.mixture or config.data.rollouts)
+        and config.task in SELF_MADE_TASKS
+        and value_of(argv, "--task") is None
+    ):
         config = replace(config, task="jsonl")  # data was given, so it is to be used
     if arguments.skip_bad_rows:
         config = replace(config, data=replace(config.data, skip_bad_rows=True))

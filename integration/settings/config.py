@@ -102,7 +102,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ConfigError(f"unknown task {self.task!r}: {suggest(self.task, TASKS)}")
-        if self.task in OWN_DATA_TASKS and self.data.path is None and not self.data.mixture:
+        if self.task in OWN_DATA_TASKS and self.data.path is None and not self.data.mixture and self.data.rollouts is None:
             raise ConfigError(f"the task {self.task!r} reads the user's data: give --data.path FILE.jsonl")
         if self.task in OWN_DATA_TASKS and self.model.path is None:
             raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")

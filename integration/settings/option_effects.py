@@ -160,6 +160,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "data.path data.eval_path": OWN_DATA,
     "data.skip_bad_rows": OWN_DATA,
     "data.columns data.streaming": OWN_ROWS,
+    "data.rollouts": Effect(holds=lambda c, m: c.task == "jsonl", needs="--task jsonl", part="rl"),
     "data.eval_fraction": Effect(
         holds=lambda c, m: c.task in ("jsonl", "gsm8k") and c.data.eval_path is None, needs="rows of your own without --data.eval-path"
     ),

@@ -74,6 +74,8 @@ class DataSection:
     # data sets to mix, for SFT, and without path for RL, too: a.jsonl 'b.jsonl(repeat=2)' 'c.jsonl(weight=0.3)'
     # 'folder(max_samples=1000, split="test", subset="main", columns="prompt=question")'; () = path alone
     mixture: tuple[str, ...] = ()
+    # rollouts that were generated and scored elsewhere, to train on in RL instead of generating: JSONL with tokens, log-probs and rewards
+    rollouts: str | None = None
     eval_path: str | None = None  # held-out rows, as path; None = rows split off by eval_fraction
     # share of the rows that is held out without eval_path, at most evaluation.num_prompts rows, chosen by a hash of their prompts; 0 = none
     eval_fraction: float = 0.1

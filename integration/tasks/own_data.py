@@ -14,6 +14,7 @@ from integration.tasks.task import Task
 from rollouts.chat.tokenize import tokenize_prompt
 from rollouts.data.datasets import DatasetSpec, load_rl_prompts, load_sft_conversations, prepare_sft_samples
 from rollouts.data.model_limits import ModelLimits
+from rollouts.data.recorded import describe_recorded, load_recorded_groups
 from rollouts.data.rows.files import Row
 from rollouts.data.rows.formats import Columns
 from rollouts.data.rows.loaded import LoadedRows, choose_heldout, find_repeated, pick_rows
@@ -118,6 +119,26 @@ def create_jsonl_task(
         train_sources=train.prompts.sources,
         heldout_sources=heldout.prompts.sources,
         notes=notes,
+    )
+
+
+def create_recorded_task(
+    tokenizer: PreTrainedTokenizerBase, rollouts: str, data: OwnData, *, smallest_group: int, max_tokens: int = 256
+) -> Task:
+    """Create the task of training on recorded rollouts, with the problems of data.eval_path held out. Raises DataError as they do."""
+    recorded = load_recorded_groups(rollouts, limits=data.limits, smallest_group=smallest_group)
+    heldout = _Rows() if data.eval_path is None else _read_eval_rows(tokenizer, replace(data, with_sft=False))
+    return Task(
+        name="jsonl",
+        description=f"learn from the rollouts in {Path(rollouts).name}",
+        train_prompts=(),
+        heldout_prompts=tuple(replace(prompt, index=i) for i, prompt in enumerate(heldout.prompts)),
+        sft_samples=(),
+        reward_fn=exact_match,
+        max_tokens=max_tokens,
+        heldout_sources=heldout.prompts.sources,
+        recorded=recorded,
+        notes=(describe_recorded(recorded),),
     )
 
 

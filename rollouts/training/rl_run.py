@@ -277,9 +277,9 @@ class RLRun:
         if resume is not None and resume.served is not None:
             self.served = resume.served
         elif self._saver is not None and self.config.sync_every > 1:
-            self.served = await hold_weights(self.parts.backend, version=first // self.config.sync_every, exports=self._exports)
+            self.served = await hold_weights(self.parts.backend, version=self.version_after(first), exports=self._exports)
         else:
-            self.served = ServedWeights(version=first // self.config.sync_every)
+            self.served = ServedWeights(version=self.version_after(first))
         self._kl_control = self.config.kl_control if resume is None or resume.kl_control is None else resume.kl_control
         if resume is not None and self.parts.best is not None:
             self.parts.best.load_state_dict(resume.best)
@@ -391,7 +391,7 @@ class RLRun:
 
     def version_after(self, finished: int) -> int:
         """Return the weight version of the engines after `finished` steps and their syncs."""
-        return finished // self.config.sync_every
+        return self.config.first_version + finished // self.config.sync_every
 
     def is_sync_due(self, finished: int) -> bool:
         """Whether engines get new weights after this step."""

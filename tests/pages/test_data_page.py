@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -13,10 +14,13 @@ from chat_templates import create_tokenizer
 from integration.expressions.mixture import parse_columns
 from integration.settings.command_line import parse_command_line
 from integration.tasks.own_data import OwnData, create_jsonl_task
+from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import prepare_sft_sample
 from rollouts.data.datasets import DatasetSpec, load_rl_prompts, load_sft_conversations
 from rollouts.data.preference_pairs import load_preference_pairs
+from rollouts.data.recorded import load_recorded_groups
 from rollouts.data.rows.formats import CONVERSATION_FORMATS, PROMPT_FORMATS
+from rollouts.testing import create_tiny_model
 
 TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
@@ -83,6 +87,34 @@ def test_renamed_columns_are_read(tmp_path: Path):
     spec = DatasetSpec(path=str(write(tmp_path, block)), columns=parse_columns(words))
     (prompt,) = load_rl_prompts(spec)
     assert (prompt.content, prompt.metadata) == ("2+2=", {"meta": {"label": "4"}, "answer": "4", "ground_truth": "4"})
+
+
+def test_recorded_rollouts_are_read(tmp_path: Path):
+    (block,) = SECTIONS["Rollouts from elsewhere"]
+    ((first, second),) = load_recorded_groups(str(write(tmp_path, block)), smallest_group=2).groups
+    assert (first.reward, second.reward) == (1.0, 0.0) and second.weight_versions == (-1, -1, -1, -1, 4, 4)
+    keys = set(re.findall(r"`(\w+)`", PAGE.read_text().partition("| key | |")[2].partition("\n\n")[0]))
+    assert {*json.loads(block.splitlines()[0]), "response_mask", "temperature", "response", "metadata"} <= keys
+
+
+def test_own_rows_and_reward_lead_to_a_run_in_fewer_than_fifteen_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    section = PAGE.read_text().partition("## From your own rows and reward to a run")[2].partition("\n## ")[0]
+    kinds = ("jsonl", "python", "bash")
+    row, code, commands = (re.search(rf"^```{kind}\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[1] for kind in kinds)
+    assert len([*row.splitlines(), *code.splitlines(), *commands.splitlines()]) < 15
+    monkeypatch.chdir(tmp_path)
+    fields = json.loads(row)
+    rows = [{**fields, "prompt": f"{i}+7=", "answer": str(i + 7)} for i in range(20)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (tmp_path / "mine.py").write_text(code)
+    create_tiny_model(vocab_size=64, hidden_size=16, num_layers=1).save_pretrained("model")
+    create_char_tokenizer().save_pretrained("model")
+    small = "--rl.num-steps 1 --rl.prompts-per-step 2 --rl.samples-per-prompt 2 --generation.max-tokens 4 --output-dir run --quiet".split()
+    for command in commands.splitlines():
+        _, _, module, *words = shlex.split(command.replace("DIR", "model"))
+        main = importlib.import_module(module).main
+        assert main([*words, *(small if module == "integration.train" else ())]) == 0
+    assert (tmp_path / "run" / "summary.json").is_file()
 
 
 def test_commands_of_the_page_have_options_that_exist():

@@ -310,6 +310,8 @@ def _of_dataset(name: str, load: Callable[[Any], Any]) -> RowFile:
         hf = _import_datasets(name)
         try:
             return load(hf)
+        except DataError:
+            raise
         except (OSError, ValueError, hf.exceptions.DatasetsError) as error:
             raise DataError(f"{name} cannot be loaded: {error}") from error
 

@@ -1,0 +1,89 @@
+"""Data that is not in memory: a file larger than the memory that its rows may take, and data sets of the hub from local files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import needs
+from forked import run
+
+MEASURE = """
+import resource, sys
+from rollouts.data.datasets import DatasetSpec, load_rl_prompts
+from rollouts.data.prompts import DataBuffer
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+load_rl_prompts(DatasetSpec(path=sys.argv[2], lazy=True))
+before = peak()
+loaded = load_rl_prompts(DatasetSpec(path=sys.argv[1], lazy=sys.argv[3] == "lazy"))
+buffer = DataBuffer(loaded.rows, seed=1)
+taken = [prompt.metadata["n"] for prompt in buffer.get_prompts(500)]
+print(len(loaded), round(peak() - before, 1), sum(taken), taken[:3])
+"""
+
+
+def measure(folder: Path, path: Path, how: str) -> list[str]:
+    status, out, error = run(MEASURE, path, path.parent / "one.jsonl", how, folder=folder / how)
+    assert status == 0, error[-2000:]
+    return out.split()
+
+
+def test_streamed_rows_take_a_fraction_of_their_file_in_memory_and_come_in_the_same_order(tmp_path: Path):
+    path = tmp_path / "large.jsonl"
+    with path.open("w") as file:
+        for n in range(6_000):
+            file.write(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1), "n": n, "notes": "x" * 8000}) + "\n")
+    (tmp_path / "one.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    size_mb = path.stat().st_size / 2**20
+    num, lazy_mb, *lazy = measure(tmp_path, path, "lazy")
+    _, whole_mb, *whole = measure(tmp_path, path, "whole")
+    assert num == "6000" and lazy == whole
+    assert size_mb > 40 and float(whole_mb) > size_mb and float(lazy_mb) < 12, (size_mb, whole_mb, lazy_mb)
+
+
+HUB = """
+import sys
+from rollouts.data.datasets import DatasetSpec, load_rl_prompts
+from rollouts.errors import DataError
+
+for name in sys.argv[1:]:
+    for lazy in (False, True):
+        try:
+            loaded = load_rl_prompts(DatasetSpec(path=name, lazy=lazy))
+        except DataError as error:
+            print("refused", error)
+        else:
+            print(len(loaded), loaded.sources[1], loaded[1].content)
+"""
+
+
+@needs.DATASETS
+def test_a_data_set_of_the_hub_is_read_from_the_local_cache_without_network(tmp_path: Path):
+    """The layout of the hub's cache: refs name a revision, whose files are in snapshots."""
+    root, revision = tmp_path / "hub" / "datasets--org--sums", "a" * 40
+    files = root / "snapshots" / revision / "data"
+    files.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(revision)
+    for split, count in (("train", 6), ("test", 3)):
+        rows = ({"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(count))
+        (files / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_DATASETS_CACHE": str(tmp_path / "made"), "HF_HUB_OFFLINE": "1"}
+    names = ["hf://org/sums", "hf://org/sums:test", f"hf://org/sums@{revision}:train", "hf://org/other", "hf://org/sums:dev"]
+    done = subprocess.run([sys.executable, "-c", HUB, *names], capture_output=True, text=True, env={**os.environ, **own}, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert lines[::2] == lines[1::2], "read at once, and row by row"
+    assert lines[0:6:2] == [
+        "6 hf://org/sums, row 1 1+1=",
+        "3 hf://org/sums:test, row 1 1+1=",
+        f"6 hf://org/sums@{revision}:train, row 1 1+1=",
+    ]
+    assert "refused hf://org/other is not in the local cache, and HF_HUB_OFFLINE is set" in lines[6] and "HF_HUB_OFFLINE=0" in lines[6]
+    assert lines[8].startswith("refused hf://org/sums:dev cannot be loaded") and "['train', 'test']" in lines[8]
