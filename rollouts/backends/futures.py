@@ -31,6 +31,7 @@ from rollouts.backends.protocol import (
     get_backend_features,
     require_backend_feature,
 )
+from rollouts.backends.unread_metrics import UnreadMetrics
 from rollouts.errors import BackendError, raise_single_errors
 from rollouts.models.tokens import TokenSpec
 from rollouts.types import LossFn, TrainBatch
@@ -46,11 +47,11 @@ class TrainFuture(Generic[T]):
         self.operation = operation
         self.was_awaited = False  # whether a task has seen the outcome; errors not seen are raised at the end
         self._finished = trio.Event()
-        self._value: T | None = None
+        self._value: T | UnreadMetrics | None = None
         self._error: BaseException | None = None
 
-    def set_result(self, value: T) -> None:
-        """Finish with a value. A future is finished once."""
+    def set_result(self, value: T | UnreadMetrics) -> None:
+        """Finish with a value, or with metrics that result() reads. A future is finished once."""
         assert not self.done(), f"the future of {self.operation} is finished already"
         self._value = value
         self._finished.set()
@@ -77,15 +78,23 @@ class TrainFuture(Generic[T]):
         self.was_awaited = True
         if self._error is not None:
             raise self._error
+        if isinstance(self._value, UnreadMetrics):
+            read = self._value.read
+            return cast("T", read() if self._value.is_read else await trio.to_thread.run_sync(read))
         return cast("T", self._value)
 
 
 class ImmediateTrainFuture(Generic[T]):
     """Result of a job that ran during its submission."""
 
-    def __init__(self, value: T, operation: str = "") -> None:
+    def __init__(self, value: T | UnreadMetrics, operation: str = "") -> None:
         self.operation = operation
-        self.value = value
+        self.outcome = value  # metrics that nobody has read are still on their device
+
+    @property
+    def value(self) -> T:
+        """Value of the job; metrics are read now."""
+        return cast("T", self.outcome.read() if isinstance(self.outcome, UnreadMetrics) else self.outcome)
 
     def done(self) -> bool:
         """Return True."""
@@ -229,7 +238,7 @@ class Pipeline:
         async for job, future in self._receive:
             try:
                 inner = await trio.to_thread.run_sync(job)
-                value = await inner.result()
+                value = inner.outcome if isinstance(inner, ImmediateTrainFuture) else await inner.result()
             except Exception as error:  # every error belongs to the future; raise_lost_errors raises unseen ones
                 future.set_error(error)
             else:

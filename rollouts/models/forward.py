@@ -657,6 +657,7 @@ class OutputLayer:
 
     def read(self, inputs: Tensor) -> Tensor:
         """Compute logits [..., V] from what the linear layer reads, [..., K]."""
+        inputs = inputs.to(self.weight.dtype)  # Mamba's hidden states are float32 in bfloat16, too
         logits = torch.nn.functional.linear(inputs, self.weight, self.bias) if self.module is None else self.module(inputs)
         logits = logits if self.token_scale is None else logits.float() * self.token_scale()
         return logits if self.transform is None else self.transform.apply(logits.float())

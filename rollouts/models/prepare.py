@@ -370,7 +370,7 @@ def check_output_layer(model: PreTrainedModel) -> None:
     layer, read, scaled = get_output_layer(model), list[Tensor](), list[Tensor]()
 
     def enlarge(inputs: Tensor) -> Tensor:
-        largest = torch.nn.functional.linear(inputs, layer.weight, layer.bias).abs().max().float().clamp(min=1e-6)
+        largest = torch.nn.functional.linear(inputs.to(layer.weight.dtype), layer.weight, layer.bias).abs().max().float().clamp(min=1e-6)
         scaled[:] = [inputs * (100 / largest).to(inputs.dtype)]
         return scaled[0]
 

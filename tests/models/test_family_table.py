@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import re
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 
 from rollouts.engines.inprocess import slots
+from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.native import NativeModel, open_slots
 from rollouts.engines.inprocess.slots import attend_slots
 from rollouts.models.forward import OutputOptions, compute_log_probs, get_output_layer
@@ -99,6 +102,16 @@ def check_rounded(family: str, seeds: range, monkeypatch: pytest.MonkeyPatch) ->
         assert getattr(decoding, "_uses_cache", True), seed
         options = OutputOptions(compute_dtype=torch.bfloat16)
         prepare_model(GENERATOR.create_model(family, seed=seed), None, torch.device("cpu"), compute_log_probs, options)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba"])
+def test_a_model_whose_hidden_states_stay_float32_decodes_in_bfloat16_with_its_caches(family: str):
+    model = GENERATOR.create_model(family).bfloat16()
+    engine = InProcessEngine(copy.deepcopy(model), eos_token_ids=())
+    assert engine._slots._uses_cache  # pyright: ignore
+    native, difference = trio.run(GENERATOR.compare_engine, model, copy.deepcopy(model), GENERATOR.draw_rows(8)[:2])
+    assert native
+    assert difference < 0.1
 
 
 @pytest.mark.parametrize(("family", "seeds"), [("phimoe", range(2)), ("hunyuan_v1_moe", range(7, 9))])

@@ -749,9 +749,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "backends/optim/updates.py",
         "the norm of a gradient is that of one rank's part",
-        "norm = read_scalar(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))",
+        "norm = read_scalar(total) if read is None else read(total)",
         'local = [getattr(p.grad, "_local_tensor", p.grad) for p in parameters if p.grad is not None]\n    '
-        "torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)\n    norm = float(torch.nn.utils.get_total_norm(local))",
+        "norm = float(torch.nn.utils.get_total_norm(local))",
         ("backends/test_fsdp.py::test_two_ranks_train_as_one_process_does[sft]",),
     ),
     Mutation(
@@ -1446,6 +1446,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self.masks[key] = seen if chunk is None else seen & (places >= own - own % chunk)",
         "self.masks[key] = seen",
         ("models/test_model_families.py::test_the_embedded_engine_has_the_numbers_of_transformers_beyond_windows[llama4]",),
+    ),
+    Mutation(
+        "backends/unread_metrics.py",
+        "an update leaves the metrics of its micro-batches to be read one call after another",
+        "together = more is not None and bool(parts) and more.device == parts[0].device",
+        "together = False",
+        ("backends/test_unread_metrics.py::test_a_step_of_several_micro_batches_is_read_once",),
     ),
     Mutation(
         "models/forward.py",

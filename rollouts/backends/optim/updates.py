@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, cast
 
@@ -39,17 +39,26 @@ class UpdateCounts:
 
 
 def update_parameters(
-    optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, counts: UpdateCounts, *, max_grad_norm: float
+    optimizer: torch.optim.Optimizer,
+    scheduler: Scheduler | None,
+    counts: UpdateCounts,
+    *,
+    max_grad_norm: float,
+    read: Callable[[Tensor], float] | None = None,
 ) -> tuple[dict[str, float], UpdateCounts]:
     """Clip the gradient, update, advance the schedule, clear the gradient.
 
     A non-finite gradient is not applied: parameters and optimizer state are unchanged, and update_skipped is 1. For sharded parameters
     (DTensor) the norm is the whole gradient's, so every rank does the same; all ranks must call it.
 
+    Args:
+        read: reads the norm, and whatever else is to be read of the device with it; None = read_scalar.
+
     Returns: grad_norm (before clipping), lr (of this update) and update_skipped; the counts with this update.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = read_scalar(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+    total = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    norm = read_scalar(total) if read is None else read(total)
     lr = float(optimizer.param_groups[0]["lr"])
     finite = math.isfinite(norm)
     if finite:

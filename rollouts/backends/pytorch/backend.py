@@ -25,7 +25,7 @@ from rollouts.backends.optim.updates import (
     trained_parameters,
     update_parameters,
 )
-from rollouts.backends.protocol import BackendFeature, OutputFn, collect_metrics
+from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import (
     OPTIMIZER,
     SHARDED_DIRECTORY,
@@ -39,6 +39,7 @@ from rollouts.backends.pytorch.files import (
     write_checkpoint,
 )
 from rollouts.backends.ranks.distributed import Ranks
+from rollouts.backends.unread_metrics import MetricReads
 from rollouts.backends.weights.export import alone, collect_pieces
 from rollouts.models.expert_load import add_balance, add_loads, summarize_load
 from rollouts.models.forward import (
@@ -151,6 +152,7 @@ class PyTorchTrainingBackend:
         self._has_gradient = False
         self._load: ExpertLoad | None = None  # load of the passes since the last update
         self._counted: ExpertLoad | None = None  # load that count_experts has counted since the last update
+        self._reads = MetricReads()
         self._compute_outputs = compute_outputs
         self._adapters = None if lora is None else Adapters(model, lora)
 
@@ -183,6 +185,8 @@ class PyTorchTrainingBackend:
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
         """Add the gradient of loss_fn on this batch.
 
+        The metrics stay on the device until someone reads them, or the update, which reads those of all calls before it by one copy.
+
         Returns: see TrainingBackend; for a batch with advantages and skip_redundant also zero_gradient_fraction: 1 if the gradient is
             exactly zero and no backward pass was run through the model, else 0.
         """
@@ -198,7 +202,7 @@ class PyTorchTrainingBackend:
         self._load = add_loads(self._load, outputs.expert_load)
         self._has_gradient = True
         skipped = {"zero_gradient_fraction": float(not has_gradient)} if self._skips(batch) else {}
-        return ImmediateTrainFuture(collect_metrics(loss, metrics, batch) | skipped, "forward_backward")
+        return ImmediateTrainFuture(self._reads.add(loss, {**metrics, **skipped}, batch), "forward_backward")
 
     def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Run forward without the adapters."""
@@ -215,7 +219,9 @@ class PyTorchTrainingBackend:
         Raises: BackendError after max_skipped_updates skipped updates in a row, or if an update left a non-finite parameter.
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
-        metrics, self.counts = update_parameters(self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm)
+        metrics, self.counts = update_parameters(
+            self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm, read=self._reads.read
+        )
         metrics |= summarize_load(self._load)
         self._load = self._counted = None
         self._has_gradient = False
