@@ -37,7 +37,6 @@ def describe_step(metrics: Mapping[str, Value]) -> str:
         ("score_accuracy", "pairs ranked right", ".3f"),
         ("eval_loss", "held-out loss", ".4f"),
         ("eval_accuracy", f"held-out {name_measure(metrics)}", ".3f"),
-        ("eval_loss", "held-out loss", ".4f"),
         ("staleness_mean", "versions behind", ".2f"),
         ("lr", "lr", ".1e"),
         ("step_s", "s/step", ".2f"),

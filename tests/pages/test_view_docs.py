@@ -25,8 +25,8 @@ def test_the_code_of_the_page_runs(tmp_path: Path):
     assert names["is_odd"](Sample(reward=1.0, response="x" * 200)) and not names["is_odd"](Sample(reward=1.0))
 
 
-def test_commands_of_the_page_and_of_the_readme_are_understood():
-    lines = [line.partition("  #")[0] for line in (PAGE.read_text() + (ROOT / "README.md").read_text()).splitlines()]
+def test_commands_of_the_page_and_of_all_commands_are_understood():
+    lines = [line.partition("  #")[0] for line in (PAGE.read_text() + (ROOT / "docs" / "commands.md").read_text()).splitlines()]
     views = [shlex.split(line)[3:] for line in lines if line.startswith("python -m integration.view ")]
     runs = [shlex.split(line)[3:] for line in lines if re.match("python -m integration.train .*--(trajectories|log-level)", line)]
     assert len(views) >= 6 and len(runs) >= 4

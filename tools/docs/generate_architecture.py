@@ -35,7 +35,7 @@ class Stop:
 
 
 READING_ORDER = (
-    Stop("README.md", "Two commands, what they print, and one step in eight lines."),
+    Stop("README.md", "Two commands, and what they print."),
     Stop(
         "rollouts/types.py",
         "The values that flow: a prompt, its samples, the batch of them, and an algorithm as three functions.",

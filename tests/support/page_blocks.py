@@ -1,0 +1,87 @@
+"""Pages whose blocks are what a user would write: files, commands, and the text that the commands print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A block of commands, and the lines that a page says they print."""
+
+    script: str
+    printed: str | None  # None = the page shows nothing
+
+
+def read_blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and text of each block of a page."""
+    return BLOCK.findall(page.read_text())
+
+
+def write_files(page: Path, folder: Path) -> list[str]:
+    """Write the blocks that begin with `# NAME` as files. Returns the names."""
+    names: list[str] = []
+    for _, text in read_blocks(page):
+        found = re.match(r"# ([\w-]+\.\w+)\n", text)
+        if found:
+            (folder / found[1]).write_text(text)
+            names.append(found[1])
+    return names
+
+
+def list_commands(page: Path) -> Iterator[Command]:
+    """The blocks of commands, each with the block of text that follows it."""
+    blocks = read_blocks(page)
+    for k, (language, text) in enumerate(blocks):
+        if language == "bash":
+            follows = k + 1 < len(blocks) and blocks[k + 1][0] == "text"
+            yield Command(text, blocks[k + 1][1] if follows else None)
+
+
+def run_command(script: str, folder: Path, variables: Mapping[str, str] | None = None) -> str:
+    """Run commands as a user does with an activated environment. Returns what they print; fails where one of them does."""
+    programs = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "200",
+    }
+    if not (programs / "rollouts").exists():  # an environment without the scripts of the project
+        script = f'rollouts() {{ python -m integration.command "$@"; }}\n{script}'
+    if not (programs / "torchrun").exists():
+        script = f'torchrun() {{ python -m torch.distributed.run "$@"; }}\n{script}'
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=folder, env={**environment, **(variables or {})}, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def find_missing(expected: str, printed: str) -> list[str]:
+    """The lines of a page that a run did not print, in this order; any number stands for any other one, and `...` for any lines."""
+    lines, missing = [normalize(line) for line in printed.splitlines()], list[str]()
+    for line in expected.splitlines():
+        wanted = normalize(line)
+        if not wanted or wanted == "...":
+            continue
+        if wanted in lines:
+            lines = lines[lines.index(wanted) + 1 :]
+        else:
+            missing.append(line)
+    return missing
+
+
+def normalize(line: str) -> str:
+    """A line without its numbers, bars and spaces."""
+    return " ".join(re.sub(r"#+|[+-](?= |$)", "", NUMBER.sub("N", line)).split())
