@@ -16,10 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
+import numpy as np
 import torch
 import trio
 import tyro
 
+from integration.expressions.mixture import parse_columns
 from integration.parts.hub_models import find_models, names_hub_model
 from integration.parts.model_settings import check_optimizers
 from integration.parts.models import create_model, describe_hardware, fix_hardware, set_master_dtype
@@ -37,8 +39,10 @@ from rollouts.backends.factory import create_reward_model_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import CheckpointConfig
+from rollouts.data.datasets import DatasetSpec
 from rollouts.data.model_limits import read_limits
 from rollouts.data.preference_pairs import PreferencePair, load_preference_pairs
+from rollouts.data.rows.loaded import choose_heldout, hash_question, pick_rows
 from rollouts.errors import DataError, raise_single_errors
 from rollouts.models.heads import create_reward_model, load_reward_start, reads_turn_end
 from rollouts.models.loading import load_tokenizer, parse_device
@@ -108,17 +112,22 @@ def create_pairs(
         "skip_bad_rows": data.skip_bad_rows,
         "limits": read_limits(model, tokenizer),
     }
-    loaded = load_preference_pairs(tokenizer, data.path, **options)
+    columns = parse_columns(data.columns)
+    loaded = load_preference_pairs(tokenizer, DatasetSpec(path=data.path, columns=columns), **options)
     num_bad = len(loaded.bad_rows)
     if data.eval_path is not None:
-        held = load_preference_pairs(tokenizer, data.eval_path, **options)
+        held = load_preference_pairs(tokenizer, DatasetSpec(path=data.eval_path, columns=columns), **options)
         num_bad += len(held.bad_rows)
         pairs = loaded.rows, held.rows[: data.num_heldout]
     else:
-        count = min(data.num_heldout, len(loaded) // 10)
-        if count == 0:
-            raise DataError(f"{data.path} has {len(loaded)} pairs, too few to hold some out: give --data.eval-path, or at least 10 pairs")
-        pairs = loaded.rows[:-count], loaded.rows[-count:]
+        is_held = choose_heldout(
+            np.array([hash_question(pair.chosen) for pair in loaded], np.uint64), min(data.num_heldout, len(loaded) // 10)
+        )
+        if not is_held.any():
+            raise DataError(
+                f"{data.path} has {len(loaded)} pairs, too few to hold some out: give --data.eval-path, or at least 10 pairs of two prompts"
+            )
+        pairs = pick_rows(loaded, np.flatnonzero(~is_held)).rows, pick_rows(loaded, np.flatnonzero(is_held)).rows
     if num_bad:
         say(f"{num_bad} bad rows were skipped")
     return pairs

@@ -35,7 +35,6 @@ def describe_step(metrics: Mapping[str, Value]) -> str:
         ("loss", "loss", ".4f"),
         ("reward_mean", "reward", ".3f"),
         ("score_accuracy", "pairs ranked right", ".3f"),
-        ("eval_loss", "held-out loss", ".4f"),
         ("eval_accuracy", f"held-out {name_measure(metrics)}", ".3f"),
         ("staleness_mean", "versions behind", ".2f"),
         ("lr", "lr", ".1e"),

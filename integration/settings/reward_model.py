@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from integration.expressions.mixture import parse_columns
 from integration.settings.sections import BackendSection, ModelSection
 from rollouts.config import OptimizerConfig, RewardModelTrainingConfig, check_count, check_patience, check_positive
 from rollouts.config_files import suggest
@@ -16,8 +17,9 @@ PAIR_TASKS = ("sort", "sort-long")  # tasks for which integration/tasks/preferen
 class PairSection:
     """Preference pairs: the user's, or generated from a built-in task."""
 
-    path: str | None = None  # JSONL file of rows with chosen and rejected; None = pairs generated from the built-in task
-    eval_path: str | None = None  # JSONL file of held-out pairs; None = the last rows of path
+    path: str | None = None  # rows with chosen and rejected, or labelled answers: a file, a folder or hf://ORG/NAME; None = generated pairs
+    columns: tuple[str, ...] = ()  # columns to read under another name, such as chosen=better,rejected=worse; () = the rows' own names
+    eval_path: str | None = None  # held-out pairs, as path; None = pairs of path, chosen by a hash of their prompts
     num_heldout: int = 512  # held-out pairs; at most a tenth of path
     num_pairs: int = 25600  # training pairs generated from a built-in task
     pairs_per_problem: int = 2  # pairs per problem of a built-in task, each with another wrong answer
@@ -26,6 +28,7 @@ class PairSection:
 
     def __post_init__(self) -> None:
         check_positive(self, "num_heldout", "num_pairs", "pairs_per_problem")
+        parse_columns(self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from integration.parts.rewards import find_reward_model, open_training_reward
 from integration.run.stages import RunControl
 from integration.settings.command_line import parse_command_line
 from integration.settings.config import Config
-from integration.settings.reward_model import RewardModelConfig
+from integration.settings.reward_model import PairSection, RewardModelConfig
 from integration.tasks.preference_pairs import create_task_pairs
 from integration.tasks.task import create_sort_task
 from integration.train import main as train
-from integration.train_reward_model import main, run_reward_model
+from integration.train_reward_model import create_pairs, create_start, main, run_reward_model
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config_files import from_dict, to_dict
 from rollouts.data.trajectories import read_samples
@@ -202,3 +202,14 @@ def test_a_reward_model_ranks_held_out_pairs_and_drives_a_run(tmp_path: Path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_after_sft"] < 0.7
     assert summary["accuracy_after_rl"] > 0.85
+
+
+def test_labelled_answers_with_other_names_are_pairs_and_no_prompt_is_on_both_sides(tmp_path: Path):
+    rows = [{"ask": f"s{i % 12}=", "reply": str(i) if good else f"{i}9", "good": good} for i in range(24) for good in (True, False)]
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ("prompt=ask,completion=reply", "label=good")
+    config = RewardModelConfig(data=PairSection(path=str(path), columns=columns, num_heldout=4))
+    train, held = create_pairs(config, *create_start(config), print)
+    assert len(train) + len(held) == 24 and 1 <= len(held) <= 4
+    assert not {pair.chosen.prompt for pair in train} & {pair.chosen.prompt for pair in held}
