@@ -71,6 +71,9 @@ BITSANDBYTES = _need(
     importlib.util.find_spec("bitsandbytes") is not None, "the package bitsandbytes", "pip install 'rollouts-rl[low-memory]'"
 )
 EVALPLUS = _need(importlib.util.find_spec("evalplus") is not None, "the package evalplus", "pip install evalplus")
+README_RENDERER = _need(
+    importlib.util.find_spec("readme_renderer") is not None, "the package readme-renderer", "pip install 'readme-renderer[md]'"
+)
 SCIPY = _need(importlib.util.find_spec("scipy") is not None, "the package scipy", "pip install scipy")
 PYRIGHT = _need((Path(sys.executable).parent / "pyright").exists(), "pyright", "pip install pyright")
 CHROMIUM = _need(shutil.which("chromium") is not None, "the program chromium", "install chromium")
