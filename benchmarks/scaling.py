@@ -187,7 +187,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         axes.set_xlabel(PANELS[name].x_label)
         axes.set_ylabel(PANELS[name].y_label)
         axes.grid(visible=True, which="major", alpha=0.3)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
