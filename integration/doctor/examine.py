@@ -24,12 +24,14 @@ from integration.doctor.numbers import (
 )
 from integration.doctor.rewards import check_reward, read_text
 from integration.doctor.texts import check_end, check_masks, check_template, check_tokenizer
+from integration.dry_run.checks import check_data_given
 from integration.dry_run.describe import derive_numbers
 from integration.parts.engines import open_engines
-from integration.parts.models import create_backend, create_model, find_directory
+from integration.parts.model_settings import find_directory
+from integration.parts.models import create_backend, create_model
 from integration.parts.rewards import open_task
 from integration.run.evaluation import template_kwargs
-from integration.run.stages import check_data_given, create_task
+from integration.run.stages import create_task
 from integration.settings.command_line import CommandLine
 from integration.settings.config import Config, reward_config
 from integration.tasks.task import Task

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from rollouts.errors import ConfigError
@@ -19,7 +20,7 @@ Point = tuple[float, float]
 
 _BLUE, _ORANGE = "tab:blue", "tab:orange"
 _MOST_COLUMNS = 3
-_STAGES = {"sft": "SFT", "rl": "RL", "reward_model": "reward model"}
+_STAGES: Mapping[str, str] = MappingProxyType({"sft": "SFT", "rl": "RL", "reward_model": "reward model"})
 
 
 @dataclass(frozen=True, kw_only=True)
