@@ -58,6 +58,9 @@ FARTHEST_MASK = 1 << 20
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Layer types whose attention is computed here, with the mask that ProbedMasks reads."""
 
+MANY_INDEX_HEADS = 16
+"""Index heads of sparse attention from which on scores are hardly ever tied: a score is exactly 0 where the ReLU of every head is."""
+
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configurations
 
 PACKED_LAYERS = (*ATTENTION_LAYERS, "linear_attention")
@@ -182,13 +185,21 @@ def open_choices(model: PreTrainedModel) -> Generator[Choices]:
     if routers.problem is None and compare_replay(type(model).__name__, routers, run, cast("tuple[int, int]", tuple(tokens.shape))) is None:
         yield Choices(routers)
         return
+    with widened(model):
+        yield Choices(Routers())
+
+
+@contextmanager
+def widened(model: PreTrainedModel) -> Generator[None]:
+    """Compute in float32 in the block, with the weights as they are; afterwards they have their own dtype again."""
+    parameters = cast("torch.nn.Module", model)
     tensors = [x for x in (*parameters.parameters(), *parameters.buffers()) if x.is_floating_point()]
     before = [x.data for x in tensors]
     try:
         for x in tensors:
             x.data = x.data.float()
-        with torch.autocast(tokens.device.type, enabled=False):
-            yield Choices(Routers())
+        with torch.autocast(next(parameters.parameters()).device.type, enabled=False):
+            yield
     finally:
         for x, data in zip(tensors, before, strict=True):
             x.data = data
@@ -304,6 +315,16 @@ def prepare_attention(model: PreTrainedModel) -> bool:
         type(model).__name__,
         why,
     )
+    heads = getattr(model.config.get_text_config(), "index_n_heads", None)
+    if isinstance(heads, int) and heads < MANY_INDEX_HEADS:
+        _logger.warning(
+            "%s chooses the tokens that it attends to by index_n_heads = %d: scores of exactly 0, about one in %d, are tied, and which of "
+            "them are chosen may change with the length of a pass and between trainer and engine. Use a model with at least %d",
+            type(model).__name__,
+            heads,
+            2**heads,
+            MANY_INDEX_HEADS,
+        )
     return True
 
 

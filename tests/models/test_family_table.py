@@ -19,7 +19,7 @@ from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.native import NativeModel, open_slots
 from rollouts.engines.inprocess.slots import attend_slots
 from rollouts.models.forward import OutputOptions, compute_log_probs, get_output_layer
-from rollouts.models.prepare import check_output_layer, prepare_model
+from rollouts.models.prepare import check_output_layer, prepare_attention, prepare_model
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"\| (\w[\w-]*) \| (\S.*?) \| (\S.*?) \| (\S+) \| (\S+) \| (\S+) \|")
@@ -145,3 +145,46 @@ def test_a_line_of_the_table_holds(family: str):
 @pytest.mark.parametrize("family", OTHER_WINDOWS)
 def test_a_family_is_right_at_another_window(family: str):
     check(family, OTHER_WINDOWS[family])
+
+
+HELD_OUT = [
+    "ministral3", "starcoder2", "phi3", "exaone4", "gemma3n_text", "smollm3", "mixtral", "cwm", "afmoe", "minimax_m2", "granite_swa",
+    "mimo_v2_flash", "lfm2", "zamba2", "laguna", "modernbert-decoder",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [8, 24, 40])
+@pytest.mark.parametrize("family", HELD_OUT)
+def test_a_held_out_family_is_right_in_rows_of_three_windows(family: str, window: int, monkeypatch: pytest.MonkeyPatch):
+    """Families and windows that nothing was adapted to: float32 in trainer and engine, the engine in bfloat16 beside its own pass."""
+    if family == "modernbert-decoder":
+        monkeypatch.setitem(GENERATOR.OWN, family, {"local_attention": window})
+    generator = torch.Generator().manual_seed(window)
+    lengths = (3 * window + 1, 7, 3 * window + 1, 2 * window + 5)
+    rows = [torch.randint(3, 96, (length,), generator=generator).tolist() for length in lengths]
+    models = [GENERATOR.create_model(family, window, seed=3) for _ in range(3)]
+    log_probs, gradients = GENERATOR.compare_training(models[0], models[1], rows)
+    assert log_probs <= GENERATOR.LOG_PROB_BAR
+    assert gradients <= GENERATOR.GRADIENT_BAR
+    assert trio.run(GENERATOR.compare_engine, models[0], models[2], rows)[1] <= GENERATOR.LOG_PROB_BAR
+    rounded = models[0].bfloat16()
+    assert trio.run(GENERATOR.compare_engine, rounded, copy.deepcopy(rounded), rows)[1] <= 0.15
+
+
+def test_few_index_heads_whose_scores_are_tied_are_said(caplog: pytest.LogCaptureFixture):
+    for heads, said in ((2, True), (16, False)):
+        caplog.clear()
+        settings = GENERATOR.OWN["deepseek_v32"] | {"index_n_heads": heads, "num_hidden_layers": 2}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(GENERATOR.OWN, "deepseek_v32", settings)
+            prepare_attention(GENERATOR.create_model("deepseek_v32"))
+        assert ("index_n_heads = 2: scores of exactly 0, about one in 4" in caplog.text) is said
+
+
+def test_rounding_of_native_caches_is_told_from_a_wrong_result():
+    model = GENERATOR.create_model("gemma3n_text", seed=3).bfloat16()  # beyond 5% in bfloat16, in decoding over slots and caches
+    decoding = open_slots(model, max_slots=4, name="engine")
+    assert isinstance(decoding, NativeModel)
+    assert decoding._uses_cache  # pyright: ignore[reportPrivateUsage]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
