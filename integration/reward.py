@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -99,8 +100,8 @@ async def try_reward(arguments: Arguments) -> list[Trial]:
                 score = None if result is None or judgement.error is not None else float(result.score)
                 reason = str(judgement.error) if judgement.error is not None else "" if result is None else result.reason
                 metrics = {} if result is None else {name: metric.score for name, metric in result.metrics.items()}
-                place = {"row": i, "source": sources[i], "completion": text, "group_ms": took_ms}
-                trials.append(Trial(**place, score=score, reason=reason, metrics=metrics))
+                judged = partial(Trial, row=i, source=sources[i], completion=text, group_ms=took_ms)
+                trials.append(judged(score=score, reason=reason, metrics=metrics))
 
     if isinstance(reward, RewardSource):
         async with reward.open_reward() as opened:

@@ -118,7 +118,7 @@ def create_pairs(
     if data.eval_path is not None:
         held = load_preference_pairs(tokenizer, DatasetSpec(path=data.eval_path, columns=columns), **options)
         num_bad += len(held.bad_rows)
-        pairs = loaded.rows, held.rows[: data.num_heldout]
+        pairs = tuple(loaded.rows), tuple(held.rows[: data.num_heldout])
     else:
         is_held = choose_heldout(
             np.array([hash_question(pair.chosen) for pair in loaded], np.uint64), min(data.num_heldout, len(loaded) // 10)
@@ -127,7 +127,7 @@ def create_pairs(
             raise DataError(
                 f"{data.path} has {len(loaded)} pairs, too few to hold some out: give --data.eval-path, or at least 10 pairs of two prompts"
             )
-        pairs = pick_rows(loaded, np.flatnonzero(~is_held)).rows, pick_rows(loaded, np.flatnonzero(is_held)).rows
+        pairs = tuple(pick_rows(loaded, np.flatnonzero(~is_held)).rows), tuple(pick_rows(loaded, np.flatnonzero(is_held)).rows)
     if num_bad:
         say(f"{num_bad} bad rows were skipped")
     return pairs

@@ -101,10 +101,9 @@ def join_rows(parts: Sequence[LoadedRows[T]]) -> LoadedRows[T]:
     bad_rows = tuple(bad for part in parts for bad in part.bad_rows)
     questions = np.concatenate([part.questions for part in parts])
     if not any(part.is_lazy for part in parts):
-        rows, sources = (
-            tuple(x for column in columns for x in column) for columns in ([p.rows for p in parts], [p.sources for p in parts])
-        )
-        return LoadedRows(rows=rows, sources=sources, bad_rows=bad_rows, questions=questions)
+        kept = tuple(row for part in parts for row in part.rows)
+        places = tuple(source for part in parts for source in part.sources)
+        return LoadedRows(rows=kept, sources=places, bad_rows=bad_rows, questions=questions)
     ends = np.cumsum([len(part) for part in parts])
 
     def find(columns: Sequence[Sequence[U]], i: int) -> U:
