@@ -39,7 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         with garbage_collection_off():
             return parse_command_line(argv)
 
-    return run_command(parse, partial(_run, argv), _goes_online)
+    return run_command(parse, partial(_run, argv), _goes_online, partial(_name_settings, argv))
+
+
+def _name_settings(argv: Sequence[str], message: str) -> str:
+    """Return an error's message with its settings named as the user wrote them."""
+    from integration.settings.command_line import value_of
+    from integration.settings.config import Config
+    from integration.settings.sources import find_places, name_settings
+
+    config = Config()
+    return name_settings(message, config, find_places(argv, value_of(argv, "--config"), config))
 
 
 def _goes_online(command: CommandLine) -> bool:
@@ -49,9 +59,10 @@ def _goes_online(command: CommandLine) -> bool:
 
 
 def _run(argv: Sequence[str], command: CommandLine) -> int:
-    if not (command.quiet or command.dry_run or "RANK" in os.environ or "torch" in sys.modules):
+    describes = command.dry_run or bool(command.explain)
+    if not (command.quiet or describes or "RANK" in os.environ or "torch" in sys.modules):
         print("loading torch and transformers", file=sys.stderr, flush=True)
-    if command.dry_run:
+    if describes:
         return _describe(command)
     with interrupts_end_the_process(), garbage_collection_off():
         from integration.run import job
@@ -63,7 +74,9 @@ def _describe(command: CommandLine) -> int:
     with garbage_collection_off():
         with interrupts_end_the_process():
             from integration.dry_run.checks import check_run
-            from integration.dry_run.describe import tell_run
+            from integration.dry_run.describe import tell_explanation, tell_run
+        if command.explain:
+            return tell_explanation(command, check_run(command)[1])
         return tell_run(command, check_run(command)[1])
 
 

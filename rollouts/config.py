@@ -363,12 +363,12 @@ class OptimizerConfig:
     """AdamW, gradient clipping and the learning-rate schedule."""
 
     lr: float = 1e-5  # peak learning rate
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0  # decay of matrices; vectors have none
-    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
-    warmup_steps: int = 0  # optimizer steps from 0 to lr
-    schedule: Schedule = "constant"  # after the warm-up
+    betas: tuple[float, float] = (0.9, 0.95)  # decay of Adam's first and second moments per step, each in [0, 1)
+    eps: float = 1e-8  # term added to the root of Adam's second moment, at least 0
+    weight_decay: float = 0.0  # decoupled weight decay of matrices, times lr per step; vectors have none
+    max_grad_norm: float = 1.0  # norm to which larger gradients are scaled down
+    warmup_steps: int = 0  # optimizer steps over which the learning rate grows from 0 to lr
+    schedule: Schedule = "constant"  # course of the learning rate after the warm-up; linear and cosine fall to min_lr_ratio
     min_lr_ratio: float = 0.0  # lr at the end of a linear or cosine schedule, relative to the peak
     moments: Moments = "float32"  # the two moments of each weight: float32, or blocks in 8 bits, a quarter of the memory (package torchao)
 
@@ -423,7 +423,7 @@ class CheckpointConfig:
 
     sft_every: int = 60  # SFT steps between two checkpoints; 0 = only after the last
     rl_every: int = 1  # RL steps between two checkpoints; 0 = only after the last
-    keep_last_n: int = 2  # older ones are deleted once a new one is complete
+    keep_last_n: int = 2  # checkpoints to keep; older ones are deleted once a new one is complete
     # metric of evaluations whose best checkpoint is kept besides these, in each stage that measures it: eval_accuracy (also called
     # held_out_accuracy), eval_accuracy_sampled, eval_loss, eval_perplexity, ...; with a sign, =+NAME or =-NAME, a metric of your own, of
     # which larger or smaller values are better; None = the newest ones alone

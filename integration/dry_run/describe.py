@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Collection
+from functools import partial
 
+from integration.dry_run.explain import explain_settings
 from integration.dry_run.sizes import ModelSizes, read_adapter_sizes, read_sizes
 from integration.dry_run.text import SORT_ROW_TOKENS, describe_budget
 from integration.expressions.algorithm import describe_call
@@ -14,7 +16,7 @@ from integration.expressions.loggers import describe_loggers
 from integration.expressions.mixture import describe_mixture
 from integration.parts.model_settings import read_model_config
 from integration.settings.closed_stdout import ignore_closed_stdout
-from integration.settings.command_line import CommandLine, Mode
+from integration.settings.command_line import CommandLine, Mode, print_all_options
 from integration.settings.config import (
     Config,
     count_critic_updates,
@@ -37,6 +39,7 @@ from integration.settings.task_defaults import find_default
 from rollouts.backends.lora.adapters import explain_wasted_rank
 from rollouts.config import OptimizerConfig
 from rollouts.config_files import to_dict
+from rollouts.data.model_limits import find_context_length
 from rollouts.errors import make_safe, redact
 
 ALL_SETTINGS = "--dry-run --json shows all"
@@ -55,6 +58,19 @@ def tell_run(command: CommandLine, config: Config) -> int:
     return 0
 
 
+def tell_explanation(command: CommandLine, config: Config) -> int:
+    """Print the explanation of the settings that a command asks for, and return its exit status.
+
+    Args:
+        config: that of the command, checked: check_run's.
+    """
+    derive = partial(derive_numbers, mode=command.mode)
+    told = explain_settings(command.explain, config, command.mode, command.places, print_all_options(), derive)
+    with ignore_closed_stdout():
+        print(make_safe(redact(told)))
+    return 0
+
+
 def describe_run(config: Config, mode: Mode, idle: Collection[IdleOption] = ()) -> str:
     """Return the numbers that follow from the settings, and the settings that are not the defaults of the task and the model, as text.
 
@@ -62,6 +78,8 @@ def describe_run(config: Config, mode: Mode, idle: Collection[IdleOption] = ()) 
         idle: the user's settings without effect.
     """
     facts = derive_numbers(config, mode) | ({"warning of options": describe_idle_options(idle)} if idle else {})
+    first = [name for name, text in facts.items() if name.startswith("warning") or (name.endswith("fits") and text.startswith("NO"))]
+    facts = {name: facts[name] for name in (*first, *facts)}
     width = max(map(len, facts))
     lines = [f"  {name:<{width}}  {value}" for name, value in facts.items()]
     changed, sections = find_changes(config, find_default(config)), dict[str, str]()
@@ -107,7 +125,8 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     """Return counts, and the budgets of memory and traffic, by name."""
     model = read_model_config(config)
     sizes = read_sizes(model, trust_remote_code=config.model.trust_remote_code)
-    facts: dict[str, str] = {"parameters": f"{sizes.num_parameters:,}"} | describe_adapters(config, sizes)
+    facts: dict[str, str] = describe_own_model(config)
+    facts |= {"parameters": f"{sizes.num_parameters:,}"} | describe_adapters(config, sizes)
     if "sft" in mode:
         rows = config.sft.num_steps * config.sft.batch_size
         facts["SFT learning rate"] = describe_learning_rate(config.sft.optimizer)
@@ -144,6 +163,27 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     if config.loggers:
         facts["metrics"] = describe_loggers(config.loggers)
     return facts | describe_budget(config, mode, sizes)
+
+
+def describe_own_model(config: Config) -> dict[str, str]:
+    """Describe the user's model: its directory, tokenizer and template, the precision and the lengths; {} for the built-in model."""
+    if config.model.path is None:
+        return {}
+    from integration.parts.model_checks import describe_tokens
+    from integration.parts.model_settings import create_tokenizer, read_model_config
+
+    context = find_context_length(read_model_config(config))
+    rows = "the model's context" if config.data.max_length is None else f"{config.data.max_length:,} tokens"
+    weights = f"weights in {config.backend.master_dtype}"
+    if config.lora.rank:
+        weights = f"frozen weights in {config.lora.base_dtype}"
+    return {
+        "model": config.model.path,
+        "precision": f"matrix products in {config.backend.precision(config.model.device)}, {weights}",
+        "lengths": f"responses up to {response_tokens(config):,} tokens, rows up to {rows}"
+        + ("" if context is None else f"; the context has {context:,}"),
+        **describe_tokens(config, create_tokenizer(config)),
+    }
 
 
 def describe_environment(section: EnvironmentSection) -> dict[str, str]:

@@ -42,21 +42,29 @@ def stay_offline(command: object) -> bool:
     return False
 
 
-def run_command(parse: Callable[[], T], run: Callable[[T], int], goes_online: Callable[[T], bool] = stay_offline) -> int:
+def run_command(
+    parse: Callable[[], T],
+    run: Callable[[T], int],
+    goes_online: Callable[[T], bool] = stay_offline,
+    name_settings: Callable[[str], str] = str,
+) -> int:
     """Run a command and return its exit status: that of `run`, or that of a user's error, which is printed on stderr.
 
     Args:
         parse: parses the command line; called before heavy imports.
         run: receives the result of `parse`.
         goes_online: whether the parsed command names something on the hub. Other commands never ask a network, as with HF_HUB_OFFLINE=1.
+        name_settings: replaces names of settings in the message of an error by those that the user wrote.
     """
     make_stderr_safe()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning about forks, which do not happen here
     with stacks_on_request():
-        return _run_told(parse, run, goes_online)
+        return _run_told(parse, run, goes_online, name_settings)
 
 
-def _run_told(parse: Callable[[], T], run: Callable[[T], int], goes_online: Callable[[T], bool]) -> int:
+def _run_told(
+    parse: Callable[[], T], run: Callable[[T], int], goes_online: Callable[[T], bool], name_settings: Callable[[str], str]
+) -> int:
     try:
         command = parse()
         if not goes_online(command):
@@ -64,7 +72,7 @@ def _run_told(parse: Callable[[], T], run: Callable[[T], int], goes_online: Call
         _quiet_transformers()
         return _run_contained(run, command)
     except (ConfigError, DataError) as error:
-        return report_error(error, EXIT_USAGE)
+        return report_error(error, EXIT_USAGE, name=name_settings)
     except RolloutsError as error:
         return report_error(error, EXIT_FAILURE)
     except BaseExceptionGroup as group:  # several tasks failed at the same time, for example the rewards of several samples
@@ -126,8 +134,8 @@ def first_error(group: BaseExceptionGroup[Any]) -> tuple[BaseException, int]:
     return leaves[0], len(leaves)
 
 
-def report_error(error: BaseException, status: int, more: str = "") -> int:
-    """Print an error with its notes on stderr, and return `status`."""
+def report_error(error: BaseException, status: int, more: str = "", name: Callable[[str], str] = str) -> int:
+    """Print an error with its notes on stderr, and return `status`. name: changes the message."""
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    print(f"error: {error}{notes}{more}", file=sys.stderr, flush=True)
+    print(f"error: {name(str(error))}{notes}{more}", file=sys.stderr, flush=True)
     return status

@@ -58,6 +58,7 @@ from integration.tasks.task import Task
 from rollouts.backends.ranks.group import RankGroup
 from rollouts.config_files import load_config, to_dict
 from rollouts.errors import make_safe, raise_single_errors, redact
+from rollouts.models.loading import parse_device
 from rollouts.output_files import explain_writes, replace_file
 from rollouts.training.checkpoints import has_checkpoints, lock_run_directory
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, read_metrics
@@ -177,6 +178,7 @@ def run(command: CommandLine, argv: Sequence[str] = ()) -> int:
     recorded, config = check_run(command)
     if command.dry_run:
         return tell_run(command, config)
+    parse_device(config.model.device)  # one that this machine lacks is told before a directory is made
     command = replace(command, config=recorded)
     num_processes = count_processes(config, os.environ)
     if "rl" in command.mode:

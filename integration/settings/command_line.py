@@ -18,7 +18,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -38,6 +38,7 @@ from integration.settings.option_effects import (
     spell_option,
 )
 from integration.settings.other_names import explain_other_names
+from integration.settings.sources import Place, find_places
 from integration.settings.task_defaults import create_default_config, find_default
 from rollouts.config_files import from_dict, load_config, read_json, suggest, to_dict
 from rollouts.errors import ConfigError
@@ -66,6 +67,8 @@ class CommandLine:
     json: bool
     quiet: bool
     log_levels: Mapping[str, int]  # log level of each logger, by name
+    explain: tuple[str, ...] = ()  # settings to explain, instead of a run
+    places: Mapping[str, Place] = field(default_factory=dict[str, Place])  # places of the settings that the user gave
     push_to_hub: str | None = None  # name on the hub to publish the trained model under
     typed: frozenset[str] = frozenset()  # settings (section.field) changed by flags
 
@@ -88,6 +91,8 @@ class _Arguments:
     """print the numbers that follow from the settings, with estimates of memory and time, and exit"""
     json: bool = False
     """print a dry run as one JSON object with every setting"""
+    explain: tuple[str, ...] = ()
+    """settings (rl.num_steps) or sections (rl) to explain: value here, origin, default, consequences; prints these and exits"""
     quiet: bool = False
     """print only the summary"""
     log_level: str = DEFAULT_LEVEL
@@ -144,9 +149,19 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         json=arguments.json,
         quiet=arguments.quiet,
         log_levels=parse_log_level(arguments.log_level),
+        explain=arguments.explain,
+        places=find_places(argv, value_of(argv, "--config"), config),
         push_to_hub=arguments.push_to_hub,
         typed=find_changes(config, base),
     )
+
+
+def print_all_options() -> str:
+    """Return the help of all options as plain text, without frames."""
+    printed = io.StringIO()  # a stream without an encoding: tyro draws no frames
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        parse_flags(["--help"], _Arguments(config=Config()), "python -m integration.train")
+    return printed.getvalue()
 
 
 def _find_unknown(argv: Sequence[str], config: Config) -> list[str]:
@@ -264,7 +279,7 @@ def read_base(argv: Sequence[str], default: C) -> C:
         if directory is None:
             raise ConfigError("--resume needs --output-dir DIR, the directory of the interrupted run")
         saved = Path(directory) / CONFIG_FILE
-        if not saved.is_file():
+        if not saved.is_file() or (not (Path(directory) / RUN_FILE).is_file() and "architectures" in read_json(saved)):  # a model's
             raise ConfigError(
                 f"{directory} has no {CONFIG_FILE}: it is not the directory of a run, so there is nothing to resume; leave --resume out to "
                 "start a run there"

@@ -30,6 +30,7 @@ Train a language model by supervised fine-tuning, reinforcement learning, or one
   --output-dir DIR              directory of the run (default: a new runs/<time>-<task>)
   --resume                      go on with the interrupted run in --output-dir
   --dry-run [--json]            print what would be run, with memory and time, and exit
+  --explain KEY ...             print what settings do here, their values, defaults and consequences, and exit
   --seed N                      seed of weights, data and samples (default: 0)
   --deterministic               the same bits on any processor: kernels of torch, and not the fastest ones
   --loggers LOGGER ...          further loggers, such as "wandb(project='mine')"
@@ -68,6 +69,14 @@ def show_help(argv: Sequence[str], print_all: Callable[[], None]) -> str | None:
     names = list_sections()
     width = max(map(len, names))
     return SCREEN.format(sections="\n".join(f"  {name:<{width}}  {text}" for name, text in names.items())).rstrip()
+
+
+def find_help(text: str, option: str) -> str:
+    """Return the help of one option, in one line, from the help of all options; "" for one without help."""
+    form = r"(?:,\s+--\S+)?[^\n]*?(?: {2,}|\n)"  # its other name, and the form of its values
+    found = re.search(rf"^ *{re.escape(option)}(?=[ ,]){form}(.*?)(?=^ *--|^ \S+ options|\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    words = " ".join(found[1].split()) if found else ""
+    return re.sub(r" \(default: .*\)$| \(repeatable\)$", "", words).strip()
 
 
 def list_sections() -> dict[str, str]:

@@ -338,7 +338,19 @@ def _spread(table: Mapping[str, Effect]) -> Mapping[str, Effect]:
 EFFECTS: Mapping[str, Effect] = _spread(_BY_OPTIONS)
 """The effect of each setting of a Config, by section.field."""
 
-COMMAND_OPTIONS = ("mode", "resume", "dry_run", "json", "quiet", "log_level", "push_to_hub", "algorithm", "skip_bad_rows", "config")
+COMMAND_OPTIONS = (
+    "mode",
+    "resume",
+    "dry_run",
+    "json",
+    "explain",
+    "quiet",
+    "log_level",
+    "push_to_hub",
+    "algorithm",
+    "skip_bad_rows",
+    "config",
+)
 """Options of the command itself, not settings of a section."""
 
 

@@ -195,7 +195,7 @@ class ReferenceSection:
     """The frozen reference model; loaded only if the algorithm has a KL term."""
 
     path: str | None = None  # Hugging Face model directory, or ORG/NAME on the hub; None = the policy at the start of RL
-    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of its weights; bfloat16 needs --backend.compute-dtype bfloat16
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the reference's weights; bfloat16 needs --backend.compute-dtype bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)

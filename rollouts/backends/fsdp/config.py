@@ -16,10 +16,10 @@ MixedPrecision: TypeAlias = Literal["bfloat16"]
 class FSDPConfig:
     """Settings of FSDPTrainingBackend. None of them changes the results, up to rounding."""
 
-    sharding_strategy: ShardingStrategy = "full_shard"
     # full_shard: parameters are gathered for a layer's forward pass and again for its backward pass. shard_grad_op: they stay gathered in
     # between: less communication, more memory. hybrid_shard: copies of ranks_per_replica ranks each, for example one copy per node.
     # no_shard: every rank holds everything, only gradients are exchanged
+    sharding_strategy: ShardingStrategy = "full_shard"
     mixed_precision: MixedPrecision | None = None  # gather and multiply layers in bfloat16; master weights and gradient sums: float32
     cpu_offload: bool = False  # parameters, gradients, optimizer state and the update in host memory; for GPUs
     auto_wrap_min_params: int = 0  # gather consecutive layers together until they have this many parameters; 0 = layer by layer

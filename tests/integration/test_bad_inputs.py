@@ -1,0 +1,148 @@
+"""Mistakes of a first day, one by one, and the answers of the command: what was found and what to do, no traceback, nothing written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from integration.train import main
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.models.heads import create_reward_model
+from rollouts.testing import create_tiny_model
+
+
+@pytest.fixture(scope="module")
+def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    create_tiny_model(vocab_size=300).save_pretrained(path)
+    create_char_tokenizer(64).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def place(good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model of one's own in `model`, and rows in rows.jsonl."""
+    (tmp_path / "model").mkdir()
+    for path in good_model.iterdir():
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    rows = [json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def edit(name: str, **changes: Any) -> Callable[[], None]:
+    """Return a function that changes a JSON file of the model; None removes a key."""
+
+    def change() -> None:
+        path = Path("model") / name
+        content = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+    return change
+
+
+def edit_weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[], None]:
+    def write() -> None:
+        path = Path("model/model.safetensors")
+        save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+    return write
+
+
+def without(*names: str) -> Callable[[], None]:
+    def remove() -> None:
+        for name in names:
+            (Path("model") / name).unlink()
+
+    return remove
+
+
+def make_remote_code() -> None:
+    edit("config.json", model_type="mine", auto_map={"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"})()
+    Path("model/mine.py").write_text("raise SystemExit('this file must not run')\n")
+
+
+def make_reward_model() -> None:
+    create_reward_model(create_tiny_model(), seed=0).save_pretrained("model")
+
+
+def make_file_of_settings(text: str) -> Callable[[], None]:
+    return lambda: Path("own.toml").write_text(text) and None
+
+
+def truncate_weights() -> None:
+    path = Path("model/model.safetensors")
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+def nothing() -> None:
+    pass
+
+
+OWN = ("--mode", "rl", "--model.path", "model", "--data.path", "rows.jsonl")
+PROJECTION = "model.layers.0.mlp.down_proj.weight"
+
+# fmt: off
+MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...], tuple[str, ...]]] = {
+    "no such directory": (nothing, ("--model.path", "./mdoel"), ("mdoel is not a directory", "ORG/NAME")),
+    "a file": (nothing, ("--model.path", "rows.jsonl"), ("rows.jsonl is not a directory",)),
+    "a name, offline": (nothing, ("--model.path", "nobody/nothing"), ("--model.path is 'nobody/nothing'", "no such directory here")),
+    "a revision of a directory": (nothing, (*OWN, "--model.revision", "main"), ("--model.revision is 'main'", "model.revision out")),
+    "no config.json": (without("config.json"), OWN, ("it has no config.json", "it holds [")),
+    "config.json is no JSON": (lambda: Path("model/config.json").write_text("{"), OWN, ("no readable model configuration",)),
+    "an unknown architecture": (edit("config.json", model_type="nothing-known"), OWN, ("nothing-known",)),
+    "code of its own": (make_remote_code, OWN, ("Python files of its own", "--model.trust-remote-code")),
+    "an encoder": (edit("config.json", architectures=["BertForMaskedLM"]), OWN, ("is a BertForMaskedLM", "ForCausalLM")),
+    "a reward model": (make_reward_model, OWN, ("Qwen3ForSequenceClassification", "--reward.model takes a reward model")),
+    "quantized weights": (
+        edit("config.json", quantization_config={"quant_method": "gptq", "bits": 4}), OWN, ("are quantized (gptq)", "base-dtype nf4"),
+    ),
+    "no weights": (without("model.safetensors"), OWN, ("has no weights: expected model.safetensors",)),
+    "a truncated file": (truncate_weights, OWN, ("model.safetensors is not a complete safetensors file",)),
+    "a missing weight": (edit_weights(lambda w: {k: v for k, v in w.items() if k != PROJECTION}), OWN, ("lacks 1 of the", PROJECTION)),
+    "a wrong shape": (
+        edit_weights(lambda w: w | {PROJECTION: torch.zeros(3, 5)}), OWN, (f"{PROJECTION} is (3, 5), expected (32, 64)", "different"),
+    ),
+    "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), OWN, ("has no tokenizer (none of tokenizer.json",)),
+    "a tokenizer of another model": (edit("config.json", vocab_size=20), OWN, ("weights of other shapes",)),
+    "no end of text": (edit("tokenizer_config.json", eos_token=None), OWN, ("has no end-of-text token", "set eos_token")),
+    "adapters of another family": (nothing, (*OWN, "--lora.rank", "4", "--lora.target-modules", "c_attn"), ("c_attn",)),
+    "an unknown GPU": (nothing, (*OWN, "--model.device", "cuda:99"), ("device is 'cuda:99'", "torch sees no CUDA GPU")),
+    "an unknown device": (nothing, (*OWN, "--model.device", "gpu"), ("--model.device is 'gpu', expected cpu, cuda",)),
+    "rows that are not there": (nothing, ("--model.path", "model", "--data.path", "row.jsonl"), ("row.jsonl",)),
+    "data without a model": (nothing, ("--data.path", "rows.jsonl"), ("needs a model with a tokenizer of its own: give --model.path",)),
+    "an unknown task": (nothing, ("--task", "sortt"), ("unknown task 'sortt': did you mean 'sort'?",)),
+    "an unknown mode": (nothing, ("--mode", "ppo"), ("unknown mode 'ppo'", "sft")),
+    "an unknown algorithm": (nothing, ("--mode", "rl", "--rl.algorithm", "grop"), ("grop", "did you mean 'grpo'?")),
+    "a budget beyond the context": (nothing, (*OWN, "--generation.max-tokens", "512"), ("--generation.max-tokens is 512", "512 tokens")),
+    "rows that do not divide": (nothing, ("--rl.num-minibatches", "7"), ("--rl.num-minibatches = 7: choose a divisor of 512",)),
+    "a key of another section": (make_file_of_settings("[rl]\nlr = 1e-5\n"), ("--config", "own.toml"), ("unknown setting", "lr")),
+    "a value of another type": (make_file_of_settings('[rl]\nnum_steps = "many"\n'), ("--config", "own.toml"), ("own.toml, line 2",)),
+    "settings that are no TOML": (make_file_of_settings("[rl\n"), ("--config", "own.toml"), ("own.toml is not valid TOML",)),
+    "nothing to resume": (nothing, ("--resume", "--output-dir", "model"), ("is not the directory of a run", "leave --resume out")),
+    "a badly formed name to push to": (nothing, ("--push-to-hub", "mine"), ("--push-to-hub is 'mine'", "ORG/NAME")),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_and_nothing_is_written(name: str, place: Path, capsys: pytest.CaptureFixture[str]):
+    break_it, argv, parts = MISTAKES[name]
+    break_it()
+    before = sorted(place.iterdir())
+    try:
+        status = main([*argv, "--quiet"])
+    except SystemExit as end:
+        status = end.code
+    told = capsys.readouterr()
+    assert status == 2, told.err
+    assert all(part in told.err for part in parts), told.err
+    assert "Traceback" not in told.err and "error: " in told.err
+    assert sorted(place.iterdir()) == before  # no run directory
