@@ -94,4 +94,5 @@ def test_finishing_without_a_step_or_twice_does_no_harm():
 
 def test_a_mean_reward_is_not_called_accuracy():
     assert "held-out accuracy 0.500" in describe_step({"eval_accuracy": 0.5})
+    assert describe_step({"stage": "sft", "eval_loss": 0.5}).count("held-out loss") == 1
     assert "held-out reward -0.500" in describe_step({"eval_accuracy": -0.5, GRADED: 1.0})

@@ -80,6 +80,16 @@ def test_every_public_name_and_every_page_can_be_searched_for(site: Path):
         assert built in places, f"{built} cannot be found"
 
 
+def test_every_page_has_a_place_in_the_navigation():
+    """The build fails for a page without one; this says so in no time."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    places = re.findall(r"(?:: |- )([\w/.-]+)$", nav, re.MULTILINE)
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    left_out = {page for page in pages if not any(page == place or (place.endswith("/") and page.startswith(place)) for place in places)}
+    assert not left_out, f"give {sorted(left_out)} a place in mkdocs.yml"
+    assert len(places) == len(set(places)), "a page has two places"
+
+
 def test_a_link_into_the_source_tree_opens_the_page_of_the_file(tools: None):
     from source_pages import DOCS, rewrite_links
 
@@ -92,6 +102,22 @@ def test_a_link_into_the_source_tree_opens_the_page_of_the_file(tools: None):
     below, _ = rewrite_links("[a](../../CONTRIBUTING.md)", DOCS / "algorithms" / "page.md", "algorithms/page.md")
     assert below == "[a](../project/contributing.md)"
     assert rewrite_links("[a](../nowhere.py)", DOCS / "page.md", "page.md")[0] == "[a](../nowhere.py)", "the build tells it"
+
+
+def test_a_link_with_the_name_of_a_page_as_its_text_gets_the_title_of_that_page(tools: None):
+    from source_pages import DOCS, name_links
+
+    text = "see [lora.md](lora.md#settings), [this](lora.md) and [nowhere.md](nowhere.md)"
+    title = (DOCS / "lora.md").read_text().split("\n")[0].removeprefix("# ")
+    assert name_links(text, DOCS / "page.md") == text.replace("[lora.md]", f"[{title}]")
+
+
+def test_formulas_become_mathml_and_code_and_shell_variables_stay(tools: None):
+    from formulas import write_formulas
+
+    text = write_formulas("$$\na_b \\le c\n$$\nis $x_1$ in `$y$`:\n```\n$URL and $z$\n```\n")
+    assert text.count("<math") == 2 and "`$y$`" in text and "$URL and $z$" in text and "<msub>" in text
+    assert write_formulas("run $URL and $HOME") == "run $URL and $HOME"
 
 
 def test_a_flowchart_becomes_a_picture_with_its_boxes_and_arrows(tools: None):

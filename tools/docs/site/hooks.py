@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from api_pages import write_api_pages
+from formulas import write_formulas
 from mkdocs.structure.files import File, Files
 from package_picture import draw_packages
 from settings_page import write_settings_page
-from source_pages import DOCS, PROJECT_PAGES, ROOT, find_page, list_directory, rewrite_links, write_source_page
+from source_pages import DOCS, PROJECT_PAGES, ROOT, find_page, list_directory, name_links, rewrite_links, write_source_page
 
 
 def on_config(config: Any) -> Any:
@@ -52,8 +53,8 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Rewrite the links of a page in docs/, and draw the picture of the packages."""
+    """Rewrite the links of a page in docs/, and draw formulas and the picture of the packages."""
     name = page.file.src_uri
     if (DOCS / name).exists():
-        markdown, _ = rewrite_links(markdown, DOCS / name, name)
-    return draw_packages(markdown)
+        markdown, _ = rewrite_links(name_links(markdown, DOCS / name), DOCS / name, name)
+    return draw_packages(write_formulas(markdown))

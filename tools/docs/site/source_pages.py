@@ -47,6 +47,17 @@ def rewrite_links(text: str, source: Path, page: str) -> tuple[str, set[Path]]:
     return "".join([*parts, LINK.sub(rewrite, text[end:])]), found
 
 
+def name_links(text: str, source: Path) -> str:
+    """Replace the text of a link that is the name of a page, such as [lora.md](lora.md), by the title of that page."""
+
+    def name(link: re.Match[str]) -> str:
+        target = source.parent / link[1]
+        title = re.search(r"^# (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE) if target.is_file() else None
+        return f"[{title[1]}]({link[1]}{link[2] or ''})" if title else link[0]
+
+    return re.sub(r"\[(?:docs/)?[\w/-]+\.md\]\(([\w./-]+\.md)(#[^)]*)?\)", name, text)
+
+
 def find_page(path: Path) -> str:
     """Return the place in the site of a file or directory outside docs/."""
     name = path.relative_to(ROOT).as_posix()
