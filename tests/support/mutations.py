@@ -130,6 +130,35 @@ def iterate_results(mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, i
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # The trainer facade
+    Mutation(
+        "trainer/session.py",
+        "max_steps counts iterations instead of optimizer steps",
+        "self.config.training.max_steps // self.config.training.updates_per_iteration",
+        "self.config.training.max_steps",
+        ("trainer/test_trainer.py::test_max_steps_bounds_the_optimizer_steps_of_all_calls",),
+    ),
+    Mutation(
+        "trainer/advantages.py",
+        "the penalty on rewards is added",
+        "return replace(batch, rewards=rewards)",
+        "return replace(batch, rewards=2 * batch.rewards - rewards)",
+        ("trainer/test_trainer_advantages.py::test_a_kl_penalty_lowers_the_rewards_of_every_estimator",),
+    ),
+    Mutation(
+        "trainer/environments.py",
+        "all episodes share the environment that was given",
+        "return copy.deepcopy(environment)",
+        "return environment",
+        ("trainer/test_trainer_engines.py::test_an_episode_is_played_in_a_class_or_in_a_copy_of_an_object",),
+    ),
+    Mutation(
+        "trainer/loop_thread.py",
+        "a blocking call inside a trio loop is not refused",
+        "    if is_in_trio():\n        raise BlockingCallError(",
+        "    if False:\n        raise BlockingCallError(",
+        ("trainer/test_trainer_engines.py::test_inside_a_trio_loop_it_is_refused_and_the_remedy_is_named",),
+    ),
     # Keys and values kept for later prompts
     Mutation(
         "engines/inprocess/sampling.py",
