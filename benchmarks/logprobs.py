@@ -1,10 +1,11 @@
-"""Benchmark log-probs over a large vocabulary: peak memory and time, forward and backward, of three ways to compute the same numbers.
+"""Benchmark log-probs over a large vocabulary: peak memory and time, forward and backward, of four ways to compute the same numbers.
 
     python -m benchmarks.logprobs [--tokens 4096] [--vocabularies 32000 150000] [--hidden 256] [--chunk-size C] [--repeats 3]
         [--threads 1] [--output FILE.json]
 
 log_softmax + gather is the formula; gather - logsumexp keeps the logits but not their log-softmax in the forward pass; chunked_log_probs
-takes hidden states and the output layer and never keeps [tokens, vocabulary] numbers. Products with the output layer are included. Each is
+takes hidden states and the output layer and never keeps [tokens, vocabulary] numbers; foreseen, it has the gradient of the loss in the
+forward pass, as training has it for each loss of single tokens. Products with the output layer are included. Each is
 measured in a process of its own, for its own peak. The last table varies the number of tokens for the chunked form.
 """
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import memory_mb, print_table, write_json
-from rollouts.algorithms.logprobs import chunked_log_probs, gather_log_probs
+from rollouts.algorithms.logprobs import Foresight, chunked_log_probs, gather_log_probs
 
 LogProbs = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
 
@@ -42,10 +43,16 @@ def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int | N
     return chunked_log_probs(hidden, weight, targets, chunk_size=chunk_size)[0]
 
 
+def chunked_foreseen(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int | None) -> Tensor:
+    """Compute logits of chunk_size tokens at a time, once, and their gradients with them."""
+    return chunked_log_probs(hidden, weight, targets, chunk_size=chunk_size, foresight=Foresight(torch.ones_like))[0]
+
+
 CONTENDERS: dict[str, LogProbs] = {
     "log_softmax + gather": log_softmax_and_gather,
     "gather - logsumexp": gather_minus_logsumexp,
     "chunked_log_probs": chunked,
+    "chunked_log_probs, foreseen": chunked_foreseen,
 }
 
 

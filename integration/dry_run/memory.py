@@ -27,7 +27,7 @@ from math import ceil
 from typing import Any, Literal
 
 from integration.dry_run.sizes import AdapterSizes, ModelSizes
-from rollouts.algorithms.logprobs import choose_chunk_size
+from rollouts.algorithms.logprobs import choose_chunk_size, count_kept_positions
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.models.four_bit import BYTES_PER_WEIGHT
 
@@ -231,10 +231,14 @@ def activation_bytes(sizes: ModelSizes, training: Training) -> int:
 
 
 def working_bytes(sizes: ModelSizes, training: Training) -> int:
-    """Return the bytes of temporaries besides the activations: logits of a chunk twice in float32, or gradients in one MLP."""
+    """Return the bytes of temporaries besides the activations: logits in float32, or gradients in one MLP.
+
+    Logits are those of a chunk twice, or all that are kept and those of a chunk.
+    """
     tokens, width = training.tokens, training.width
     chunk = min(tokens, choose_chunk_size(sizes.vocab_size, training.device))
-    logits = 2 * FLOAT * chunk * sizes.vocab_size if training.has_vocabulary else 0
+    kept = tokens if tokens <= count_kept_positions(sizes.vocab_size, training.device) else chunk
+    logits = FLOAT * (kept + chunk) * sizes.vocab_size if training.has_vocabulary else 0
     inside = tokens * (sizes.hidden_size + 2 * sizes.intermediate_size) * width
     return tokens * sizes.hidden_size * FLOAT + max(logits, inside)
 

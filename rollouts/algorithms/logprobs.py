@@ -7,7 +7,7 @@ log_probs[:, t] = log p(tokens[:, t] | tokens[:, :t]), 0 without such a predicti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -174,14 +174,41 @@ class LogitTransform:
         return grad if self.scale == 1.0 else grad.mul_(self.scale)
 
 
+_CHUNK_BYTES = {"cpu": (2**27, 1024)}  # of float32 logits, and most positions
+_CHUNK_BYTES_ELSEWHERE = (2**29, 4096)
+_CACHED_NUMBERS = 2**17  # of float32 that a core keeps in its cache between two passes, 512 KiB
+
+
 def choose_chunk_size(vocab_size: int, device_type: str) -> int:
     """Choose the positions of a chunk of chunked_log_probs, so that its float32 logits take a bounded memory.
 
     Returns: 64 to 1024 positions within 128 MiB on a CPU, where larger chunks are not faster; 64 to 4096 positions within 512 MiB on other
         devices, where each chunk costs the launches of its kernels. A multiple of 64.
     """
-    memory, most = (2**27, 1024) if device_type == "cpu" else (2**29, 4096)
+    memory, most = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE)
     return min(most, max(64, memory // (4 * vocab_size) // 64 * 64))
+
+
+def count_kept_positions(vocab_size: int, device_type: str) -> int:
+    """Return the most positions of all chunks together whose logits stay in memory until the backward pass.
+
+    So many fit into the memory that bounds one chunk: 128 MiB on a CPU, 512 MiB on other devices, but always one chunk.
+    """
+    memory, _ = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE)
+    return max(choose_chunk_size(vocab_size, device_type), memory // (4 * vocab_size))
+
+
+@dataclass(eq=False)
+class Foresight:
+    """The gradient of a loss with respect to log-probs, foreseen while they are computed.
+
+    With it chunked_log_probs differentiates a chunk while it has its logits. The backward pass compares what was foreseen with the gradient
+    that it is given, bit for bit: if they differ, it computes the logits again. So results have the same bits whatever was foreseen.
+    """
+
+    gradient: Callable[[Tensor], Tensor]
+    """[N] log-probs without gradient, of the chunks so far and 0 elsewhere -> [N] gradient; read for the newest chunk."""
+    failed: bool = False  # set by a backward pass with another gradient, as a loss has that reads several chunks for one token
 
 
 def chunked_log_probs(
@@ -194,11 +221,13 @@ def chunked_log_probs(
     chunk_size: int | None = None,
     with_entropy: bool = False,
     transform: LogitTransform | None = None,
+    foresight: Foresight | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """gather_log_probs(transform(hidden @ weight.T + bias) / temperature, targets) without holding [N, V] logits in memory.
 
-    Logits exist for chunk_size positions at a time; the backward pass computes them again. Sums of products, softmax and gradients of
-    the weight are in float32 (float64 for float64 inputs) and never rounded to a lower precision on the way.
+    Logits exist for chunk_size positions at a time. The backward pass computes them again, unless all of them fit into the memory of
+    count_kept_positions, or the gradient was foreseen. Sums of products, softmax and gradients of the weight are in float32 (float64 for
+    float64 inputs) and never rounded to a lower precision on the way.
 
     Args:
         hidden: # [N, H] last hidden states.
@@ -206,18 +235,35 @@ def chunked_log_probs(
         targets: # [N] int64.
         bias: # [V] or None.
         temperatures: # [N] > 0, or None for 1.
-        chunk_size: positions per chunk; memory is chunk_size * V numbers. None = choose_chunk_size.
+        chunk_size: positions per chunk, and the most whose logits are kept. None = choose_chunk_size, count_kept_positions.
         with_entropy: also return the entropy of each distribution.
         transform: change of the model's logits, before the temperature; None = none.
+        foresight: not used with_entropy, for logits that are kept, and without gradients. It changes no result.
 
     Returns: log_probs # [N], entropy # [N] or None; both differentiable with respect to hidden, weight and bias.
     """
     assert hidden.dim() == 2 and weight.dim() == 2, f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
     assert hidden.shape[0] == targets.shape[0], f"{hidden.shape[0]} hidden states for {targets.shape[0]} targets"
-    chunk_size = choose_chunk_size(weight.shape[0], hidden.device.type) if chunk_size is None else chunk_size
-    assert chunk_size >= 1, f"chunk_size is {chunk_size}, expected at least 1"
-    log_probs, entropy, _ = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperatures, chunk_size, with_entropy, transform)
+    size = choose_chunk_size(weight.shape[0], hidden.device.type) if chunk_size is None else chunk_size
+    assert size >= 1, f"chunk_size is {size}, expected at least 1"
+    wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias))
+    kept = count_kept_positions(weight.shape[0], hidden.device.type) if chunk_size is None else size
+    keeps = any(wanted) and hidden.shape[0] <= kept and (transform is None or transform.soft_cap is None)
+    sees = foresight if any(wanted) and not keeps and not with_entropy else None
+    plan = _Plan(size, with_entropy, transform, keeps, sees, wanted)
+    log_probs, entropy, *_ = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperatures, plan)
     return log_probs, (entropy if with_entropy else None)
+
+
+class _Plan(NamedTuple):
+    """Choices of chunked_log_probs."""
+
+    chunk_size: int
+    with_entropy: bool
+    transform: LogitTransform | None
+    keeps: bool  # keep log-softmaxes for the backward pass
+    foresight: Foresight | None
+    wanted: tuple[bool, ...]  # gradients of hidden, weight, bias to compute with foresight
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -225,91 +271,197 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperatures: Tensor | None,
-        chunk_size: int,
-        with_entropy: bool,
-        transform: LogitTransform | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor | None, plan: _Plan
+    ) -> tuple[Tensor | None, ...]:
+        """Return log-probs, entropies, log-sums; with foresight the gradient of the log-probs and those of _Gradients; what is kept."""
+        head = _Head(hidden, _cast_once(weight, hidden), bias, targets, temperatures, plan.transform)
         precise = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs = torch.empty(hidden.shape[0], dtype=precise, device=hidden.device)
+        log_probs = torch.zeros(hidden.shape[0], dtype=precise, device=hidden.device)
         log_z = torch.empty_like(log_probs)
-        entropy = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
-        head = _cast_once(weight, hidden)
-        for start in range(0, hidden.shape[0], chunk_size):
-            rows = slice(start, start + chunk_size)
-            logits = _temper(_chunk_logits(hidden[rows], head, bias, transform), temperatures, rows)  # [C, V]
-            log_z[rows] = logits.logsumexp(-1)
-            log_probs[rows] = logits.gather(1, targets[rows, None])[:, 0] - log_z[rows]
-            if with_entropy:
-                log_p = logits.sub_(log_z[rows, None]).clamp_(min=torch.finfo(precise).min)  # 0 * log 0 = 0
-                entropy[rows] = -(log_p.exp().mul_(log_p)).sum(-1)
-        return log_probs, entropy, log_z
+        entropy = torch.empty_like(log_probs) if plan.with_entropy else log_probs.new_empty(0)
+        foreseen = None if plan.foresight is None else torch.empty_like(log_probs)
+        gradients = _Gradients.zero(head, weight, plan.wanted if plan.foresight is not None else (False,) * 3)
+        kept: list[Tensor] = []
+        room = head.create_room(plan.chunk_size)
+        for rows in head.cut(plan.chunk_size):
+            logits, changed = head.compute_logits(rows, None if plan.keeps else room, keeps_changed=plan.foresight is not None)
+            for part, places in _cut_to_cache(logits, rows):
+                log_z[places] = part.logsumexp(-1)
+                log_probs[places] = part.gather(1, targets[places, None])[:, 0] - log_z[places]
+                if plan.with_entropy:
+                    log_p = part.sub_(log_z[places, None]).clamp_(min=torch.finfo(precise).min)  # 0 * log 0 = 0
+                    entropy[places] = -(log_p.exp().mul_(log_p)).sum(-1)
+                elif plan.keeps:
+                    part.sub_(log_z[places, None])
+            if plan.keeps:
+                kept.append(logits)
+            if plan.foresight is not None and foreseen is not None:
+                foreseen[rows] = plan.foresight.gradient(log_probs)[rows]
+                if gradients.have_nothing(rows, foreseen):
+                    continue
+                for part, places in _cut_to_cache(logits, rows):
+                    _differentiate(part.sub_(log_z[places, None]), targets[places], foreseen[places])
+                gradients.add(head, rows, logits, changed)
+        return log_probs, entropy, log_z, foreseen, gradients.hidden, gradients.weight, gradients.bias, *kept
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        hidden, weight, bias, targets, temperatures, chunk_size, with_entropy, transform = inputs
-        _, entropy, log_z = output
-        ctx.mark_non_differentiable(log_z)
-        ctx.set_materialize_grads(False)  # an entropy that no loss reads has no gradient, instead of zeros [N]
-        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, log_z, entropy)
-        ctx.chunk_size, ctx.with_entropy, ctx.transform = chunk_size, with_entropy, transform
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        hidden, weight, bias, targets, temperatures, plan = inputs
+        ctx.mark_non_differentiable(*(x for x in output[2:] if x is not None))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, *output[1:])
+        ctx.plan = plan
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides the name of ctx
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperatures, log_z, entropy = ctx.saved_tensors
-        grad_log_probs, grad_entropy, _ = grads
-        precise = torch.promote_types(hidden.dtype, torch.float32)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros(weight.shape, dtype=precise, device=weight.device) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros(weight.shape[0], dtype=precise, device=weight.device) if ctx.needs_input_grad[2] else None
-        head = _cast_once(weight, hidden)
-        for start in range(0, hidden.shape[0], ctx.chunk_size):
-            rows = slice(start, start + ctx.chunk_size)
-            own = _find_products(hidden[rows], head, ctx.transform)
-            changed = _chunk_logits(hidden[rows], head, bias, ctx.transform)
-            logits = _temper(changed, temperatures, rows)
-            if changed is logits and ctx.transform is not None and ctx.transform.soft_cap is not None:
-                changed = changed.clone()  # logits are overwritten below
-            log_p = logits.sub_(log_z[rows, None])
-            upstream = torch.zeros_like(log_z[rows, None]) if grad_log_probs is None else grad_log_probs[rows, None].to(precise)
-            # d log p(y) / d logit_v = 1[v = y] - p_v; d H / d logit_v = -p_v (log p_v + H). In place: a chunk is large
-            if ctx.with_entropy and grad_entropy is not None:
-                p = log_p.clamp_(min=torch.finfo(precise).min).exp()  # 0 * log 0 = 0
-                grad = log_p.add_(entropy[rows, None]).mul_(p).mul_(grad_entropy[rows, None].to(precise))
-                grad.addcmul_(p, upstream).neg_()
+        hidden, weight, bias, targets, temperatures, entropy, log_z, foreseen, *rest = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        early, kept = _Gradients(*rest[:3]), rest[3:]
+        upstream = torch.zeros_like(log_z) if grads[0] is None else grads[0].to(log_z.dtype)
+        if plan.foresight is not None:
+            if _have_same_bits(upstream, foreseen):
+                return early.round(weight, bias)
+            plan.foresight.failed = True
+        del early, rest
+        head = _Head(hidden, _cast_once(weight, hidden), bias, targets, temperatures, plan.transform)
+        gradients = _Gradients.zero(head, weight, ctx.needs_input_grad[:3])
+        with_entropy = plan.with_entropy and grads[1] is not None
+        room = head.create_room(plan.chunk_size)
+        for i, rows in enumerate(head.cut(plan.chunk_size)):
+            if not with_entropy and gradients.have_nothing(rows, upstream):
+                continue
+            log_p, changed = (_copy(kept[i], room), None) if kept else head.compute_logits(rows, room, keeps_changed=True)
+            for part, places in _cut_to_cache(log_p, rows):
+                if not kept:
+                    part.sub_(log_z[places, None])
+                if with_entropy:
+                    _differentiate_both(part, targets[places], upstream[places], entropy[places], grads[1][places].to(log_z.dtype))
+                else:
+                    _differentiate(part, targets[places], upstream[places])
+            gradients.add(head, rows, log_p, changed)
+        return gradients.round(weight, bias)
+
+
+class _Head(NamedTuple):
+    """Inputs of chunked_log_probs."""
+
+    hidden: Tensor
+    weight: Tensor  # in the dtype of products
+    bias: Tensor | None
+    targets: Tensor
+    temperatures: Tensor | None
+    transform: LogitTransform | None
+
+    def cut(self, size: int) -> list[slice]:
+        """Cut the positions into chunks."""
+        return [slice(start, start + size) for start in range(0, self.hidden.shape[0], size)]
+
+    def create_room(self, size: int) -> Tensor:
+        """Create the memory of a chunk's logits, which all chunks use: new pages cost as much as half a product."""
+        precise = torch.promote_types(self.hidden.dtype, torch.float32)
+        return torch.empty(min(size, self.hidden.shape[0]), self.weight.shape[0], dtype=precise, device=self.hidden.device)
+
+    def compute_logits(self, rows: slice, room: Tensor | None, *, keeps_changed: bool) -> tuple[Tensor, Tensor | None]:
+        """Compute logits of a chunk in float32 or better, to be overwritten, and a copy before the temperature where slopes need it.
+
+        Args:
+            room: result of create_room, which the logits may be written to; None = they have memory of their own.
+        """
+        logits = _chunk_logits(self.hidden[rows], self.weight, self.bias, self.transform, room)
+        is_capped = self.transform is not None and self.transform.soft_cap is not None
+        changed = logits.clone() if keeps_changed and is_capped else None
+        return logits if self.temperatures is None else logits.div_(self.temperatures[rows, None].to(logits.dtype)), changed
+
+
+class _Gradients(NamedTuple):
+    """Gradients of the inputs; None = not wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None  # in float32 or better, as the next
+    bias: Tensor | None
+
+    @classmethod
+    def zero(cls, head: _Head, weight: Tensor, wanted: tuple[bool, ...]) -> _Gradients:
+        """Create gradients to add to, those of hidden not filled in."""
+        precise = torch.promote_types(head.hidden.dtype, torch.float32)
+        return cls(
+            torch.empty_like(head.hidden) if wanted[0] else None,
+            torch.zeros(weight.shape, dtype=precise, device=weight.device) if wanted[1] else None,
+            torch.zeros(weight.shape[0], dtype=precise, device=weight.device) if wanted[2] else None,
+        )
+
+    def have_nothing(self, rows: slice, upstream: Tensor) -> bool:
+        """Whether a chunk adds nothing, since no log-prob of it has a gradient; that of hidden is then filled in."""
+        if bool(upstream[rows].any()):
+            return False
+        if self.hidden is not None:
+            self.hidden[rows] = 0
+        return True
+
+    def add(self, head: _Head, rows: slice, grad: Tensor, changed: Tensor | None) -> None:
+        """Add the gradients of a chunk from that of its tempered logits # [C, V], which is overwritten."""
+        hidden = head.hidden[rows]
+        own = _find_products(hidden, head.weight, head.transform)
+        if head.temperatures is not None:
+            grad.div_(head.temperatures[rows, None])
+        if head.transform is not None:
+            head.transform.multiply_by_slope(grad, changed)
+        if self.bias is not None:
+            self.bias.add_(grad.sum(0))
+        if self.hidden is not None:
+            if own is not None:
+                self.hidden[rows] = own.multiply(grad, head.weight.t())
+            elif hidden.dtype == grad.dtype:
+                torch.mm(grad, head.weight, out=self.hidden[rows])
             else:
-                grad = log_p.exp_().mul_(-upstream)
-            grad.scatter_add_(1, targets[rows, None], upstream)
-            if temperatures is not None:
-                grad.div_(temperatures[rows, None])
-            if ctx.transform is not None:
-                ctx.transform.multiply_by_slope(grad, changed)
-            if grad_bias is not None:
-                grad_bias.add_(grad.sum(0))
-            if grad_hidden is not None:
-                if own is not None:
-                    grad_hidden[rows] = own.multiply(grad, head.t())
-                elif hidden.dtype == precise:
-                    torch.mm(grad, head, out=grad_hidden[rows])
-                else:
-                    grad_hidden[rows] = _precise_product(grad.to(head.dtype), head).to(hidden.dtype)
-            if grad_weight is not None:
-                if own is not None:
-                    grad_weight.add_(own.multiply_transposed(grad, hidden[rows]))
-                elif hidden.dtype == precise:
-                    grad_weight.addmm_(grad.t(), hidden[rows])
-                else:
-                    grad_weight.add_(_precise_product(grad.to(head.dtype).t(), hidden[rows].to(head.dtype)))
-        out_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        out_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, out_weight, out_bias, None, None, None, None, None
+                self.hidden[rows] = _precise_product(grad.to(head.weight.dtype), head.weight).to(hidden.dtype)
+        if self.weight is not None:
+            if own is not None:
+                self.weight.add_(own.multiply_transposed(grad, hidden))
+            elif hidden.dtype == grad.dtype:
+                self.weight.addmm_(grad.t(), hidden)
+            else:
+                self.weight.add_(_precise_product(grad.to(head.weight.dtype).t(), hidden.to(head.weight.dtype)))
+
+    def round(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the results of the backward pass: gradients in the dtypes of the inputs."""
+        out_weight = None if self.weight is None else self.weight.to(weight.dtype)
+        out_bias = None if self.bias is None or bias is None else self.bias.to(bias.dtype)
+        return self.hidden, out_weight, out_bias, None, None, None
+
+
+def _cut_to_cache(chunk: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
+    """Cut a chunk # [C, V] of these positions into parts that stay in a core's cache between passes over them; on a GPU not."""
+    size = chunk.shape[0] if chunk.is_cuda else max(1, _CACHED_NUMBERS * torch.get_num_threads() // chunk.shape[1])
+    for start in range(0, chunk.shape[0], size):
+        part = chunk[start : start + size]
+        yield part, slice(rows.start + start, rows.start + start + len(part))
+
+
+def _differentiate(log_p: Tensor, targets: Tensor, upstream: Tensor) -> None:
+    """Turn log-softmaxes # [C, V] in place into the gradient of sum(upstream * log p[target]): d log p_y / d logit_v = 1[v = y] - p_v."""
+    log_p.exp_().mul_(-upstream[:, None]).scatter_add_(1, targets[:, None], upstream[:, None])
+
+
+def _differentiate_both(log_p: Tensor, targets: Tensor, upstream: Tensor, entropy: Tensor, upstream_entropy: Tensor) -> None:
+    """Turn log-softmaxes # [C, V] in place into the gradient of _differentiate and sum(upstream_entropy * H): -p_v (log p_v + H)."""
+    p = log_p.clamp_(min=torch.finfo(log_p.dtype).min).exp()  # 0 * log 0 = 0
+    grad = log_p.add_(entropy[:, None]).mul_(p).mul_(upstream_entropy[:, None])
+    grad.addcmul_(p, upstream[:, None]).neg_().scatter_add_(1, targets[:, None], upstream[:, None])
+
+
+def _copy(values: Tensor, room: Tensor) -> Tensor:
+    """Copy values # [C, V] into the first rows of a room."""
+    return room[: len(values)].copy_(values)
+
+
+def _have_same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype have the same bits, NaN included."""
+    kind = torch.int64 if a.dtype == torch.float64 else torch.int32
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 def _cast_once(weight: Tensor, hidden: Tensor) -> Tensor:
@@ -331,17 +483,18 @@ def _find_products(rows: Tensor, weight: Tensor, transform: LogitTransform | Non
     return products if products is not None and products.fit(rows, weight) else None
 
 
-def _chunk_logits(hidden: Tensor, head: Tensor, bias: Tensor | None, transform: LogitTransform | None) -> Tensor:
-    """Return the model's logits of one chunk in float32 or better."""
+def _chunk_logits(hidden: Tensor, head: Tensor, bias: Tensor | None, transform: LogitTransform | None, room: Tensor | None) -> Tensor:
+    """Return the model's logits of one chunk in float32 or better, nobody else's tensor."""
     own = _find_products(hidden, head, transform)
-    logits = _precise_product(hidden, head.t()) if own is None else own.multiply(hidden, head)
+    if own is not None:
+        logits = own.multiply(hidden, head)
+    elif room is not None and hidden.dtype == head.dtype == room.dtype:
+        logits = torch.mm(hidden, head.t(), out=room[: len(hidden)])
+    else:
+        logits = _precise_product(hidden, head.t())
     if bias is not None:
-        logits = logits + bias.to(logits.dtype)
+        logits.add_(bias.to(logits.dtype))
     return logits if transform is None else transform.apply(logits)
-
-
-def _temper(logits: Tensor, temperatures: Tensor | None, rows: slice) -> Tensor:
-    return logits if temperatures is None else logits / temperatures[rows, None].to(logits.dtype)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollouts.algorithms.logprobs import LogitTransform, PackedShift, chunked_log_probs, shift_packed
+from rollouts.algorithms.logprobs import Foresight, LogitTransform, PackedShift, chunked_log_probs, shift_packed
 from rollouts.batches import SharedPrompts, find_context_starts, find_shared_prompts, map_turns
 from rollouts.data.model_limits import ModelLimits
 from rollouts.errors import ConfigError, DataError
@@ -148,6 +148,31 @@ class _Permuted(torch.autograd.Function):
         return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
+@dataclass(eq=False)
+class ForeseenLoss:
+    """A loss known before its outputs: its gradient is computed together with log-probs whose logits are too many to keep."""
+
+    loss: Callable[[TokenOutputs], Tensor]  # pure; called with log-probs of which some are still 0
+    foresight: Foresight | None = None  # that of the newest pass
+
+    @property
+    def failed(self) -> bool:
+        """Whether a backward pass had another gradient: the loss of a token depends on other tokens, and to foresee it cost time."""
+        return self.foresight is not None and self.foresight.failed
+
+    def foresee(self, packed: PackedRows, positions: Tensor) -> Foresight:
+        """Return the gradient of the loss with respect to log-probs # [M] at these packed positions."""
+
+        def differentiate(log_probs: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = log_probs.detach().requires_grad_()
+                loss = self.loss(TokenOutputs(log_probs=_place(leaf, packed, positions)))
+                return torch.autograd.grad(loss, leaf)[0] if loss.requires_grad else torch.zeros_like(leaf)
+
+        self.foresight = Foresight(differentiate)
+        return self.foresight
+
+
 @dataclass(frozen=True)
 class OutputOptions:
     """Options of the computation of outputs; none changes their meaning."""
@@ -159,6 +184,7 @@ class OutputOptions:
     native_passes: int = 0  # least number of passes then, some of which count nothing: ranks of a sharded model make equally many
     shares_prompts: bool = False  # run shared prompts once where a batch allows it; see prepare.can_share_prompts
     routers: Routers = field(default_factory=Routers)  # routers of the model; their load is measured
+    foreseen: ForeseenLoss | None = None  # loss of these outputs; None = not known yet
 
 
 def run_rows(
@@ -578,6 +604,7 @@ def compute_log_probs(
         chunk_size=options.chunk_size,
         with_entropy=options.with_entropy,
         transform=layer.transform if layer.module is None else replace(layer.transform or LogitTransform(), products=ONEDNN),
+        foresight=None if options.foreseen is None or options.routers.modules else options.foreseen.foresee(packed, shift.positions),
     )
     return TokenOutputs(
         log_probs=_place(log_probs, packed, shift.positions),

@@ -9,11 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from products import CountedProducts
 
 from rollouts.algorithms.logprobs import (
+    Foresight,
     LogitTransform,
     choose_chunk_size,
     chunked_log_probs,
+    count_kept_positions,
     entropy_from_logits,
     finite_exp,
     gather_log_probs,
@@ -313,6 +316,73 @@ def test_a_float32_head_under_bfloat16_hidden_states():
     torch.testing.assert_close(log_probs.double(), exact, rtol=0, atol=1e-5)
     gradients = torch.autograd.grad(log_probs.sum(), leaves)
     assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.float32]
+
+
+def differentiate_loss(loss, foresight=None, *, chunk_size=3, **kwargs):
+    """Return values and gradients of a loss of 8 log-probs, and the products of their passes, in those of one [8, 4] x [4, 5]."""
+    hidden, weight, bias, targets, temperatures = random_layer(21, n=8, dtype=torch.float32)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    with CountedProducts() as counted:
+        log_probs, _ = chunked_log_probs(
+            hidden, weight, targets, bias=bias, temperatures=temperatures.float(), chunk_size=chunk_size, foresight=foresight, **kwargs
+        )
+        gradients = torch.autograd.grad(loss(log_probs), leaves)
+    return [log_probs.detach(), *gradients], counted.multiplications / (8 * 4 * 5)
+
+
+def of_tokens(log_probs):
+    return -(torch.linspace(-1.0, 2.0, 8) * torch.nn.functional.softplus(log_probs)).sum()
+
+
+def of_a_sequence(log_probs):
+    return -torch.exp(log_probs.mean())
+
+
+def foresee(loss):
+    def differentiate(log_probs):
+        with torch.enable_grad():
+            leaf = log_probs.detach().requires_grad_()
+            return torch.autograd.grad(loss(leaf), leaf)[0]
+
+    return Foresight(differentiate)
+
+
+@pytest.mark.parametrize("transform", [None, LogitTransform(0.5), LogitTransform(soft_cap=2.0)])
+@pytest.mark.parametrize("loss", [of_tokens, of_a_sequence])
+def test_a_foreseen_gradient_saves_a_product_and_another_one_is_computed_as_without(loss, transform):
+    expected, products = differentiate_loss(loss, transform=transform)
+    assert products == pytest.approx(4), "the backward pass computes the logits again"
+    foresight = foresee(loss)
+    found, products = differentiate_loss(loss, foresight, transform=transform)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert foresight.failed == (loss is of_a_sequence)
+    assert products == pytest.approx(6 if foresight.failed else 3)
+
+
+def test_logits_that_fit_the_memory_of_a_chunk_are_kept():
+    expected, _ = differentiate_loss(of_a_sequence, chunk_size=3)
+    foresight = foresee(of_a_sequence)
+    found, products = differentiate_loss(of_a_sequence, foresight, chunk_size=None)
+    assert products == pytest.approx(3)
+    assert not foresight.failed, "nothing has to be foreseen"
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert [count_kept_positions(size, "cpu") for size in (128, 4096, 32_768, 151_936)] == [262_144, 8192, 1024, 220]
+    assert [count_kept_positions(size, "cuda") for size in (128, 151_936, 10_000_000)] == [1_048_576, 883, 64]
+
+
+def test_a_chunk_without_gradient_costs_no_product_and_changes_none():
+    def loss(log_probs):
+        return log_probs[6:].sum()  # the last of three chunks
+
+    expected, products = differentiate_loss(loss)
+    assert products == pytest.approx(1 + 3 * 2 / 8)
+    found, products = differentiate_loss(loss, foresee(loss))
+    assert products == pytest.approx(1 + 2 * 2 / 8)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    plain_gradients, _ = differentiate_loss(loss, chunk_size=8)
+    for a, b in zip(found, plain_gradients, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_no_targets_give_no_log_probs_and_zero_gradients():

@@ -10,10 +10,12 @@ import torch
 import torch.nn.attention.varlen
 from hypothesis import given
 from hypothesis import strategies as st
+from products import CountedProducts
 from samples import draw_batch
 
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
+from rollouts.algorithms.presets import grpo, gspo
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend
 from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.fsdp.factory import create_fsdp_backend
@@ -137,6 +139,30 @@ def test_logits_of_all_tokens_never_exist_at_once():
     with Watch():
         backend.forward_backward(batch, sft_loss)
     assert row_counts - {32} == {4, 2}  # 18 predictions in chunks of 4; 32 x 2048 is the transposed output layer
+
+
+@pytest.mark.parametrize(("loss_fn", "is_foreseen"), [(sft_loss, True), (grpo().loss, True), (gspo().loss, False)])
+async def test_the_gradient_of_a_loss_of_single_tokens_is_computed_with_its_logits(loss_fn, is_foreseen):
+    """And that of others as without: once it was not as foreseen, nothing is foreseen any more."""
+    batch = draw_batch(0, LENGTHS, rollout_log_probs=None)
+    backend = create_pytorch_backend(create_tiny_model(vocab_size=2048), lr=1e-3)
+    own = await backend.forward(batch, lambda outputs: outputs.log_probs).result()
+    advantages = torch.tensor([[1.0], [-0.5], [0.7], [2.0]]) * batch.loss_mask
+    batch = replace(batch, advantages=advantages, rollout_log_probs=own * batch.loss_mask)  # ratios of 1, so that nothing is clipped
+    found: list[tuple[list[int], list[torch.Tensor]]] = []
+    for foresees in (False, True):
+        model = create_tiny_model(vocab_size=2048)
+        backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3), chunk_size=4)
+        backend._foresees = foresees  # pyright: ignore[reportPrivateUsage]
+        products: list[int] = []
+        for _ in range(2):
+            with CountedProducts(2048) as counted:
+                backend.forward_backward(batch, loss_fn)
+            products.append(counted.multiplications // (18 * 32 * 2048))
+        found.append((products, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]))
+    assert found[0][0] == [4, 4]
+    assert found[1][0] == ([3, 3] if is_foreseen else [6, 4])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
 async def test_bfloat16_keeps_float32_weights_and_log_probs_close_to_float32():

@@ -161,7 +161,8 @@ def count_saved_bytes(model: Any, precision: str) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run_rows(model, draw_rows(), compute_log_probs, OutputOptions(compute_dtype=getattr(torch, precision)))
+        options = OutputOptions(compute_dtype=getattr(torch, precision), chunk_size=16)  # kept logits are no activations
+        run_rows(model, draw_rows(), compute_log_probs, options)
     return sum(saved.values())
 
 
@@ -271,7 +272,9 @@ def test_bfloat16_halves_products_but_not_states(sizes: ModelSizes):
 
 def test_a_critic_has_no_logits_and_a_reference_no_gradients(sizes: ModelSizes):
     training = Training(tokens=2000)
-    assert working_bytes(replace(sizes, vocab_size=500), training) == 2000 * 16 * 4 + 2 * 4 * 1024 * 500  # of a chunk, not of all tokens
+    kept, chunk = 4 * 2000 * 500, 4 * 1024 * 500
+    assert working_bytes(replace(sizes, vocab_size=500), training) == 2000 * 16 * 4 + kept + chunk
+    assert working_bytes(replace(sizes, vocab_size=32_768), training) == 2000 * 16 * 4 + 2 * 4 * 1024 * 32_768  # of a chunk, not of all
     assert working_bytes(sizes, replace(training, has_vocabulary=False)) == 2000 * (16 + 16 + 80) * 4
     frozen = {part.name: part.size for part in inference_parts(sizes, training)}
     assert frozen["parameters"] == 4 * TOTAL

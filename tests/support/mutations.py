@@ -341,6 +341,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "algorithms/logprobs.py",
+        "a gradient that was foreseen wrong is used",
+        "if _have_same_bits(upstream, foreseen):",
+        "if foreseen is not None:",
+        ("algorithms/test_logprobs.py::test_a_foreseen_gradient_saves_a_product_and_another_one_is_computed_as_without",),
+    ),
+    Mutation(
+        "algorithms/logprobs.py",
         "log-probs stand one position late",
         "return _align(gather_log_probs(temper(logits, temperature)[:, :-1], tokens[:, 1:]))",
         "return _align(gather_log_probs(temper(logits, temperature)[:, 1:], tokens[:, 1:]))",

@@ -55,6 +55,7 @@ from rollouts.errors import BackendError
 from rollouts.models.expert_load import add_balance, add_loads, stack_load, summarize_load, unstack_load
 from rollouts.models.forward import (
     ComputeOutputs,
+    ForeseenLoss,
     OutputOptions,
     PackedRows,
     check_batch,
@@ -144,6 +145,7 @@ class FSDPTrainingBackend:
         self._max_skipped_updates = max_skipped_updates
         self._compute_outputs = compute_outputs
         self._has_gradient = False
+        self._foresees = True  # whether gradients of losses were as foreseen, if any was
         self._load: ExpertLoad | None = None  # load of this rank's passes since the last update
         self._counted: ExpertLoad | None = None  # load on all ranks, counted since the last update
         check_lora(model, lora)
@@ -374,7 +376,8 @@ class FSDPTrainingBackend:
             replaying(batch, self._options, packed),
         ):
             try:
-                outputs = self._run(batch, packed, with_entropy)
+                foreseen = ForeseenLoss(lambda outputs: loss_fn(outputs, batch)[0]) if self._foresees and shard is not None else None
+                outputs = self._run(batch, packed, with_entropy, foreseen)
                 if shard is None:  # as many exchanges as the other ranks, and a gradient of zero
                     values = {"loss": 0.0, "num_tokens": 0.0}
                     torch.autograd.backward([0.0 * x.sum() for x in _differentiable(outputs)])
@@ -385,6 +388,7 @@ class FSDPTrainingBackend:
                     )
                     loss = add_balance(loss, batch, outputs.expert_load, self._counted)
                     loss.backward()
+                    self._foresees = self._foresees and not (foreseen is not None and foreseen.failed)
                     self._load = add_loads(self._load, outputs.expert_load)
                     self._has_gradient = True  # also if a metric is no number
                     values = collect_metrics(loss, metrics, batch)
@@ -430,9 +434,10 @@ class FSDPTrainingBackend:
         parts = all_gather(self.ranks, total, operation="gathering the load of the experts")
         return unstack_load(torch.stack(parts).sum(0))
 
-    def _run(self, batch: TrainBatch, packed: PackedRows, with_entropy: bool) -> TokenOutputs:
+    def _run(self, batch: TrainBatch, packed: PackedRows, with_entropy: bool, foreseen: ForeseenLoss | None = None) -> TokenOutputs:
         """Run run_rows inside the call that gathers the root's parameters; that call knows tensors only."""
-        options = replace(self._options, with_entropy=with_entropy, native_passes=self._agree_on_passes(packed))
+        passes = self._agree_on_passes(packed)
+        options = replace(self._options, with_entropy=with_entropy, native_passes=passes, foreseen=foreseen)
 
         def run() -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
             outputs = run_rows(self.model, batch, self._compute_outputs, options, packed)

@@ -44,6 +44,7 @@ from rollouts.backends.weights.export import alone, collect_pieces
 from rollouts.models.expert_load import add_balance, add_loads, summarize_load
 from rollouts.models.forward import (
     ComputeOutputs,
+    ForeseenLoss,
     OutputOptions,
     PackedRows,
     check_batch,
@@ -150,6 +151,7 @@ class PyTorchTrainingBackend:
         self._max_grad_norm = max_grad_norm
         self._max_skipped_updates = max_skipped_updates
         self._has_gradient = False
+        self._foresees = True  # whether gradients of losses were as foreseen, if any was
         self._load: ExpertLoad | None = None  # load of the passes since the last update
         self._counted: ExpertLoad | None = None  # load that count_experts has counted since the last update
         self._reads = MetricReads()
@@ -192,13 +194,15 @@ class PyTorchTrainingBackend:
         """
         batch, packed = self._admit(batch, dropout=batch.has_dropout)
         with training_mode(self.model, dropout=batch.has_dropout), replaying(batch, self._options, packed):
-            outputs = self._run(batch, packed, with_entropy)
+            foreseen = ForeseenLoss(lambda outputs: loss_fn(outputs, batch)[0]) if self._foresees else None
+            outputs = self._run(batch, packed, with_entropy, foreseen)
             loss, metrics = loss_fn(outputs, batch)
             loss = add_balance(loss, batch, outputs.expert_load, self._counted)
             # the first pass of a step runs backward in any case: a parameter without a gradient would not be decayed
             has_gradient = not (self._skips(batch) and self._has_gradient and is_gradient_zero(loss, outputs))
             if has_gradient:
                 loss.backward()
+        self._foresees = self._foresees and not (foreseen is not None and foreseen.failed)
         self._load = add_loads(self._load, outputs.expert_load)
         self._has_gradient = True
         skipped = {"zero_gradient_fraction": float(not has_gradient)} if self._skips(batch) else {}
@@ -366,5 +370,6 @@ class PyTorchTrainingBackend:
         """Whether no backward pass is run for this batch where its gradient is zero."""
         return self._options.shares_prompts and batch.skip_redundant and batch.advantages is not None
 
-    def _run(self, batch: TrainBatch, packed: PackedRows, with_entropy: bool) -> TokenOutputs:
-        return run_rows(self.model, batch, self._compute_outputs, replace(self._options, with_entropy=with_entropy), packed)
+    def _run(self, batch: TrainBatch, packed: PackedRows, with_entropy: bool, foreseen: ForeseenLoss | None = None) -> TokenOutputs:
+        options = replace(self._options, with_entropy=with_entropy, foreseen=foreseen)
+        return run_rows(self.model, batch, self._compute_outputs, options, packed)
