@@ -174,8 +174,8 @@ class LogitTransform:
         return grad if self.scale == 1.0 else grad.mul_(self.scale)
 
 
-_CHUNK_BYTES = {"cpu": (2**27, 1024)}  # of float32 logits, and most positions
-_CHUNK_BYTES_ELSEWHERE = (2**29, 4096)
+_CHUNK_ON_CPU = (2**27, 1024)  # bytes of float32 logits, and most positions
+_CHUNK_ELSEWHERE = (2**29, 4096)
 _CACHED_NUMBERS = 2**17  # of float32 that a core keeps in its cache between two passes, 512 KiB
 
 
@@ -185,7 +185,7 @@ def choose_chunk_size(vocab_size: int, device_type: str) -> int:
     Returns: 64 to 1024 positions within 128 MiB on a CPU, where larger chunks are not faster; 64 to 4096 positions within 512 MiB on other
         devices, where each chunk costs the launches of its kernels. A multiple of 64.
     """
-    memory, most = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE)
+    memory, most = _CHUNK_ON_CPU if device_type == "cpu" else _CHUNK_ELSEWHERE
     return min(most, max(64, memory // (4 * vocab_size) // 64 * 64))
 
 
@@ -194,7 +194,7 @@ def count_kept_positions(vocab_size: int, device_type: str) -> int:
 
     So many fit into the memory that bounds one chunk: 128 MiB on a CPU, 512 MiB on other devices, but always one chunk.
     """
-    memory, _ = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE)
+    memory, _ = _CHUNK_ON_CPU if device_type == "cpu" else _CHUNK_ELSEWHERE
     return max(choose_chunk_size(vocab_size, device_type), memory // (4 * vocab_size))
 
 
