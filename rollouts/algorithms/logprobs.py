@@ -238,7 +238,7 @@ def chunked_log_probs(
         chunk_size: positions per chunk, and the most whose logits are kept. None = choose_chunk_size, count_kept_positions.
         with_entropy: also return the entropy of each distribution.
         transform: change of the model's logits, before the temperature; None = none.
-        foresight: not used with_entropy, for logits that are kept, and without gradients. It changes no result.
+        foresight: not used for logits that are kept, and without gradients; it fails if entropies have a gradient. It changes no result.
 
     Returns: log_probs # [N], entropy # [N] or None; both differentiable with respect to hidden, weight and bias.
     """
@@ -249,7 +249,7 @@ def chunked_log_probs(
     wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias))
     kept = count_kept_positions(weight.shape[0], hidden.device.type) if chunk_size is None else size
     keeps = any(wanted) and hidden.shape[0] <= kept and (transform is None or transform.soft_cap is None)
-    sees = foresight if any(wanted) and not keeps and not with_entropy else None
+    sees = foresight if any(wanted) and not keeps else None
     plan = _Plan(size, with_entropy, transform, keeps, sees, wanted)
     log_probs, entropy, *_ = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperatures, plan)
     return log_probs, (entropy if with_entropy else None)
@@ -300,7 +300,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 if gradients.have_nothing(rows, foreseen):
                     continue
                 for part, places in _cut_to_cache(logits, rows):
-                    _differentiate(part.sub_(log_z[places, None]), targets[places], foreseen[places])
+                    log_p = part if plan.with_entropy else part.sub_(log_z[places, None])
+                    _differentiate(log_p, targets[places], foreseen[places])
                 gradients.add(head, rows, logits, changed)
         return log_probs, entropy, log_z, foreseen, gradients.hidden, gradients.weight, gradients.bias, *kept
 
@@ -322,7 +323,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         early, kept = _Gradients(*rest[:3]), rest[3:]
         upstream = torch.zeros_like(log_z) if grads[0] is None else grads[0].to(log_z.dtype)
         if plan.foresight is not None:
-            if _have_same_bits(upstream, foreseen):
+            if grads[1] is None and _have_same_bits(upstream, foreseen):
                 return early.round(weight, bias)
             plan.foresight.failed = True
         del early, rest

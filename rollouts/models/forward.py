@@ -160,13 +160,14 @@ class ForeseenLoss:
         """Whether a backward pass had another gradient: the loss of a token depends on other tokens, and to foresee it cost time."""
         return self.foresight is not None and self.foresight.failed
 
-    def foresee(self, packed: PackedRows, positions: Tensor) -> Foresight:
+    def foresee(self, packed: PackedRows, positions: Tensor, *, with_entropy: bool) -> Foresight:
         """Return the gradient of the loss with respect to log-probs # [M] at these packed positions."""
 
         def differentiate(log_probs: Tensor) -> Tensor:
             with torch.enable_grad():
                 leaf = log_probs.detach().requires_grad_()
-                loss = self.loss(TokenOutputs(log_probs=_place(leaf, packed, positions)))
+                placed = _place(leaf, packed, positions)
+                loss = self.loss(TokenOutputs(log_probs=placed, entropy=torch.zeros_like(placed) if with_entropy else None))
                 return torch.autograd.grad(loss, leaf)[0] if loss.requires_grad else torch.zeros_like(leaf)
 
         self.foresight = Foresight(differentiate)
@@ -604,7 +605,9 @@ def compute_log_probs(
         chunk_size=options.chunk_size,
         with_entropy=options.with_entropy,
         transform=layer.transform if layer.module is None else replace(layer.transform or LogitTransform(), products=ONEDNN),
-        foresight=None if options.foreseen is None or options.routers.modules else options.foreseen.foresee(packed, shift.positions),
+        foresight=None
+        if options.foreseen is None or options.routers.modules
+        else options.foreseen.foresee(packed, shift.positions, with_entropy=options.with_entropy),
     )
     return TokenOutputs(
         log_probs=_place(log_probs, packed, shift.positions),

@@ -157,7 +157,7 @@ async def test_the_gradient_of_a_loss_of_single_tokens_is_computed_with_its_logi
         products: list[int] = []
         for _ in range(2):
             with CountedProducts(2048) as counted:
-                backend.forward_backward(batch, loss_fn)
+                backend.forward_backward(batch, loss_fn, with_entropy=loss_fn is not sft_loss)  # a metric, as in the loop
             products.append(counted.multiplications // (18 * 32 * 2048))
         found.append((products, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]))
     assert found[0][0] == [4, 4]
