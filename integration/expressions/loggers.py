@@ -1,6 +1,9 @@
 """--loggers: loggers of metrics besides metrics.jsonl and the display, as expressions in the language of integration.expressions.algorithm.
 
 wandb(project='mine', name='first')     Weights & Biases; needs `pip install rollouts-rl[wandb]`
+tensorboard                             event files in loggers/tensorboard of the run
+trackio(project='mine')                 Trackio's local store
+mlflow(tracking_uri='sqlite:///m.db')   MLflow
 jsonl('copy.jsonl')                     a further file; a resumed run appends to it
 my_module:my_logger(rate=2)             a function of the user's that returns a MetricsLogger
 """
@@ -8,58 +11,150 @@ my_module:my_logger(rate=2)             a function of the user's that returns a 
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
 from integration.expressions.algorithm import Language, PresetCall, describe_call, parse_expression
-from rollouts.errors import ConfigError, locate_error
+from rollouts.errors import ConfigError, locate_error, redact
+from rollouts.output_files import replace_file
 from rollouts.rewards.answers import load_function
-from rollouts.training.metrics import JSONLLogger, MetricsLogger, WandbLogger
+from rollouts.training.logs.loggers import ContinuedLogger, MLflowLogger, TensorBoardLogger, TrackioLogger
+from rollouts.training.metrics import JSONLLogger, MetricsLogger, Value, WandbLogger
+from rollouts.types import Sample
+
+PROJECT = "rollouts"
+"""Default project, or experiment, of loggers."""
 
 
-def _jsonl(path: str) -> MetricsLogger:
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """The run that loggers are told of."""
+
+    directory: Path
+    settings: Mapping[str, Any]  # plain values, without secrets
+    earlier: Sequence[Mapping[str, Any]] = ()  # lines of metrics that a resumed run goes on behind
+
+    @property
+    def name(self) -> str:
+        """Name of the run: that of its directory."""
+        return self.directory.resolve().name
+
+
+def _jsonl(path: str, *, run: RunIdentity) -> MetricsLogger:
     return JSONLLogger(path)
 
 
-def _wandb(project: str, name: str | None = None, *, settings: Mapping[str, Any]) -> MetricsLogger:
-    return WandbLogger(project, name, settings)
+def _wandb(project: str = PROJECT, name: str | None = None, *, run: RunIdentity) -> MetricsLogger:
+    files = run.directory / LOGGERS
+    files.mkdir(parents=True, exist_ok=True)
+    run_id = _keep(files / "wandb_id", secrets.token_hex(4))
+    return MarkedLogger(WandbLogger(project, name or run.name, run.settings, run_id=run_id, directory=files), files / "wandb_steps.json")
 
 
-LOGGERS: Mapping[str, Callable[..., MetricsLogger]] = MappingProxyType({"jsonl": _jsonl, "wandb": _wandb})
-_LANGUAGE = Language("logger", LOGGERS, load_function, example="wandb(project='mine')", budget="settings")
+def _tensorboard(directory: str | None = None, *, run: RunIdentity) -> MetricsLogger:
+    return TensorBoardLogger(directory or run.directory / LOGGERS / "tensorboard", run.settings)
+
+
+def _trackio(project: str = PROJECT, name: str | None = None, *, run: RunIdentity) -> MetricsLogger:
+    return TrackioLogger(project, name or run.name, run.settings)
+
+
+def _mlflow(experiment: str = PROJECT, name: str | None = None, tracking_uri: str | None = None, *, run: RunIdentity) -> MetricsLogger:
+    kept = run.directory / LOGGERS / "mlflow_run_id"
+    run_id = kept.read_text(encoding="utf-8").strip() if kept.exists() else None
+    logger = MLflowLogger(experiment, name or run.name, run.settings, tracking_uri=tracking_uri, run_id=run_id)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    _keep(kept, logger.run_id)
+    return logger
+
+
+def _keep(path: Path, value: str) -> str:
+    """Return what a file of the run holds; write the value there if it does not exist."""
+    if not path.exists():
+        replace_file(path, value + "\n")
+    return path.read_text(encoding="utf-8").strip()
+
+
+class MarkedLogger:
+    """A logger whose store cannot be read back, with a file of the last step of each stage beside it."""
+
+    def __init__(self, logger: WandbLogger, path: Path) -> None:
+        self._logger, self._path = logger, path
+        self._steps: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def log(self, metrics: Mapping[str, Value], step: int) -> None:
+        """Log a line, then mark it."""
+        self._logger.log(metrics, step)
+        self._steps[str(metrics.get("stage", ""))] = step
+        replace_file(self._path, json.dumps(self._steps) + "\n")
+
+    def log_samples(self, samples: Sequence[Sample], step: int, stage: str = "") -> None:
+        """Pass samples on."""
+        self._logger.log_samples(samples, step, stage)
+
+    def last_steps(self) -> Mapping[str, int]:
+        """Return the last marked step of each stage."""
+        return dict(self._steps)
+
+    def finish(self) -> None:
+        """Finish the logger."""
+        self._logger.finish()
+
+
+LOGGERS = "loggers"
+"""Directory of a run for the files and names of its loggers."""
+
+_PACKAGES: Mapping[str, str] = MappingProxyType({"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow"})
+_KNOWN: Mapping[str, Callable[..., MetricsLogger]] = MappingProxyType(
+    {"jsonl": _jsonl, "wandb": _wandb, "tensorboard": _tensorboard, "trackio": _trackio, "mlflow": _mlflow}
+)
+_LANGUAGE = Language("logger", _KNOWN, load_function, example="wandb(project='mine')", budget="run")
+_SECRET = re.compile(r"(?i)(api_?key|token|password|secret)")
 
 
 def parse_loggers(expressions: Sequence[str]) -> tuple[PresetCall, ...]:
-    """Parse expressions to loggers with checked arguments. Raises ConfigError."""
+    """Parse expressions to loggers with checked arguments.
+
+    Raises: ConfigError, also for a secret among the arguments, which config.json would show.
+    """
     calls = tuple(parse_expression(expression, _LANGUAGE) for expression in expressions)
     for call in calls:
-        if "settings" in call.arguments and call.name in LOGGERS:
-            raise ConfigError(f"loggers {call.text}: settings are those of the run: leave the argument out")
+        for name, value in call.arguments.items():
+            if _SECRET.search(name) or (isinstance(value, str) and redact(value) != value):
+                raise ConfigError(
+                    f"loggers {call.name} has a secret in the argument {name!r}, which the files of the run would show: leave it out, and "
+                    "export it as the variable that the logger reads (WANDB_API_KEY, MLFLOW_TRACKING_USERNAME and "
+                    "MLFLOW_TRACKING_PASSWORD, HF_TOKEN)"
+                )
     return calls
 
 
 def check_loggers(expressions: Sequence[str]) -> None:
     """Raise ConfigError for a logger whose package is not installed, before anything is written."""
     for call in parse_loggers(expressions):
-        if call.name == "wandb" and importlib.util.find_spec("wandb") is None:
-            raise ConfigError(f"loggers {call.text} needs the package wandb: pip install 'rollouts-rl[wandb]', or leave it out")
+        package = _PACKAGES.get(call.name)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"loggers {call.text} needs the package {package}: pip install 'rollouts-rl[{package}]', or leave it out")
 
 
-def create_loggers(expressions: Sequence[str], settings: Mapping[str, Any]) -> list[MetricsLogger]:
-    """Create the loggers of a run.
-
-    Args:
-        settings: the run's settings as plain values without secrets, for loggers that show them.
+def create_loggers(expressions: Sequence[str], run: RunIdentity) -> list[MetricsLogger]:
+    """Create the loggers of a run. One that fails, now or later, is named in a warning, and the run goes on without it.
 
     Raises: ConfigError if a user's function fails or does not return a logger.
     """
-    return [_create_logger(call, settings) for call in parse_loggers(expressions)]
+    return [ContinuedLogger(partial(_create_logger, call, run), call.text, run.earlier) for call in parse_loggers(expressions)]
 
 
-def _create_logger(call: PresetCall, settings: Mapping[str, Any]) -> MetricsLogger:
-    if call.name in LOGGERS:
-        return call.function(**call.arguments, **({"settings": settings} if call.name == "wandb" else {}))
+def _create_logger(call: PresetCall, run: RunIdentity) -> MetricsLogger:
+    if call.name in _KNOWN:
+        return call.function(**call.arguments, run=run)
     try:
         logger = cast("object", call.function(**call.arguments))
     except (Exception, SystemExit) as error:  # the function is the user's

@@ -25,6 +25,7 @@ _OWN_FILES = (
     "sft",
     "rl",
     "checkpoints",
+    "loggers",
     METRICS_FILE,
     RUN_FILE,
     CONFIG_FILE,

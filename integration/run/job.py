@@ -26,7 +26,7 @@ from integration.convert.export import export
 from integration.convert.push import check_push
 from integration.dry_run.checks import check_run
 from integration.dry_run.describe import tell_run
-from integration.expressions.loggers import create_loggers
+from integration.expressions.loggers import RunIdentity, create_loggers
 from integration.parts.engines import check_engine
 from integration.parts.model_checks import describe_tokens
 from integration.parts.model_settings import create_tokenizer
@@ -148,7 +148,10 @@ async def run_until_stopped(
 ) -> bool:
     """Call train() with metrics, progress display and signal handling. Returns whether it reached its end."""
     stop = StopRequest()
-    further = create_loggers(command.config.loggers, describe_settings(command.config))
+    metrics_file = output_dir / METRICS_FILE
+    earlier = read_metrics(metrics_file) if command.resume and metrics_file.exists() else []
+    identity = RunIdentity(directory=output_dir, settings=describe_settings(command.config), earlier=earlier)
+    further = create_loggers(command.config.loggers, identity)
     profile = RunProfile(command.config.profile, output_dir)
     logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further, profile])
     control = RunControl(logger=logger, should_stop=stop.is_requested, say=say, group=group, watch_backend=profile.watch)

@@ -65,7 +65,7 @@ from rollouts.rl_loop import train_rl
 from rollouts.sft_loop import run_sft_training
 from rollouts.training.best import BestCheckpoint, add_to
 from rollouts.training.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state
-from rollouts.training.metrics import MetricsLogger, StageLogger
+from rollouts.training.metrics import MetricsLogger, StageLogger, log_samples
 from rollouts.training.rl_run import RLParts, restore_rl_run
 from rollouts.types import Algorithm, RolloutBatch, TrainBatch
 
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 
 
 CHECKPOINTS = "checkpoints"
+NUM_TABLED = 8  # samples of each step in the tables of loggers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +273,7 @@ def with_files(parts: RLParts, trajectories: TrajectoryWriter, ledger: Ledger) -
 
     async def keep(step: int, batch: RolloutBatch) -> None:
         trajectories.hold(step, batch)
+        log_samples(parts.metrics_logger, batch.samples[:NUM_TABLED], step)
         await trio.to_thread.run_sync(ledger.add, step, batch)
 
     async def keep_estimates(step: int, rollouts: RolloutBatch, batch: TrainBatch) -> None:

@@ -13,7 +13,7 @@ from rollouts.config import CheckpointConfig, parse_metric
 from rollouts.data.trajectories import read_samples
 from rollouts.errors import ConfigError
 from rollouts.training.checkpoints import checkpoint_name
-from rollouts.training.figures import draw_run
+from rollouts.training.logs.figures import draw_run
 from rollouts.training.summaries import find_warnings
 from rollouts.types import Sample
 
@@ -200,7 +200,7 @@ def _shorten(text: str, width: int = 28) -> str:
 
 
 def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> bool:
-    """Draw the curves of a run into a file, see rollouts.training.figures.
+    """Draw the curves of a run into a file, see rollouts.training.logs.figures.
 
     Returns: False if matplotlib is not installed.
     """

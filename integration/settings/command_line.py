@@ -44,8 +44,8 @@ from rollouts.config_files import from_dict, load_config, read_json, suggest, to
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_module
 
-_SHORT = re.compile(r"^--(algorithm|environment)(?==|$)")
-_LONG: Mapping[str, str] = MappingProxyType({"algorithm": "--rl.algorithm", "environment": "--environment.factory"})
+_SHORT = re.compile(r"^--(algorithm|environment|log)(?==|$)")
+_LONG: Mapping[str, str] = MappingProxyType({"algorithm": "--rl.algorithm", "environment": "--environment.factory", "log": "--loggers"})
 
 T = TypeVar("T")
 C = TypeVar("C")

@@ -74,7 +74,8 @@ class Config:
     task: str = "sort"  # single turn: sort, sort-long, gsm8k, jsonl; several turns: grid_world, calculator, environment
     seed: int = 0  # seed of the built-in model's weights, the order of data and every sampled token
     output_dir: str | None = None  # directory of the run; None = a new runs/<time>-<task>
-    # loggers of metrics besides metrics.jsonl and the display: wandb(project='mine'), jsonl('copy.jsonl'), or module:function
+    # loggers of metrics besides metrics.jsonl and the display: wandb, tensorboard, trackio, mlflow, with arguments as in
+    # wandb(project='mine'); jsonl('copy.jsonl'), or module:function; --log is short for it
     loggers: tuple[str, ...] = ()
     num_threads: int | None = None  # CPU threads of torch; None = torch's default
     # compute the same bits on a CPU whatever its maker: model.kernels auto means torch, as in versions without that setting

@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from rollouts.errors import ConfigError, DataError
 from rollouts.output_files import append_text, explain_writes, flush_file
+
+if TYPE_CHECKING:
+    from rollouts.types import Sample
 
 Value: TypeAlias = "float | str"
 
@@ -82,6 +85,10 @@ class StageLogger:
         """Return the offset of the wrapped logger."""
         return log_offset(self._logger)
 
+    def log_samples(self, samples: Sequence[Sample], step: int, stage: str = "") -> None:
+        """Pass samples on, with the name of the stage."""
+        log_samples(self._logger, samples, step, stage or self._stage)
+
     def finish(self) -> None:
         """Leave the wrapped logger open, since it may serve another stage."""
 
@@ -101,6 +108,11 @@ class CompositeLogger:
         """Return the offset of the first logger with a file."""
         return next((offset for offset in map(log_offset, self._loggers) if offset is not None), None)
 
+    def log_samples(self, samples: Sequence[Sample], step: int, stage: str = "") -> None:
+        """Pass samples to each logger that has tables."""
+        for logger in self._loggers:
+            log_samples(logger, samples, step, stage)
+
     def finish(self) -> None:
         """Finish each logger, also if one of them raises."""
         with ExitStack() as stack:
@@ -111,10 +123,20 @@ class CompositeLogger:
 class WandbLogger:
     """Logger to Weights & Biases; needs `pip install rollouts-rl[wandb]`."""
 
-    def __init__(self, project: str, name: str | None = None, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        project: str,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        *,
+        run_id: str | None = None,
+        directory: Path | str | None = None,
+    ) -> None:
         """
         Args:
             config: settings shown with the run; pass plain settings, never secrets.
+            run_id: id of the run, with which a resumed run goes on; None = a new run.
+            directory: directory for the files of wandb; None = its own default.
 
         Raises: ConfigError if the package is not installed.
         """
@@ -122,15 +144,50 @@ class WandbLogger:
             wandb: Any = importlib.import_module("wandb")
         except ModuleNotFoundError as error:
             raise ConfigError("WandbLogger needs the package wandb: pip install 'rollouts-rl[wandb]'") from error
-        self._run: Any = wandb.init(project=project, name=name, config=dict(config or {}))
+        more: dict[str, Any] = {} if run_id is None else {"id": run_id, "resume": "allow"}
+        more |= {} if directory is None else {"dir": str(directory)}
+        self._wandb = wandb
+        self._run: Any = wandb.init(project=project, name=name, config=dict(config or {}), **more)
+        self._stages = set[str]()
 
     def log(self, metrics: Mapping[str, Value], step: int) -> None:
-        """Log one step. Stages share no step counter, so the step is logged as a metric."""
-        self._run.log({**metrics, "step": step})
+        """Log one step. Stages share no step counter, so the step is logged as a metric, over which those of its stage are drawn."""
+        stage, named = name_by_stage(metrics)
+        if not stage:
+            self._run.log({**named, "step": step})
+            return
+        self._draw_over_steps(stage)
+        self._run.log({**named, f"{stage}/step": step})
+
+    def log_samples(self, samples: Sequence[Sample], step: int, stage: str = "") -> None:
+        """Log samples as a table."""
+        from rollouts.training.logs.loggers import SAMPLE_COLUMNS, tabulate_samples
+
+        self._draw_over_steps(stage)
+        table = self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=tabulate_samples(samples, step))
+        self._run.log({f"{stage}/samples" if stage else "samples": table, f"{stage}/step" if stage else "step": step})
+
+    def _draw_over_steps(self, stage: str) -> None:
+        if stage and stage not in self._stages:
+            self._stages.add(stage)
+            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
     def finish(self) -> None:
         """Upload buffered lines."""
         self._run.finish()
+
+
+def name_by_stage(metrics: Mapping[str, Value]) -> tuple[str, dict[str, Value]]:
+    """Return the stage of a line, "" without one, and its metrics under the names stage/metric."""
+    stage = str(metrics.get("stage", ""))
+    return stage, {f"{stage}/{name}" if stage else name: value for name, value in metrics.items() if name != "stage"}
+
+
+def log_samples(logger: MetricsLogger | None, samples: Sequence[Sample], step: int, stage: str = "") -> None:
+    """Log sampled rollouts of a step as a table, if the logger has tables."""
+    method = getattr(logger, "log_samples", None)
+    if method is not None and samples:
+        method(samples, step, stage)
 
 
 class _HasOffset(Protocol):

@@ -20,7 +20,7 @@ import torch
 from forked import Child, run
 from safetensors.torch import load_file, save_file
 
-from integration.expressions.loggers import create_loggers
+from integration.expressions.loggers import RunIdentity, create_loggers
 from integration.run.directory import compare_settings
 from integration.run.exit_status import run_command
 from integration.run.job import describe_settings, favor_computation
@@ -652,10 +652,9 @@ def test_metrics_go_to_further_loggers(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("logger", "message"),
     [
-        ("wandb", "wandb needs the argument 'project'"),
         ("wandb(project=3)", "found 3 .* expected a string in quotes"),
-        ("wandb('x', settings=1)", "settings"),
-        ("tensorboards('x')", "unknown logger 'tensorboards'.*known are jsonl, wandb"),
+        ("wandb('x', run=1)", "as 'run' of wandb, expected what cannot be written here"),
+        ("tensorboards('x')", "unknown logger 'tensorboards'.*[Kk]nown are jsonl, mlflow, tensorboard, trackio, wandb"),
         ("own.py:broken", "loggers own.py:broken returned a int, which has no log.. and no finish.."),
         ("own.py:kept", "own.py:kept needs the argument 'path'"),
         *([] if importlib.util.find_spec("wandb") else [("wandb('x')", "needs the package wandb: pip install 'rollouts-rl.wandb.'")]),
@@ -676,5 +675,5 @@ def test_wandb_is_given_the_settings_without_addresses(tmp_path: Path, monkeypat
     seen: dict[str, object] = {}
     stand_in = types.SimpleNamespace(init=lambda **given: seen.update(given) or types.SimpleNamespace(log=print, finish=print))
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    create_loggers(["wandb(project='mine', name='first')"], describe_settings(config))
+    create_loggers(["wandb(project='mine', name='first')"], RunIdentity(directory=tmp_path, settings=describe_settings(config)))
     assert (seen["project"], seen["name"]) == ("mine", "first") and seen["config"] == describe_settings(config)

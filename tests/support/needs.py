@@ -74,6 +74,10 @@ EVALPLUS = _need(importlib.util.find_spec("evalplus") is not None, "the package 
 README_RENDERER = _need(
     importlib.util.find_spec("readme_renderer") is not None, "the package readme-renderer", "pip install 'readme-renderer[md]'"
 )
+WANDB, TENSORBOARD, TRACKIO, MLFLOW = (
+    _need(importlib.util.find_spec(name) is not None, f"the package {name}", f"pip install 'rollouts-rl[{name}]'")
+    for name in ("wandb", "tensorboard", "trackio", "mlflow")
+)
 SCIPY = _need(importlib.util.find_spec("scipy") is not None, "the package scipy", "pip install scipy")
 PYRIGHT = _need((Path(sys.executable).parent / "pyright").exists(), "pyright", "pip install pyright")
 CHROMIUM = _need(shutil.which("chromium") is not None, "the program chromium", "install chromium")

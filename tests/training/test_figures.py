@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollouts.errors import ConfigError
-from rollouts.training.figures import draw_comparison, draw_run
+from rollouts.training.logs.figures import draw_comparison, draw_run
 from rollouts.training.metrics import JSONLLogger
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,212 @@
+"""Loggers of the command line, against the real packages: what they wrote is read back, also of a run that was interrupted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from test_train import SMALL
+
+from integration.expressions.loggers import RunIdentity, check_loggers, create_loggers, parse_loggers
+from integration.train import main
+from rollouts.errors import ConfigError
+from rollouts.training.logs.loggers import ContinuedLogger
+from rollouts.training.metrics import read_metrics
+
+Curve = list[tuple[int, float]]
+Reader = Callable[[Path, str], Curve]
+RUN = [*SMALL, "--sft.num-steps", "2", "--evaluation.num-prompts", "4", "--quiet"]
+
+
+def read_tensorboard(folder: Path, name: str) -> Curve:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: Curve = []
+    for file in sorted((folder / "run" / "loggers" / "tensorboard").glob("events*")):
+        events = EventAccumulator(str(file)).Reload()
+        found += [(event.step, event.value) for event in events.Scalars(name)] if name in events.Tags()["scalars"] else []
+    return found
+
+
+def read_mlflow(folder: Path, name: str) -> Curve:
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert run.info.run_name == "run"
+    assert run.data.params["seed"] == "0" and run.data.params["sft.optimizer.lr"] == "0.002"
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
+
+
+def read_trackio(folder: Path, name: str) -> Curve:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    stage = name.partition("/")[0]
+    return [(int(line[f"{stage}/step"]), float(line[name])) for line in SQLiteStorage.get_logs("mine", "run") if name in line]
+
+
+def read_records(path: Path) -> list[bytes]:
+    """The records of one of wandb's files: LevelDB's log format behind a header of 7 bytes."""
+    data, position, records, parts = path.read_bytes(), 7, list[bytes](), list[bytes]()
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts.append(data[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            records.append(b"".join(parts))
+            parts = []
+    return records
+
+
+def read_wandb(folder: Path, name: str) -> Curve:
+    """The lines in wandb's offline files, of all parts of the run, which has one id."""
+    from wandb.proto import wandb_internal_pb2
+
+    stage, found, ids = name.partition("/")[0], list[tuple[int, float]](), set[str]()
+    for file in sorted((folder / "run" / "loggers" / "wandb").glob("offline-run-*/*.wandb")):
+        for data in read_records(file):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            if name in row:
+                found.append((int(row[f"{stage}/step"]), float(row[name])))
+    assert len(ids) == 1, ids
+    return found
+
+
+CASES = [
+    pytest.param("tensorboard", read_tensorboard, marks=needs.TENSORBOARD, id="tensorboard"),
+    pytest.param("mlflow('mine', tracking_uri='sqlite:///FOLDER/mlflow.db')", read_mlflow, marks=needs.MLFLOW, id="mlflow"),
+    pytest.param("trackio('mine')", read_trackio, marks=needs.TRACKIO, id="trackio"),
+    pytest.param("wandb('mine')", read_wandb, marks=needs.WANDB, id="wandb"),
+]
+
+
+@pytest.fixture(autouse=True)
+def stay_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    if needs.TRACKIO.args == (False,):
+        monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+        monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+
+
+@pytest.mark.parametrize(("logger", "read"), CASES)
+def test_a_run_that_was_interrupted_has_one_curve_without_gap_or_duplicate(tmp_path: Path, logger: str, read: Reader):
+    """The second part begins a step before the last line, as after a kill behind that line's checkpoint."""
+    arguments = [*RUN, "--rl.num-steps", "2", "--output-dir", str(tmp_path / "run"), "--log", logger.replace("FOLDER", str(tmp_path))]
+    assert main(arguments) == 0
+    shutil.rmtree(tmp_path / "run" / "rl" / "checkpoints" / "step_0002")
+    assert main(["--output-dir", str(tmp_path / "run"), "--resume", "--rl.num-steps", "4", "--quiet"]) == 0
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for name in ("sft/loss", "sft/eval_loss", "rl/reward_mean", "rl/entropy"):
+        stage, _, key = name.partition("/")
+        expected = [(line["step"], line[key]) for line in lines if line["stage"] == stage and key in line]
+        found = sorted(read(tmp_path, name))
+        assert [step for step, _ in found] == [step for step, _ in expected], name
+        assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-6), name
+
+
+@pytest.mark.parametrize(("logger", "read"), [case for case in CASES if case.id in ("tensorboard", "mlflow")])
+def test_lines_that_a_store_has_lost_are_written_again(tmp_path: Path, logger: str, read: Reader):
+    """A logger that is new in the second part gets the lines of the first one."""
+    arguments = [*RUN, "--rl.num-steps", "1", "--output-dir", str(tmp_path / "run")]
+    assert main(arguments) == 0
+    more = ["--rl.num-steps", "2", "--log", logger.replace("FOLDER", str(tmp_path))]
+    assert main(["--output-dir", str(tmp_path / "run"), "--resume", "--quiet", *more]) == 0
+    assert [step for step, _ in read(tmp_path, "sft/loss")] == [1, 2]
+    assert [step for step, _ in read(tmp_path, "rl/reward_mean")] == [1, 2]
+
+
+@needs.TENSORBOARD
+def test_rollouts_are_shown_as_a_table(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert main([*RUN, "--mode", "rl", "--rl.num-steps", "1", "--output-dir", str(tmp_path / "run"), "--log", "tensorboard"]) == 0
+    (file,) = (tmp_path / "run" / "loggers" / "tensorboard").glob("events*")
+    events = EventAccumulator(str(file)).Reload()
+    (table,) = events.Tensors("rl/samples/text_summary")
+    text = table.tensor_proto.string_val[0].decode()
+    assert text.startswith("| step | prompt | response | reward |") and text.count("| s") >= 8
+    assert '"seed": 0' in events.Tensors("settings/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
+class Failing:
+    def log(self, metrics: Any, step: int) -> None:
+        raise ConnectionError("no route to https://me:secret@host/")
+
+    def finish(self) -> None:
+        raise ConnectionError("still none")
+
+
+def test_a_logger_that_fails_is_said_once_without_secrets_and_ends_nothing(caplog: pytest.LogCaptureFixture):
+    logger = ContinuedLogger(Failing, "mine:failing")
+    for step in range(3):
+        logger.log({"loss": 1.0}, step)
+    logger.finish()
+    (record,) = caplog.records
+    assert "mine:failing failed in log (ConnectionError: no route" in record.getMessage()
+    assert "secret" not in record.getMessage()
+
+
+@needs.MLFLOW
+def test_a_logger_that_cannot_start_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    expression = "mlflow(tracking_uri='sqlite:////proc/no/such/place.db')"
+    assert main([*RUN, "--mode", "sft", "--output-dir", str(tmp_path / "run"), "--log", expression]) == 0
+    assert "failed in its start" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("expression", ["mlflow(tracking_uri='http://me:word@host/')", "own:logger(api_key='x')"])
+def test_secrets_are_refused_among_the_arguments(expression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own.py").write_text("def logger(api_key):\n    return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"has a secret in the argument .*MLFLOW_TRACKING_PASSWORD") as raised:
+        parse_loggers([expression])
+    assert "word@" not in str(raised.value)
+
+
+def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name in ("wandb", "tensorboard", "trackio", "mlflow"):
+        with pytest.raises(ConfigError, match=rf"needs the package {name}: pip install 'rollouts-rl\[{name}\]'"):
+            check_loggers([name])
+
+
+def test_a_users_logger_gets_every_line_of_a_resumed_run_from_there_on(tmp_path: Path):
+    identity = RunIdentity(directory=tmp_path / "a", settings={}, earlier=[{"step": 1, "stage": "sft", "loss": 1.0}])
+    (logger,) = create_loggers([f"jsonl('{tmp_path}/copy.jsonl')"], identity)
+    logger.log({"stage": "sft", "loss": 0.5}, 2)
+    assert [line["step"] for line in read_metrics(tmp_path / "copy.jsonl")] == [2]  # its file appends, and knows no run
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "loggers.md"
+
+
+def test_the_commands_and_the_code_of_the_page_are_understood():
+    import re
+    import shlex
+
+    from integration.settings.command_line import parse_command_line
+
+    text = PAGE.read_text()
+    commands = [shlex.split(line)[2:] for line in text.splitlines() if line.startswith("rollouts train ")]
+    assert [len(parse_command_line(command).config.loggers) for command in commands if "my_loggers.py:to_slack" not in command] == [1, 2]
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(compile(block, str(PAGE), "exec"), names)
+    logger = names["create_printer"]()
+    logger.log({"stage": "rl", "loss": 0.5}, 3)
+    assert logger.lines == ["rl 3: 0.500"]
