@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from integration.run.stages import check_data_given, create_task
+from integration.dry_run.checks import check_data_given
+from integration.run.stages import create_task
 from integration.settings.config import TASKS, Config
 from integration.settings.sections import SELF_MADE_TASKS
 from integration.tasks.episodes import check_task
