@@ -35,7 +35,9 @@ def describe_step(metrics: Mapping[str, Value]) -> str:
         ("loss", "loss", ".4f"),
         ("reward_mean", "reward", ".3f"),
         ("score_accuracy", "pairs ranked right", ".3f"),
-        ("eval_accuracy", f"held-out {name_measure(metrics)}", ".3f"),
+        ("eval_accuracy", f"held-out {name_measure(metrics)}", ".3f")
+        if "eval_accuracy" in metrics
+        else ("eval_loss", "held-out loss", ".4f"),
         ("staleness_mean", "versions behind", ".2f"),
         ("lr", "lr", ".1e"),
         ("step_s", "s/step", ".2f"),

@@ -42,6 +42,8 @@ def summarize_run(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], 
         **{f"accuracy_{name}": value if measure == "accuracy" else None for name, value in found.items()},
         **({} if measure == "accuracy" else {f"{measure}_{name}": value for name, value in found.items()}),
         "measure": measure,
+        "held_out_loss_before": first.get("eval_loss") if sft else None,
+        "held_out_loss_after_sft": _last(sft, "eval_loss"),
         "seconds_sft": facts.get("seconds_sft"),
         "seconds_rl": facts.get("seconds_rl"),
         "samples": rl[-1]["step"] * per_step if rl else 0,
@@ -114,7 +116,12 @@ def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> 
             took = "" if seconds is None else f"   ({seconds:.0f} s)"
             bar = f"{'#' * round(40 * value):<40}" if measure == "accuracy" else ""  # rewards have no known maximum
             lines.append(f"  {name:<16} {value:6.3f}  {bar}{took}".rstrip())
-    if before is None and after_sft is None and after_rl is None:
+    if before is None and after_sft is None and after_rl is None and summary.get("held_out_loss_after_sft") is not None:
+        lines[-1:] = [
+            f"task {summary['task']}, seed {summary['seed']}: loss on held-out rows, in nats per trained token",
+            *_list_losses(summary),
+        ]
+    elif before is None and after_sft is None and after_rl is None:
         lines.append("  not measured: there were no held-out problems (--data.eval-path FILE.jsonl gives some)")
     lines += ["", *_show_examples(output_dir, measure)]
     if after_sft is not None:
@@ -126,6 +133,19 @@ def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> 
     lines += [describe_best(stage.upper(), best) for stage, best in summary.get("best", {}).items()]
     lines += [f"warning: {text}" for text in summary.get("warnings", ())]
     return "\n".join(lines)
+
+
+def _list_losses(summary: Mapping[str, Any]) -> list[str]:
+    """Return a line for each held-out loss of SFT that is known; before training it is unknown in a resumed run."""
+    found = (
+        ("before training", summary["held_out_loss_before"], None),
+        ("after SFT", summary["held_out_loss_after_sft"], summary["seconds_sft"]),
+    )
+    return [
+        f"  {name:<16} {value:7.4f}{'' if seconds is None else f'   ({seconds:.0f} s)'}"
+        for name, value, seconds in found
+        if value is not None
+    ]
 
 
 def _describe_sft(before: float | None, after: float, measure: str, config: Config) -> str:

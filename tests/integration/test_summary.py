@@ -115,6 +115,16 @@ def test_a_run_without_held_out_problems_says_so(tmp_path: Path):
     assert "SFT:" not in text and "RL:" not in text
 
 
+def test_conversations_alone_have_a_held_out_loss_and_no_accuracy(tmp_path: Path):
+    lines = [sft_line(0, eval_loss=6.976), sft_line(1, loss=3.0), sft_line(2, loss=2.0, eval_loss=1.0953)]
+    summary = summarize_run(lines, {"mode": "sft", "seconds_sft": 6.4}, Config())
+    assert (summary["held_out_loss_before"], summary["held_out_loss_after_sft"], summary["accuracy_after_sft"]) == (6.976, 1.0953, None)
+    text = tell_story(summary, tmp_path, Config())
+    assert "before training   6.9760" in text and "after SFT         1.0953   (6 s)" in text and "not measured" not in text
+    resumed = tell_story(summary | {"held_out_loss_before": None}, tmp_path, Config())
+    assert "before training" not in resumed and "1.0953" in resumed
+
+
 @pytest.mark.parametrize("stages", [("sft", "rl"), ("sft",), ("rl",), ()])
 def test_curves_are_drawn_whichever_stages_ran(stages: tuple[str, ...], tmp_path: Path):
     path = tmp_path / "curves.png"
