@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hub_server import TOKEN, Hub, serve_hub
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from integration.convert.__main__ import main
@@ -86,6 +87,22 @@ def test_weights_of_the_older_format_become_safetensors(model_directory: Path, t
     found, expected = weights(tmp_path / "new"), weights(model_directory)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert (tmp_path / "new" / "tokenizer.json").exists()
+
+
+def test_no_weight_of_many_files_of_the_older_format_is_lost(model_directory: Path, tmp_path: Path):
+    """Files of equal layers are mapped to the same memory one after the other, so that addresses tell nothing between files."""
+    old, num_layers = tmp_path / "old", 8
+    old.mkdir()
+    for layer in range(num_layers):
+        part = {f"layer.{layer}.{name}": torch.full((64, 64), float(layer)) for name in ("a", "b")}
+        torch.save(part, old / f"pytorch_model-{layer + 1:05d}-of-{num_layers:05d}.bin")
+    torch.save({"not": print}, old / "training_args.bin")  # a file beside them that is no weights
+    (old / "config.json").write_text((model_directory / "config.json").read_text())
+    assert main([str(old), str(tmp_path / "new"), "--dtype", "bfloat16"]) == 0
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    assert {name: float(value[0, 0]) for name, value in found.items()} == {
+        f"layer.{layer}.{name}": float(layer) for layer in range(num_layers) for name in ("a", "b")
+    }
 
 
 def test_a_reward_model_keeps_its_head(tmp_path: Path):
