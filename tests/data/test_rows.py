@@ -132,6 +132,8 @@ def test_repeated_questions_are_found_whether_they_are_texts_or_messages():
     assert find_repeated(hashes) == [(2, 0), (3, 0)]
     talk = (Message(role="system", content="b"), Message(role="user", content="a"))
     assert hash_question(Prompt(content=talk)) not in hashes.tolist()
+    asked = (Message(role="user", tool_calls=({"function": {"name": "a"}},)),)  # a message may have no text
+    assert hash_question(Prompt(content=asked)) not in hashes.tolist()
 
 
 @pytest.mark.parametrize(

@@ -165,8 +165,6 @@ def hash_question(row: Prompt | Sample) -> int:
     """
     content: Any = row.content if isinstance(row, Prompt) else row.prompt or row.response
     if len(content) == 1 and not isinstance(content, str) and content[0].role == "user":
-        content = content[0].content  # a question is the same as a text and as a message
-    if len(content) == 1 and not isinstance(content, str) and content[0].role == "user":
         content = content[0].content or ""  # a question is the same as a text and as a message
     text = content if isinstance(content, str) else json.dumps([message.to_dict() for message in content], sort_keys=True)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
