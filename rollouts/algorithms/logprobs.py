@@ -176,7 +176,7 @@ class LogitTransform:
 
 _CHUNK_ON_CPU = (2**27, 1024)  # bytes of float32 logits, and most positions
 _CHUNK_ELSEWHERE = (2**29, 4096)
-_CACHED_NUMBERS = 2**17  # of float32 that a core keeps in its cache between two passes, 512 KiB
+_CACHED_NUMBERS = 2**17  # float32 numbers that a core keeps in its cache between two passes, 512 KiB
 
 
 def choose_chunk_size(vocab_size: int, device_type: str) -> int:

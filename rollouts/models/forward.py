@@ -153,7 +153,7 @@ class ForeseenLoss:
     """A loss known before its outputs: its gradient is computed together with log-probs whose logits are too many to keep."""
 
     loss: Callable[[TokenOutputs], Tensor]  # pure; called with log-probs of which some are still 0
-    foresight: Foresight | None = None  # that of the newest pass
+    foresight: Foresight | None = None  # foresight of the newest pass
 
     @property
     def failed(self) -> bool:
