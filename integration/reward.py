@@ -189,7 +189,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return tyro.cli(Arguments, prog=PROGRAM, args=given)
         raise SystemExit(0)  # the reader of the help closed stdout
 
-    return run_command(parse, run)
+    return run_command(parse, run, _goes_online)
+
+
+def _goes_online(arguments: Arguments) -> bool:
+    from integration.parts.hub_models import names_hub_data
+
+    return names_hub_data(arguments.data)
 
 
 if __name__ == "__main__":

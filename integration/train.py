@@ -53,9 +53,9 @@ def _name_settings(argv: Sequence[str], message: str) -> str:
 
 
 def _goes_online(command: CommandLine) -> bool:
-    from integration.parts.hub_models import names_hub_model
+    from integration.parts.hub_models import names_hub
 
-    return names_hub_model(command.config) or command.push_to_hub is not None
+    return names_hub(command.config) or command.push_to_hub is not None
 
 
 def _run(argv: Sequence[str], command: CommandLine) -> int:

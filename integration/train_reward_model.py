@@ -22,7 +22,7 @@ import trio
 import tyro
 
 from integration.expressions.mixture import parse_columns
-from integration.parts.hub_models import find_models, names_hub_model
+from integration.parts.hub_models import find_models, names_hub
 from integration.parts.model_settings import check_optimizers
 from integration.parts.models import create_model, describe_hardware, fix_hardware, set_master_dtype
 from integration.run.directory import METRICS_FILE, StopRequest, measure_seconds, prepare_directory, read_facts, watch_signals
@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def parse() -> _Arguments:
         return parse_flags(arguments, _Arguments(config=read_base(arguments, RewardModelConfig())), PROGRAM)
 
-    return run_command(parse, run, lambda command: names_hub_model(command.config))
+    return run_command(parse, run, lambda command: names_hub(command.config))
 
 
 if __name__ == "__main__":

@@ -148,13 +148,16 @@ def run(command: Command) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
-    return run_command(partial(parse, given), run, goes_online=_names_hub_model)
+    return run_command(partial(parse, given), run, _goes_online)
 
 
-def _names_hub_model(command: Command) -> bool:
+def _goes_online(command: Command) -> bool:
+    from integration.parts.hub_models import names_hub_data
     from rollouts.models.hub import is_hub_name
 
-    return any(is_hub_name(model.partition("@")[0]) for model in command.models)
+    data, tasks = command.arguments.config.data, command.arguments.tasks
+    paths = [task.partition("=")[2] or task for task in tasks] or [data.path, data.eval_path, *data.mixture]
+    return any(is_hub_name(model.partition("@")[0]) for model in command.models) or names_hub_data(*paths)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from integration.settings.config import Config
 from integration.settings.reward_model import RewardModelConfig
+from integration.settings.sections import DataSection
 from rollouts.errors import ConfigError
 from rollouts.models.hub import HubModel, find_hub_model, is_hub_name
 
@@ -24,6 +25,18 @@ _PLACES = (("model", "path"), ("reference", "path"), ("critic", "path"), ("rewar
 def names_hub_model(config: Config | RewardModelConfig) -> bool:
     """Whether any model of a run is named by its name on the hub."""
     return any(is_hub_name(_split(path)[0]) for _, _, path in _list_paths(config))
+
+
+def names_hub_data(*paths: str | None) -> bool:
+    """Whether any of the paths of data, or of the expressions of a mixture, names a data set of the hub: hf://ORG/NAME."""
+    return any(path is not None and path.strip().startswith("hf://") for path in paths)
+
+
+def names_hub(config: Config | RewardModelConfig) -> bool:
+    """Whether any model or data of a run is named by its name on the hub."""
+    data = config.data
+    more = (*data.mixture, data.rollouts) if isinstance(data, DataSection) else ()
+    return names_hub_model(config) or names_hub_data(data.path, data.eval_path, *more)
 
 
 def find_models(config: AnyConfig, *, weights: bool = True, quiet: bool = False) -> tuple[AnyConfig, AnyConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from hub_server import Hub, serve_hub
 
+from integration import command as command_module
 from integration.parts.hub_models import find_models, names_hub_model
 from integration.settings.config import Config
 from integration.settings.sections import ModelSection, ReferenceSection
@@ -160,3 +162,51 @@ def test_a_run_on_a_directory_asks_no_network(hub: Hub, tmp_path: Path, model_di
     done = run_command(hub, tmp_path / "home", "--dry-run", "--model.path", str(model_directory))
     assert done.returncode == 0, done.stderr
     assert hub.requests == []
+
+
+def test_rows_of_the_hub_for_a_model_on_the_disk_are_asked_for(hub: Hub, tmp_path: Path, model_directory: Path):
+    settings = ("--mode", "sft", "--task", "jsonl", "--model.path", str(model_directory), "--data.path", "hf://own/rows")
+    done = run_command(hub, tmp_path / "home", *settings)
+    assert done.returncode == 2 and "hf://own/rows cannot be loaded" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert any(request.startswith("HEAD /datasets/own/rows/") for request in hub.requests), hub.requests
+    offline = run_command(hub, tmp_path / "home", *settings, HF_HUB_OFFLINE="1")
+    assert offline.returncode == 2 and "HF_HUB_OFFLINE is set" in offline.stderr, offline.stderr
+
+
+HUB = "hf://own/rows"
+JSONL = ("train", "--mode", "rl", "--task", "jsonl", "--model.path", "here")
+
+
+@pytest.mark.parametrize(
+    ("argv", "online"),
+    [
+        ((*JSONL, "--data.path", HUB), True),
+        ((*JSONL, "--data.path", "a.jsonl", "--data.eval-path", HUB), True),
+        ((*JSONL, "--data.mixture", "a.jsonl", f"{HUB}(split='test')"), True),
+        ((*JSONL, "--data.rollouts", HUB), True),
+        ((*JSONL, "--data.path", "a.jsonl"), False),
+        (("train",), False),
+        (("train-reward-model", "--data.path", HUB), True),
+        (("train-reward-model", "--data.path", "a.jsonl", "--data.eval-path", HUB), True),
+        (("train-reward-model",), False),
+        (("eval", "here", "--tasks", "sort", HUB), True),
+        (("eval", "here", "--tasks", f"gsm8k={HUB}"), True),
+        (("eval", "here", "--task", "jsonl", "--data.path", HUB), True),
+        (("eval", "here", "--task", "jsonl", "--data.path", HUB, "--tasks", "sort"), False),
+        (("eval", "here"), False),
+        (("reward", "mine.py:f", "--data", HUB), True),
+        (("reward", "mine.py:f", "--data", "a.jsonl"), False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_command_asks_the_network_for_data_exactly_if_it_names_some_of_the_hub(
+    argv: tuple[str, ...], online: bool, monkeypatch: pytest.MonkeyPatch
+):
+    program = command_module.PROGRAMS[argv[0]]
+    module = importlib.import_module(str(program.module))
+    seen: list[str | None] = []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that what the command sets is undone
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(module, "_run" if argv[0] == "train" else "run", lambda *_: seen.append(os.environ.get("HF_HUB_OFFLINE")) or 0)
+    assert command_module.main(list(argv)) == 0
+    assert seen == [None if online else "1"]
