@@ -142,7 +142,7 @@ def _list_losses(summary: Mapping[str, Any]) -> list[str]:
         ("after SFT", summary["held_out_loss_after_sft"], summary["seconds_sft"]),
     )
     return [
-        f"  {name:<16} {value:7.4f}{'' if seconds is None else f'   ({seconds:.0f} s)'}"
+        f"  {name:<16} {float(value):7.4f}{'' if seconds is None else f'   ({seconds:.0f} s)'}"
         for name, value, seconds in found
         if value is not None
     ]

@@ -123,6 +123,7 @@ def test_conversations_alone_have_a_held_out_loss_and_no_accuracy(tmp_path: Path
     assert "before training   6.9760" in text and "after SFT         1.0953   (6 s)" in text and "not measured" not in text
     resumed = tell_story(summary | {"held_out_loss_before": None}, tmp_path, Config())
     assert "before training" not in resumed and "1.0953" in resumed
+    assert "after SFT" in tell_story(summary | {"held_out_loss_after_sft": "NaN"}, tmp_path, Config())  # as metrics.jsonl spells it
 
 
 @pytest.mark.parametrize("stages", [("sft", "rl"), ("sft",), ("rl",), ()])
