@@ -916,6 +916,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "engines/fleet/requests.py",
+        "answers with weights that their engine did not confirm are accepted",
+        "if unconfirmed := sorted(found - call.versions):",
+        "if unconfirmed := list[int]():",
+        ("engines/test_fleet_sync_faults.py::test_no_sample_is_accepted_of_a_version_that_its_engine_did_not_confirm[lost-None]",),
+    ),
+    Mutation(
         "engines/weights/transaction.py",
         "a resume makes unknown weights known",
         "            if not self._is_unknown:\n                await self._controls.resume()\n                self._requests.mark_usable()",

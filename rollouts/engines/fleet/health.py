@@ -47,22 +47,25 @@ async def ask_version(member: Member, check_s: float) -> int:
 
 async def give_weights(member: Member, weights: FleetWeights) -> None:
     """Load the weights of the fleet on the member. Raises EngineError if it does not have them afterwards."""
-    member.note_update(weights.version)
-    if weights.tensors is not None:
-        taker = require_engine_feature(member.engine, EngineFeature.MEMORY_UPDATES, "an update of a fleet in memory")
-        answer = await taker.update_weights(weights.tensors, weights.version)
-    elif weights.directory is not None:
-        answer = await member.engine.update_weights_from_checkpoint(weights.directory)
-    else:
-        raise EngineError(
-            f"{member.name} cannot be given weight version {weights.version}: the fleet was not told where these weights are. Sync the "
-            "weights, or pass initial_weights="
-        )
-    await confirm_update(member, answer, weights.version)
+    with member.take_weights(weights.version):
+        if weights.tensors is not None:
+            taker = require_engine_feature(member.engine, EngineFeature.MEMORY_UPDATES, "an update of a fleet in memory")
+            answer = await taker.update_weights(weights.tensors, weights.version)
+        elif weights.directory is not None:
+            answer = await member.engine.update_weights_from_checkpoint(weights.directory)
+        else:
+            raise EngineError(
+                f"{member.name} cannot be given weight version {weights.version}: the fleet was not told where these weights are. Sync "
+                "the weights, or pass initial_weights="
+            )
+        await confirm_update(member, answer, weights.version)
 
 
 async def confirm_update(member: Member, answer: Mapping[str, Any], version: int) -> None:
-    """Check that a member's answer to an update and the version that it then reports equal `version`. Raises EngineError."""
+    """Check that a member's answer to an update and the version that it then reports equal `version`, which makes it a confirmed one.
+
+    Raises: EngineError.
+    """
     if answer.get("success") is not True or "weight_version" not in answer:
         raise EngineProtocolError(f'its answer is {dict(answer)!r}, expected {{"success": True, "weight_version": int}}')
     actual = await member.engine.get_weight_version()
@@ -72,6 +75,7 @@ async def confirm_update(member: Member, answer: Mapping[str, Any], version: int
                 f"it reports weight version {found} after an update to {version}: name the version in a {WEIGHT_VERSION_FILE} beside the "
                 "weights, and let nobody else update this engine"
             )
+    member.note_confirmed(version)
 
 
 class FleetHealth:

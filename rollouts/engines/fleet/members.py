@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -90,8 +91,8 @@ class Call:
     member: Member
     cost: Cost
     request_id: str
-    oldest_version: int  # lowest version that its tokens may have: given to the member before the call began, or since
-    begun_version: int  # version of the weights given to the member before the call began
+    begun_version: int  # version that the member had confirmed when the call began
+    versions: set[int]  # versions that its tokens may have: that one, and those that the member has confirmed since
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     is_moving: bool = False  # told to come back, to continue elsewhere
 
@@ -105,7 +106,7 @@ class Member:
         self.name = f"engine {number} ({getattr(engine, 'name', type(engine).__name__)})"
         self.state = MemberState.JOINING
         self.version = 0
-        self.given_version = 0  # version of the last update that began; the member may report it before it is confirmed
+        self.given_version: int | None = None  # version that it is being given, and may name before it has confirmed it; None = none
         self.reason = ""
         self.since = 0.0  # trio's time at which it entered its state
         self.num_failures = 0  # failures in a row
@@ -116,6 +117,7 @@ class Member:
         self.became_idle = trio.Event()
         self.woken = trio.Event()  # set on an event that its watcher must see
         self._returned = trio.Event()  # set when one of its calls returns
+        self._given = trio.Event()  # set when the update in progress has been confirmed, has failed or was cancelled
         self._config = config
 
     @property
@@ -142,11 +144,24 @@ class Member:
         """Whether the member is in one of these states now; the state may change in every await."""
         return self.state in states
 
-    def note_update(self, version: int) -> None:
-        """Note that the member is about to be given weights, with which it may answer from now on."""
-        self.given_version = version
+    @contextmanager
+    def take_weights(self, version: int) -> Generator[None]:
+        """Give the member weights in the block, with which it may answer from now on. Answers that name them wait for the block's end."""
+        self.given_version, self._given = version, trio.Event()
+        try:
+            yield
+        finally:
+            self.given_version = None
+            self._given.set()
+
+    def note_confirmed(self, version: int) -> None:
+        """Note that the member has confirmed weights: its calls may be answered with them."""
         for call in self.calls:
-            call.oldest_version = min(call.oldest_version, version)
+            call.versions.add(version)
+
+    async def wait_given(self) -> None:
+        """Wait until the update in progress is over."""
+        await self._given.wait()
 
     def wake(self) -> None:
         """Wake the watcher at once."""
@@ -295,7 +310,7 @@ class Roster:
             await self._wait_in_line(ticket, request_id, cancel_wait)
         if ticket.member is None:
             return None
-        call = Call(ticket.member, ask.cost, request_id, ticket.member.version, ticket.member.version)
+        call = Call(ticket.member, ask.cost, request_id, ticket.member.version, {ticket.member.version})
         ticket.member.calls.add(call)
         if ticket.member.state is not MemberState.SERVING:  # it failed after the reservation
             call.scope.cancel()

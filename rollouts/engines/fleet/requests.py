@@ -54,20 +54,30 @@ def is_own_fault(error: EngineError) -> bool:
     return isinstance(error, EngineRequestError) or (isinstance(error, EngineStatusError) and error.status in OWN_FAULTS)
 
 
-def check_versions(call: Call, completions: Sequence[Completion]) -> None:
-    """Refuse tokens of weights older than the member's at the start, or newer than it was ever given, and versions that decrease.
+async def check_versions(call: Call, completions: Sequence[Completion]) -> None:
+    """Refuse tokens of weights that the member has not confirmed, before the call or since, and versions that decrease.
 
-    The newest allowed version is the one that the member is being given: during an update a member is ahead of its fleet. Versions may
-    decrease if older weights were given meanwhile. A member whose answer is refused gets the weights of the fleet before it serves again.
+    During an update a member is ahead of its fleet: tokens of the version that it is being given wait until it has confirmed that version,
+    and are refused if the update fails or is cancelled. Versions may decrease if older weights were given meanwhile. A member whose answer
+    is refused gets the weights of the fleet before it serves again.
 
     Raises: EngineProtocolError.
     """
     member = call.member
-    newest = max(member.version, member.given_version)
+    found = {version for completion in completions for version in completion.output_versions}
+    if member.given_version in found - call.versions:
+        await member.wait_given()
+    oldest = min(call.versions)
     try:
         for completion in completions:
-            answer, may_fall = f"{member.name} sampled tokens of {call.request_id}", call.oldest_version < call.begun_version
-            check_order(answer, completion.output_versions, call.oldest_version, newest, may_fall=may_fall)
+            answer = f"{member.name} sampled tokens of {call.request_id}"
+            check_order(answer, completion.output_versions, oldest, may_fall=oldest < call.begun_version)
+        if unconfirmed := sorted(found - call.versions):
+            raise EngineProtocolError(
+                f"{member.name} sampled tokens of {call.request_id} with weight version {unconfirmed[-1]}, which it did not confirm "
+                f"(confirmed: {', '.join(map(str, sorted(call.versions)))}): an update of it failed half-way, or another program updates "
+                "it. The request starts anew elsewhere"
+            )
     except EngineProtocolError:
         member.needs_weights = True
         raise
@@ -232,7 +242,7 @@ class FleetRequests:
         async def send(call: Call) -> tuple[Completion, ...]:
             engine = require_engine_feature(call.member.engine, EngineFeature.GROUPS, self._roster.name)
             completions = await engine.generate_group(prompt, params, n, request_id=pending.request_id)
-            check_versions(call, completions)
+            await check_versions(call, completions)
             return completions
 
         answer = await self._ask(pending, Ask(Cost(n, len(prompt) + n * params.max_tokens), group), send)
@@ -273,7 +283,7 @@ class FleetRequests:
                 if part is not None and call.member.version < part.output_versions[-1]:  # no other member serves
                     return None
                 completion = await call.member.engine.generate(tokens, rest, request_id=request_id)
-                check_versions(call, [completion])
+                await check_versions(call, [completion])
                 return completion
 
             answer = await self._ask(pending, ask, send, request_id)

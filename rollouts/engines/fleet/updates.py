@@ -86,10 +86,10 @@ class FleetUpdates:
                     with trio.move_on_after(self._config.drain_s):
                         await member.wait_idle()
                 progress.begun.add(member)
-                member.note_update(weights.version)
                 try:
-                    answer = await give(member.engine)
-                    await confirm_update(member, answer, weights.version)
+                    with member.take_weights(weights.version):
+                        answer = await give(member.engine)
+                        await confirm_update(member, answer, weights.version)
                 except EngineError as error:
                     progress.failures[member] = error
                     continue
@@ -137,7 +137,9 @@ class FleetUpdates:
             except EngineError as error:
                 self._health.take_down(member, f"it did not take new weights ({failure}), and then: {error}")
                 return
-            if found == member.version:
+            if member.needs_weights:
+                self._health.take_down(member, f"it sampled with weights that it did not confirm, and: {failure}", needs_weights=True)
+            elif found == member.version:
                 if member.state is MemberState.UPDATING:
                     self._roster.set_state(member, MemberState.SERVING)
             else:

@@ -1,0 +1,205 @@
+"""Weight syncs of a fleet that half succeed, at every stage: no sample is accepted of weights that its engine did not confirm."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import trio
+from test_fleet import LONG, PARAMS, fleet_of
+
+from rollouts.engines.fleet.fleet import EngineFleet
+from rollouts.engines.fleet.members import FleetConfig
+from rollouts.engines.http.endpoint import RetryPolicy
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE, EngineFeature
+from rollouts.engines.sglang.engine import SGLangEngine
+from rollouts.engines.vllm.engine import VLLMEngine
+from rollouts.errors import EngineError
+from rollouts.testing import FakeEngine, FakeSGLangServer, FakeVLLMServer
+from rollouts.testing.models import create_tiny_model
+from rollouts.testing.servers.http import Fault
+from rollouts.types import Completion, SamplingParams
+
+Stage = Literal["before", "middle", "lost", "unconfirmed", "misnamed"]
+STAGES: tuple[Stage, ...] = ("before", "middle", "lost", "unconfirmed", "misnamed")
+
+
+class HalfWay(FakeEngine):
+    """Applies weights and names them at once, and confirms them later, or fails at one stage of it. Keeps what it confirmed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(LONG, seconds_per_token=1.0, **options)
+        self.stage: Stage | None = None
+        self.confirmed = {0}
+        self._given: int | None = None
+
+    async def update_weights(self, weights: Mapping[str, Any], weight_version: int) -> Mapping[str, Any]:
+        old, self._given = self.weight_version, None
+        await trio.sleep(1.0)
+        if self.stage == "before":
+            raise EngineError("refused")
+        self.weight_version = weight_version
+        await trio.sleep(6.0)
+        if self.stage == "middle":
+            self.weight_version = old
+            raise EngineError("the load failed, and the old weights are back")
+        await trio.sleep(6.0)
+        if self.stage == "lost":
+            raise EngineError("the answer was lost")
+        self._given = weight_version
+        return {"success": True, "weight_version": weight_version}
+
+    async def get_weight_version(self) -> int:
+        await trio.sleep(3.0 if self._given is not None else 0.0)
+        if self.stage == "unconfirmed":
+            raise EngineError("it does not say")
+        version = await super().get_weight_version() - (self.stage == "misnamed")
+        if version == self._given:
+            self.confirmed.add(version)
+        return version
+
+
+async def ask_all_the_time(fleet: EngineFleet, engines: list[Any], versions_of: Any, found: Counter[str], params: SamplingParams = PARAMS):
+    """Generate until cancelled; count what is accepted, and what of it has a version that no engine had confirmed by then."""
+    number = 0
+
+    async def one(name: str) -> None:
+        nonlocal number
+        while True:
+            number += 1
+            with suppress(EngineError):
+                completion = await fleet.generate((3 + number % 50,), params, request_id=f"{name}-{number}")
+                found["accepted"] += 1
+                found["unconfirmed"] += not set(completion.output_versions) <= versions_of(completion)
+            await trio.sleep(0.01)
+
+    async with trio.open_nursery() as nursery:
+        for i in range(8):
+            nursery.start_soon(one, f"ask-{i}")
+
+
+@pytest.mark.parametrize("at_once", [None, 1])
+@pytest.mark.parametrize("stage", STAGES)
+async def test_no_sample_is_accepted_of_a_version_that_its_engine_did_not_confirm(autojump_clock, stage: Stage, at_once: int | None):
+    engines = [HalfWay(name=name) for name in "abcd"]
+    by_request: dict[str, HalfWay] = {}
+    for engine in engines:  # the engine that answered last, by request
+
+        async def generate(tokens: Any, params: Any, *, request_id: str | None = None, engine: HalfWay = engine) -> Completion:
+            completion = await FakeEngine.generate(engine, tokens, params, request_id=request_id)
+            by_request[completion.request_id] = engine
+            return completion
+
+        engine.generate = generate  # type: ignore[method-assign]
+    found: Counter[str] = Counter()
+    draw = random.Random(0)
+    async with fleet_of(engines, exclude_failed=True, updates_at_once=at_once, first_wait_s=1.0, max_retries=50) as fleet:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask_all_the_time, fleet, engines, lambda c: by_request[c.request_id].confirmed, found)
+            for version in range(1, 9):
+                bad = draw.choice(engines)
+                bad.stage = stage
+                with suppress(EngineError), trio.move_on_after(draw.choice([3.0, 9.0, 14.0, 100.0])):  # some are cancelled, too
+                    await fleet.update_weights({}, version)
+                await trio.sleep(5.0)
+                bad.stage = None
+                await trio.sleep(60.0)
+            nursery.cancel_scope.cancel()
+    assert found["accepted"] > 250
+    assert found["unconfirmed"] == 0, f"{found['unconfirmed']} of {found['accepted']} samples"
+
+
+ROUTES = {
+    "vllm": ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info", "/resume"),
+    "sglang": ("/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation"),
+}
+
+
+class Watched:
+    """An engine of a server, with the versions that it has confirmed: by an update that succeeded, then by its report."""
+
+    features = frozenset[EngineFeature]()
+
+    def __init__(self, engine: Any, answers: dict[str, Watched]) -> None:
+        self.engine, self.name, self._answers = engine, engine.name, answers
+        self.confirmed = {0}
+        self._given: int | None = None
+
+    async def generate(self, tokens: Any, params: SamplingParams, *, request_id: str | None = None) -> Completion:
+        completion = await self.engine.generate(tokens, params, request_id=request_id)
+        self._answers[completion.request_id] = self
+        return completion
+
+    async def abort(self, request_ids: Any = None) -> None:
+        await self.engine.abort(request_ids)
+
+    async def update_weights_from_checkpoint(self, path: Path) -> Mapping[str, Any]:
+        self._given = None
+        answer = await self.engine.update_weights_from_checkpoint(path)
+        self._given = answer["weight_version"]
+        return answer
+
+    async def get_weight_version(self) -> int:
+        version = await self.engine.get_weight_version()
+        if version == self._given:
+            self.confirmed.add(version)
+        return version
+
+
+async def sync_with_faults(folder: Path, num_syncs: int, seed: int) -> Counter[str]:
+    """Sync a fleet of two vLLM and two SGLang servers, each time with a fault of a random kind at a random stage of one of them."""
+    create_tiny_model().save_pretrained(folder / "served")
+    draw, found, answers = random.Random(seed), Counter[str](), dict[str, Watched]()
+    retry = RetryPolicy(attempts=2, first_wait_s=0.01, longest_wait_s=0.02, budget_s=0.3)
+    config = FleetConfig(exclude_failed=True, first_wait_s=0.05, longest_wait_s=0.1, max_retries=1000, patience_s=60.0)
+    async with AsyncExitStack() as stack:
+        servers: list[tuple[str, Any]] = []
+        engines: list[Watched] = []
+        for kind, create, connect in (("vllm", FakeVLLMServer, VLLMEngine), ("sglang", FakeSGLangServer, SGLangEngine)) * 2:
+            server = await stack.enter_async_context(create(folder / "served", seconds_per_update=0.02, seconds_per_token=0.002))
+            engine = await stack.enter_async_context(connect(server.url, retry=retry, vocab_size=64))
+            servers.append((kind, server))
+            engines.append(Watched(engine, answers))
+        fleet = await stack.enter_async_context(
+            EngineFleet(engines, config=config, initial_weights=folder / "served", say=lambda text: None)
+        )
+        async with trio.open_nursery() as nursery:
+            params = SamplingParams(max_tokens=8)
+            nursery.start_soon(ask_all_the_time, fleet, engines, lambda c: answers[c.request_id].confirmed, found, params)
+            for version in range(1, num_syncs + 1):
+                path = folder / f"version-{version % 3}"
+                create_tiny_model(seed=version % 3).save_pretrained(path)
+                (path / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": version}))
+                kind, server = draw.choice(servers)
+                fault = draw.choice(["status", "drop", "cut", "delay"])
+                times = draw.choice([1, 2, 3, None])
+                server.add_fault(Fault(fault, draw.choice(ROUTES[kind]), draw.choice([0, 0, 1]), times, 0.05 if fault == "delay" else 0.0))
+                try:
+                    with trio.move_on_after(draw.choice([0.03, 0.08, 5.0, 5.0, 5.0])) as scope:
+                        answer = await fleet.update_weights_from_checkpoint(path)
+                        found["half succeeded" if answer["failed"] else "succeeded"] += 1
+                    found["cancelled"] += scope.cancelled_caught
+                except EngineError:
+                    found["failed"] += 1
+                await trio.sleep(0.05)
+                server.clear_faults()
+                with trio.move_on_after(20.0):
+                    while any(member.state.value != "serving" for member in fleet.members):
+                        await trio.sleep(0.01)
+                found["all serve again"] += all(member.state.value == "serving" for member in fleet.members)
+            nursery.cancel_scope.cancel()
+    return found
+
+
+@pytest.mark.parametrize("num_syncs", [pytest.param(12, id="few"), pytest.param(200, id="many", marks=pytest.mark.slow)])
+async def test_servers_that_take_weights_half_way_answer_with_none_that_they_did_not_confirm(tmp_path: Path, num_syncs: int):
+    found = await sync_with_faults(tmp_path, num_syncs, seed=1)
+    assert found["accepted"] > 4 * num_syncs
+    assert found["unconfirmed"] == 0, f"{found['unconfirmed']} of {found['accepted']} samples"
+    assert found["all serve again"] == num_syncs
