@@ -65,7 +65,12 @@ def choose_rollouts(path: Path, run: int, *, max_tokens: int, mask_truncated: bo
     """
     files = find_step_files(path)
     if not files:
-        return Chosen(chunks=(), num_shown=0, num_total=0, notes=(f"{path.name} wrote no rollouts: --trajectories.every 1 records them",))
+        return Chosen(
+            chunks=(),
+            num_shown=0,
+            num_total=0,
+            notes=(f"{path.name} wrote no rollouts: --trajectories.groups 4 records four groups of each step, --trajectories.every 1 all",),
+        )
     decode = find_decoder(next(iter(files.values())), None)
     share = max_tokens // len(files) if max_tokens else 0
     chunks: list[Chunk] = []

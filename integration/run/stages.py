@@ -172,7 +172,8 @@ async def run_rl(
                 weight_channel=parts.weight_channel,
             )
             control.say(f"RL goes on after step {resume.step} of {num_steps}")
-        trajectories = TrajectoryWriter(output_dir / "trajectories", config.trajectories)
+        weigh = stage.training.algorithm.weigh if stage.training.num_minibatches == 1 else None  # the weights of a part of a batch differ
+        trajectories = TrajectoryWriter(output_dir / "trajectories", config.trajectories, weigh)
         ledger = Ledger(output_dir / "ledger.jsonl", finished_steps=0 if resume is None else resume.step)
         logger, measure, has_heldout = parts.metrics_logger, stage.evaluation.measure, bool(stage.evaluation.task.heldout_prompts)
         if resume is not None and resume.step >= num_steps:  # killed between the last checkpoint and its line

@@ -309,9 +309,9 @@ _BY_OPTIONS: Mapping[str, Effect] = {
         holds=lambda c, m: c.engine.parity() is not None, needs="--engine.parity-rows", part="rl", is_mistake=True
     ),
     "evaluation.num_prompts evaluation.sampled": HELDOUT,
-    "trajectories.every": RL,
+    "trajectories.groups trajectories.every": RL,
     "trajectories.condition trajectories.steps": Effect(
-        holds=lambda c, m: c.trajectories.every > 0, needs="--trajectories.every 1", part="rl"
+        holds=lambda c, m: c.trajectories.writes, needs="--trajectories.groups 4 or --trajectories.every 1", part="rl"
     ),
     "profile.steps": ALWAYS,
     "profile.skip": Effect(holds=lambda c, m: c.profile.steps > 0, needs="--profile.steps"),

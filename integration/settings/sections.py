@@ -537,15 +537,27 @@ class EvaluationSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectorySection:
-    """Rollouts written to rl/trajectories/step_NNNN.jsonl for inspection."""
+    """Rollouts written to rl/trajectories/step_NNNN.jsonl for inspection: whole groups of each step, or every n-th sample."""
 
-    every: int = 64  # write every n-th sample; 0 = none
-    condition: str | None = None  # module:function or file.py:function, Sample -> bool; writes only samples for which it is true
+    groups: int = 4  # write this many whole groups of each step, spread evenly over it; 0 = none
+    every: int | None = None  # write every n-th sample instead, 1 = all, 0 = none; None = by groups
+    condition: str | None = None  # module:function or file.py:function, Sample -> bool; writes only samples for which it is true, or groups
+    # that have such a sample
     steps: bool = False  # include the steps of episodes: observation, action, reward, return, advantage and its parts
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "every")
-        check_setting(self.every > 0 or not self.steps, "trajectories.steps", self.steps, "False where trajectories.every is 0")
+        check_not_negative(self, "groups")
+        check_setting(self.every is None or self.every >= 0, "trajectories.every", self.every, "at least 0, or None")
+        alone = self.every is None or self.groups in (0, type(self).groups)
+        asked = f"it left out beside trajectories.every {self.every}: a file holds whole groups or every n-th sample"
+        check_setting(alone, "trajectories.groups", self.groups, asked)
+        none = f"False where trajectories.{'groups' if self.every is None else 'every'} is 0"
+        check_setting(self.writes or not self.steps, "trajectories.steps", self.steps, none)
+
+    @property
+    def writes(self) -> bool:
+        """Whether any rollouts are written."""
+        return (self.groups if self.every is None else self.every) > 0
 
 
 @dataclass(frozen=True, kw_only=True)

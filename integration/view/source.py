@@ -50,7 +50,7 @@ def choose_file(path: Path, step: int | None) -> Path:
     if not files:
         others = sorted(path.glob("*/examples.jsonl"))
         more = f"; look at {others[-1]}" if others else ""
-        raise ConfigError(f"{path} holds no trajectory files ({TRAJECTORIES}/step_NNNN.jsonl; --trajectories.every writes them){more}")
+        raise ConfigError(f"{path} holds no trajectory files ({TRAJECTORIES}/step_NNNN.jsonl; --trajectories.groups writes them){more}")
     if step is not None and step not in files:
         raise ConfigError(f"{path} has no trajectories of step {step}: it has those of {describe_steps(list(files))}")
     return files[max(files) if step is None else step]

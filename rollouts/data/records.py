@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
+import numpy as np
 from torch import Tensor
 
 from rollouts.data.samples import describe_sample, find_actions
@@ -28,30 +30,66 @@ class TurnEstimate:
     advantage: float  # both combined
 
 
+TOKEN_COLUMNS = ("advantages", "returns", "values", "old_log_probs", "prox_log_probs", "segment_log_probs", "ref_log_probs",
+                 "loss_weights", "importance_weights")  # fmt: skip
+"""Fields of an Estimate with one number a token, each named as its column of the TrainBatch."""
+
+_MOST_TOKENS = 2**24  # tokens of a column written as runs; more is a damaged file
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Estimate of one sample in a training step: its row of the TrainBatch that Algorithm.estimate returned, without padding."""
+    """Estimate of one sample in a training step: its row of the TrainBatch that Algorithm.estimate returned, without padding.
+
+    TOKEN_COLUMNS are aligned with Sample.tokens; None = the step has no such column. In the update of the step they are constants.
+    """
 
     reward: float  # reward in training: the sample's, unless rewards were shaped
-    advantages: tuple[float, ...] | None = None  # aligned with Sample.tokens; None = the algorithm fills none
-    returns: tuple[float, ...] | None = None  # aligned with Sample.tokens; None = the algorithm fills none
+    advantages: tuple[float, ...] | None = None
+    returns: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None  # values of a critic, before the step
+    old_log_probs: tuple[float, ...] | None = None  # the trainer's policy before the step; None = taken from the update's own pass
+    prox_log_probs: tuple[float, ...] | None = None  # the proximal policy of decoupled objectives
+    segment_log_probs: tuple[float, ...] | None = None  # under the weights one version after those that sampled the token
+    ref_log_probs: tuple[float, ...] | None = None  # the reference policy
+    loss_weights: tuple[float, ...] | None = None  # weight of the token in the loss; None = not known, as where a step has mini-batches
+    importance_weights: tuple[float, ...] | None = None  # factor of the policy term; 0 = left out as too far off policy
     group_rewards: tuple[float, ...] = ()  # trained on, of all samples of its group, its own among them: a file may hold some only
     turns: tuple[TurnEstimate, ...] | None = None  # one for each of Sample.turns; None = the algorithm compares no turns
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimate as plain JSON values."""
-        out = {f.name: getattr(self, f.name) for f in fields(self)}
-        out["turns"] = None if self.turns is None else [dict(vars(turn)) for turn in self.turns]
+        """Return the estimate as plain JSON values, without what is None; a column of few runs is {"runs": [[count, value], ...]}."""
+        out: dict[str, Any] = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        if self.turns is not None:
+            out["turns"] = [dict(vars(turn)) for turn in self.turns]
+        out |= {name: _pack(out[name]) for name in TOKEN_COLUMNS if name in out}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in out.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Estimate:
         """Return the estimate of to_dict's values."""
-        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        values: dict[str, Any] = {name: _unpack(value) if name in TOKEN_COLUMNS else value for name, value in data.items()}
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         if values.get("turns") is not None:
             values["turns"] = tuple(turn if isinstance(turn, TurnEstimate) else TurnEstimate(**turn) for turn in values["turns"])
         return cls(**values)
+
+
+def _pack(values: Sequence[float]) -> Any:
+    """Return the values, as runs of equal ones where this is shorter."""
+    runs = [[len([*same]), value] for value, same in groupby(values)]
+    return {"runs": runs} if 3 * len(runs) <= len(values) else list(values)
+
+
+def _unpack(value: Any) -> Any:
+    """Return the values of _pack's result. Raises AssertionError for counts that no file of this library has."""
+    if not isinstance(value, Mapping):
+        return value
+    runs = cast("Mapping[str, list[tuple[int, float]]]", value)["runs"]
+    counts = [count for count, _ in runs]
+    assert all(type(count) is int and count > 0 for count in counts), f"runs of {counts} tokens"
+    assert sum(counts) <= _MOST_TOKENS, f"a column of {sum(counts)} tokens"
+    return [number for count, number in runs for _ in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +101,7 @@ class TrajectoryRecord:
     steps: Steps = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
-        for name in ("advantages", "returns", "values"):
+        for name in TOKEN_COLUMNS:
             column = None if self.estimate is None else getattr(self.estimate, name)
             n = len(self.sample.tokens)
             assert column is None or len(column) == n, f"{describe_sample(self.sample)}: {len(column)} {name} for {n} tokens"
@@ -114,11 +152,9 @@ def describe_estimate(batch: TrainBatch, row: int) -> Estimate:
     group = batch.group_ids == batch.group_ids[row]
     return Estimate(
         reward=_to_floats(batch.rewards[row : row + 1])[0],
-        advantages=_to_row(batch.advantages, row, length),
-        returns=_to_row(batch.returns, row, length),
-        values=_to_row(batch.values, row, length),
         group_rewards=_to_floats(batch.rewards[group]),
         turns=_describe_turns(batch.turns, row),
+        **{name: _to_row(getattr(batch, name), row, length) for name in TOKEN_COLUMNS},
     )
 
 
@@ -152,8 +188,17 @@ def _to_row(column: Tensor | None, row: int, length: int) -> tuple[float, ...] |
 
 
 def _to_floats(values: Tensor) -> tuple[float, ...]:
+    return _shorten(values.detach().float().cpu().numpy())
+
+
+def _shorten(values: Any) -> tuple[float, ...]:
     """Return the shortest numbers that are equal in float32: 0.3, not 0.30000001192092896."""
-    return tuple(float(str(value)) for value in values.detach().float().cpu().numpy())
+    return tuple(float(str(value)) for value in np.asarray(values, dtype=np.float32))
+
+
+def shorten_log_probs(sample: Sample) -> Sample:
+    """Return the sample with the shortest rollout_log_probs that are equal in float32, in which they are trained on."""
+    return sample if sample.rollout_log_probs is None else replace(sample, rollout_log_probs=_shorten(sample.rollout_log_probs))
 
 
 def derive_steps(record: TrajectoryRecord) -> Steps:

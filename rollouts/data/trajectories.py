@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rollouts.checks import describe_function, require_flag
-from rollouts.data.records import TrajectoryRecord, group_steps
+from rollouts.data.records import TrajectoryRecord, derive_steps, group_steps
 from rollouts.data.samples import describe_sample
 from rollouts.errors import DataError
 from rollouts.output_files import append_text, explain_writes, replace_file
@@ -53,13 +53,16 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def read_steps(path: Path) -> list[StepData]:
-    """Return the steps of a file: lines that are steps, and the steps of samples. Raises DataError naming file and line."""
+    """Return the steps of a file: lines that are steps, and the steps of samples, derived from the episode where they are not written.
+
+    Raises: DataError naming file and line.
+    """
     found: list[StepData] = []
     for number, row in _rows(path):
         if _STEP_KEY in row:
             found.append(_parse(path, number, StepData.from_dict, row, "a step"))
         else:
-            found += _parse(path, number, TrajectoryRecord.from_dict, row, "a sample").steps
+            found += _parse(path, number, lambda row: derive_steps(TrajectoryRecord.from_dict(row)), row, "a sample")
     return found
 
 
@@ -83,7 +86,7 @@ def read_records(path: Path) -> list[TrajectoryRecord]:
 
 def _to_line(row: Mapping[str, Any], who: str, what: str) -> str:
     try:
-        return json.dumps(row, allow_nan=False) + "\n"
+        return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
     except (TypeError, ValueError) as error:
         raise DataError(f"{who} cannot be written as JSON: {error}. Keep {what} to JSON values.") from error
 
@@ -142,6 +145,23 @@ def select_samples(samples: Sequence[Sample], *, every: int = 1, condition: Call
     assert every >= 1, f"every is {every}, expected at least 1"
     chosen = (s for s in samples if s.index % every == 0)
     return tuple(s for s in chosen if condition is None or _holds(condition, s, describe_sample(s)))
+
+
+def select_groups(samples: Sequence[Sample], *, count: int, condition: Callable[[Sample], bool] | None = None) -> tuple[Sample, ...]:
+    """Select whole groups, evenly spaced by their numbers, so that the choice does not depend on the order of the samples.
+
+    Args:
+        count: maximum number of groups.
+        condition: choose among the groups in which it returns True for at least one sample; None = among all.
+
+    Returns: all samples of these groups, by group_index and index.
+    Raises: DataError if condition returns neither True nor False.
+    """
+    assert count >= 1, f"count is {count}, expected at least 1"
+    held = {s.group_index for s in samples if condition is None or _holds(condition, s, describe_sample(s))}
+    groups, count = sorted(held), min(count, len(held))
+    taken = {groups[k * len(groups) // count] for k in range(count)}
+    return tuple(sorted((s for s in samples if s.group_index in taken), key=lambda s: (s.group_index, s.index)))
 
 
 def select_steps(steps: Iterable[StepData], *, every: int = 1, condition: Callable[[Steps], bool] | None = None) -> Steps:

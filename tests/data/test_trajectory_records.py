@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from rollouts.algorithms.gigpo_steps import system_apply_gigpo_to_batch_steps
 from rollouts.algorithms.presets import dr_grpo, grpo
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.collate import collate_samples
-from rollouts.data.records import Estimate, TrajectoryRecord, attach_estimates, derive_steps, group_steps
-from rollouts.data.trajectories import read_records, read_samples, read_steps, select_steps, write_records, write_steps
+from rollouts.data.records import TOKEN_COLUMNS, Estimate, TrajectoryRecord, attach_estimates, derive_steps, group_steps, shorten_log_probs
+from rollouts.data.trajectories import read_records, read_samples, read_steps, select_groups, select_steps, write_records, write_steps
 from rollouts.errors import ConfigError, DataError, OutputError
 from rollouts.steps import StepData
 from rollouts.testing import FakeBackend, FakeEngine, random_answer
@@ -153,7 +154,9 @@ def records(draw: st.DrawFn) -> TrajectoryRecord:
     sample = make_written(draw(st.integers(0, 99)), length=draw(st.integers(0, 3)), metadata=draw(st.dictionaries(st.text(), finite)))
     column = st.none() | st.just(tuple(0.1 * k for k in range(len(sample.tokens))))
     rewards = draw(st.lists(finite, max_size=3).map(tuple))
-    known = Estimate(reward=draw(finite), advantages=draw(column), returns=draw(column), values=draw(column), group_rewards=rewards)
+    constant = st.just((0.5,) * len(sample.tokens))
+    columns = {name: draw(column | constant) for name in TOKEN_COLUMNS}
+    known = Estimate(reward=draw(finite), group_rewards=rewards, **columns)
     return TrajectoryRecord(sample=sample, estimate=draw(st.none() | st.just(known)), steps=draw(st.lists(steps(), max_size=2).map(tuple)))
 
 
@@ -311,6 +314,50 @@ def test_steps_without_a_conversation_or_an_estimate_say_less_and_other_samples_
     assert derive_steps(TrajectoryRecord(sample=EPISODE, steps=own)) == own
 
 
+def test_steps_of_a_file_without_written_steps_are_those_of_its_episodes(tmp_path: Path):
+    record = TrajectoryRecord(sample=EPISODE)
+    write_records(tmp_path / "f.jsonl", [record, TrajectoryRecord(sample=SAMPLES[0])])
+    assert tuple(read_steps(tmp_path / "f.jsonl")) == derive_steps(record) != ()
+
+
+# -- columns of tokens
+
+
+def test_every_column_of_a_step_is_recorded_and_equal_numbers_in_a_row_cost_little(tmp_path: Path):
+    batch = collate_samples(SAMPLES)
+    columns = {name: torch.arange(batch.tokens.numel()).reshape(batch.tokens.shape) / 7 for name in TOKEN_COLUMNS}
+    records = attach_estimates(SAMPLES, SAMPLES, replace(batch, **columns))
+    write_records(tmp_path / "f.jsonl", records)
+    assert read_records(tmp_path / "f.jsonl") == list(records)
+    for row, record in enumerate(records):
+        for name in TOKEN_COLUMNS:
+            assert getattr(record.estimate, name) == pytest.approx(columns[name][row, : len(record.sample.tokens)].tolist(), rel=1e-6)
+    long = Estimate(reward=1.0, advantages=(0.0,) * 50 + (0.3125,) * 1000)
+    assert long.to_dict() == {"reward": 1.0, "advantages": {"runs": [[50, 0.0], [1000, 0.3125]]}, "group_rewards": []}
+    assert Estimate.from_dict(long.to_dict()) == long
+    for runs in ([[10**12, 0.0]], [[-1, 0.0]], [[1.5, 0.0]], [[True, 0.0]]):
+        with pytest.raises(AssertionError, match="tokens"):
+            Estimate.from_dict({"reward": 0.0, "advantages": {"runs": runs}})
+
+
+def test_estimates_of_older_versions_are_read():
+    old = {"reward": 1.0, "advantages": [0.0, 0.5], "returns": None, "values": None, "group_rewards": [1.0], "turns": None}
+    assert Estimate.from_dict(old) == Estimate(reward=1.0, advantages=(0.0, 0.5), group_rewards=(1.0,))
+
+
+async def test_loss_weights_are_recorded_where_they_are_known(tmp_path: Path):
+    (batch,) = await estimate(grpo())
+    rollouts, weigh = RolloutBatch(samples=SAMPLES), grpo().weigh
+    for step, known in ((1, weigh), (2, None)):
+        with TrajectoryWriter(tmp_path, TrajectorySection(every=1), known) as writer:
+            writer.write(step, rollouts, batch)
+    first, second = (read_records(tmp_path / f"step_000{step}.jsonl") for step in (1, 2))
+    weights = weigh(batch)
+    for row, record in enumerate(first):
+        assert record.estimate.loss_weights == pytest.approx(weights[row, : len(record.sample.tokens)].tolist(), rel=1e-6)
+    assert all(record.estimate.loss_weights is None for record in second)
+
+
 # -- which ones a run keeps
 
 
@@ -322,7 +369,7 @@ def failing(sample: Sample) -> bool:
     return 1 / sample.index > 0
 
 
-def section(name: str, every: int = 1) -> TrajectorySection:
+def section(name: str, every: int | None = 1) -> TrajectorySection:
     return TrajectorySection(every=every, condition=f"{__name__}:{name}")
 
 
@@ -338,9 +385,45 @@ async def test_a_run_keeps_every_nth_sample_for_which_the_condition_holds(tmp_pa
     with TrajectoryWriter(tmp_path, section("only_good", every=2)) as writer:
         writer.write(4, rollouts, batch)
     assert [record.sample.index for record in read_records(tmp_path / "step_0004.jsonl")] == [0, 2]
-    with TrajectoryWriter(tmp_path / "none", TrajectorySection(every=0)) as writer:
-        writer.hold(1, rollouts)
-    assert not (tmp_path / "none").exists()
+    for none in (TrajectorySection(every=0), TrajectorySection(groups=0)):
+        with TrajectoryWriter(tmp_path / "none", none) as writer:
+            writer.hold(1, rollouts)
+        assert not (tmp_path / "none").exists()
+
+
+def make_groups(num_groups: int, size: int) -> tuple[Sample, ...]:
+    return tuple(make_written(k, group=3 * (k // size), length=2) for k in range(num_groups * size))
+
+
+def test_by_default_a_run_keeps_whole_groups_whatever_the_order_of_its_batch(tmp_path: Path):
+    samples = make_groups(10, 3)
+    written: list[str] = []
+    for seed in range(3):
+        with TrajectoryWriter(tmp_path, TrajectorySection()) as writer:
+            writer.write(1, RolloutBatch(samples=tuple(random.Random(seed).sample(samples, len(samples)))), None)
+        written.append((tmp_path / "step_0001.jsonl").read_text())
+    assert len(set(written)) == 1
+    kept = read_samples(tmp_path / "step_0001.jsonl")
+    assert [s.group_index for s in kept] == [g for g in (0, 6, 15, 21) for _ in range(3)], "evenly spread, each whole"
+    assert len(select_groups(samples, count=99)) == 30, "a step with fewer groups is kept whole"
+
+
+def test_a_condition_chooses_groups_that_have_such_a_sample():
+    samples = make_groups(6, 2)
+    kept = select_groups(samples, count=2, condition=lambda sample: sample.index in (3, 6, 9))
+    assert [s.index for s in kept] == [2, 3, 6, 7]
+    assert select_groups(samples, count=2, condition=lambda sample: False) == ()
+
+
+def test_groups_and_single_samples_exclude_each_other():
+    assert TrajectorySection(every=64, groups=0).writes and not TrajectorySection(every=0).writes
+    with pytest.raises(ConfigError, match=r"trajectories\.groups is 8, expected it left out beside trajectories\.every 64"):
+        TrajectorySection(every=64, groups=8)
+    with pytest.raises(ConfigError, match=r"trajectories\.steps is True, expected False where trajectories\.groups is 0"):
+        TrajectorySection(groups=0, steps=True)
+    for bad in ({"groups": -1}, {"every": -1}):
+        with pytest.raises(ConfigError, match="is -1"):
+            TrajectorySection(**bad)
 
 
 def test_rollouts_of_a_step_that_failed_are_written_without_advantages(tmp_path: Path):
@@ -349,8 +432,8 @@ def test_rollouts_of_a_step_that_failed_are_written_without_advantages(tmp_path:
             writer.hold(1, RolloutBatch(samples=SAMPLES[:2]))  # of which nothing was trained on
             writer.hold(2, RolloutBatch(samples=SAMPLES[2:]))
             raise RuntimeError("out of memory")
-    assert read_records(tmp_path / "step_0001.jsonl") == [TrajectoryRecord(sample=sample) for sample in SAMPLES[:2]]
-    assert read_samples(tmp_path / "step_0002.jsonl") == list(SAMPLES[2:])
+    assert read_records(tmp_path / "step_0001.jsonl") == [TrajectoryRecord(sample=shorten_log_probs(sample)) for sample in SAMPLES[:2]]
+    assert read_samples(tmp_path / "step_0002.jsonl") == [shorten_log_probs(sample) for sample in SAMPLES[2:]]
 
 
 def test_a_condition_that_fails_is_named_and_does_not_hide_another_error(tmp_path: Path):
