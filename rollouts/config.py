@@ -117,7 +117,7 @@ class SFTTrainingConfig:
 
     num_steps: int = 100  # optimizer steps
     batch_size: int = 32  # samples per optimizer step
-    log_every: int = 1  # steps between two lines of metrics; the last step is always logged
+    log_every: int = 1  # steps between two lines of metrics; steps with an evaluation, and the last one, are always logged
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward; bounds memory, never changes a result
@@ -138,7 +138,7 @@ class RewardModelTrainingConfig:
 
     num_steps: int = 100  # optimizer steps
     batch_size: int = 64  # pairs per optimizer step
-    log_every: int = 1  # steps between two lines of metrics; the last step is always logged
+    log_every: int = 1  # steps between two lines of metrics; steps with an evaluation, and the last one, are always logged
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations on held-out pairs; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward, pairs whole; bounds memory, never changes a result
@@ -177,7 +177,7 @@ class RLTrainingConfig:
     num_minibatches: int = 1  # optimizer steps in each pass
     algorithm: Algorithm | None = None  # None = algorithms.grpo()
     baseline: float | None = None  # fixed number in place of the algorithm's baseline: advantages = rewards - baseline
-    log_every: int = 1  # steps between two lines of metrics; the last step is always logged
+    log_every: int = 1  # steps between two lines of metrics; steps with an evaluation, and the last one, are always logged
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward

@@ -100,7 +100,7 @@ async def train_reward_model(
 
     Args:
         backend: result of create_reward_model_backend, or its `open_pipeline` pipeline to keep the event loop free.
-        metrics_logger: gets one line every config.log_every steps and after the last one; None = no logging.
+        metrics_logger: gets one line every config.log_every steps, with each evaluation and after the last step; None = no logging.
         heldout: pairs for evaluate_reward_model every config.eval_every steps and after the last one; () = no evaluation.
         pad_id: token that pads rows; never computed.
         start_step: finished steps of the resumed run (the backend already restored).
@@ -137,13 +137,14 @@ async def train_reward_model(
             metrics["num_pairs"] = float(config.batch_size)
             metrics["step_s"] = clock() - started
             measure_throughput(metrics, int(batch.lengths.sum()))
-            if heldout and is_due(finished, config.eval_every, config.num_steps):
+            evaluates = bool(heldout) and is_due(finished, config.eval_every, config.num_steps)
+            if evaluates:
                 limit = config.max_tokens_per_microbatch
                 metrics.update(await evaluate_reward_model(backend, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit))
                 metrics["evaluate_s"] = clock() - started - metrics["step_s"]
                 stopping = add_to(best, metrics, finished) or stopping
             history.append(metrics)
-            if metrics_logger is not None and (stopping or is_due(finished, config.log_every, config.num_steps)):
+            if metrics_logger is not None and (stopping or evaluates or is_due(finished, config.log_every, config.num_steps)):
                 metrics_logger.log(metrics, finished)
             due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
             if checkpoints is not None and (due or (best is not None and best.is_best(finished))):

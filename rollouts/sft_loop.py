@@ -116,7 +116,7 @@ async def run_sft_training(
         backend: a backend, or its `open_pipeline` pipeline to keep the event loop free.
         samples: each with tokens and loss_mask; at least one token of each batch must have loss_mask > 0. LazyRows are read as the steps
             need them.
-        metrics_logger: gets one line every config.log_every steps and after the last one; None = no logging.
+        metrics_logger: gets one line every config.log_every steps, with each evaluation and after the last step; None = no logging.
         pad_id: token that pads rows; never computed.
         start_step: finished steps of the resumed run (the backend already restored).
         evaluate: called every config.eval_every steps; its metrics are part of that step's line.
@@ -161,12 +161,13 @@ async def run_sft_training(
             stopping = require_flag(should_stop(), "should_stop")
             metrics["step_s"] = clock() - started
             measure_throughput(metrics, int(batch.lengths.sum()))
-            if evaluate is not None and is_due(finished, config.eval_every, config.num_steps):
+            evaluates = evaluate is not None and is_due(finished, config.eval_every, config.num_steps)
+            if evaluate is not None and evaluates:
                 metrics.update(await evaluate())
                 metrics["evaluate_s"] = clock() - started - metrics["step_s"]
                 stopping = add_to(best, metrics, finished) or stopping
             history.append(metrics)
-            if metrics_logger is not None and (stopping or is_due(finished, config.log_every, config.num_steps)):
+            if metrics_logger is not None and (stopping or evaluates or is_due(finished, config.log_every, config.num_steps)):
                 metrics_logger.log(metrics, finished)
             due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
             if checkpoints is not None and (due or (best is not None and best.is_best(finished))):

@@ -112,7 +112,7 @@ class RLParts:
     backend: TrainingBackend  # policy; a backend or its `open_pipeline` pipeline
     data_buffer: DataBuffer  # prompts of the rollout source; its epoch is logged
     engines: Sequence[InferenceEngine]  # inference engines; get the new weights every config.sync_every steps
-    metrics_logger: MetricsLogger | None = None  # logger of a line every config.log_every steps and after the last one; None = no logging
+    metrics_logger: MetricsLogger | None = None  # gets a line every config.log_every steps, with each evaluation and after the last step
     reference: TrainingBackend | None = None  # frozen model of a KL term; ignored by an algorithm without one
     critic: TrainingBackend | None = None  # model with a value head, for an algorithm that requires values; trained beside the policy,
     # alone in the first config.critic_warmup_steps steps, and saved in the directory "critic" of each checkpoint
@@ -497,9 +497,9 @@ class RLRun:
         return self.parts.best is not None and self.parts.best.has_ended
 
     def log(self, finished: int, metrics: Metrics, stopping: bool) -> None:
-        """Log the line of a step, if it is due."""
-        logger = self.parts.metrics_logger
-        if logger is not None and (stopping or self.has_ended or is_due(finished, self.config.log_every, self.config.num_steps)):
+        """Log the line of a step, if it is due, or if the step was evaluated."""
+        logger, due = self.parts.metrics_logger, is_due(finished, self.config.log_every, self.config.num_steps)
+        if logger is not None and (stopping or self.has_ended or due or self.is_evaluation_due(finished)):
             logger.log(metrics, finished)
 
 

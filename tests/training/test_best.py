@@ -21,6 +21,7 @@ from rollouts.sft_loop import run_sft_training
 from rollouts.testing import FakeBackend
 from rollouts.training.best import BestCheckpoint, BestSoFar, add_evaluation
 from rollouts.training.checkpoints import latest_checkpoint, load_run_state
+from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.rl_run import restore_rl_run
 
 VALUES = (0.1, 0.5, 0.9, 0.4, 0.9, 0.2, 0.95, 0.3)
@@ -136,6 +137,28 @@ async def test_a_reward_model_keeps_its_best_checkpoint(tmp_path: Path, monkeypa
     pairs = make_pairs(6)
     await train_reward_model(make_backend(), pairs, config, heldout=pairs[:2], checkpoint_dir=tmp_path, keep_last_n=1, best=best)
     assert names(tmp_path) == ["step_0003", "step_0005"]
+
+
+@pytest.mark.parametrize("loop", ["sft", "reward model", "rl"])
+async def test_every_evaluation_has_a_line_however_seldom_lines_are(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The line of the best step is read for the summary of a run, so that it must be there."""
+
+    async def evaluate(*args: Any, **options: Any) -> dict[str, float]:
+        return {"eval_accuracy": 0.5}
+
+    logger = JSONLLogger(tmp_path / "metrics.jsonl")
+    schedule: dict[str, Any] = {"num_steps": 8, "log_every": 3, "eval_every": 2}
+    if loop == "sft":
+        config = SFTTrainingConfig(batch_size=2, **schedule)
+        await run_sft_training(FakeBackend(), make_ragged(8), config, logger, evaluate=evaluate)
+    elif loop == "reward model":
+        monkeypatch.setattr("rollouts.reward_model_loop.evaluate_reward_model", evaluate)
+        pairs = make_pairs(6)
+        await train_reward_model(make_backend(), pairs, RewardModelTrainingConfig(batch_size=2, **schedule), logger, heldout=pairs[:2])
+    else:
+        await run(make_run(), RLTrainingConfig(weight_sync="memory", **schedule), logger, evaluate=evaluate)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(line["step"], "eval_accuracy" in line) for line in lines] == [(2, True), (3, False), (4, True), (6, True), (8, True)]
 
 
 RL = RLTrainingConfig(num_steps=8, weight_sync="memory", eval_every=1)
