@@ -90,12 +90,18 @@ def create_plan(models: Sequence[str], arguments: Arguments) -> Plan:
         found: list[Unit] = []
         for problem in parse_problems(arguments.tasks, config, arguments.num_prompts):
             task = create_problem_task(problem, tokenizer)
-            file = f"{len(units) + 1}-{_slug(model)}.{_slug(problem.label)}.jsonl"
+            file = _name_file(f"{len(units) + 1}-{_slug(model)}", problem.label, [unit.file for unit in found])
             answer = choose_answer(task, arguments.answer)
             found.append(Unit(subject=subject, problem=problem, task=task, answer=answer, file=file))
         trio.run(check_subject, config, subject, environment)
         units[model] = tuple(found)
     return Plan(arguments=arguments, units=units, tokenizers=tokenizers)
+
+
+def _name_file(model: str, label: str, taken: Sequence[str]) -> str:
+    """Return a name for the samples of a task that no other task of the model has: labels may differ in what a name cannot show."""
+    name = f"{model}.{_slug(label)}.jsonl"
+    return name if name not in taken else f"{model}.{len(taken) + 1}-{_slug(label)}.jsonl"
 
 
 def _slug(text: str) -> str:

@@ -184,6 +184,15 @@ def test_several_tasks_stand_in_one_table_and_one_greedy_answer_is_the_default(p
     assert capsys.readouterr().out == out
 
 
+def test_tasks_whose_names_look_alike_have_files_of_their_own(parts: dict[str, str], tmp_path: Path, capsys):
+    """Else each would be counted done by the samples of the other."""
+    rows = [write_rows(tmp_path / name, num) for name, num in (("a b.jsonl", 3), ("a_b.jsonl", 5))]
+    arguments = [parts["model"], "--tasks", *map(str, rows), "--output-dir", parts["out"]]
+    for _ in range(2):  # the second time nothing is left to do
+        assert [line["num_prompts"] for line in evaluate(*arguments, capsys=capsys)["results"]] == [3, 5]
+        assert [len(lines) for lines in read_lines(parts["out"]).values()] in ([3, 5], [5, 3])
+
+
 def test_a_run_is_evaluated_as_it_evaluated_itself(tmp_path: Path, capsys):
     assert train.main([*SMALL, "--output-dir", str(tmp_path / "run"), "--quiet"]) == 0
     capsys.readouterr()
