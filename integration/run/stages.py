@@ -177,7 +177,7 @@ async def run_rl(
         ledger = Ledger(output_dir / "ledger.jsonl", finished_steps=0 if resume is None else resume.step)
         logger, measure, has_heldout = parts.metrics_logger, stage.evaluation.measure, bool(stage.evaluation.task.heldout_prompts)
         if resume is not None and resume.step >= num_steps:  # killed between the last checkpoint and its line
-            line = dict(resume.metrics or {}) | await measure()
+            line = dict(resume.metrics or {}) | (await measure() if has_heldout else {})
             if parts.best is not None:
                 parts.best.load_state_dict(resume.best)
             add_to(parts.best, line, resume.step)

@@ -73,6 +73,7 @@ def test_recorded_rollouts_are_trained_on_as_they_are_and_a_stopped_run_goes_on(
     assert lines[-1]["weight_version"] == 4 + 3 and max(line["staleness_max"] for line in lines) >= 4
     assert main([*FLAGS.split(), "--rl.num-steps", "2", "--output-dir", "half"]) == 0
     assert main([*FLAGS.split(), "--rl.num-steps", "4", "--output-dir", "half", "--resume"]) == 0
+    assert main([*FLAGS.split(), "--rl.num-steps", "4", "--output-dir", "half", "--resume"]) == 0, "it has ended, and nothing is held out"
     whole, half = ([drop_times(line) for line in lines_of(folder, name)] for name in ("whole", "half"))
     assert whole == half and len(whole) == 4
     write(folder / "rec.jsonl", [{**row, "reward": 1 - row["reward"]} for row in ROWS])
