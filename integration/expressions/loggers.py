@@ -39,7 +39,7 @@ class RunIdentity:
 
     directory: Path
     settings: Mapping[str, Any]  # plain values, without secrets
-    earlier: Sequence[Mapping[str, Any]] = ()  # lines of metrics that a resumed run goes on behind
+    earlier: Sequence[Mapping[str, Any]] | None = None  # lines of metrics that a resumed run goes on behind; None = the run is new
 
     @property
     def name(self) -> str:

@@ -149,7 +149,7 @@ async def run_until_stopped(
     """Call train() with metrics, progress display and signal handling. Returns whether it reached its end."""
     stop = StopRequest()
     metrics_file = output_dir / METRICS_FILE
-    earlier = read_metrics(metrics_file) if command.resume and metrics_file.exists() else []
+    earlier = (read_metrics(metrics_file) if metrics_file.exists() else []) if command.resume else None
     identity = RunIdentity(directory=output_dir, settings=describe_settings(command.config), earlier=earlier)
     further = create_loggers(command.config.loggers, identity)
     profile = RunProfile(command.config.profile, output_dir)

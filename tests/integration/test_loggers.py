@@ -162,6 +162,29 @@ def test_a_logger_that_fails_is_said_once_without_secrets_and_ends_nothing(caplo
     assert "secret" not in record.getMessage()
 
 
+class Remembering:
+    """A store with the lines of an earlier run under the same name."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def last_steps(self) -> dict[str, int]:
+        return {"rl": 5}
+
+    def log(self, metrics: Any, step: int) -> None:
+        self.steps.append(step)
+
+
+@pytest.mark.parametrize(("earlier", "expected"), [(None, [4, 5, 6]), ([], [6]), ([{"stage": "rl", "step": 3}], [6])])
+def test_only_a_resumed_run_leaves_out_the_lines_that_the_store_has(earlier: Any, expected: list[int]):
+    """A new run may have the name or the directory of another one, whose lines are not its own."""
+    store = Remembering()
+    logger = ContinuedLogger(lambda: store, "mine", earlier)  # pyright: ignore[reportArgumentType]
+    for step in (4, 5, 6):
+        logger.log({"stage": "rl", "loss": 1.0}, step)
+    assert store.steps == expected
+
+
 @needs.MLFLOW
 def test_a_logger_that_cannot_start_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     expression = "mlflow(tracking_uri='sqlite:////proc/no/such/place.db')"

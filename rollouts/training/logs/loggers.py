@@ -225,18 +225,18 @@ class ContinuedLogger:
     In a resumed run it passes on the lines that the logger's store lacks, and leaves out those that it has: they are the same.
     """
 
-    def __init__(self, create: Callable[[], MetricsLogger], name: str, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, create: Callable[[], MetricsLogger], name: str, earlier: Sequence[Mapping[str, Any]] | None = None) -> None:
         """
         Args:
             create: makes the logger; if it fails, there is none.
             name: name for messages.
-            earlier: the lines of metrics that a resumed run goes on behind.
+            earlier: the lines of metrics that a resumed run goes on behind; None = the run is new, and what the store has is of others.
 
         Raises: ConfigError of `create`, for example of a package that is not installed.
         """
         self._name, self._last, self._has_failed = name, dict[str, int](), False
         self._logger: Any = self._try("its start", create)
-        if hasattr(self._logger, "last_steps"):
+        if earlier is not None and hasattr(self._logger, "last_steps"):
             self._last = dict(self._try("last_steps", self._logger.last_steps) or {})
             for line in earlier:
                 self.log({key: value for key, value in line.items() if key != "step"}, int(line["step"]))
