@@ -137,14 +137,13 @@ async def train_reward_model(
             metrics["num_pairs"] = float(config.batch_size)
             metrics["step_s"] = clock() - started
             measure_throughput(metrics, int(batch.lengths.sum()))
-            evaluates = bool(heldout) and is_due(finished, config.eval_every, config.num_steps)
-            if evaluates:
+            if heldout and is_due(finished, config.eval_every, config.num_steps):
                 limit = config.max_tokens_per_microbatch
                 metrics.update(await evaluate_reward_model(backend, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit))
                 metrics["evaluate_s"] = clock() - started - metrics["step_s"]
                 stopping = add_to(best, metrics, finished) or stopping
             history.append(metrics)
-            if metrics_logger is not None and (stopping or evaluates or is_due(finished, config.log_every, config.num_steps)):
+            if metrics_logger is not None and (stopping or "evaluate_s" in metrics or is_due(finished, config.log_every, config.num_steps)):
                 metrics_logger.log(metrics, finished)
             due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
             if checkpoints is not None and (due or (best is not None and best.is_best(finished))):

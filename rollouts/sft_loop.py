@@ -161,13 +161,12 @@ async def run_sft_training(
             stopping = require_flag(should_stop(), "should_stop")
             metrics["step_s"] = clock() - started
             measure_throughput(metrics, int(batch.lengths.sum()))
-            evaluates = evaluate is not None and is_due(finished, config.eval_every, config.num_steps)
-            if evaluate is not None and evaluates:
+            if evaluate is not None and is_due(finished, config.eval_every, config.num_steps):
                 metrics.update(await evaluate())
                 metrics["evaluate_s"] = clock() - started - metrics["step_s"]
                 stopping = add_to(best, metrics, finished) or stopping
             history.append(metrics)
-            if metrics_logger is not None and (stopping or evaluates or is_due(finished, config.log_every, config.num_steps)):
+            if metrics_logger is not None and (stopping or "evaluate_s" in metrics or is_due(finished, config.log_every, config.num_steps)):
                 metrics_logger.log(metrics, finished)
             due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
             if checkpoints is not None and (due or (best is not None and best.is_best(finished))):

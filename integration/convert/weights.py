@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -197,9 +197,9 @@ def _read(source: Path) -> Iterator[tuple[str, Tensor]]:
     for path in sorted(source.glob("pytorch_model*.bin")) or sorted(source.glob("*.bin")):
         try:
             tensors = cast("dict[str, Tensor]", torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-        seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()  # of this file alone: the next one may be mapped to the same addresses
+        seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()  # begun anew: the next file may be mapped to the same addresses
         for name, value in sorted(tensors.items()):
             place = (value.data_ptr(), value.shape, value.stride())
             if place not in seen:  # tied weights once
