@@ -6,9 +6,9 @@
 
 A checkpoint is written into a temporary sibling directory, every file is flushed to the disk, and one rename makes it visible.
 
-Other names beside them: `.tmp_*`, left by a killed process and removed by the next save; `replaced_step_NNNN`, for the moment in which a
-checkpoint of the same number replaces it; `superseded_step_NNNN`, later steps of a run that was resumed from an earlier one: they are
-ignored and may be deleted.
+Other names beside them: `.tmp_*`, files or directories left by a killed process and removed by the next save; `replaced_step_NNNN`, for the
+moment in which a checkpoint of the same number replaces it; `superseded_step_NNNN`, later steps of a run that was resumed from an earlier
+one: they are ignored and may be deleted.
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ def _search_newest(directory: Path) -> tuple[Path | None, list[str]]:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare every file with the manifest. Raises CheckpointError naming the first file that is missing, short or changed."""
+    """Compare every file with the manifest.
+
+    Raises: CheckpointError naming the first file that is missing, short, changed or not of the checkpoint: what is loaded may depend on
+        which files are there. Hidden files, such as those of file managers and network file systems, are ignored.
+    """
     try:
         manifest = cast("dict[str, Any]", json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8")))
         files = {str(name): (int(entry["size"]), int(entry["crc32"])) for name, entry in manifest["files"].items()}
@@ -117,6 +121,15 @@ def verify_checkpoint(path: Path) -> None:
             raise CheckpointError(f"{file} has {found} bytes, expected {size}: it is truncated or was changed")
         if checksum(file) != crc32:
             raise CheckpointError(f"{file} does not match its checksum: it is damaged")
+    extra = find_extra(path, {MANIFEST_FILE, *files})
+    if extra:
+        raise CheckpointError(f"{path} has the file {extra[0]}, which its manifest does not list: move it out of the checkpoint")
+
+
+def find_extra(path: Path, known: Collection[str]) -> list[str]:
+    """List the files below a directory that are neither known nor hidden, by their paths in it."""
+    found = (file.relative_to(path) for file in sorted(path.rglob("*")) if not file.is_dir())
+    return [name.as_posix() for name in found if name.as_posix() not in known and not any(part.startswith(".") for part in name.parts)]
 
 
 def load_run_state(path: Path) -> dict[str, Any]:
@@ -178,7 +191,7 @@ async def stage_checkpoint(
     """
     assert keep_last_n >= 1, f"keep_last_n is {keep_last_n}, expected at least 1"
     target = directory / checkpoint_name(step)
-    temporary = directory / f"{_TEMPORARY_PREFIX}{target.name}_{os.getpid()}"
+    temporary = _free_name(directory / f"{_TEMPORARY_PREFIX}{target.name}_{os.getpid()}")
     try:
         await trio.to_thread.run_sync(partial(_prepare, directory, temporary))
         write = await stage(temporary)
@@ -220,19 +233,33 @@ def _complete(
 
 def _prepare(directory: Path, temporary: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    for stale in directory.glob(f"{_TEMPORARY_PREFIX}*"):  # left by a killed run; the run lock excludes a live one
-        shutil.rmtree(stale)
     _restore_replaced(directory)
-    for replaced in directory.glob(f"{_REPLACED_PREFIX}step_*"):
-        shutil.rmtree(replaced)
+    for leftover in find_leftovers(directory):  # the run lock excludes a live run
+        try:
+            _remove(leftover)
+        except OSError as error:  # a killed save must not prevent others
+            warnings.warn(f"{leftover}, left by a killed save, cannot be removed ({error}): remove it yourself", stacklevel=2)
     temporary.mkdir()
+
+
+def find_leftovers(directory: Path) -> list[Path]:
+    """List what killed saves have left beside the checkpoints: no checkpoint, and removed by the next save."""
+    return sorted(path for prefix in (_TEMPORARY_PREFIX, f"{_REPLACED_PREFIX}step_") for path in directory.glob(f"{prefix}*"))
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, a file or a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _restore_replaced(directory: Path) -> None:
     """Undo a replacement that a kill interrupted between its two renames."""
     for replaced in directory.glob(f"{_REPLACED_PREFIX}step_*"):
         original = directory / replaced.name.removeprefix(_REPLACED_PREFIX)
-        if not original.exists():
+        if not original.exists() and (replaced / MANIFEST_FILE).is_file():  # without one it was being deleted
             replaced.rename(original)
 
 
@@ -257,7 +284,7 @@ def _prune(target: Path, keep_last_n: int, protected: frozenset[Path]) -> None:
     try:
         replaced = target.with_name(_REPLACED_PREFIX + target.name)
         if replaced.exists():
-            shutil.rmtree(replaced)
+            _remove(replaced)
         checkpoints = list_checkpoints(target.parent)
         position = checkpoints.index(target)
         for path in checkpoints[position + 1 :]:
@@ -266,7 +293,7 @@ def _prune(target: Path, keep_last_n: int, protected: frozenset[Path]) -> None:
         for path in checkpoints[: max(0, position + 1 - keep_last_n)]:
             if path.resolve() not in protected:
                 # rename first: a kill during deletion must not leave an incomplete directory that looks like a checkpoint
-                doomed = path.with_name(f"{_TEMPORARY_PREFIX}deleted_{path.name}")
+                doomed = _free_name(path.with_name(f"{_TEMPORARY_PREFIX}deleted_{path.name}"))
                 path.rename(doomed)
                 shutil.rmtree(doomed)
     except OSError as error:
@@ -276,7 +303,7 @@ def _prune(target: Path, keep_last_n: int, protected: frozenset[Path]) -> None:
 def _free_name(path: Path) -> Path:
     """Return the path, or the first of path_2, path_3, ... that does not exist."""
     candidates = itertools.chain([path], (path.with_name(f"{path.name}_{k}") for k in itertools.count(2)))
-    return next(candidate for candidate in candidates if not candidate.exists())
+    return next(candidate for candidate in candidates if not os.path.lexists(candidate))
 
 
 def _clean_up(error: BaseException, directory: Path, temporary: Path) -> CheckpointError | None:

@@ -397,8 +397,7 @@ def read_weight_version(directory: Path) -> int:
 
 
 def _make_empty(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
+    _remove_export(directory)
     directory.mkdir(parents=True)
 
 
@@ -406,4 +405,12 @@ def _remove_exports(parent: Path, keep: Path) -> None:
     """Delete earlier exports; keep the newest, because a server may open its files again."""
     for export in parent.glob(f"{EXPORT_PREFIX}*"):
         if export != keep:
-            shutil.rmtree(export)
+            _remove_export(export)
+
+
+def _remove_export(path: Path) -> None:
+    """Remove a directory of weights, or whatever bears its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
