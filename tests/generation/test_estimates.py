@@ -31,6 +31,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample_and_the_papers_fu
         assert estimate_pass_at_k(n, c, k) == pytest.approx(humaneval_pass_at_k(n, c, k), abs=1e-12)
 
 
+@pytest.mark.more
 @needs.EVALPLUS
 def test_pass_at_k_equals_evalplus():
     from evalplus import eval as evalplus

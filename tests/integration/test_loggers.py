@@ -86,11 +86,12 @@ def read_wandb(folder: Path, name: str) -> Curve:
     return found
 
 
+MLFLOW_CALL = "mlflow('mine', tracking_uri='sqlite:///FOLDER/mlflow.db')"
 CASES = [
-    pytest.param("tensorboard", read_tensorboard, marks=needs.TENSORBOARD, id="tensorboard"),
-    pytest.param("mlflow('mine', tracking_uri='sqlite:///FOLDER/mlflow.db')", read_mlflow, marks=needs.MLFLOW, id="mlflow"),
-    pytest.param("trackio('mine')", read_trackio, marks=needs.TRACKIO, id="trackio"),
-    pytest.param("wandb('mine')", read_wandb, marks=needs.WANDB, id="wandb"),
+    pytest.param("tensorboard", read_tensorboard, marks=[needs.TENSORBOARD, pytest.mark.more], id="tensorboard"),
+    pytest.param(MLFLOW_CALL, read_mlflow, marks=[needs.MLFLOW, pytest.mark.more], id="mlflow"),
+    pytest.param("trackio('mine')", read_trackio, marks=[needs.TRACKIO, pytest.mark.more], id="trackio"),
+    pytest.param("wandb('mine')", read_wandb, marks=[needs.WANDB, pytest.mark.more], id="wandb"),
 ]
 
 
@@ -131,6 +132,7 @@ def test_lines_that_a_store_has_lost_are_written_again(tmp_path: Path, logger: s
     assert [step for step, _ in read(tmp_path, "rl/reward_mean")] == [1, 2]
 
 
+@pytest.mark.more
 @needs.TENSORBOARD
 def test_rollouts_are_shown_as_a_table(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
