@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from integration.parts.rewards import find_reward_model
+from integration.run.directory import find_result
 from integration.settings.command_line import RUN_FILE
 from rollouts.backends.lora.files import BASE_FILE
 from rollouts.backends.weights.fill import FileWeights
@@ -29,10 +30,9 @@ from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.loading import check_model_directory, load_hf_model, load_tokenizer, parse_dtype
 from rollouts.models.weights import INDEX_FILE, WEIGHTS_FILE, check_finite_weights
 from rollouts.output_files import explain_writes
-from rollouts.training.checkpoints import MANIFEST_FILE, RUN_STATE_FILE, latest_checkpoint, verify_checkpoint
+from rollouts.training.checkpoints import MANIFEST_FILE, RUN_STATE_FILE, verify_checkpoint
 
 ADAPTER_CONFIG = "adapter_config.json"
-SUMMARY_FILE = "summary.json"
 _OWN = (MANIFEST_FILE, RUN_STATE_FILE, WEIGHT_VERSION_FILE)
 """Files of a checkpoint that are no part of a model."""
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
@@ -54,11 +54,7 @@ def find_source(path: Path) -> Source:
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory: give a run, a checkpoint (step_NNNN) or a model directory")
     if (path / RUN_FILE).is_file():
-        for stage in ("rl", "sft"):
-            last = latest_checkpoint(path / stage / "checkpoints")
-            if last is not None:
-                return Source(_find_best(path, stage) or last, path)
-        return Source(check_model_directory(find_reward_model(path)), path)
+        return Source(find_result(path) or check_model_directory(find_reward_model(path)), path)
     if (path / MANIFEST_FILE).is_file():
         verify_checkpoint(path)
         run = path.resolve().parents[2] if len(path.resolve().parents) > 2 else None
@@ -66,13 +62,6 @@ def find_source(path: Path) -> Source:
     if (path / ADAPTER_CONFIG).is_file():
         return Source(path)
     return Source(check_model_directory(path))
-
-
-def _find_best(run: Path, stage: str) -> Path | None:
-    """Return the best checkpoint of a stage, by the summary of a finished run; None if it kept none."""
-    best = (read_json(run / SUMMARY_FILE).get("best") or {}).get(stage) if (run / SUMMARY_FILE).is_file() else None
-    found = run / best["checkpoint"] if best else None
-    return found if found is not None and (found / MANIFEST_FILE).is_file() else None
 
 
 def convert(

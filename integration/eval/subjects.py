@@ -13,7 +13,7 @@ import httpx
 
 from integration.parts.engines import create_embedded_engine, create_fleet_config, create_server_engine
 from integration.parts.models import create_model
-from integration.run.stages import CHECKPOINTS
+from integration.run.directory import find_result
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE
 from integration.settings.config import Config
 from integration.settings.sections import EngineSection
@@ -22,7 +22,6 @@ from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.models.hub import find_hub_model, is_hub_name
 from rollouts.models.loading import check_model_directory, load_tokenizer
-from rollouts.training.checkpoints import latest_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,7 +70,7 @@ def find_subject(model: str, config: Config, tokenizer: str | None = None) -> Su
         if not path.exists():
             return _find_on_hub(model, config)
         if path.is_dir() and (path / RUN_FILE).is_file():
-            return Subject(name=model, directory=check_model_directory(_find_newest(path)))
+            return Subject(name=model, directory=check_model_directory(_find_result(path)))
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
             if (path.parent / "config.json").is_file():  # beside the merged weights of a checkpoint
                 return Subject(name=model, directory=check_model_directory(path.parent))
@@ -82,13 +81,12 @@ def find_subject(model: str, config: Config, tokenizer: str | None = None) -> Su
         raise ConfigError(text if model in text else f"MODEL {model}: {text}") from error
 
 
-def _find_newest(run: Path) -> Path:
-    """Return the newest checkpoint of the last stage of a run. Raises ConfigError if it has none yet."""
-    for folder in (run / "rl" / CHECKPOINTS, run / "sft" / CHECKPOINTS, run / CHECKPOINTS):
-        found = latest_checkpoint(folder)
-        if found is not None:
-            return found
-    raise ConfigError(f"the run {run} has no checkpoint yet: wait for one, or name a model directory")
+def _find_result(run: Path) -> Path:
+    """Return the checkpoint that is the result of a run. Raises ConfigError if it has none yet."""
+    found = find_result(run)
+    if found is None:
+        raise ConfigError(f"the run {run} has no checkpoint of a language model yet: wait for one, or name a model directory")
+    return found
 
 
 def _find_adapter(model: str, path: Path) -> Subject:

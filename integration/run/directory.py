@@ -14,13 +14,14 @@ from typing import Any
 import trio
 
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
-from rollouts.config_files import save_config, to_dict
+from rollouts.config_files import read_json, save_config, to_dict
 from rollouts.errors import ConfigError, OutputError
 from rollouts.output_files import explain_writes, replace_file
-from rollouts.training.checkpoints import has_checkpoints, latest_checkpoint, load_run_state
+from rollouts.training.checkpoints import MANIFEST_FILE, has_checkpoints, latest_checkpoint, load_run_state
 from rollouts.training.metrics import truncate_log
 
 METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
 _OWN_FILES = (
     "sft",
     "rl",
@@ -166,3 +167,19 @@ def compare_settings(before: dict[str, Any], after: dict[str, Any], where: str =
         elif old != new:
             found[where + name] = (old, new)
     return found
+
+
+def find_result(run: Path) -> Path | None:
+    """Return the best checkpoint of the last stage of a run, if a finished run kept one, else the newest; None without one."""
+    for stage in ("rl", "sft"):
+        newest = latest_checkpoint(run / stage / "checkpoints")
+        if newest is not None:
+            return _find_best(run, stage) or newest
+    return None
+
+
+def _find_best(run: Path, stage: str) -> Path | None:
+    """Return the best checkpoint of a stage by the summary of a finished run; None if it kept none."""
+    best = (read_json(run / SUMMARY_FILE).get("best") or {}).get(stage) if (run / SUMMARY_FILE).is_file() else None
+    found = run / best["checkpoint"] if best else None
+    return found if found is not None and (found / MANIFEST_FILE).is_file() else None

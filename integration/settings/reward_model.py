@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 
 from integration.expressions.mixture import parse_columns
 from integration.settings.sections import BackendSection, ModelSection
-from rollouts.config import OptimizerConfig, RewardModelTrainingConfig, check_count, check_patience, check_positive
+from rollouts.config import OptimizerConfig, RewardModelTrainingConfig, check_count, check_patience, check_positive, parse_metric
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
 
 PAIR_TASKS = ("sort", "sort-long")  # tasks for which integration/tasks/preference_pairs.py can generate wrong answers
+
+MEASURED = ("eval_accuracy", "eval_loss", "eval_margin", "eval_score_chosen", "eval_score_rejected")
+"""Metrics of evaluate_reward_model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,10 @@ class PairTrainingSection:
         check_positive(self, "num_steps", "batch_size", "keep_last_n")
         check_count(self, "patience")
         check_patience(self.best, self.patience, "training")
+        if self.best is not None and parse_metric(self.best)[0] not in MEASURED:
+            raise ConfigError(
+                f"training.best is {self.best!r}, but held-out pairs are measured by {', '.join(MEASURED)}: choose one of them"
+            )
         check_count(self, "eval_every", "checkpoint_every")
 
 

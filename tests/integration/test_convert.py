@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Generator
@@ -16,6 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from integration.convert.__main__ import main
+from integration.convert.weights import find_source
+from integration.eval.subjects import find_subject
+from integration.settings.config import Config
 from integration.train import main as train
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.models.heads import create_reward_model
@@ -219,3 +223,13 @@ def test_the_command_publishes_with_the_variables_of_a_process(hub: Hub, model_d
     done = subprocess.run(argv, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert json.loads(hub.files("me/plain")["config.json"])["model_type"] == "qwen3"
+
+
+def test_the_result_of_a_run_is_its_best_checkpoint_for_every_command(run_directory: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    shutil.copytree(run_directory, run)
+    last = run / "sft" / "checkpoints" / "step_0002"
+    best = last.with_name("step_0001")
+    for summary, expected in (({}, last), ({"best": {"sft": {"checkpoint": "sft/checkpoints/step_0001"}}}, best)):
+        (run / "summary.json").write_text(json.dumps(summary))
+        assert find_source(run).directory == find_subject(str(run), Config()).directory == expected

@@ -150,6 +150,7 @@ REFUSED = {
     "another task": (["--task", "gsm8k"], "there are no pairs of the task 'gsm8k'"),
     "held-out pairs alone": (["--data.eval-path", "x.jsonl"], "there is no data.path to train on"),
     "no directory": (["--model.path", "/nowhere"], "/nowhere is not a directory"),
+    "a best that no pair measures": (["--training.best", "eval_perplexity"], "held-out pairs are measured by eval_accuracy, eval_loss"),
     "no steps": (["--training.num-steps", "0"], "num_steps"),
     "no file": (["--data.path", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
 }
