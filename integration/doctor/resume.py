@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from integration.doctor.findings import Finding, judge, skip
@@ -29,17 +29,16 @@ def check_resume(argv: Sequence[str], mode: str, *, timeout_s: float) -> Finding
     """
     name = "resume"
     stage = "rl" if "rl" in mode else "sft"
-    small = ["--mode", mode, "--quiet", "--sft.num-steps", str(_STEPS), "--rl.num-steps", str(_STEPS), "--evaluation.num-prompts", "4"]
-    small += ["--checkpoint.sft-every", "1", "--checkpoint.rl-every", "1", "--trajectories.every", "0"]
+    small = shorten(mode)
     with TemporaryDirectory(prefix="rollouts-doctor-") as directory:
         whole, killed = Path(directory) / "whole", Path(directory) / "killed"
         try:
             for path, kill in ((whole, False), (killed, True)):
-                error = _run([*argv, *small, "--output-dir", str(path)], path / stage / "checkpoints" if kill else None, timeout_s)
+                error = run_shortly([*argv, *small, "--output-dir", str(path)], path / stage / "checkpoints" if kill else None, timeout_s)
                 if error:
                     found = f"three steps could not be run: {error}"
                     return judge(name, found, fails=True, advice="start the run itself: it says what is wrong")
-            error = _run([*argv, *small, "--output-dir", str(killed), "--resume"], None, timeout_s)
+            error = run_shortly([*argv, *small, "--output-dir", str(killed), "--resume"], None, timeout_s)
         except subprocess.TimeoutExpired:
             return skip(
                 name, f"three steps take longer than {timeout_s:.0f} s here; --resume-timeout-s allows more, 0 leaves this check out"
@@ -51,6 +50,13 @@ def check_resume(argv: Sequence[str], mode: str, *, timeout_s: float) -> Finding
     found = f"{_STEPS} steps, and {_STEPS} with a kill -9 after the second: {told}"
     advice = "something depends on time, on a global random state or on what came before: rewards and environments of your own first"
     return judge(name, found, fails=bool(differences), advice=advice)
+
+
+def shorten(mode: str) -> list[str]:
+    """Return the options that make a run one of three steps that tells nobody: no logger hears of it, and nothing is published."""
+    small = ["--mode", mode, "--quiet", "--sft.num-steps", str(_STEPS), "--rl.num-steps", str(_STEPS), "--evaluation.num-prompts", "4"]
+    small += ["--checkpoint.sft-every", "1", "--checkpoint.rl-every", "1", "--trajectories.every", "0"]
+    return [*small, "--push-to-hub", "None", "--loggers"]
 
 
 def compare_lines(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -69,25 +75,23 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _run(argv: Sequence[str], kill_at: Path | None, timeout_s: float) -> str:
+def run_shortly(argv: Sequence[str], kill_at: Path | None, timeout_s: float) -> str:
     """Run the command. kill_at: directory of checkpoints, at whose second the process is killed. Returns its last words if it failed."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "integration.train", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + timeout_s
-    try:
-        while process.poll() is None:
-            if kill_at is not None and kill_at.is_dir() and len(list_checkpoints(kill_at)) >= _STEPS - 1:
-                process.send_signal(signal.SIGKILL)
-                process.communicate()
-                return ""
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(process.args, timeout_s)
-            time.sleep(_POLL_S)
-        _, said = process.communicate()
-        words = [line.strip("│╭╮╰╯─ ") for line in said.splitlines()]
-        told = [line for line in words if line.startswith("error:")] or [line for line in words if line]
-        return "" if process.returncode == 0 else (told or [f"exit status {process.returncode}"])[-1]
-    finally:
-        process.kill()
-        process.wait()
+    with TemporaryFile("w+", encoding="utf-8", errors="replace") as said:  # a pipe that nobody reads would stop a run that says much
+        process = subprocess.Popen([sys.executable, "-m", "integration.train", *argv], stdout=subprocess.DEVNULL, stderr=said)
+        deadline = time.monotonic() + timeout_s
+        try:
+            while process.poll() is None:
+                if kill_at is not None and kill_at.is_dir() and len(list_checkpoints(kill_at)) >= _STEPS - 1:
+                    process.send_signal(signal.SIGKILL)
+                    return ""
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired(process.args, timeout_s)
+                time.sleep(_POLL_S)
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        words = [line.strip("│╭╮╰╯─ ") for line in said.read().splitlines()]
+    told = [line for line in words if line.startswith("error:")] or [line for line in words if line]
+    return "" if process.returncode == 0 else (told or [f"exit status {process.returncode}"])[-1]

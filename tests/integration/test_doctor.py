@@ -28,7 +28,7 @@ from integration.doctor.numbers import (
     create_reference,
     find_window,
 )
-from integration.doctor.resume import compare_lines
+from integration.doctor.resume import compare_lines, run_shortly, shorten
 from integration.doctor.rewards import check_reward
 from integration.doctor.texts import check_end, check_masks, check_template, check_tokenizer
 from integration.settings.command_line import parse_command_line
@@ -323,6 +323,18 @@ async def test_stale_keys_and_values_are_caught():
 async def test_weights_that_do_not_arrive_are_caught():
     _, sync = await check_with(DeafEngine)
     assert sync.status == "fail"
+
+
+def test_the_short_runs_of_the_resume_check_publish_nothing_and_tell_no_logger():
+    argv = ["--log", "wandb(project='mine')", "--push-to-hub", "me/mine", "--rl.num-steps", "500", *shorten("rl"), "--output-dir", "x"]
+    command = parse_command_line(argv)
+    assert (command.push_to_hub, command.config.loggers, command.config.rl.num_steps) == (None, (), 3)
+    assert command.config.output_dir == "x" and not command.config.trajectories.writes
+
+
+def test_a_run_that_says_much_does_not_stop_the_resume_check(tmp_path: Path):
+    (tmp_path / "loud.py").write_text("import sys\nprint('word ' * 100_000, file=sys.stderr)\n")  # more than a pipe holds, and no config
+    assert "loud.py" in run_shortly(["--config", str(tmp_path / "loud.py")], None, 60.0)
 
 
 def test_numbers_that_differ_after_a_resume_are_named_and_times_are_not_compared():
