@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from integration.report.rollouts import COLUMNS, Chosen, choose_rollouts
+from integration.report.rollouts import COLUMNS, Chosen, choose_rollouts, find_columns
 from integration.report.runs import Run, read_run
 
 _PARTS = files("integration.report") / "page"
@@ -42,11 +42,12 @@ def read_report(paths: Sequence[Path], *, max_tokens: int) -> Report:
 def render(report: Report, *, live: bool = False) -> str:
     """Return the page. live: look for news of the runs at the server that the page comes from."""
     chunks = [chunk for chosen in report.chosen for chunk in chosen.chunks]
+    known = {key for chunk in chunks for record in chunk.records for key in find_columns(record)} | {"advantage"}
     index: dict[str, Any] = {
         "live": live,
         "runs": [run.to_dict() for run in report.runs],
         "notes": [note for chosen in report.chosen for note in chosen.notes],
-        "columns": [{"key": key, "label": label, "help": text} for key, (label, text) in COLUMNS.items()],
+        "columns": [{"key": key, "label": label, "help": text} for key, (label, text) in COLUMNS.items() if key in known],
         "chunks": [{"run": c.run, "step": c.step, "rows": c.rows, "groups": c.groups} for c in chunks],
     }
     blocks = [_embed("index", index), *(_embed(f"chunk-{k}", chunk.records) for k, chunk in enumerate(chunks))]

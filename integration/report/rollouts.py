@@ -1,19 +1,19 @@
-"""Rollouts as the report sees them: chosen groups of each step, text and numbers of their tokens, and why a group has no gradient."""
+"""Rollouts as the report sees them: chosen groups of each step, and text and numbers of their tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from integration.view.gradient import explain_gradient, split_groups
 from integration.view.source import find_decoder, find_reward, find_step_files, read_file
 from integration.view.tokens import Decode, Token, read_step_tokens, read_tokens
 from rollouts.data.records import TrajectoryRecord, derive_steps
-from rollouts.types import Message, Status
+from rollouts.types import Message
 
 COLUMNS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -21,6 +21,17 @@ COLUMNS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "log_prob": ("log-prob when sampled", "natural logarithm of the probability with which the engine drew the token"),
         "return_": ("return", "rewards from this token on, which a critic learns to predict"),
         "value": ("value", "the critic's estimate of the return before the step"),
+        "trainer": ("trainer log-prob", "natural logarithm of the probability that the trainer gave the token before the update"),
+        "reference": ("reference log-prob", "natural logarithm of the probability that the frozen reference gives the token"),
+        "ratio": (
+            "ratio of trainer to rollout",
+            "the trainer's probability before the update divided by the engine's; 1: the engine had the weights and the arithmetic of the "
+            "trainer; the further from 1, the staler or the less exact",
+        ),
+        "weight": ("loss weight", "share of the token in the loss of the step; 0 with a loss mask of 1: the algorithm leaves it out"),
+        "importance": ("importance weight", "factor of the token's policy term; 0: left out, as too far from the policy that sampled it"),
+        "proximal": ("proximal log-prob", "natural logarithm of the probability under the policy that a decoupled objective clips around"),
+        "segment": ("segment log-prob", "natural logarithm of the probability one weight version after the one that sampled the token"),
         "mask": ("loss mask", "1: trained on; 0: given by the prompt, the environment or a tool, and not trained on"),
         "version": ("weight version", "number of weight syncs before the token was sampled; -1: not sampled"),
     }
@@ -59,7 +70,7 @@ def choose_rollouts(path: Path, run: int, *, max_tokens: int, mask_truncated: bo
         path: directory of the run.
         run: index of the run in the report.
         max_tokens: most tokens of all chosen rollouts; 0 = no bound.
-        mask_truncated: see explain_gradient.
+        mask_truncated: whether the run leaves truncated samples out of training.
 
     Raises: DataError naming file and line of a damaged file.
     """
@@ -100,13 +111,6 @@ def take_groups(records: Sequence[TrajectoryRecord], max_tokens: int) -> list[Tr
         return [record for group in groups for record in group]
     count = max(1, min(len(groups), max_tokens * len(groups) // sum(sizes)))
     return [record for k in range(count) for record in groups[k * len(groups) // count]]
-
-
-def split_groups(records: Iterable[TrajectoryRecord]) -> Iterator[list[TrajectoryRecord]]:
-    """Yield the records of each group, by the number of the group, samples in order."""
-    in_order = sorted(records, key=lambda record: (record.sample.group_index, record.sample.index))
-    for _, members in groupby(in_order, key=lambda record: record.sample.group_index):
-        yield list(members)
 
 
 def create_chunk(records: Sequence[TrajectoryRecord], run: int, step: int, decode: Decode | None, *, mask_truncated: bool = False) -> Chunk:
@@ -187,6 +191,12 @@ def describe_tokens(tokens: Sequence[Token]) -> dict[str, Any]:
     return columns
 
 
+def find_columns(record: Mapping[str, Any]) -> set[str]:
+    """Return the keys of the numbers that tokens of a described record have."""
+    of_steps = (step["tokens"] or {} for step in record.get("steps", ()))
+    return {key for tokens in (record["tokens"], *of_steps) for key in tokens if key in COLUMNS}
+
+
 def describe_message(message: Message) -> dict[str, Any]:
     """Return role, text and tool calls of a message."""
     kept = message.to_dict()
@@ -213,60 +223,3 @@ def to_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_json(item) for item in cast("Sequence[Any]", value)]
     return str(value)
-
-
-# -- why a group has a gradient, or none
-
-
-def explain_gradient(group: Sequence[TrajectoryRecord], *, mask_truncated: bool = False) -> tuple[str, ...]:
-    """Explain in sentences whether the update had a gradient from these samples of one group, and why not.
-
-    Args:
-        mask_truncated: whether the run leaves truncated samples out of training.
-    """
-    estimates = [record.estimate for record in group if record.estimate is not None]
-    if not estimates:
-        return ("No advantages were recorded: the step did not reach its estimate, or these samples were not trained on.",)
-    rewards = max((estimate.group_rewards for estimate in estimates), key=len) or tuple(e.reward for e in estimates)
-    told: list[str] = []
-    if not any(record.sample.trainable for record in group):
-        told.append("No gradient: none of these samples is trainable (trainable is False: failed, or kept only as a baseline).")
-    elif not any(mask > 0 for record in group for mask in record.sample.loss_mask):
-        told.append("No gradient: no token of these samples has a loss mask above 0.")
-    elif mask_truncated and all(record.sample.status is Status.TRUNCATED for record in group):
-        told.append("No gradient: each of these samples was cut by the token budget.")
-    elif all(estimate.advantages is None for estimate in estimates):
-        told.append("The algorithm estimates no advantages; its loss reads other columns.")
-    else:
-        told.append(_explain_advantages(group, rewards))
-    cut = sum(record.sample.status is Status.TRUNCATED for record in group)
-    if cut:
-        then = ": rl.mask_truncated leaves them out of training." if mask_truncated else "."
-        told.append(f"{cut} of {len(group)} samples were cut by the token budget{then}")
-    hidden = len(rewards) - len(group)
-    if hidden > 0:
-        told.append(f"The group has {len(rewards)} samples, of which {len(group)} were recorded.")
-    return tuple(told)
-
-
-def _explain_advantages(group: Sequence[TrajectoryRecord], rewards: Sequence[float]) -> str:
-    largest: list[float] = []  # largest advantage of each sample, by absolute value
-    for record in group:
-        advantages = None if record.estimate is None else record.estimate.advantages
-        if advantages is not None and record.sample.trainable:
-            largest.append(max((a for a, m in zip(advantages, record.sample.loss_mask, strict=True) if m > 0), key=abs, default=0.0))
-    equal = max(rewards) - min(rewards) <= _SAME * max(1.0, *(abs(reward) for reward in rewards))
-    zero = sum(value == 0 for value in largest)
-    if zero == len(largest) and equal:
-        return (
-            f"No gradient: all {len(rewards)} rewards of the group are {rewards[0]:g}, so that none is better than the group's mean and "
-            "each advantage is 0. A KL term or an entropy bonus may still give one."
-        )
-    if zero == len(largest):
-        return (
-            f"No gradient: each advantage is 0, although rewards go from {min(rewards):g} to {max(rewards):g}. Look at reward shaping and "
-            "at the algorithm's estimate."
-        )
-    nothing = f"; {zero} of {len(largest)} recorded samples have an advantage of 0" if zero else ""
-    ends = f"{min(largest):.3g} to {max(largest):.3g}, rewards from {min(rewards):g} to {max(rewards):g}"
-    return f"The group has a gradient: advantages go from {ends}{nothing}."

@@ -1,7 +1,7 @@
 """Show the rollouts of a run: prompts, responses, and the training data of each token.
 
-    python -m integration.view RUN|FILE [--step N] [--group N] [--sample N] [--min-reward X] [--max-reward X] [--limit N]
-                               [--color advantage|log-prob|mask|none] [--tokens] [--list] [--tokenizer DIR] [--svg FILE]
+    python -m integration.view RUN|FILE [--step N] [--group N] [--sample N] [--min-reward X] [--max-reward X] [--search TEXT] [--limit N]
+                               [--side-by-side] [--color NAME] [--tokens] [--list] [--tokenizer DIR] [--svg FILE]
 
 RUN is the directory of a run, FILE one of its rl/trajectories/step_NNNN.jsonl, an examples.jsonl, or a file of rollouts.data.trajectories.
 """
@@ -11,70 +11,91 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import tyro
 from rich.console import Console
 from rich.text import Text
 
 from integration.settings.closed_stdout import ignore_closed_stdout
-from integration.view.source import Choice, choose_file, describe_steps, find_decoder, find_step_files, read_file
-from integration.view.text import prepare, show_records, summarize
-from integration.view.tokens import ColorBy, choose_palette
+from integration.view.columns import show_side_by_side
+from integration.view.gradient import explain_gradient, split_groups
+from integration.view.source import Choice, choose_file, describe_steps, find_decoder, find_masking, find_step_files, read_file
+from integration.view.text import prepare, show_group, show_prompt, show_records, split_shown, summarize
+from integration.view.tokens import COLOR_FIELDS, ColorBy, choose_palette
+from rollouts.data.records import TrajectoryRecord
 from rollouts.errors import ConfigError, DataError, make_safe
 
 _SVG_COLUMNS = 132
+
+
+def _one(metavar: str | None = None) -> Any:
+    """Return the style of an option that takes one line of the help."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Show the rollouts of a run: prompts, responses, and the training data of each token.
 
-    Colours appear only on a terminal without NO_COLOR; --tokens prints the same as numbers.
+    Colours of tokens: advantage, log-prob when sampled, trainer or reference (their
+    log-probs), ratio of trainer to rollout, weight in the loss, mask, none; auto: the
+    first of advantage, log-prob and mask that is known. In a pipe there are none.
     """
 
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FILE")]
-    """directory of a run, one of its rl/trajectories/step_NNNN.jsonl, an examples.jsonl, or a file of steps"""
-    step: int | None = None
-    """training step of a run; None = the newest"""
-    group: int | None = None
-    """show only samples of this group, whose prompt is the same; None = all groups"""
-    sample: int | None = None
-    """show only the sample of this index; None = all samples"""
-    min_reward: float | None = None
-    """show only samples with at least this reward; None = no minimum"""
-    max_reward: float | None = None
-    """show only samples with at most this reward; None = no maximum"""
-    limit: int = 10
-    """maximum number of samples to show; 0 = all"""
-    color: ColorBy = "auto"
-    """quantity shown as the colour of a token: its advantage, its log-prob when sampled, or its loss mask; auto = the first available"""
-    tokens: bool = False
-    """print a table of each sample's tokens: id, text, mask, weight version, log-prob, advantage, return, value"""
-    list: bool = False
-    """print only one line per step of a run"""
-    tokenizer: Path | None = None
-    """model directory whose tokenizer decodes the tokens; None = the run's tokenizer"""
-    svg: Path | None = None
-    """file for an SVG picture instead of text; None = text"""
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FILE", help_behavior_hint="")]
+    """directory of a run, or a file of rollouts or of steps"""
+    step: Annotated[int | None, _one("N")] = None
+    """training step of a run; default: the newest"""
+    group: Annotated[int | None, _one("N")] = None
+    """show only this group, the samples of one prompt"""
+    sample: Annotated[int | None, _one("N")] = None
+    """show only the sample of this index"""
+    min_reward: Annotated[float | None, _one("X")] = None
+    """show only samples with at least this reward"""
+    max_reward: Annotated[float | None, _one("X")] = None
+    """show only samples with at most this reward"""
+    search: Annotated[str | None, _one("TEXT")] = None
+    """show only samples with this text, in any case"""
+    limit: Annotated[int, _one("N")] = 10
+    """maximum number of samples; 0 = all; default: 10"""
+    side_by_side: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
+    """the answers of a group in columns"""
+    color: Annotated[ColorBy, _one("NAME")] = "auto"
+    """quantity shown as colour, see above; default: auto"""
+    tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
+    """a table of each sample's tokens with all numbers"""
+    list: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
+    """only one line per step of a run"""
+    tokenizer: Annotated[Path | None, _one("DIR")] = None
+    """model that decodes tokens; default: the run's"""
+    svg: Annotated[Path | None, _one("FILE")] = None
+    """write a picture instead of text"""
 
 
-def view(arguments: Arguments, *, colors: bool) -> list[Text]:
-    """Return the lines to show. colors: whether the output has colours.
+def view(arguments: Arguments, *, colors: bool, width: int = _SVG_COLUMNS) -> list[Text]:
+    """Return the lines to show.
+
+    Args:
+        colors: whether the output has colours.
+        width: cells of a line for columns side by side.
 
     Raises: ConfigError or DataError for a path that does not exist, has no rollouts or is damaged.
     """
     if arguments.limit < 0:
         raise ConfigError(f"--limit is {arguments.limit}, expected at least 1, or 0 for all")
+    if arguments.side_by_side and arguments.tokens:
+        raise ConfigError("--tokens prints tables, which do not fit side by side: leave out --tokens or --side-by-side")
     if arguments.list:
         return list_steps(arguments.path)
     path = choose_file(arguments.path, arguments.step)
     records = read_file(path)
-    choice = Choice(group=arguments.group, sample=arguments.sample, min_reward=arguments.min_reward, max_reward=arguments.max_reward)
+    choice = Choice(**{field.name: getattr(arguments, field.name) for field in fields(Choice)})
     chosen = [record for record in records if choice.takes(record)]
     lines = [Text(f"{path}: ", style="bold").append(Text(summarize(records), style="not bold"))]
     if arguments.path.is_dir():
@@ -83,19 +104,38 @@ def view(arguments: Arguments, *, colors: bool) -> list[Text]:
         return [*lines, Text(f"none of them is chosen by {choice}" if records else "nothing was written to it")]
     decode = find_decoder(path, arguments.tokenizer)
     limit = arguments.limit or len(chosen)
+    if arguments.side_by_side:
+        chosen = [record for group in split_groups(chosen) for record in group]
+        while limit < len(chosen) and chosen[limit].sample.group_index == chosen[limit - 1].sample.group_index:
+            limit += 1  # whole groups
     shown = [prepare(record, decode) for record in chosen[:limit]]
     if decode is None and any(one.tokens or any(one.of_steps) for one in shown):
         lines.append(Text("tokens are shown by their ids: the file is in no run that has a tokenizer; --tokenizer DIR names one"))
     tokens = [token for one in shown for part in (one.tokens, *one.of_steps) for token in part]
     palette = choose_palette(arguments.color, tokens)
-    if palette.by == "advantage" and all(token.advantage is None for token in tokens):
-        lines.append(Text("the file has no advantages: they are known of rollouts that were trained on"))
+    column = COLOR_FIELDS.get(palette.by)
+    if column is not None and all(getattr(token, column) is None for token in tokens):
+        name = "advantages: they" if column == "advantage" else f"numbers for --color {palette.by}: such"
+        lines.append(Text(f"the file has no {name} are known of rollouts that were trained on, where the step had them"))
     elif colors and palette.by != "none" and tokens:
         lines.append(palette.legend())
-    lines += show_records(shown, palette, with_tokens=arguments.tokens)
+    reasons = explain_groups(records, path)
+    if arguments.side_by_side:
+        for members in split_shown(shown):
+            lines += show_group(members, reasons.get(members[0].record.sample.group_index, ()))
+            lines += [*show_prompt(members[0]), *show_side_by_side(members, palette, width=width)]
+    else:
+        lines += show_records(shown, palette, reasons, with_tokens=arguments.tokens)
     if len(chosen) > limit:
         lines += [Text(), Text(f"{len(chosen) - limit} more; --limit 0 shows all")]
     return lines
+
+
+def explain_groups(records: Sequence[TrajectoryRecord], path: Path) -> dict[int, tuple[str, ...]]:
+    """Return why each group with estimates has a gradient or none, by its number."""
+    masks, groups = find_masking(path), split_groups(records)
+    known = (group for group in groups if any(record.estimate is not None for record in group))
+    return {group[0].sample.group_index: explain_gradient(group, mask_truncated=masks) for group in known}
 
 
 def list_steps(path: Path) -> list[Text]:
@@ -146,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(given)
     try:
         colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        lines = view(arguments, colors=colors or arguments.svg is not None)
+        width = _SVG_COLUMNS if arguments.svg is not None else shutil.get_terminal_size().columns
+        lines = view(arguments, colors=colors or arguments.svg is not None, width=width)
         if arguments.svg is not None:
             write_picture(lines, arguments.svg, f"python -m integration.view {' '.join(given)}")
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -14,11 +15,12 @@ from integration.settings.command_line import CONFIG_FILE, RUN_FILE
 from integration.settings.sections import ModelSection
 from integration.view.tokens import Decode
 from rollouts.chat.char_tokenizer import create_char_tokenizer
-from rollouts.data.records import TrajectoryRecord
+from rollouts.data.records import TrajectoryRecord, derive_steps
 from rollouts.data.samples import describe_sample
 from rollouts.data.trajectories import read_records
 from rollouts.errors import ConfigError, DataError
 from rollouts.training.checkpoints import list_checkpoints
+from rollouts.types import Message
 
 TRAJECTORIES = Path("rl", "trajectories")
 TOKENIZER_FILE = "tokenizer.json"
@@ -75,11 +77,14 @@ class Choice:
     sample: int | None = None
     min_reward: float | None = None
     max_reward: float | None = None
+    search: str | None = None  # text in prompt, response, messages or steps, in any case
 
     def takes(self, record: TrajectoryRecord) -> bool:
         """Whether a record is selected. A record without a reward never matches a bound on rewards."""
         sample = record.sample
         if self.group not in (None, sample.group_index) or self.sample not in (None, sample.index):
+            return False
+        if self.search is not None and self.search.casefold() not in find_text(record).casefold():
             return False
         if self.min_reward is None and self.max_reward is None:
             return True
@@ -91,7 +96,30 @@ class Choice:
 
     def __str__(self) -> str:
         """Return the selection as flags."""
-        return " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in vars(self).items() if value is not None)
+        return " ".join(
+            f"--{name.replace('_', '-')} {shlex.quote(value) if isinstance(value, str) else f'{value:g}'}"
+            for name, value in vars(self).items()
+            if value is not None
+        )
+
+
+def find_text(record: TrajectoryRecord) -> str:
+    """Return all text of a record: its prompt, response, messages, and the observations, outputs and actions of its steps."""
+    sample = record.sample
+    prompt = [sample.prompt] if isinstance(sample.prompt, str) else sample.prompt or ()
+    parts: list[Any] = [*prompt, sample.response, *(sample.messages or ())]
+    parts += [part for step in derive_steps(record) for part in (step.observation_data, step.raw_policy_output, step.action_taken)]
+    parts = [part.to_dict() if isinstance(part, Message) else part for part in parts]
+    return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts if part is not None)
+
+
+def find_masking(path: Path) -> bool:
+    """Return whether the run of a file leaves truncated samples out of training; False where its configuration is not known."""
+    run = find_run(path)
+    try:
+        return run is not None and json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))["rl"]["mask_truncated"] is True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def find_reward(record: TrajectoryRecord) -> float | None:

@@ -71,13 +71,51 @@ def describe_rewards(rewards: Sequence[float]) -> str:
     return f", reward mean {mean}, std {std}, from {format_number(min(rewards))} to {format_number(max(rewards))}"
 
 
-def show_records(shown: Sequence[Shown], palette: Palette, *, with_tokens: bool) -> list[Text]:
-    """Return the lines of all records. with_tokens: add a table of each sample's tokens."""
+def show_group(of_group: Sequence[Shown], reasons: Sequence[str]) -> list[Text]:
+    """Return the head of a group: its rewards, and why it has a gradient or none. reasons: see gradient.explain_gradient."""
+    group = of_group[0].record.sample.group_index
+    head = Text(_describe_group(group, [one.record for one in of_group]), style="bold")
+    return [Text(), head, *(Text(f"  {make_line(reason)}") for reason in reasons)]
+
+
+def show_prompt(one: Shown) -> list[Text]:
+    """Return what the samples of a group have in common: the wanted answer and the prompt."""
+    sample, lines = one.record.sample, list[Text]()
+    if sample.metadata.get("ground_truth") is not None:
+        lines += _field("wanted", _to_text(sample.metadata["ground_truth"]))
+    messages = () if one.steps and not isinstance(sample.prompt, str) else _read_prompt(sample)
+    return lines + [line for message in messages for line in _show_message(message)]
+
+
+def describe_parts(record: TrajectoryRecord) -> list[str]:
+    """Describe the parts of a sample's reward, each with its reason, and a failure of the reward function."""
+    details = record.sample.reward_details
+    if details is None:
+        return []
+    told = [
+        f"{name} {format_number(part.score) if part.is_score_valid else 'invalid'}{f': {part.reason}' if part.reason else ''}"
+        for name, part in details.metrics.items()
+    ]
+    told += [f"reason: {details.reason}"] if details.reason else []
+    told += [f"the reward function failed: {details.error}"] if details.error is not None else []
+    return told + ([f"after {_count(details.num_retries, 'failed call')}"] if details.num_retries else [])
+
+
+def split_shown(shown: Sequence[Shown]) -> list[list[Shown]]:
+    """Return the records of each group, by the number of the group."""
+    return [list(members) for _, members in groupby(sorted(shown, key=_group_of), key=_group_of)]
+
+
+def show_records(shown: Sequence[Shown], palette: Palette, reasons: Mapping[int, Sequence[str]], *, with_tokens: bool) -> list[Text]:
+    """Return the lines of all records.
+
+    Args:
+        reasons: of the gradient of each group, by its number.
+        with_tokens: add a table of each sample's tokens.
+    """
     lines: list[Text] = []
-    by_group = groupby(sorted(shown, key=_group_of), key=_group_of)
-    for group, members in by_group:
-        of_group = list(members)
-        lines += [Text(), Text(_describe_group(group, [one.record for one in of_group]), style="bold")]
+    for of_group in split_shown(shown):
+        lines += show_group(of_group, reasons.get(_group_of(of_group[0]), ()))
         for one in of_group:
             lines += [Text(), *_show_record(one, palette)]
             if with_tokens and one.tokens:
@@ -104,12 +142,14 @@ def _show_record(one: Shown, palette: Palette) -> list[Text]:
     lines = [Text(f"  sample {sample.index}: ", style="bold").append(make_line(", ".join(_describe_sample(one))), style="not bold")]
     if sample.metadata.get("ground_truth") is not None:
         lines += _field("wanted", _to_text(sample.metadata["ground_truth"]))
+    parts = describe_parts(one.record)
+    lines += _field("parts", "\n".join(parts)) if parts else []
     if one.steps:
         return lines + _show_steps(one, palette)
     messages = _read_prompt(sample)
     for message in messages:
         lines += _show_message(message)
-    return lines + _show_written("response", sample.response, _response_tokens(one.tokens), palette, by_ids=one.by_ids)
+    return lines + _show_written("response", sample.response, find_response_tokens(one.tokens), palette, by_ids=one.by_ids)
 
 
 def _describe_sample(one: Shown) -> list[str]:
@@ -123,7 +163,7 @@ def _describe_sample(one: Shown) -> list[str]:
         parts.append("a baseline, not trained on")
     else:
         advantages = [token.advantage for token in one.tokens if token.advantage is not None and token.mask > 0]
-        parts += [f"advantage {_describe_range(advantages)}"] if advantages else []
+        parts += [f"advantage {describe_range(advantages)}"] if advantages else []
     if one.steps:
         parts.append(_count(len(one.steps), "step"))
     if sample.episode is not None:
@@ -137,7 +177,8 @@ def _describe_sample(one: Shown) -> list[str]:
     return parts
 
 
-def _describe_range(values: Sequence[float]) -> str:
+def describe_range(values: Sequence[float]) -> str:
+    """Describe numbers by their range, or by the number that all equal."""
     low, high = min(values), max(values)
     return format_signed(low) if high - low <= 1e-6 * max(1.0, abs(high)) else f"{format_signed(low)} to {format_signed(high)}"
 
@@ -149,7 +190,7 @@ def _read_prompt(sample: Sample) -> tuple[Message, ...]:
     return sample.prompt if sample.messages is None else sample.messages[:-1]
 
 
-def _response_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
+def find_response_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
     """Return the tokens from the first one that was sampled or is trained on."""
     first = next((k for k, token in enumerate(tokens) if token.mask > 0 or (token.version is not None and token.version >= 0)), len(tokens))
     return tokens[first:]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from rich.style import Style
@@ -17,7 +18,7 @@ from rollouts.steps import StepData
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Tokens to text, special tokens included."""
 
-ColorBy = Literal["auto", "advantage", "log-prob", "mask", "none"]
+ColorBy = Literal["auto", "advantage", "log-prob", "trainer", "reference", "ratio", "weight", "mask", "none"]
 Rgb: TypeAlias = "tuple[int, int, int]"
 
 _PALE: Rgb = (235, 235, 235)
@@ -26,6 +27,7 @@ _RED: Rgb = (225, 85, 75)
 _ORANGE: Rgb = (240, 150, 40)
 _GREEN: Rgb = (110, 190, 120)
 _LEAST_LOG_PROB = -4.0  # nats at and below which a token has the full colour
+_MOST_RATIO = 0.2  # nats between trainer and rollout at and above which a token has the full colour: the usual clip range
 _OTHER = Style(dim=True)  # style of tokens that are not trained on
 
 
@@ -42,6 +44,26 @@ class Token:
     advantage: float | None = None
     return_: float | None = None
     value: float | None = None
+    trainer: float | None = None  # log-prob of the trainer's policy before the step
+    reference: float | None = None  # log-prob of the reference policy
+    proximal: float | None = None  # log-prob of the proximal policy
+    segment: float | None = None  # log-prob under the weights one version after those that sampled it
+    ratio: float | None = None  # the trainer's probability before the step, divided by the engine's
+    weight: float | None = None  # weight in the loss
+    importance: float | None = None  # factor of its policy term
+
+
+COLOR_FIELDS: Mapping[ColorBy, str] = MappingProxyType(
+    {
+        "advantage": "advantage",
+        "log-prob": "log_prob",
+        "trainer": "trainer",
+        "reference": "reference",
+        "ratio": "ratio",
+        "weight": "weight",
+    }
+)
+"""Field of Token behind each colour that shows a number."""
 
 
 def split_text(decode: Decode, tokens: Sequence[int]) -> list[str]:
@@ -72,9 +94,21 @@ def read_tokens(record: TrajectoryRecord, decode: Decode | None) -> tuple[Token,
         "log_prob": sample.rollout_log_probs,
         "advantage": None if known is None else known.advantages,
         "return_": None if known is None else known.returns,
-        "value": None if known is None else known.values,
     }
+    if known is not None:
+        columns |= {"value": known.values, "trainer": known.old_log_probs, "reference": known.ref_log_probs}
+        columns |= {"proximal": known.prox_log_probs, "segment": known.segment_log_probs}
+        columns |= {"ratio": _find_ratios(record), "weight": known.loss_weights, "importance": known.importance_weights}
     return _make_tokens(sample.tokens, sample.loss_mask, decode, columns)
+
+
+def _find_ratios(record: TrajectoryRecord) -> tuple[float | None, ...] | None:
+    """Return exp(trainer's log-prob - engine's) of each trained token, None of the others; None where one of both is unknown."""
+    sample, trainer = record.sample, None if record.estimate is None else record.estimate.old_log_probs
+    if trainer is None or sample.rollout_log_probs is None:
+        return None
+    pairs = zip(trainer, sample.rollout_log_probs, sample.loss_mask, strict=True)
+    return tuple(math.exp(min(own - engine, 700.0)) if mask > 0 else None for own, engine, mask in pairs)
 
 
 def read_step_tokens(step: StepData, decode: Decode | None) -> tuple[Token, ...]:
@@ -121,19 +155,29 @@ class Palette:
             return _OTHER if token.mask == 0 and self.by != "none" else Style()
         if self.by == "mask":
             return _fill(_PALE, _GREEN, min(token.mask, 1.0))
-        if self.by == "log-prob":
-            return Style() if token.log_prob is None else _fill(_PALE, _ORANGE, min(token.log_prob / _LEAST_LOG_PROB, 1.0))
-        if token.advantage is None:
+        value: float | None = getattr(token, COLOR_FIELDS[self.by])
+        if value is None:
             return Style()
-        return _fill(_PALE, _BLUE if token.advantage > 0 else _RED, min(abs(token.advantage) / self.most, 1.0))
+        if self.by in ("log-prob", "trainer", "reference"):
+            return _fill(_PALE, _ORANGE, min(value / _LEAST_LOG_PROB, 1.0))
+        if self.by == "weight":
+            return _fill(_PALE, _GREEN, value / self.most) if value else _fill(_PALE, _RED, 1.0)
+        if self.by == "ratio":
+            value = math.log(value) / _MOST_RATIO * self.most if value > 0 else -math.inf
+        return _fill(_PALE, _BLUE if value > 0 else _RED, min(abs(value) / self.most, 1.0))
 
     def legend(self) -> Text:
         """Return a line that explains the colours."""
         steps = (-1.0, -0.5, 0.0, 0.5, 1.0)
+        parts: list[tuple[str, dict[str, Any]]]
         if self.by == "advantage":
             parts = [(f" {format_signed(fraction * self.most)} ", {"advantage": fraction * self.most}) for fraction in steps]
-        elif self.by == "log-prob":
-            parts = [(f" {value:g} ", {"log_prob": value}) for value in (0.0, -1.0, -2.0, _LEAST_LOG_PROB)]
+        elif self.by in ("log-prob", "trainer", "reference"):
+            parts = [(f" {value:g} ", {COLOR_FIELDS[self.by]: value}) for value in (0.0, -1.0, -2.0, _LEAST_LOG_PROB)]
+        elif self.by == "ratio":
+            parts = [(f" {value:g} ", {"ratio": value}) for value in (0.8, 0.9, 1.0, 1.1, 1.2)]
+        elif self.by == "weight":
+            parts = [(f" {format_number(value)} ", {"weight": value}) for value in (0.0, self.most / 2, self.most)]
         else:
             parts = [(" trained ", {})]
         text = Text(f"{self.by}: ", style="bold")
@@ -151,11 +195,12 @@ def _fill(pale: Rgb, full: Rgb, fraction: float) -> Style:
 
 def choose_palette(by: ColorBy, tokens: Sequence[Token]) -> Palette:
     """Choose the colours of the shown tokens. by="auto": advantage if recorded, else log-prob, else mask."""
-    known = (abs(token.advantage) for token in tokens if token.advantage is not None and token.mask > 0)
-    advantages = [advantage for advantage in known if math.isfinite(advantage)]
+    trained = [token for token in tokens if token.mask > 0]
+    advantages = [abs(token.advantage) for token in trained if token.advantage is not None and math.isfinite(token.advantage)]
     if by == "auto":
         by = "advantage" if advantages else "log-prob" if any(token.log_prob is not None for token in tokens) else "mask"
-    return Palette(by, max(advantages, default=0.0) or 1.0)
+    weights = [abs(token.weight) for token in trained if token.weight is not None and math.isfinite(token.weight)]
+    return Palette(by, max(weights if by == "weight" else advantages, default=0.0) or 1.0)
 
 
 def lay_out(parts: Sequence[tuple[str, Style | str]], indent: str) -> list[Text]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import trio
 
 from integration.report.__main__ import main
 from integration.report.page import read_report, render
-from integration.report.rollouts import choose_rollouts, explain_gradient, take_groups, to_json
+from integration.report.rollouts import choose_rollouts, describe_record, find_columns, take_groups, to_json
 from integration.report.runs import judge_progress, judge_trend, read_lines, read_run
 from integration.report.serve import FollowedReport, describe_state, serve
+from integration.view.gradient import explain_gradient
 from rollouts.data.records import Estimate, TrajectoryRecord
 from rollouts.data.trajectories import write_records
 from rollouts.errors import ConfigError, DataError
@@ -143,6 +146,22 @@ def test_each_stage_is_judged_by_its_own_measure():
     sft, rl = judge_progress(lines)
     assert sft.startswith("SFT: still learning: the loss") and rl.startswith("RL: still learning: the mean reward")
     assert "Held-out accuracy is 0.5 after step 11; its best was 0.9 after step 1" in rl
+
+
+def test_the_numbers_of_the_update_are_columns_of_the_tokens_and_colours_of_the_page(run: Path):
+    old, ref, weights = (0.0, -0.5, -1.0), (0.0, -0.25, -2.0), (0.0, 0.125, 0.0)
+    known = Estimate(reward=1.0, advantages=(0.0, 1.0, 1.0), old_log_probs=old, ref_log_probs=ref, loss_weights=weights)
+    record = replace(create_record(0, 0, 1.0, None, ()), estimate=known)
+    told = describe_record(record, None)
+    tokens = told["tokens"]
+    assert (tokens["trainer"], tokens["reference"], tokens["weight"]) == ([0, -0.5, -1], [0, -0.25, -2], [0, 0.125, 0])
+    assert tokens["ratio"] == [None, 1, pytest.approx(math.exp(0.25), rel=1e-3)]
+    assert find_columns(told) == {"advantage", "log_prob", "mask", "version", "trainer", "reference", "ratio", "weight"}
+    page = unpack(render(read_report([run], max_tokens=0)), "index")
+    assert [column["key"] for column in page["columns"]] == ["advantage", "log_prob", "mask", "version"], "those that the run has"
+    write_records(run / "rl" / "trajectories" / "step_0003.jsonl", [record])
+    labels = {column["label"] for column in unpack(render(read_report([run], max_tokens=0)), "index")["columns"]}
+    assert {"trainer log-prob", "reference log-prob", "ratio of trainer to rollout", "loss weight"} < labels
 
 
 def test_whole_groups_are_taken_spread_over_the_step():

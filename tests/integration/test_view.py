@@ -29,7 +29,7 @@ from rollouts.data.collate import collate_samples
 from rollouts.data.records import Estimate, TrajectoryRecord, attach_estimates, derive_steps
 from rollouts.data.trajectories import read_records, write_records, write_samples, write_steps
 from rollouts.errors import make_safe
-from rollouts.outcomes import EpisodeOutcome, StopReason
+from rollouts.outcomes import EpisodeOutcome, MetricResult, RewardDetails, StopReason
 from rollouts.steps import StepData
 from rollouts.types import Message, Sample, Status, Turn
 
@@ -195,6 +195,94 @@ def test_a_conversation_is_shown_message_by_message(capsys, tmp_path: Path, toke
         "  sample 1: completed, reward 0, a baseline, not trained on, 5 tokens, 2 trained\n"
         "    wanted      3\n    system      sort\n                well\n    user        3\n    response    3<|eos|>\n",
     ]
+
+
+# -- answers side by side, search, reasons and parts of the reward
+
+
+def make_answers(
+    texts: tuple[str, ...], rewards: tuple[float, ...], advantages: tuple[float, ...], **changes: Any
+) -> list[TrajectoryRecord]:
+    tokenizer: Any = create_char_tokenizer(99)
+    records: list[TrajectoryRecord] = []
+    for k, (text, reward, advantage) in enumerate(zip(texts, rewards, advantages, strict=True)):
+        tokens = tuple(tokenizer.encode("s3=" + text))
+        mask = (0.0,) * 3 + (1.0,) * (len(tokens) - 3)
+        sample = make_shown(k, 5, reward, tokens=tokens, loss_mask=mask, response=text, metadata={"ground_truth": "3"}, **changes)
+        known = Estimate(reward=reward, advantages=tuple(advantage * m for m in mask), group_rewards=rewards)
+        records.append(TrajectoryRecord(sample=sample, estimate=known))
+    return records
+
+
+def test_answers_of_a_group_stand_side_by_side(capsys, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    answers = make_answers(("3", "x" * 30, "a\nb"), (1.0, 0.0, 0.0), (1.25, -0.75, -0.5))
+    write_records(tmp_path / "f.jsonl", answers)
+    monkeypatch.setenv("COLUMNS", "78")
+    arguments = (tmp_path / "f.jsonl", "--side-by-side", "--tokenizer", tokenizer_dir)
+    assert see(capsys, *arguments, "--limit", 1).split("\n", 1)[1] == (
+        "\ngroup 5: 3 samples, reward mean 0.3333, std 0.4714, from 0 to 1\n"
+        "  The group has a gradient: advantages go from -0.75 to 1.25, rewards from 0 to 1.\n"
+        "    wanted      3\n    prompt      s3=\n\n"
+        "sample 0                  sample 1                  sample 2\n"
+        "reward 1                  reward 0                  reward 0\n"
+        "advantage +1.25           advantage -0.75           advantage -0.5\n"
+        "completed, 1 tokens       completed, 30 tokens      completed, 3 tokens\n"
+        "trained                   trained                   trained\n\n"
+        f"3                         {'x' * 24}  a\n"
+        "                          xxxxxx                    b\n"
+    ), "whole groups, whatever the limit"
+    monkeypatch.setenv("COLUMNS", "30")
+    narrow = see(capsys, *arguments)
+    assert [line for line in narrow.splitlines() if line.startswith("sample")] == ["sample 0", "sample 1", "sample 2"]
+    assert max(map(len, narrow.split("\n\n", 2)[2].splitlines())) <= 30
+    assert "do not fit side by side" in see(capsys, *arguments, "--tokens", status=2)
+    by_ids = see(capsys, tmp_path / "f.jsonl", "--side-by-side")
+    assert "x" * 20 in by_ids
+
+
+def test_episodes_stand_side_by_side_step_by_step(capsys, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    write_records(tmp_path / "f.jsonl", episode_records())
+    lines = see(capsys, tmp_path / "f.jsonl", "--side-by-side", "--tokenizer", tokenizer_dir).splitlines()
+    at = next(k for k, line in enumerate(lines) if line.startswith("step 1"))
+    assert lines[at].count("step 1, reward") == 2 and lines[at + 1].split() == ["l", "r"]
+
+
+def test_text_is_searched_in_any_case_and_place(capsys, tmp_path: Path, tokenizer_dir: Path):
+    answers = make_answers(("Hello", "world", "x"), (0.0,) * 3, (0.0,) * 3)
+    write_records(tmp_path / "f.jsonl", [*answers, *episode_records()])
+    found = lambda text: [line for line in see(capsys, tmp_path / "f.jsonl", "--search", text).splitlines() if "  sample " in line]
+    assert [line.split()[1] for line in found("hELLO")] == ["0:"] and len(found("s3=")) == 3
+    assert len(found("over")) == 2, "messages of episodes"
+    assert "none of them is chosen by --search 'a b'" in see(capsys, tmp_path / "f.jsonl", "--search", "a b")
+
+
+def test_the_reason_of_a_group_without_gradient_and_parts_of_rewards_are_shown(capsys, tmp_path: Path, tokenizer_dir: Path):
+    details = RewardDetails(metrics={"format": MetricResult(1.0, "has a box"), "right": MetricResult(0.0)}, reason="wrong", num_retries=1)
+    write_records(tmp_path / "f.jsonl", make_answers(("3", "4"), (0.5, 0.5), (0.0, 0.0), reward_details=details))
+    parts = ("format 1: has a box", "right 0", "reason: wrong", "after 1 failed call")
+    for flags in ((), ("--side-by-side",)):
+        out = see(capsys, tmp_path / "f.jsonl", *flags)
+        assert "  No gradient: all 2 rewards of the group are 0.5" in out
+        assert all(out.count(part) == 2 for part in parts), out
+
+
+def test_numbers_of_the_update_are_columns_and_colours(capsys, tmp_path: Path):
+    known = Estimate(reward=1.0, old_log_probs=(0, 0, 0, -0.25, -1), ref_log_probs=(0, 0, 0, -2, -1), loss_weights=(0, 0, 0, 0.5, 0))
+    sample = make_shown(0, 0, 1.0, rollout_log_probs=(0.0, 0.0, 0.0, -0.5, -1.0))
+    write_records(tmp_path / "f.jsonl", [TrajectoryRecord(sample=sample, estimate=known)])
+    rows = [line.split() for line in see(capsys, tmp_path / "f.jsonl", "--tokens").splitlines()]
+    at = next(k for k, row in enumerate(rows) if row[:1] == ["position"])
+    assert rows[at][4:] == ["log-prob", "trainer", "reference", "ratio", "weight"]
+    assert rows[at + 4][-5:] == ["-0.5", "-0.25", "-2", "1.284", "0.5"] and rows[at + 5][-5:] == ["-1", "-1", "-1", "1", "0"]
+    assert len(rows[at + 3]) == len(rows[at + 4]) - 1, "a token that is not trained on has no ratio"
+    for name in ("trainer", "reference", "ratio", "weight"):
+        assert "has no" not in see(capsys, tmp_path / "f.jsonl", "--color", name)
+    write_samples(tmp_path / "g.jsonl", [sample])
+    assert "has no numbers for --color ratio" in see(capsys, tmp_path / "g.jsonl", "--color", "ratio")
+    ratio, weight = Palette("ratio"), Palette("weight", most=0.5)
+    assert color_of(ratio, ratio=1.0) == "#ebebeb" and color_of(ratio, ratio=1.3) == "#3c82eb" and color_of(ratio, ratio=0.5) == "#e1554b"
+    assert color_of(weight, weight=0.5) == "#6ebe78" and color_of(weight, weight=0.0) == "#e1554b" and color_of(ratio, ratio=0.0)
 
 
 # -- episodes
@@ -424,9 +512,10 @@ def test_help_names_every_flag(capsys):
         main(["--help"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    for flag in ("step", "group", "sample", "min-reward", "max-reward", "limit", "color", "tokens", "list", "tokenizer", "svg"):
+    names = ("step", "group", "sample", "min-reward", "max-reward", "search", "limit", "side-by-side", "color", "tokens", "list")
+    for flag in (*names, "tokenizer", "svg"):
         assert f"--{flag}" in out
-    assert "RUN|FILE" in out
+    assert "RUN|FILE" in out and len(out.splitlines()) <= 32, "one screen"
 
 
 def test_a_reader_that_has_seen_enough_ends_it_silently(samples: Path, tmp_path: Path):
@@ -468,7 +557,7 @@ def test_whatever_stands_in_a_file_is_shown_or_refused(capsys, tmp_path: Path, d
         owner = owner[key]
     owner[path[-1]] = data.draw(json_values | st.sampled_from([float("nan"), float("inf"), 10**400, -(10**30), "\x1b[2J"]))
     (tmp_path / "f.jsonl").write_text(json.dumps(row))
-    assert main([str(tmp_path / "f.jsonl"), "--tokens"]) in (0, 2)
+    assert main([str(tmp_path / "f.jsonl"), data.draw(st.sampled_from(["--tokens", "--side-by-side"])), "--color", "ratio"]) in (0, 2)
     out, error = capsys.readouterr()
     assert "\x1b" not in out + error
 
@@ -479,5 +568,9 @@ ROWS = [
         *episode_records(),
         *(replace(record, steps=derive_steps(record)) for record in episode_records()),
         TrajectoryRecord(sample=make_shown(0, 0, 1.0, prompt=(Message(role="user", content="3"),))),
+        TrajectoryRecord(
+            sample=make_shown(0, 0, 1.0, rollout_log_probs=(0.0, 0.0, 0.0, -0.5, -1.0)),
+            estimate=Estimate(reward=1.0, old_log_probs=(0.0, 0.0, 0.0, -0.5, -1.0), loss_weights=(0.5,) * 5),
+        ),
     )
 ]

@@ -1,11 +1,15 @@
 "use strict";
 // Tokens coloured by one of their numbers, each explained under the pointer, on focus and on touch.
 
+const LOG_PROBS = ["log_prob", "trainer", "reference", "proximal", "segment"];
+
 function colorOf(key, value, most) {
   if (value === null || value === undefined) return "";
   const paint = (name, part) => `rgba(var(--${name}), ${(0.08 + 0.6 * Math.min(1, Math.max(0, part))).toFixed(3)})`;
   if (key === "mask") return value > 0 ? paint("on", value) : "";
-  if (key === "log_prob") return paint("cool", -value / 6);
+  if (LOG_PROBS.includes(key)) return paint("cool", -value / 6);
+  if (key === "ratio") return value === 1 ? "" : paint(value > 1 ? "good" : "bad", value > 0 ? Math.abs(Math.log(value)) / 0.2 : 1);
+  if (key === "weight" || key === "importance") return value > 0 ? paint("on", value / (most || 1)) : paint("bad", 1);
   if (key === "version") return value < 0 ? "" : `hsl(${(value * 67) % 360} 60% 55% / .38)`;
   if (value === 0) return "";
   return paint(value > 0 ? "good" : "bad", Math.abs(value) / (most || 1));
@@ -40,7 +44,7 @@ function explainToken(columns, { tokens, i }) {
   for (const { key, label, help } of columns) {
     if (!tokens[key] || tokens[key][i] === null) continue;
     const value = tokens[key][i];
-    const more = key === "log_prob" ? ` (probability ${number(Math.exp(value))})` : "";
+    const more = LOG_PROBS.includes(key) ? ` (probability ${number(Math.exp(value))})` : "";
     list.append(make("dt", { title: help }, label), make("dd", {}, number(value) + more, make("div", { class: "dim" }, help)));
   }
   return [make("strong", {}, `token ${i}: ${JSON.stringify(show(tokens.pieces[i]))}, id ${tokens.ids[i]}`), list];
@@ -48,7 +52,7 @@ function explainToken(columns, { tokens, i }) {
 
 function legend(key, columns, most) {
   const box = make("div", { class: "legend" }, (columns.find((column) => column.key === key) || { label: key }).label + ":");
-  const values = key === "mask" ? [1] : key === "log_prob" ? [0, -1, -3, -6] : key === "version" ? [] : [-most, -most / 2, 0, most / 2, most];
+  const values = key === "mask" ? [1] : LOG_PROBS.includes(key) ? [0, -1, -3, -6] : key === "version" ? [] : key === "ratio" ? [0.8, 0.9, 1, 1.1, 1.2] : key === "weight" || key === "importance" ? [0, most / 2, most] : [-most, -most / 2, 0, most / 2, most];
   for (const value of values) {
     const mark = make("i", {}, number(value));
     mark.style.background = colorOf(key, value, most);

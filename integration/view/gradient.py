@@ -1,0 +1,72 @@
+"""Reasons for a group of rollouts having a gradient, or none, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from rollouts.data.records import TrajectoryRecord
+from rollouts.types import Status
+
+_SAME = 1e-6  # difference below which rewards are equal
+
+
+def split_groups(records: Iterable[TrajectoryRecord]) -> Iterator[list[TrajectoryRecord]]:
+    """Yield the records of each group, by the number of the group, samples in order."""
+    in_order = sorted(records, key=lambda record: (record.sample.group_index, record.sample.index))
+    for _, members in groupby(in_order, key=lambda record: record.sample.group_index):
+        yield list(members)
+
+
+def explain_gradient(group: Sequence[TrajectoryRecord], *, mask_truncated: bool = False) -> tuple[str, ...]:
+    """Explain in sentences whether the update had a gradient from these samples of one group, and why not.
+
+    Args:
+        mask_truncated: whether the run leaves truncated samples out of training.
+    """
+    estimates = [record.estimate for record in group if record.estimate is not None]
+    if not estimates:
+        return ("No advantages were recorded: the step did not reach its estimate, or these samples were not trained on.",)
+    rewards = max((estimate.group_rewards for estimate in estimates), key=len) or tuple(e.reward for e in estimates)
+    told: list[str] = []
+    if not any(record.sample.trainable for record in group):
+        told.append("No gradient: none of these samples is trainable (trainable is False: failed, or kept only as a baseline).")
+    elif not any(mask > 0 for record in group for mask in record.sample.loss_mask):
+        told.append("No gradient: no token of these samples has a loss mask above 0.")
+    elif mask_truncated and all(record.sample.status is Status.TRUNCATED for record in group):
+        told.append("No gradient: each of these samples was cut by the token budget.")
+    elif all(estimate.advantages is None for estimate in estimates):
+        told.append("The algorithm estimates no advantages; its loss reads other columns.")
+    else:
+        told.append(_explain_advantages(group, rewards))
+    cut = sum(record.sample.status is Status.TRUNCATED for record in group)
+    if cut:
+        then = ": rl.mask_truncated leaves them out of training." if mask_truncated else "."
+        told.append(f"{cut} of {len(group)} samples were cut by the token budget{then}")
+    hidden = len(rewards) - len(group)
+    if hidden > 0:
+        told.append(f"The group has {len(rewards)} samples, of which {len(group)} were recorded.")
+    return tuple(told)
+
+
+def _explain_advantages(group: Sequence[TrajectoryRecord], rewards: Sequence[float]) -> str:
+    largest: list[float] = []  # largest advantage of each sample, by absolute value
+    for record in group:
+        advantages = None if record.estimate is None else record.estimate.advantages
+        if advantages is not None and record.sample.trainable:
+            largest.append(max((a for a, m in zip(advantages, record.sample.loss_mask, strict=True) if m > 0), key=abs, default=0.0))
+    equal = max(rewards) - min(rewards) <= _SAME * max(1.0, *(abs(reward) for reward in rewards))
+    zero = sum(value == 0 for value in largest)
+    if zero == len(largest) and equal:
+        return (
+            f"No gradient: all {len(rewards)} rewards of the group are {rewards[0]:g}, so that none is better than the group's mean and "
+            "each advantage is 0. A KL term or an entropy bonus may still give one."
+        )
+    if zero == len(largest):
+        return (
+            f"No gradient: each advantage is 0, although rewards go from {min(rewards):g} to {max(rewards):g}. Look at reward shaping and "
+            "at the algorithm's estimate."
+        )
+    nothing = f"; {zero} of {len(largest)} recorded samples have an advantage of 0" if zero else ""
+    ends = f"{min(largest):.3g} to {max(largest):.3g}, rewards from {min(rewards):g} to {max(rewards):g}"
+    return f"The group has a gradient: advantages go from {ends}{nothing}."
