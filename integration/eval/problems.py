@@ -60,6 +60,8 @@ def parse_problems(tasks: Sequence[str], config: Config, num_prompts: int | None
 
 def _take_configured(config: Config) -> Problem:
     whole = config.task in ("gsm8k", "jsonl") and config.data.eval_path is not None
+    if whole and config.data.rollouts is not None:  # recorded rollouts are for training alone
+        config = _with_task(config, config.task, config.data.eval_path)
     return Problem(label=config.task, config=config, mode="eval" if whole else "rl")
 
 
@@ -83,7 +85,7 @@ def _parse(task: str, config: Config) -> Problem:
 
 
 def _with_task(config: Config, task: str, file: str | None = None) -> Config:
-    data = replace(config.data, path=file, eval_path=file, mixture=())
+    data = replace(config.data, path=file, eval_path=file, mixture=(), rollouts=None)
     return replace(config, task=task, data=data)
 
 

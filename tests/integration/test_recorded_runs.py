@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from integration.eval.__main__ import main as evaluate
 from integration.train import main
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.recorded import RecordedRollouts, load_recorded_groups, read_recorded_sample
@@ -81,10 +82,19 @@ def test_recorded_rollouts_are_trained_on_as_they_are_and_a_stopped_run_goes_on(
     assert "the recorded rollouts have the fingerprint" in capsys.readouterr().err
 
 
-def test_a_run_on_recorded_rollouts_is_evaluated_on_problems_of_its_own(folder: Path):
+def test_a_run_on_recorded_rollouts_is_evaluated_on_problems_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]):
     write(folder / "eval.jsonl", [{"prompt": f"{i}+2=", "answer": str(i + 2)} for i in range(3)])
     assert main([*FLAGS.split(), "--rl.num-steps", "1", "--data.eval-path", "eval.jsonl", "--output-dir", "run"]) == 0
     assert 0 <= lines_of(folder, "run")[0]["eval_accuracy"] <= 1
+    for tasks, label, num in (
+        ([], "jsonl", 3),
+        (["--tasks", "sort", "--num-prompts", "2"], "sort", 2),
+    ):  # the rollouts are for training alone
+        capsys.readouterr()
+        assert evaluate(["run", *tasks, "--json", "--quiet", "--num-threads", "1", "--output-dir", f"evals-{label}"]) == 0
+        (line,) = json.loads(capsys.readouterr().out)["results"]
+        assert (line["task"], line["num_prompts"]) == (label, num)
+        assert label == "sort" or line["accuracy"]["value"] == lines_of(folder, "run")[0]["eval_accuracy"]
 
 
 async def test_batches_are_groups_of_the_stream_whichever_form_the_file_has(tmp_path: Path):
