@@ -25,8 +25,7 @@ class Program:
     """A program of the command: its module has `main(argv) -> exit status`, and answers --help."""
 
     text: str  # description in the help of the command
-    module: str | None = None  # module with `main`; None = the program does not exist yet
-    meanwhile: str = ""  # advice for users until it exists
+    module: str  # module with `main`
 
 
 PROGRAMS: Mapping[str, Program] = MappingProxyType(
@@ -41,22 +40,18 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "eval": Program("evaluate models and checkpoints on tasks: accuracy, pass@k, maj@k, comparisons", "integration.eval.__main__"),
         "report": Program("write a page with the curves and the rollouts of runs, or serve it", "integration.report.__main__"),
         "doctor": Program("check a model, its tokenizer, data, reward and engine before a run", "integration.doctor.__main__"),
-        "verify": Program(
-            "check that a run can be trusted: masks, log-probs, weight syncs, resuming",
-            meanwhile="--engine.parity-rows compares the log-probs of engine and trainer on each batch, and --engine.probe-tolerance "
-            "checks each weight sync of a server",
-        ),
+        "verify": Program("check a run directory: metrics, ledger, checkpoints, and where it can go on", "integration.verify.__main__"),
     }
 )
 """The programs by name, in the order of the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program that the first argument names. Returns its exit status; 2 for an unknown name, or a program to come."""
+    """Run the program that the first argument names. Returns its exit status; 2 for an unknown name."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = arguments[0] if arguments else "--help"
     program = PROGRAMS.get(name)
-    if program is not None and program.module is not None:
+    if program is not None:
         status: int = importlib.import_module(program.module).main(arguments[1:])
         return status
     with ignore_closed_stdout():
@@ -66,9 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "--version":
             print(f"{DISTRIBUTION} {version(DISTRIBUTION)}")
             return 0
-    if program is not None:
-        print(f"error: `rollouts {name}` is not part of this version yet. Meanwhile: {program.meanwhile}", file=sys.stderr)
-        return 2
     print(f"error: unknown command {name!r}: {suggest(name, PROGRAMS)}; `rollouts --help` describes them", file=sys.stderr)
     return 2
 
@@ -76,11 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def describe_programs() -> str:
     """Return the help of the command: a line for each program."""
     width = max(map(len, PROGRAMS))
-    ready = [f"  {name:<{width}}  {program.text}" for name, program in PROGRAMS.items() if program.module is not None]
-    later = [f"  {name:<{width}}  {program.text}" for name, program in PROGRAMS.items() if program.module is None]
-    told = ["", "not part of this version yet (each says what to use meanwhile):", *later] if later else []
+    programs = [f"  {name:<{width}}  {program.text}" for name, program in PROGRAMS.items()]
     end = "`rollouts NAME --help` describes its options. The first run: rollouts train --mode sft+rl"
-    return "\n".join(["usage: rollouts NAME [OPTIONS]", "", *ready, *told, "", end])
+    return "\n".join(["usage: rollouts NAME [OPTIONS]", "", *programs, "", end])
 
 
 if __name__ == "__main__":

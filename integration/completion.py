@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_programs() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return the options of each program that exists, by name, as its help lists them."""
+    """Return the options of each program, by name, as its help lists them."""
     from integration.command import PROGRAMS
     from integration.settings.config import TASKS
     from integration.settings.sections import BACKEND_KINDS, ENGINE_KINDS
@@ -58,7 +58,7 @@ def read_programs() -> dict[str, dict[str, tuple[str, ...]]]:
     for name, program in PROGRAMS.items():
         if program.module == __name__:
             found[name] = {}
-        elif program.module is not None:
+        else:
             run = importlib.import_module(program.module).main
             printed = io.StringIO()
             for flag in ("--help", "--help-all"):  # a program without --help-all refuses it

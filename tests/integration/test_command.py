@@ -32,16 +32,7 @@ def test_an_unknown_program_is_an_error_with_a_suggestion(capsys: pytest.Capture
     assert "unknown command 'trian': did you mean 'train'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.module is None])
-def test_a_program_to_come_says_what_to_use_meanwhile(name: str, capsys: pytest.CaptureFixture[str]):
-    for argv in ([name], [name, "--help"], [name, "runs/1"]):
-        assert main(argv) == 2
-        told = capsys.readouterr()
-        assert told.err.startswith(f"error: `rollouts {name}` is not part of this version yet. Meanwhile: ") and not told.out
-    assert "`rollouts" in told.err or "--" in told.err
-
-
-@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.module is not None])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_each_program_answers(name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])

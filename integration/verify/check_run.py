@@ -1,0 +1,177 @@
+"""Checks of a run directory. Nothing in the directory is written, renamed or created."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from integration.doctor.findings import Finding, judge, skip, tabulate
+from integration.run.ledger import read_ledger
+from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
+from integration.settings.config import Config
+from integration.settings.reward_model import RewardModelConfig
+from integration.verify.checkpoints import Stage, check_stage
+from integration.verify.lines import Lines, check_metrics, compare_ledger, read_lines
+from rollouts.config_files import read_json
+from rollouts.data.trajectories import read_records
+from rollouts.errors import ConfigError, RolloutsError
+from rollouts.training.checkpoints import LOCK_FILE, find_leftovers, list_checkpoints
+
+STAGES = ("sft", "rl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun:
+    """The findings about a run, and where it could go on."""
+
+    path: Path
+    findings: tuple[Finding, ...]
+    resumes: Stage | None  # stage whose newest intact checkpoint --resume loads; None = there is none
+    resume_step: int | None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a check failed."""
+        return any(finding.status == "fail" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the findings as JSON values."""
+        point = None if self.resumes is None else {"stage": self.resumes.name, "step": self.resume_step}
+        return {"run": str(self.path), "resumes": point, "findings": [finding.to_dict() for finding in self.findings]}
+
+    def describe(self) -> str:
+        """Return the findings as a table."""
+        return tabulate(self.findings)
+
+
+def check_run(path: Path) -> CheckedRun:
+    """Check everything in a run directory.
+
+    Raises: ConfigError for a path that is no run.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory: give that of a run, for example runs/mine")
+    stages = [Stage("sft", path / "sft"), Stage("rl", path / "rl"), Stage("", path)]
+    stages = [stage for stage in stages if stage.checkpoints.is_dir()]
+    if not ((path / CONFIG_FILE).is_file() or (path / RUN_FILE).is_file() or stages):
+        raise ConfigError(f"{path} has no {CONFIG_FILE}, no {RUN_FILE} and no checkpoints: it is not the directory of a run")
+    findings, config = check_settings(path)
+    findings.append(check_facts(path))
+    lines = read_lines(path / "metrics.jsonl")
+    findings += check_metrics(lines, config)
+    ledger = path / "rl" / "ledger.jsonl"
+    if ledger.exists():
+        findings.append(check_ledger(ledger, lines))
+    findings += check_trajectories(path / "rl" / "trajectories")
+    newest: tuple[Stage, int] | None = None  # last stage with an intact checkpoint, and its step
+    for stage in stages:
+        found, step = check_stage(stage, lines, keep_last_n=_find(config, "checkpoint", "keep_last_n"))
+        findings += found
+        newest = newest if step is None else (stage, step)
+    findings.append(check_leftovers(path, stages))
+    findings.append(describe_resume(stages, newest))
+    if is_live(path):
+        text = "a process holds the lock of this run: what it is just writing may look damaged"
+        findings.append(judge("lock", text, warns=True, advice="check again when it has ended"))
+    resumes, step = (None, None) if newest is None else newest
+    return CheckedRun(path=path, findings=tuple(findings), resumes=resumes, resume_step=step)
+
+
+def check_settings(path: Path) -> tuple[list[Finding], Mapping[str, Any]]:
+    """Check config.json; return its content as well, empty if it cannot be read."""
+    file = path / CONFIG_FILE
+    advice = "restore it from a copy: --resume compares the settings with it"
+    if not file.is_file():
+        return [judge("settings", f"{file} is missing", fails=True, advice=advice)], {}
+    try:
+        raw = read_json(file)
+        read_saved(RewardModelConfig if "training" in raw else Config, file)
+    except RolloutsError as error:
+        return [judge("settings", str(error), fails=True, advice=advice)], {}
+    return [judge("settings", f"{CONFIG_FILE} holds {len(raw)} settings and sections that this version reads")], raw
+
+
+def check_facts(path: Path) -> Finding:
+    """Check run.json: mode of the run and seconds of its stages."""
+    file = path / RUN_FILE
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        told = ", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str))
+    except (OSError, ValueError, AttributeError) as error:
+        return judge("facts", f"{file} cannot be read: {error}", fails=True, advice='restore it, for example as {"mode": "sft+rl"}')
+    gaps = facts.get("metrics_gaps", [])
+    return judge(
+        "facts", f"{RUN_FILE}: {told}" + "".join(f"; {gap}" for gap in gaps), warns=bool(gaps), advice="metrics are lost, no training"
+    )
+
+
+def check_ledger(path: Path, lines: Lines) -> Finding:
+    """Check that each step has its line, each prompt was trained on once, and the metrics tell of the same steps."""
+    try:
+        entries = read_ledger(path)
+    except (RolloutsError, OSError) as error:
+        return judge("ledger", str(error), fails=True, advice="restore it from a copy; which prompts these steps had is lost")
+    return compare_ledger(path, entries, lines)
+
+
+def check_trajectories(directory: Path) -> list[Finding]:
+    """Read every file of rollouts."""
+    files = sorted(directory.glob("step_*.jsonl")) if directory.is_dir() else []
+    if not files:
+        return [skip("trajectories", f"{directory} has none")]
+    problems: list[str] = []
+    count = 0
+    for file in files:
+        try:
+            count += len(read_records(file))
+        except RolloutsError as error:
+            problems.append(str(error))
+    found = "; ".join(problems) if problems else f"{count} rollouts in {len(files)} files"
+    return [judge("trajectories", found, fails=bool(problems), advice="remove these files: a resumed run does not read them")]
+
+
+def check_leftovers(path: Path, stages: list[Stage]) -> Finding:
+    """Name what kills have left."""
+    found = [leftover for stage in stages for leftover in find_leftovers(stage.checkpoints)]
+    found += sorted({*path.glob(".tmp_*"), *path.glob("*/.tmp_*"), *path.glob("rl/trajectories/.tmp_*")})
+    aside = [old for stage in stages for old in stage.checkpoints.glob("superseded_*")]
+    told = [f"left by a kill: {', '.join(str(item.relative_to(path)) for item in found)}"] if found else []
+    told += [f"of an abandoned future: {', '.join(str(item.relative_to(path)) for item in aside)}"] if aside else []
+    text = "; ".join(told) or "no leftovers of kills"
+    return judge(
+        "leftovers", text, warns=bool(told), advice="nothing reads them: the next save removes those of kills; others may be deleted"
+    )
+
+
+def describe_resume(stages: list[Stage], newest: tuple[Stage, int] | None) -> Finding:
+    """Say where --resume goes on."""
+    if newest is not None:
+        stage, step = newest
+        return judge("resume", f"--resume goes on after step {step} of {stage.title}, from {stage.checkpoints}")
+    if any(list_checkpoints(stage.checkpoints) for stage in stages):
+        advice = "restore a checkpoint from a copy, or start a new run directory: a run with checkpoints never starts over"
+        return judge("resume", "no checkpoint is intact: --resume refuses to go on", fails=True, advice=advice)
+    return judge("resume", "there is no checkpoint yet: --resume starts from the beginning", warns=True, advice="nothing, if it is young")
+
+
+def is_live(path: Path) -> bool:
+    """Whether a process holds the lock of the run. False where it cannot be known."""
+    try:
+        import fcntl
+
+        with (path / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):
+        return False
+    return False
+
+
+def _find(config: Mapping[str, Any], section: str, name: str) -> Any:
+    """Return a value of the settings, None if they have none."""
+    values = config.get(section)
+    return values.get(name) if isinstance(values, Mapping) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

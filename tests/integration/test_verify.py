@@ -1,0 +1,178 @@
+"""rollouts verify: a run directory is checked, each kind of damage is named, and nothing in the directory changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from integration.command import main
+from integration.train import main as train
+
+SMALL = (
+    "--mode sft+rl --quiet --sft.num-steps 3 --sft.batch-size 4 --rl.num-steps 3 --rl.prompts-per-step 2 --rl.samples-per-prompt 2 "
+    "--checkpoint.sft-every 1 --checkpoint.rl-every 1 --trajectories.every 1 --evaluation.num-prompts 2 --model.hidden-size 32 "
+    "--model.num-layers 1 --model.intermediate-size 32 --num-threads 1 --output-dir"
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    threads = torch.get_num_threads()
+    assert train([*SMALL.split(), str(path)]) == 0
+    torch.set_num_threads(threads)
+    return path
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def verify(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.rglob("*") if file.is_file()}
+    capsys.readouterr()
+    status = main(["verify", str(path), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.rglob("*") if file.is_file()} == before
+    return status, told
+
+
+def wrong(told: dict[str, Any], status: str = "fail") -> dict[str, str]:
+    return {finding["check"]: finding["found"] for finding in told["findings"] if finding["status"] == status}
+
+
+def test_a_run_as_it_ended_passes(run: Path, capsys: pytest.CaptureFixture[str]):
+    status, told = verify(run, capsys)
+    assert (status, wrong(told), wrong(told, "warn")) == (0, {}, {})
+    assert told["resumes"] == {"stage": "rl", "step": 3}
+    assert main(["verify", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "PASS  rl/step_0003" in out and "--resume goes on after step 3 of RL" in out
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def edit_lines(path: Path, edit: Callable[[list[bytes]], list[bytes]]) -> None:
+    path.write_bytes(b"".join(edit(path.read_bytes().splitlines(keepends=True))))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "a bit of the weights": (lambda run: flip(run / "rl/checkpoints/step_0003/model.safetensors"), "rl/step_0003", "not match its check"),
+    "a bit of the optimizer": (
+        lambda run: flip(run / "sft/checkpoints/step_0002/trainer_state.pt"),
+        "sft/step_0002",
+        "not match its check",
+    ),
+    "a truncated file": (
+        lambda run: (run / "rl/checkpoints/step_0002/model.safetensors").write_bytes(b"half"),
+        "rl/step_0002",
+        "has 4 bytes, expected",
+    ),
+    "a missing file": (lambda run: (run / "rl/checkpoints/step_0003/tokenizer.json").unlink(), "rl/step_0003", "lacks the file tokenizer"),
+    "no manifest": (lambda run: (run / "rl/checkpoints/step_0003/manifest.json").unlink(), "rl/step_0003", "not a complete checkpoint"),
+    "an extra file": (lambda run: (run / "rl/checkpoints/step_0003/served.safetensors").write_text(""), "rl/step_0003", "does not list"),
+    "another step": (lambda run: (run / "rl/checkpoints/step_0003").rename(run / "rl/checkpoints/step_0007"), "rl/step_0007", "of step 3"),
+    "lost metrics": (lambda run: edit_lines(run / "metrics.jsonl", lambda lines: lines[:-2]), "rl/step_0003", "lines are lost"),
+    "a line that is missing": (
+        lambda run: edit_lines(run / "metrics.jsonl", lambda lines: [*lines[:2], *lines[3:]]),
+        "metrics of sft",
+        "step 2 is missing",
+    ),
+    "a line twice": (
+        lambda run: edit_lines(run / "metrics.jsonl", lambda lines: [*lines, lines[-1]]),
+        "metrics of rl",
+        "step 3 stands there twice",
+    ),
+    "a line that is no JSON": (
+        lambda run: edit_lines(run / "metrics.jsonl", lambda lines: [b"{" + lines[0], *lines[1:]]),
+        "metrics",
+        "jsonl:1 is not JSON",
+    ),
+    "a ledger without a step": (
+        lambda run: edit_lines(run / "rl/ledger.jsonl", lambda lines: lines[:-1]),
+        "ledger",
+        "step 3 has metrics and no line in the ledger",
+    ),
+    "a prompt twice": (
+        lambda run: edit_lines(run / "rl/ledger.jsonl", lambda lines: [*lines, b'{"step": 4, "prompts": [0]}\n']),
+        "ledger",
+        "prompt 0 was trained",
+    ),
+    "a ledger that is none": (
+        lambda run: (run / "rl/ledger.jsonl").write_text("[]\n"),
+        "ledger",
+        "ledger.jsonl:1 is not a line of a ledger",
+    ),
+    "a cut trajectory": (
+        lambda run: (run / "rl/trajectories/step_0002.jsonl").write_text('{"prompt"'),
+        "trajectories",
+        "step_0002.jsonl:1 is not a sample",
+    ),
+    "settings that are none": (lambda run: (run / "config.json").write_text("{"), "settings", "config.json"),
+    "no settings": (lambda run: (run / "config.json").unlink(), "settings", "is missing"),
+    "facts that are none": (lambda run: (run / "run.json").write_text("mode"), "facts", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named(kind: str, run: Path, capsys: pytest.CaptureFixture[str]):
+    make, check, words = DAMAGE[kind]
+    make(run)
+    status, told = verify(run, capsys)
+    assert status == 1
+    assert words in wrong(told)[check]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_without_an_intact_one_nothing_goes_on(run: Path, capsys: pytest.CaptureFixture[str]):
+    flip(run / "rl/checkpoints/step_0003/model.safetensors")
+    assert verify(run, capsys)[1]["resumes"] == {"stage": "rl", "step": 2}
+    flip(run / "rl/checkpoints/step_0002/model.safetensors")
+    assert verify(run, capsys)[1]["resumes"] == {"stage": "sft", "step": 3}
+    for path in (run / "sft/checkpoints").glob("step_*"):
+        (path / "run_state.json").write_text("{}")
+    status, told = verify(run, capsys)
+    assert (status, told["resumes"]) == (1, None)
+    assert "no checkpoint is intact" in wrong(told)["resume"]
+
+
+def test_what_a_kill_leaves_is_a_warning(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run / "rl/checkpoints/.tmp_step_0004_77").mkdir()
+    (run / "rl/checkpoints/superseded_step_0009").mkdir()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "sta')
+    status, told = verify(run, capsys)
+    assert (status, wrong(told)) == (0, {})
+    assert "of which it has 16 bytes" in wrong(told, "warn")["metrics"]
+    assert ".tmp_step_0004_77; of an abandoned future: rl/checkpoints/superseded_step_0009" in wrong(told, "warn")["leftovers"]
+
+
+def test_what_is_no_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for argv, words in (
+        ([str(tmp_path / "none")], "is not a directory"), ([str(tmp_path)], "is not the directory of a run"), ([], "found 0 directories"),
+        ([str(tmp_path), "--fast"], "unknown option --fast"),
+    ):  # fmt: skip
+        assert main(["verify", *argv]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_help_takes_less_than_a_second():
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-m", "integration.verify", "--help"], check=True, capture_output=True)
+    modules = "import sys; from integration.verify.__main__ import main\ntry: main(['--help'])\n"
+    modules += "except SystemExit: assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", modules], check=True, capture_output=True)
+    assert time.monotonic() - started < 20, "two starts of Python on a busy machine"
