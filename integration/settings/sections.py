@@ -69,7 +69,7 @@ class DataSection:
     """The user's data. Built-in tasks need none; an environment may generate its own."""
 
     path: str | None = None  # rows to train on: a JSONL, JSON, CSV or Parquet file, a folder, or hf://ORG/NAME; None = no data
-    # columns to read under another name, such as prompt=question,answer=meta.label; () = the rows' own names
+    # columns of path, or without it of the mixture, to read under another name, such as prompt=question,answer=meta.label; () = their own
     columns: tuple[str, ...] = ()
     # data sets to mix, for SFT, and without path for RL, too: a.jsonl 'b.jsonl(repeat=2)' 'c.jsonl(weight=0.3)'
     # 'folder(max_samples=1000, split="test", subset="main", columns="prompt=question")'; () = path alone

@@ -55,8 +55,11 @@ class OwnData:
         if own is not None and (stage == "rl" or not self.mixture):
             return [own]
         assert self.mixture, f"{stage} needs rows: path is None, and mixture is empty"
-        specs = [replace(spec, lazy=self.lazy, columns=spec.columns or self.columns) for spec in self.mixture]
-        same = [own is not None and Path(spec.path).resolve() == Path(own.path).resolve() for spec in specs]
+        same = [own is not None and Path(spec.path).resolve() == Path(own.path).resolve() for spec in self.mixture]
+        renamed = [self.columns if own is None or is_same else () for is_same in same]  # beside `path`, columns are those of `path`
+        specs = [
+            replace(spec, lazy=self.lazy, columns=spec.columns or columns) for spec, columns in zip(self.mixture, renamed, strict=True)
+        ]
         return [replace(spec, path=str(self.path)) if is_same else spec for spec, is_same in zip(specs, same, strict=True)]
 
 

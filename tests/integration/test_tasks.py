@@ -20,6 +20,7 @@ from integration.tasks.task import create_sort_long_task, create_sort_task
 from integration.train import main
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import tokenize_prompt
+from rollouts.data.datasets import DatasetSpec
 from rollouts.errors import ConfigError, DataError
 from rollouts.testing import create_tiny_model
 from rollouts.training.metrics import read_metrics
@@ -180,6 +181,14 @@ def test_a_mixture_has_each_row_as_often_as_it_says_in_order(mixed: Path, capsys
     shown = capsys.readouterr().out
     assert "a.jsonl: 8 rows, 2 x 4" in shown and "more: 3 rows, 1 x 3" in shown
     assert re.search(r"SFT rows of an epoch +11\n", shown)
+
+
+def test_renamed_columns_are_those_of_the_problems_where_a_mixture_has_rows_of_its_own(tmp_path: Path):
+    mixture = (DatasetSpec(path=str(tmp_path / "chats.jsonl")), DatasetSpec(path=str(tmp_path / "own.jsonl")))
+    columns = (("prompt", "query"),)
+    both = OwnData(path=tmp_path / "own.jsonl", mixture=mixture, columns=columns)
+    assert [spec.columns for spec in both.list_sources("sft")] == [(), columns] and both.list_sources("rl")[0].columns == columns
+    assert [spec.columns for spec in OwnData(mixture=mixture, columns=columns).list_sources("sft")] == [columns, columns]
 
 
 def test_what_is_held_out_of_the_data_is_not_trained_on_by_way_of_the_mixture(mixed: Path):
