@@ -93,6 +93,11 @@ def check_leak(prompts: Sequence[Prompt], answers: Sequence[str | None], scores:
     paid = sum(c > e and c >= r for c, e, r in copied)  # type: ignore[operator]
     if known and inside > _LEAK * len(known):
         found = f"{inside} of {len(known)} prompts contain their own ground truth word by word"
+        truths = {answer for _, answer in known}
+        choices = sum(any(other in text for other in truths if other not in answer and answer not in other) for text, answer in known)
+        if 2 * choices >= inside:  # a choice of answers, which the question needs
+            advice = "right if the answer is to be chosen from the prompt; otherwise the model learns to copy: remove the answer from it"
+            return judge(name, f"{found}, {choices} that of another row as well", warns=True, fails=False, advice=advice)
         return judge(name, found, fails=True, advice="the model learns to copy: remove the answer from the prompt")
     if copied and paid > _LEAK * len(copied):
         found = f"a copy of the prompt gets the reward of a right answer in {paid} of {len(copied)} rows"

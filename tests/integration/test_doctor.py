@@ -168,6 +168,12 @@ async def test_rewards_that_leak_are_caught():
     assert inside["reward leaks"].status == "fail" and "contain their own ground truth" in inside["reward leaks"].found
 
 
+async def test_answers_to_choose_from_the_prompt_are_no_leak():
+    offered = [replace(prompt, content=f"{prompt.content} one of 273, 274, 275, 276") for prompt in PROBLEMS]
+    found = (await judge(lambda sample: float(sample.response == sample.metadata["ground_truth"]), offered))["reward leaks"]
+    assert found.status == "warn" and "4 that of another row as well" in found.found and "to be chosen" in found.advice
+
+
 async def test_rewards_that_vary_fail_or_say_nothing_are_caught():
     calls: list[int] = []
     varying = await judge(lambda sample: float(len(calls)) if calls.append(1) is None else 0.0)
