@@ -51,12 +51,13 @@ def read_model_config(config: Config, path: Path | None = None) -> Any:
     path = find_directory(config, path)
     if path is None:
         return BuiltInModel(**list_model_numbers(config.model, context_tokens(config)))
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     directory = check_model_directory(path, weights=False)
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         raise ConfigError(f"{directory} has no readable model configuration: {explain_remote_code(error)}") from error
 
 

@@ -289,7 +289,7 @@ def render_messages(
     template_kwargs: Mapping[str, Any],
 ) -> str:
     """Render messages to text with the chat template. Raises DataError if there is no template, or it refuses them."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     if not getattr(tokenizer, "chat_template", None) and "chat_template" not in template_kwargs:
         raise DataError(
@@ -299,6 +299,8 @@ def render_messages(
     chat = [message.to_dict() for message in messages]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs)
+    except TemplateSyntaxError as error:
+        raise DataError(f"the chat template is not a template of Jinja, at its line {error.lineno}: {error.message}") from error
     except (TemplateError, TypeError, ValueError) as error:
         roles = [message.role for message in messages]
         raise DataError(f"the chat template refuses a conversation with the roles {roles}: {error}") from error

@@ -222,7 +222,8 @@ class note_prompt:  # a context manager reads as a verb
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            text = repr(self._prompt.content)
+            content = self._prompt.content
+            text = repr(content if isinstance(content, str) else "\n".join(f"{message.role}: {message.content}" for message in content))
             error.add_note(f"while working on prompt {self._prompt.index}: {text if len(text) <= 200 else text[:200] + '...'}")
 
 

@@ -83,8 +83,16 @@ def check_model_directory(path: str | Path, *, weights: bool = True) -> Path:
         inside = sorted(p.name for p in directory.iterdir())[:8]
         raise ConfigError(f"{directory} is not a model directory: it has no config.json (it holds {inside})")
     if weights and not list(directory.glob("*.safetensors")) and not list(directory.glob("*.bin")):
-        raise ConfigError(f"{directory} has no weights: expected model.safetensors, or shards with an index")
+        raise ConfigError(
+            f"{directory} has no weights: expected model.safetensors, or shards with an index{_point_to_checkpoint(directory)}"
+        )
     return directory
+
+
+def _point_to_checkpoint(directory: Path) -> str:
+    """Return advice if a directory is that of a run, whose checkpoints are the models."""
+    found = sorted(directory.glob("rl/checkpoints/step_*")) or sorted(directory.glob("sft/checkpoints/step_*"))
+    return f". It is the directory of a run: its newest model is {found[-1]}" if found else ""
 
 
 def read_model_config(directory: Path, *, trust_remote_code: bool = False) -> Any:

@@ -111,6 +111,8 @@ def adapt_reward(function: Any) -> Any:
 
     Raises: ConfigError for a function of AReaL, of several required arguments, or of messages without @reward_function, saying what to do.
     """
+    if inspect.isclass(function) and not hasattr(function, "score_samples"):
+        raise ConfigError(f"reward function {function.__name__} is a class: name a function, or an object of the class")
     parameters = _read_parameters(function)
     if parameters is None:
         return function
@@ -126,6 +128,8 @@ def adapt_reward(function: Any) -> Any:
         return SolutionReward(function, name)
     if not inspect.isfunction(function):
         return function
+    if not parameters:
+        raise ConfigError(f"reward function {name} takes no arguments, expected one, a Sample: write def {function.__name__}(sample)")
     required = [parameter for parameter in parameters if parameter in _list_required(function)]
     if len(required) == 1 and required[0] in _TEXTS:
         raise ConfigError(

@@ -15,6 +15,7 @@ from executors import make_buffer
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig, RolloutConfig
 from rollouts.data.filters import check_reward_nonzero_std, make_threshold_filter
+from rollouts.data.prompts import DataBuffer
 from rollouts.data.samples import completion_to_sample, create_pending_group
 from rollouts.engines.protocol import EngineFeature
 from rollouts.engines.sglang.engine import SGLangEngine
@@ -535,6 +536,10 @@ def test_an_error_of_the_users_function_is_raised_as_itself_and_names_the_prompt
     with pytest.raises(LookupError, match="no such tool") as caught:
         generate_rollout_batch(buffer, make_config(generate_fn=generate_failing))
     assert caught.value.__notes__ == [f"while working on prompt 0: {content!r}"]
+    chat = DataBuffer([(Message(role="system", content="Be brief."), Message(role="user", content="why?"))] * 5)
+    with pytest.raises(LookupError) as caught:
+        generate_rollout_batch(chat, make_config(generate_fn=generate_failing))
+    assert caught.value.__notes__ == [r"while working on prompt 0: 'system: Be brief.\nuser: why?'"]
 
 
 def test_completion_exposes_what_a_response_consists_of() -> None:

@@ -64,6 +64,12 @@ def without(*names: str) -> Callable[[], None]:
     return remove
 
 
+def make_directory_of_run() -> None:
+    without("model.safetensors")()
+    for name in ("sft/checkpoints/step_0099", "rl/checkpoints/step_0010", "rl/checkpoints/step_0020"):
+        (Path("model") / name).mkdir(parents=True)
+
+
 def make_remote_code() -> None:
     edit("config.json", model_type="mine", auto_map={"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"})()
     Path("model/mine.py").write_text("raise SystemExit('this file must not run')\n")
@@ -99,6 +105,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...], tuple[str, ...]
     "config.json is no JSON": (lambda: Path("model/config.json").write_text("{"), OWN, ("no readable model configuration",)),
     "an unknown architecture": (edit("config.json", model_type="nothing-known"), OWN, ("nothing-known",)),
     "code of its own": (make_remote_code, OWN, ("Python files of its own", "--model.trust-remote-code")),
+    "the directory of a run": (make_directory_of_run, OWN, ("has no weights", "its newest model is model/rl/checkpoints/step_0020")),
     "an encoder": (edit("config.json", architectures=["BertForMaskedLM"]), OWN, ("is a BertForMaskedLM", "ForCausalLM")),
     "a reward model": (make_reward_model, OWN, ("Qwen3ForSequenceClassification", "--reward.model takes a reward model")),
     "quantized weights": (

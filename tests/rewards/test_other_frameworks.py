@@ -126,6 +126,21 @@ def test_a_function_that_needs_the_trainer_is_refused():
         adapt_reward(curriculum)
 
 
+def test_a_class_and_a_function_without_arguments_are_refused_before_a_run():
+    class Judge:
+        def __call__(self, sample):
+            return 1.0
+
+    def constant():
+        return 1.0
+
+    with pytest.raises(ConfigError, match=r"reward function Judge is a class: name a function, or an object of the class"):
+        adapt_reward(Judge)
+    assert adapt_reward(judge := Judge()) is judge
+    with pytest.raises(ConfigError, match=r"constant takes no arguments, expected one, a Sample: write def constant\(sample\)"):
+        adapt_reward(constant)
+
+
 def test_a_function_of_areal_is_not_taken_for_one_of_trl():
     def areal(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):
         return float(answer in completions)

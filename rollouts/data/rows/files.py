@@ -164,13 +164,20 @@ def parse_line(line: bytes, where: str) -> Row:
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: holds a lone surrogate ({error.object[error.start]!r}), which is not Unicode text") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}; it begins with {text[:60]!r}") from error
+        raise DataError(f"{where}: not JSON: {error}; it begins with {text[:60]!r}{_advise(text)}") from error
     return _take_object(row, where)
+
+
+def _advise(text: str) -> str:
+    """Return advice for a line of what seems to be one JSON value over many lines, or a list of rows."""
+    is_whole = text.lstrip()[:1] == "[" or text.strip() == "{"
+    return ". Each line is one row; a file that is one list of rows is read under a name that ends in .json" if is_whole else ""
 
 
 def _take_object(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}: {json.dumps(row)[:60]!r}")
+        text = json.dumps(row)
+        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}: {text[:60]!r}{_advise(text)}")
     return cast("Row", row)
 
 

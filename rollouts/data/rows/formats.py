@@ -100,7 +100,8 @@ def read_conversation(row: Row, where: str) -> Row:
     if "text" in row:
         _read_text(row["text"], f"{where}: text")
         return row
-    raise DataError(describe_unknown(row, where, "SFT", CONVERSATION_FORMATS, example="completion"))
+    hint = "; prompts without answers of the assistant are for RL alone (--mode rl)" if "prompt" in row else ""
+    raise DataError(describe_unknown(row, where, "SFT", CONVERSATION_FORMATS, example="completion") + hint)
 
 
 def read_question(row: Row, where: str, *, as_messages: bool) -> tuple[PromptContent, Row]:
