@@ -49,7 +49,7 @@ class Arguments:
     """name on the Hugging Face hub, ORG/NAME, to publish the result under; a new model there is private; None = not published"""
 
     def __post_init__(self) -> None:
-        check_setting(self.max_file_gib is None or self.max_file_gib > 0, "max_file_gib", self.max_file_gib, "more than 0, or None")
+        check_setting(self.max_file_gib is None or self.max_file_gib > 0, "--max-file-gib", self.max_file_gib, "more than 0, or None")
 
 
 def run(arguments: Arguments) -> int:

@@ -158,7 +158,7 @@ def test_adapters_alone_are_merged_into_their_base(run_directory: Path, tmp_path
             lambda s, t: [str(s), str(t / "new"), "--push-to-hub", "mine"],
             "--push-to-hub is 'mine', expected the name of a model on the hub",
         ),
-        (lambda s, t: [str(s), str(t / "new"), "--max-file-gib", "0"], "max_file_gib is 0.0, expected more than 0"),
+        (lambda s, t: [str(s), str(t / "new"), "--max-file-gib", "0"], "--max-file-gib is 0.0, expected more than 0"),
     ],
 )
 def test_mistakes_are_told_and_nothing_is_written(
