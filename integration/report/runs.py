@@ -14,7 +14,7 @@ from integration.run.display import name_measure
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
 from integration.settings.config import Config
 from integration.settings.task_defaults import find_default
-from rollouts.config_files import to_dict
+from rollouts.config_files import read_json, to_dict
 from rollouts.errors import ConfigError, DataError
 from rollouts.training.summaries import find_warnings
 
@@ -78,6 +78,10 @@ def read_run(path: Path) -> Run:
         inside = sorted(p.name for p in path.iterdir() if (p / CONFIG_FILE).is_file())
         more = f"; it holds the runs {', '.join(inside[:5])}" if inside else ""
         raise ConfigError(f"{path} is not the directory of a run: it has neither {CONFIG_FILE} nor {METRICS_FILE}{more}")
+    if not (path / METRICS_FILE).is_file() and "architectures" in read_json(path / CONFIG_FILE):
+        raise ConfigError(
+            f"{path} is a model, not the directory of a run: its {CONFIG_FILE} names architectures, and it has no {METRICS_FILE}"
+        )
     lines = read_lines(path / METRICS_FILE)
     return Run(
         path=path,

@@ -245,3 +245,9 @@ def test_the_state_of_a_run_changes_with_its_files(run: Path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "stage": "rl"}\n')
     assert describe_state([run]) != before
+
+
+def test_a_model_is_not_taken_for_a_run(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ConfigError, match="is a model, not the directory of a run"):
+        read_run(tmp_path)
