@@ -141,6 +141,18 @@ def test_dense_layers_beside_experts_are_adapted_and_experts_are_not(family: str
     assert set(linear_layers(copy_without_adapters(model))) == expected
 
 
+@pytest.mark.parametrize("family", ["llama4_text", "phimoe"])
+def test_routers_that_return_chosen_experts_get_no_adapter_and_the_model_trains(family: str):
+    """They are subclasses of a linear layer, whose result peft would add to."""
+    settings = {"llama4_text": {"intermediate_size_mlp": 48, "attention_chunk_size": 8}, "phimoe": {"sliding_window": 8}}[family]
+    model = create_expert_model(family, vocab_size=len(create_char_tokenizer()), num_local_experts=6, **settings)
+    backend = create_pytorch_backend(model, lr=1e-2, lora=LORA)
+    adapted = {name for name, _ in adapted_layers(backend.model)}
+    assert adapted and not [name for name in adapted if name.endswith("router")]
+    assert [name for name, _ in backend.model.named_modules() if name.endswith("router")]
+    train_steps(backend, range(1))
+
+
 def test_adapters_begin_by_their_seed_alone():
     torch.manual_seed(1)
     first = adapters(create_backend().model)

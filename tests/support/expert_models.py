@@ -33,7 +33,7 @@ def create_expert_model(family: str = "qwen3_moe", seed: int = 0, **settings: An
     """Return a causal language model whose experts differ and whose routers are far from uniform."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    wanted = {**SIZES, **FAMILIES[family], **settings}
+    wanted = {**SIZES, **FAMILIES.get(family, {}), **settings}
     if family in ("deepseek_v2", "deepseek_v3"):
         del wanted["head_dim"]
     with torch.random.fork_rng(devices=[]):

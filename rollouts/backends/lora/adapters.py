@@ -112,10 +112,25 @@ def quantize_base(model: PreTrainedModel) -> None:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) by full name of each linear layer below the output layer of a model without adapters."""
+    """Return (inputs, outputs) by full name of each linear layer below the output layer of a model without adapters.
+
+    Routers of Llama 4 and Phi MoE, which are made from such a layer and return chosen experts, are none.
+    """
     head = model.get_output_embeddings()
     linear = ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head)
-    return {name: (module.in_features, module.out_features) for name, module in linear}
+    return {name: (module.in_features, module.out_features) for name, module in linear if _is_linear(module)}
+
+
+def _is_linear(module: torch.nn.Linear) -> bool:
+    """Whether a layer, perhaps of a class of its own, maps a vector of in_features to one of out_features."""
+    if type(module).forward is torch.nn.Linear.forward:
+        return True
+    try:
+        with torch.no_grad():
+            found = cast("Any", module)(torch.zeros_like(module.weight[:1]))
+    except (RuntimeError, ValueError, TypeError, LookupError):
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, module.out_features)
 
 
 def choose_targets(linear: Sequence[str], config: LoRAConfig, model_name: str) -> list[str]:
