@@ -273,9 +273,14 @@ def count_shards(backend: object) -> int:
     return cast("BackendFacts", backend).num_shards if BackendFeature.SHARDS in get_backend_features(backend) else 1
 
 
+def list_metrics(loss: Tensor, metrics: Mapping[str, float | Tensor], batch: TrainBatch) -> dict[str, float | Tensor]:
+    """List the result of a forward_backward, without reading it: {"loss", "num_tokens", the metrics of the loss}."""
+    return {"loss": loss.detach(), "num_tokens": (batch.loss_mask > 0).sum(), **metrics}
+
+
 def collect_metrics(loss: Tensor, metrics: Mapping[str, float | Tensor], batch: TrainBatch) -> dict[str, float]:
-    """Collect the result of a forward_backward: {"loss", "num_tokens", the metrics of the loss}."""
-    values = {"loss": loss.detach(), "num_tokens": (batch.loss_mask > 0).sum(), **metrics}
+    """Collect the result of a forward_backward at once: {"loss", "num_tokens", the metrics of the loss}."""
+    values = list_metrics(loss, metrics, batch)
     on_device = {name: value.detach().double() for name, value in values.items() if isinstance(value, Tensor) and value.is_cuda}
     if on_device:  # one copy, since each waits for the device
         values |= dict(zip(on_device, cast("list[float]", torch.stack(list(on_device.values())).tolist()), strict=True))

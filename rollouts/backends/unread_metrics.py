@@ -7,62 +7,82 @@ step; here the norm of the gradient, which every update must know, is read toget
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from rollouts.backends.optim.updates import read_scalar
-from rollouts.types import TrainBatch
+
+Metrics = dict[str, float]
 
 
 class UnreadMetrics:
-    """Metrics of one forward_backward. Made by MetricReads.add."""
+    """Metrics of one forward_backward, which are read when somebody asks for them, or with those of others before."""
 
-    def __init__(self, reads: MetricReads, values: Mapping[str, float | Tensor], device: torch.device) -> None:
-        self._reads = reads
-        self._values = dict(values)
-        self._names = [
-            name for name, value in values.items() if isinstance(value, Tensor) and value.device == device and value.numel() == 1
-        ]
-        # one copy, which keeps no larger tensor alive and sees no later change; exact in float64, which MPS lacks
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        numbers = [cast("Tensor", values[name]).detach().reshape(()).to(dtype) for name in self._names]
-        self.waiting: Tensor | None = torch.stack(numbers)  # [names]; None = read
-        for name, value in values.items():
-            self._values[name] = value if name in self._names else float(value)
+    def __init__(self, read_all: Callable[[], object], finish: Callable[[Metrics], Metrics] = dict) -> None:
+        """
+        Args:
+            read_all: reads all metrics that are not read, and calls fill of these.
+            finish: makes the metrics of the numbers that were read.
+        """
+        self._read_all, self._finish = read_all, finish
+        self._values: Metrics | None = None
 
     @property
     def is_read(self) -> bool:
         """Whether read() returns without waiting for the device."""
-        return self.waiting is None
+        return self._values is not None
 
-    def fill(self, numbers: list[float]) -> None:
-        """Set the numbers that were read, in the order of `waiting`."""
-        self._values |= dict(zip(self._names, numbers, strict=True))
-        self.waiting = None
+    def fill(self, values: Metrics) -> None:
+        """Set the numbers that were read."""
+        self._values = self._finish(values)
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> Metrics:
         """Return the metrics as numbers; if they are on their device, read them and all others that are."""
-        if not self.is_read:
-            self._reads.read()
-        return cast("dict[str, float]", dict(self._values))
+        if self._values is None:
+            self._read_all()
+        assert self._values is not None, "the metrics were not read with the others"
+        return dict(self._values)
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """Metrics on their device."""
+
+    metrics: UnreadMetrics
+    values: Mapping[str, float | Tensor]  # in order; tensors are those in `numbers`
+    numbers: Tensor  # [tensors of values]
 
 
 class MetricReads:
     """The metrics of a backend that were not read. Several threads may read them."""
 
     def __init__(self) -> None:
-        self._waiting: list[UnreadMetrics] = []
+        self._waiting: list[_Waiting] = []
         self._lock = threading.Lock()
 
-    def add(self, loss: Tensor, metrics: Mapping[str, float | Tensor], batch: TrainBatch) -> UnreadMetrics:
-        """Keep the result of a forward_backward: {"loss", "num_tokens", the metrics of the loss}. Raises for a metric that is no number."""
-        values = {"loss": loss.detach(), "num_tokens": (batch.loss_mask > 0).sum(), **metrics}
-        added = UnreadMetrics(self, values, loss.device)
+    def add(self, values: Mapping[str, float | Tensor], finish: Callable[[Metrics], Metrics] = dict) -> UnreadMetrics:
+        """Keep the result of a forward_backward, see list_metrics. Raises for a metric that is no number.
+
+        Args:
+            values: with "loss"; numbers of other devices than the loss's are read at once.
+            finish: as in UnreadMetrics.
+        """
+        loss = values["loss"]
+        device = loss.device if isinstance(loss, Tensor) else torch.device("cpu")
+        kept = {
+            name: value if isinstance(value, Tensor) and value.device == device and value.numel() == 1 else float(value)
+            for name, value in values.items()
+        }
+        # one copy, which keeps no larger tensor alive and sees no later change; exact in float64, which MPS lacks
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        numbers = [value.detach().reshape(()).to(dtype) for value in kept.values() if isinstance(value, Tensor)]
+        added = UnreadMetrics(self.read, finish)
         with self._lock:
-            self._waiting.append(added)
+            self._waiting.append(_Waiting(added, kept, torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)))
         return added
 
     def read(self, more: Tensor | None = None) -> float:
@@ -75,13 +95,13 @@ class MetricReads:
         """
         with self._lock:
             waiting, self._waiting = self._waiting, []
-            parts = [cast("Tensor", metrics.waiting) for metrics in waiting]
+            parts = [one.numbers for one in waiting if one.numbers.numel()]
             together = more is not None and bool(parts) and more.device == parts[0].device
             if more is not None and together:
                 parts.append(more.detach().to(parts[0].dtype).reshape(1))
             numbers = cast("list[float]", torch.cat(parts).tolist()) if parts else []
-            for metrics in waiting:
-                count = cast("Tensor", metrics.waiting).numel()
-                metrics.fill(numbers[:count])
-                del numbers[:count]
+            for one in waiting:
+                read = iter(numbers[: one.numbers.numel()])
+                del numbers[: one.numbers.numel()]
+                one.metrics.fill({name: next(read) if isinstance(value, Tensor) else value for name, value in one.values.items()})
         return numbers[0] if together else 0.0 if more is None else read_scalar(more)

@@ -16,6 +16,7 @@ import trio
 from torch import Tensor
 
 from rollouts.algorithms.losses import merge_metrics
+from rollouts.backends.futures import TrainFuture
 from rollouts.backends.protocol import (
     BackendFeature,
     CheckpointingBackend,
@@ -55,7 +56,14 @@ class PendingOptimizerStep:
         """Return the metrics of the whole step: loss (a sum over micro-batches), num_tokens, the loss's means, and those of the update."""
         for count in self.counts:
             await count.result()
-        return merge_step_metrics([await part.result() for part in self.parts]) | await self.update.result()
+        try:
+            updated = await self.update.result()  # first, since it reads the metrics of all parts at once
+        except Exception:
+            for part in self.parts:
+                if isinstance(part, TrainFuture) and part.error is not None:  # which is why there was nothing to update by
+                    await part.result()
+            raise
+        return merge_step_metrics([await part.result() for part in self.parts]) | updated
 
 
 def submit_optimizer_step(

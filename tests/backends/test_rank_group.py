@@ -72,8 +72,12 @@ out["unsendable answer"] = refused(jobs.return_function)
 backend = lead_backend(group, "policy", jobs.create_tiny_backend)
 batches = jobs.make_batches()
 for number, batch in enumerate(batches):
-    losses = backend.forward_backward(batch, jobs.sft_loss, with_entropy=True).value
-    out[f"step {number}"] = losses | backend.optim_step().value
+    losses = backend.forward_backward(batch, jobs.sft_loss, with_entropy=True)
+    if number % 2:  # asked for before the update; else the ranks send them with it
+        losses.value
+    update = backend.optim_step().value
+    out.setdefault("read", []).append(losses.outcome.is_read)
+    out[f"step {number}"] = losses.value | update
 log_probs = [backend.forward(batch, jobs.select_log_probs).value.tolist() for batch in batches]
 weights = backend.get_weights().value
 names = sorted(weights)[:2]
@@ -139,6 +143,7 @@ def test_three_ranks_train_as_one_process_does(worked):
     model = create_tiny_model()
     alone = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-2))
     batches = jobs.make_batches()
+    assert worked["read"] == [True] * len(batches)
     for number, batch in enumerate(batches):
         expected = alone.forward_backward(batch, sft_loss, with_entropy=True).value | alone.optim_step().value
         assert worked[f"step {number}"] == pytest.approx(expected, abs=1e-5)

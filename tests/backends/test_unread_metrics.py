@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
+from rollouts.backends.fsdp.factory import create_fsdp_backend
+from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.batches import select_rows
 from rollouts.testing import create_tiny_model
@@ -51,8 +54,12 @@ def loss_with_metrics(outputs: Any, batch: Any) -> LossOutput:
     return LossOutput(loss, {**metrics, "mean": outputs.log_probs.mean(), "max_length": batch.lengths.max(), "given": cast("Any", 0.25)})
 
 
-async def test_a_step_of_several_micro_batches_is_read_once(monkeypatch: pytest.MonkeyPatch):
-    backend, batch = create_pytorch_backend(create_tiny_model(), lr=1e-3), draw_batch(0, (9, 4, 9, 12, 7, 11))
+CREATORS = (create_pytorch_backend, create_fsdp_backend, create_torch_func_backend)
+
+
+@pytest.mark.parametrize("create", CREATORS)
+async def test_a_step_of_several_micro_batches_is_read_once(create: Any, monkeypatch: pytest.MonkeyPatch):
+    backend, batch = create(create_tiny_model(), lr=1e-3), draw_batch(0, (9, 4, 9, 12, 7, 11))
     weights = batch.loss_mask / batch.loss_mask.sum()
     with count_lists(monkeypatch) as lists, ReadFloats() as floats:
         pending = submit_optimizer_step(backend, batch, loss_with_metrics, weigh=lambda _: weights, max_tokens_per_microbatch=13)
@@ -63,13 +70,43 @@ async def test_a_step_of_several_micro_batches_is_read_once(monkeypatch: pytest.
     assert len(lists) == 1
     assert lists[0] >= len(pending.parts) * numbers + 1
     assert floats.count == in_updates
-    assert metrics["given"] == 0.25
+    assert metrics["given"] == pytest.approx(0.25)
     assert metrics["max_length"] == 12.0
     assert metrics["num_tokens"] == float((batch.loss_mask > 0).sum())
 
 
-async def test_no_micro_batch_reads_a_number(monkeypatch: pytest.MonkeyPatch):
-    backend, batch = create_pytorch_backend(create_tiny_model(), lr=1e-3), draw_batch(0, (9, 4, 9))
+@pytest.mark.parametrize("create", CREATORS)
+async def test_a_pipeline_reads_a_step_once_although_its_first_calls_are_done_before_the_last(create: Any, monkeypatch: pytest.MonkeyPatch):
+    backend, batch = create(create_tiny_model(), lr=1e-3), draw_batch(0, (9, 4, 9, 12, 7, 11))
+    weights, done = batch.loss_mask / batch.loss_mask.sum(), threading.Event()
+
+    def wait_for_the_reader(outputs: Any, batch: Any) -> LossOutput:
+        done.wait(0.05)  # so that somebody could read the first call's metrics before the second one
+        return loss_with_metrics(outputs, batch)
+
+    with count_lists(monkeypatch) as lists:
+        async with open_pipeline(backend) as pipeline:
+            pending = submit_optimizer_step(pipeline, batch, wait_for_the_reader, weigh=lambda _: weights, max_tokens_per_microbatch=13)
+            await pending.result()
+    assert len(pending.parts) >= 4
+    assert len(lists) == 1
+
+
+async def test_the_error_of_a_micro_batch_comes_before_that_of_the_update_without_it():
+    backend, batch = create_pytorch_backend(create_tiny_model(), lr=1e-3), draw_batch(0, (9, 4, 9, 12))
+
+    def fail(outputs: Any, batch: Any) -> LossOutput:
+        raise ZeroDivisionError("of this loss")
+
+    with pytest.raises(ZeroDivisionError, match="of this loss"):
+        async with open_pipeline(backend) as pipeline:
+            weigh = batch.loss_mask / batch.loss_mask.sum()
+            await submit_optimizer_step(pipeline, batch, fail, weigh=lambda _: weigh, max_tokens_per_microbatch=13).result()
+
+
+@pytest.mark.parametrize("create", CREATORS)
+async def test_no_micro_batch_reads_a_number(create: Any, monkeypatch: pytest.MonkeyPatch):
+    backend, batch = create(create_tiny_model(), lr=1e-3), draw_batch(0, (9, 4, 9))
     batch = select_rows(batch, [0, 1, 2])
     with count_lists(monkeypatch) as lists, ReadFloats() as floats:
         futures = [backend.forward_backward(batch, lambda outputs, _: LossOutput(outputs.log_probs.sum(), {})) for _ in range(3)]
@@ -82,9 +119,10 @@ async def test_no_micro_batch_reads_a_number(monkeypatch: pytest.MonkeyPatch):
     assert {name: type(value) for name, value in first.items()} == {"loss": float, "num_tokens": float}
 
 
-async def test_the_numbers_are_those_of_reading_each_at_once():
+@pytest.mark.parametrize("create", CREATORS)
+async def test_the_numbers_are_those_of_reading_each_at_once(create: Any):
     async def run(*, at_once: bool, piped: bool) -> list[Any]:
-        backend, found = create_pytorch_backend(create_tiny_model(), lr=1e-2), []
+        backend, found = create(create_tiny_model(), lr=1e-2), []
 
         async def train(trained: Any) -> None:
             for step in range(3):

@@ -79,7 +79,11 @@ def check_gradients(found: Any, model: Any) -> None:
         assert float((a - b).abs().max() / (b.abs().max() + 1e-3 * largest)) < 1e-5, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+FEW = ["modernbert-decoder", "electra", "dory"]
+ALL = [*FEW, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in FEW)]
+
+
+@pytest.mark.parametrize("kind", ALL)
 async def test_training_through_a_head_has_the_numbers_of_transformers(kind: str):
     model, batch = create_model(kind), make_batch()
     backend = create_pytorch_backend(create_model(kind), lr=1e-3)
@@ -107,7 +111,7 @@ async def test_the_functional_backend_updates_the_layers_of_a_head_as_the_first_
     assert not torch.equal(weights[own], before[own])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 async def test_the_embedded_engine_samples_with_the_head_also_with_new_weights(kind: str):
     model = create_model(kind)
     engine = InProcessEngine(create_model(kind), eos_token_ids=())

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"\| (\w[\w-]*) \| (\S.*?) \| (\S.*?) \| (\S+) \| (\S+) \| (\S+) \|")
 ROUNDED = {
     "gemma4_text": 3e-5,
-    "youtu": 3e-5,
+    "youtu": 6e-5,  # transformers' own differs from float64 by 5e-5
     "minicpm3": 3e-5,
     "mamba": 5e-5,
 }  # largest difference of an engine whose own float32 differs as much

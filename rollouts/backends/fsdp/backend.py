@@ -46,8 +46,9 @@ from rollouts.backends.optim.updates import (
     trained_parameters,
     update_parameters,
 )
-from rollouts.backends.protocol import BackendFeature, Future, OutputFn, collect_metrics
+from rollouts.backends.protocol import BackendFeature, Future, OutputFn, list_metrics
 from rollouts.backends.ranks.distributed import Ranks, all_gather, explain_failures, gather_values, init_distributed
+from rollouts.backends.unread_metrics import MetricReads, UnreadMetrics
 from rollouts.backends.weights.export import export_sharded
 from rollouts.batches import plan_shards, select_rows
 from rollouts.data.model_limits import read_limits
@@ -148,6 +149,8 @@ class FSDPTrainingBackend:
         self._foresees = True  # whether gradients of losses were as foreseen, if any was
         self._load: ExpertLoad | None = None  # load of this rank's passes since the last update
         self._counted: ExpertLoad | None = None  # load on all ranks, counted since the last update
+        self._reads = MetricReads()  # of this rank's rows
+        self.unread: dict[int, UnreadMetrics] = {}  # those that a leading rank has not asked for, by the number of its call
         check_lora(model, lora)
         self._writer, self._save_in_background = AsyncWriter(self.ranks), save_in_background
         with self._operation("sharding the model"):
@@ -200,11 +203,17 @@ class FSDPTrainingBackend:
             return self.forward(batch, output_fn, with_entropy=with_entropy)
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
-        """Add the gradient of loss_fn on this batch. Loss and metrics cover the rows of all ranks."""
+        """Add the gradient of loss_fn on this batch. Loss and metrics cover the rows of all ranks.
+
+        With one rank they stay on the device until they are read, as in PyTorchTrainingBackend. Several ranks exchange theirs here, since
+        each must take part; a rank that leads (LeadingBackend) asks the others once a step.
+        """
         self.check_rows(batch)
         plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
         part = self.forward_backward_shard(select_part(batch, plan[self.ranks.rank]), loss_fn, with_entropy=with_entropy)
-        parts = gather_values(self.ranks, part, operation="gathering the metrics of a forward_backward")
+        if self.num_shards == 1:
+            return ImmediateTrainFuture(part, "forward_backward")
+        parts = gather_values(self.ranks, part.read(), operation="gathering the metrics of a forward_backward")
         return ImmediateTrainFuture(combine_metrics(parts), "forward_backward")
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
@@ -218,7 +227,9 @@ class FSDPTrainingBackend:
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
         with self._operation("optim_step"):
-            metrics, self.counts = update_parameters(self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm)
+            metrics, self.counts = update_parameters(
+                self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm, read=self._read_norm
+            )
             metrics |= summarize_load(self._sum_load(self._load))
         self._load = self._counted = None
         self._has_gradient = False
@@ -361,13 +372,14 @@ class FSDPTrainingBackend:
                 drop_gathered(self.model)
             return None if shard is None else output_fn(outputs).cpu()
 
-    def forward_backward_shard(self, shard: TrainBatch | None, loss_fn: LossFn, *, with_entropy: bool = False) -> dict[str, float]:
+    def forward_backward_shard(self, shard: TrainBatch | None, loss_fn: LossFn, *, with_entropy: bool = False) -> UnreadMetrics:
         """Run forward_backward on this rank's rows; all ranks must call it. The resulting gradient covers the rows of all ranks.
 
         Args:
             shard: None = this rank has no rows.
 
-        Returns: {"loss", "num_tokens", and the loss's metrics} of this rank's rows; without rows, zeros and no metrics.
+        Returns: {"loss", "num_tokens", and the loss's metrics} of this rank's rows; without rows, zeros and no metrics. They are read with
+            the norm of the gradient in optim_step, or when somebody asks for them; no other rank takes part in that.
         """
         batch, packed = self._place(shard, dropout=shard is not None and shard.has_dropout)
         with (
@@ -379,7 +391,7 @@ class FSDPTrainingBackend:
                 foreseen = ForeseenLoss(lambda outputs: loss_fn(outputs, batch)[0]) if self._foresees and shard is not None else None
                 outputs = self._run(batch, packed, with_entropy, foreseen)
                 if shard is None:  # as many exchanges as the other ranks, and a gradient of zero
-                    values = {"loss": 0.0, "num_tokens": 0.0}
+                    values = self._reads.add({"loss": 0.0, "num_tokens": 0.0})
                     torch.autograd.backward([0.0 * x.sum() for x in _differentiable(outputs)])
                 else:
                     loss, metrics = loss_fn(outputs, batch)
@@ -391,7 +403,7 @@ class FSDPTrainingBackend:
                     self._foresees = self._foresees and not (foreseen is not None and foreseen.failed)
                     self._load = add_loads(self._load, outputs.expert_load)
                     self._has_gradient = True  # also if a metric is no number
-                    values = collect_metrics(loss, metrics, batch)
+                    values = self._reads.add(list_metrics(loss, metrics, batch), _combine_one if self.num_shards == 1 else dict)
             finally:
                 drop_gathered(self.model)
         self._has_gradient = True
@@ -422,6 +434,11 @@ class FSDPTrainingBackend:
         """
         batch = self._dummy_batch() if shard is None else shard
         return move_batch(batch, self.device), pack_batch(batch, self.device, share=self._options.shares_prompts and not dropout)
+
+    def _read_norm(self, norm: Tensor) -> float:
+        """Read the norm of the whole gradient, and the metrics of this rank that nobody has read."""
+        full = getattr(norm, "full_tensor", None)  # which all ranks must call
+        return self._reads.read(norm if full is None else full())
 
     def _sum_load(self, load: ExpertLoad | None) -> ExpertLoad | None:
         """Sum the loads of all ranks' rows; None = this rank has none. Every rank must call it."""
@@ -548,6 +565,10 @@ def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine each rank's metrics of one forward_backward: loss and num_tokens add, means are weighted by tokens."""
     means = [({k: v for k, v in part.items() if k not in ("loss", "num_tokens")}, int(part["num_tokens"])) for part in parts]
     return {key: sum(part[key] for part in parts) for key in ("loss", "num_tokens")} | merge_metrics(means)
+
+
+def _combine_one(own: Mapping[str, float]) -> dict[str, float]:
+    return combine_metrics([own])
 
 
 def _differentiable(outputs: TokenOutputs) -> list[Tensor]:

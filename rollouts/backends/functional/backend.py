@@ -18,6 +18,7 @@ from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, c
 from rollouts.backends.optim.updates import check_skipped_updates, check_updated, read_counts
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import export_model, read_trainer_state, write_checkpoint
+from rollouts.backends.unread_metrics import MetricReads
 from rollouts.backends.weights.export import alone, collect_pieces
 from rollouts.errors import CheckpointError
 from rollouts.models.forward import (
@@ -129,6 +130,7 @@ class TorchFuncTrainingBackend:
         self.weight_version = weight_version
         self._max_skipped_updates = max_skipped_updates
         self._compute_outputs = compute_outputs
+        self._reads = MetricReads()
         self._evaluate = create_forward(self.model, compute_outputs, options, training=False)
         self._routers = options.routers
         self._train = create_forward(self.model, compute_outputs, options, training=True)
@@ -155,14 +157,14 @@ class TorchFuncTrainingBackend:
         return ImmediateTrainFuture(output_fn(outputs).cpu(), "forward")
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
-        """Add the gradient of loss_fn on this batch."""
+        """Add the gradient of loss_fn on this batch. Its metrics are read with the norm in optim_step, or when somebody asks for them."""
         batch = admit_batch(batch, self.limits, self.device)
         self.state, metrics = accumulate_gradient(self.state, batch, loss_fn, self._train, with_entropy=with_entropy)
-        return ImmediateTrainFuture(metrics, "forward_backward")
+        return ImmediateTrainFuture(self._reads.add(metrics), "forward_backward")
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
         """Run apply_update. Raises BackendError for a non-finite parameter, and after max_skipped_updates skips in a row."""
-        self.state, metrics = apply_update(self.state, self.rule)
+        self.state, metrics = apply_update(self.state, self.rule, self._reads.read)
         self._show()
         check_updated(self.state.parameters.items(), self.state.counts)
         check_skipped_updates(self.state.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.optim.optimizers import AdamW
-from rollouts.backends.optim.updates import UpdateCounts, count_update
-from rollouts.backends.protocol import collect_metrics
+from rollouts.backends.optim.updates import UpdateCounts, count_update, read_scalar
+from rollouts.backends.protocol import list_metrics
+from rollouts.backends.unread_metrics import MetricReads, UnreadMetrics
 from rollouts.models.expert_load import add_balance, add_loads, stack_load, summarize_load, unstack_load
 from rollouts.types import ExpertLoad, LossFn, TokenOutputs, TrainBatch
 
@@ -62,10 +63,10 @@ def create_state(parameters: Parameters, trained: Sequence[str] | None = None, *
 
 def accumulate_gradient(
     state: TrainState, batch: TrainBatch, loss_fn: LossFn, forward: ForwardFn, *, with_entropy: bool = False
-) -> tuple[TrainState, dict[str, float]]:
+) -> tuple[TrainState, dict[str, float | Tensor]]:
     """Add the gradient of loss_fn on this batch. Losses are weighted sums, so micro-batches add up to the gradient of the whole batch.
 
-    Returns: the state with the sum; loss, num_tokens and the metrics of the loss.
+    Returns: the state with the sum; loss, num_tokens and the metrics of the loss, on their device (MetricReads reads them).
     """
     fixed = {name: value for name, value in state.parameters.items() if name not in state.first_moments}
 
@@ -83,7 +84,7 @@ def accumulate_gradient(
     gradients = found if before is None else {name: before[name] + value for name, value in found.items()}
     expert_load = add_loads(state.expert_load, unstack_load(loads[0]) if loads else None)
     state = replace(state, gradients=MappingProxyType(gradients), num_passes=state.num_passes + 1, expert_load=expert_load)
-    return state, collect_metrics(loss, metrics, batch)
+    return state, list_metrics(loss, metrics, batch)
 
 
 def count_experts(state: TrainState, batch: TrainBatch, forward: ForwardFn) -> TrainState:
@@ -93,7 +94,7 @@ def count_experts(state: TrainState, batch: TrainBatch, forward: ForwardFn) -> T
     return replace(state, counted_load=add_loads(state.counted_load, outputs.expert_load))
 
 
-def apply_update(state: TrainState, rule: AdamW) -> tuple[TrainState, dict[str, float]]:
+def apply_update(state: TrainState, rule: AdamW, read: Callable[[Tensor], float] = read_scalar) -> tuple[TrainState, dict[str, float]]:
     """Update the trained parameters once by the accumulated gradient.
 
     m' = b1 m + (1 - b1) g;  v' = b2 v + (1 - b2) g^2;  p' = p - lr (wd p + m' / (1 - b1^n) / (sqrt(v' / (1 - b2^n)) + eps))
@@ -101,12 +102,15 @@ def apply_update(state: TrainState, rule: AdamW) -> tuple[TrainState, dict[str, 
     with g the gradient, scaled down to max_grad_norm if its norm is larger, and wd = 0 for parameters that are no matrix. A non-finite
     gradient is not applied: only the counts of the state change, and update_skipped is 1.
 
+    Args:
+        read: reads the norm, and whatever else is to be read of the device with it.
+
     Returns: the state without gradient; grad_norm (before clipping), lr (of this update), update_skipped; for a mixture of experts those of
         summarize_load.
     Source: Loshchilov and Hutter 2019, algorithm 2, with the decay times the learning rate, as torch.optim.AdamW has it.
     """
     assert state.gradients is not None, "optim_step was called without a forward_backward since the last one"
-    norm = float(global_norm(state.gradients))
+    norm = read(global_norm(state.gradients))
     lr, finite = rule.rate(state.counts), math.isfinite(norm)
     metrics = {"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)} | summarize_load(state.expert_load)
     state = replace(state, counts=count_update(state.counts, finite=finite), expert_load=None, counted_load=None)
@@ -124,12 +128,13 @@ def train_step(
 
     Returns: the next state; loss and num_tokens of the step (sums), and the metrics of apply_update.
     """
-    sums = {"loss": 0.0, "num_tokens": 0.0}
+    reads, parts = MetricReads(), list[UnreadMetrics]()
     for batch in batches:
         state, metrics = accumulate_gradient(state, batch, loss_fn, forward, with_entropy=with_entropy)
-        sums = {name: value + metrics[name] for name, value in sums.items()}
-    state, update = apply_update(state, rule)
-    return state, sums | update
+        parts.append(reads.add(metrics))
+    state, update = apply_update(state, rule, reads.read)
+    found = [part.read() for part in parts]
+    return state, {name: sum((part[name] for part in found), 0.0) for name in ("loss", "num_tokens")} | update
 
 
 def global_norm(values: Parameters) -> Tensor:

@@ -25,7 +25,7 @@ from rollouts.backends.optim.updates import (
     trained_parameters,
     update_parameters,
 )
-from rollouts.backends.protocol import BackendFeature, OutputFn
+from rollouts.backends.protocol import BackendFeature, OutputFn, list_metrics
 from rollouts.backends.pytorch.files import (
     OPTIMIZER,
     SHARDED_DIRECTORY,
@@ -206,7 +206,7 @@ class PyTorchTrainingBackend:
         self._load = add_loads(self._load, outputs.expert_load)
         self._has_gradient = True
         skipped = {"zero_gradient_fraction": float(not has_gradient)} if self._skips(batch) else {}
-        return ImmediateTrainFuture(self._reads.add(loss, {**metrics, **skipped}, batch), "forward_backward")
+        return ImmediateTrainFuture(self._reads.add(list_metrics(loss, {**metrics, **skipped}, batch)), "forward_backward")
 
     def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Run forward without the adapters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from threading import RLock
 from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.lora.adapters import adapters_off
 from rollouts.backends.protocol import BackendFeature, Future, OutputFn, find_outputs, find_token_spec, get_backend_features
 from rollouts.backends.ranks.group import RankGroup
+from rollouts.backends.unread_metrics import UnreadMetrics
 from rollouts.models.forward import check_batch
 from rollouts.models.tokens import TokenSpec
 from rollouts.types import LossFn, TrainBatch
@@ -24,11 +26,13 @@ T = TypeVar("T")
 class RankBackend(Protocol):
     """One rank's part of a backend of all ranks, for example FSDPTrainingBackend. All ranks call the same methods in the same order."""
 
+    unread: dict[int, UnreadMetrics]  # metrics of this rank that the leading rank has not asked for; empty at first
+
     def forward_shard(self, shard: TrainBatch | None, output_fn: OutputFn, *, with_entropy: bool = False) -> Tensor | None:
         """Run forward on this rank's rows; None = it has none."""
         ...
 
-    def forward_backward_shard(self, shard: TrainBatch | None, loss_fn: LossFn, *, with_entropy: bool = False) -> Mapping[str, float]:
+    def forward_backward_shard(self, shard: TrainBatch | None, loss_fn: LossFn, *, with_entropy: bool = False) -> UnreadMetrics:
         """Run forward_backward on this rank's rows; the resulting gradient covers the rows of all ranks."""
         ...
 
@@ -88,6 +92,9 @@ class LeadingBackend:
     def __init__(self, group: RankGroup, name: str, own: Any) -> None:
         """Args: own: rank 0's part, a RankBackend."""
         self._group, self._name, self._own = group, name, own
+        self._unread: dict[int, UnreadMetrics] = {}  # by the number of their forward_backward
+        self._num_passes = 0
+        self._lock = RLock()  # one read of metrics at a time
 
     @property
     def features(self) -> frozenset[BackendFeature]:
@@ -123,10 +130,13 @@ class LeadingBackend:
         return ImmediateTrainFuture(combine_rows(parts, plan, (batch.tokens.shape[0], batch.tokens.shape[1])), "forward")
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
-        """Add the gradient of loss_fn on this batch."""
+        """Add the gradient of loss_fn on this batch. Ranks keep their metrics until optim_step, or until somebody asks for one."""
         _, shards = self._deal(batch)
-        parts = self._group.run("forward_backward", _forward_backward, self._name, loss_fn, with_entropy, own=shards)
-        return ImmediateTrainFuture(combine_metrics(parts), "forward_backward")
+        with self._lock:
+            number = self._num_passes = self._num_passes + 1
+            self._group.run("forward_backward", _forward_backward, self._name, loss_fn, with_entropy, number, own=shards)
+            metrics = self._unread[number] = UnreadMetrics(self._read_metrics)
+        return ImmediateTrainFuture(metrics, "forward_backward")
 
     def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Run forward without the adapters."""
@@ -137,7 +147,21 @@ class LeadingBackend:
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
         """Clip, update, advance the schedule, clear gradients, on every rank."""
-        return ImmediateTrainFuture(self._group.run("optim_step", _optim_step, self._name)[0], "optim_step")
+        with self._lock:
+            answers = self._group.run("optim_step", _optim_step, self._name)
+            self._fill([metrics for _, metrics in answers])
+        return ImmediateTrainFuture(answers[0][0], "optim_step")
+
+    def _read_metrics(self) -> None:
+        with self._lock:
+            if self._unread:
+                self._fill(self._group.run("reading the metrics", _read_metrics, self._name))
+
+    def _fill(self, parts: Sequence[Mapping[int, Mapping[str, float]]]) -> None:
+        """Combine the metrics of all ranks, by rank; those of a forward_backward that failed on one of them are dropped."""
+        for number, metrics in self._unread.items():
+            metrics.fill(combine_metrics([part[number] for part in parts]))
+        self._unread = {}
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
         """Copy the weights to the CPU of rank 0; the other ranks keep none."""
@@ -245,16 +269,25 @@ def _forward_base(backends: _Backends, name: str, output_fn: OutputFn, with_entr
         return _forward(backends, name, output_fn, with_entropy, shard)
 
 
-def _forward_backward(backends: _Backends, name: str, loss_fn: LossFn, with_entropy: bool, shard: TrainBatch | None) -> dict[str, float]:
-    return dict(backends[name].forward_backward_shard(shard, loss_fn, with_entropy=with_entropy))
+def _forward_backward(backends: _Backends, name: str, loss_fn: LossFn, with_entropy: bool, number: int, shard: TrainBatch | None) -> None:
+    metrics = backends[name].forward_backward_shard(shard, loss_fn, with_entropy=with_entropy)
+    backends[name].unread[number] = metrics
+
+
+def _read_metrics(backends: _Backends, name: str) -> dict[int, dict[str, float]]:
+    unread = backends[name].unread
+    found = {number: metrics.read() for number, metrics in unread.items()}
+    unread.clear()
+    return found
 
 
 def _count_experts(backends: _Backends, name: str, shard: TrainBatch | None) -> None:
     backends[name].count_experts_shard(shard)
 
 
-def _optim_step(backends: _Backends, name: str) -> dict[str, float]:
-    return backends[name].optim_step().value
+def _optim_step(backends: _Backends, name: str) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
+    metrics = backends[name].optim_step().value
+    return metrics, _read_metrics(backends, name)
 
 
 def _stream_weights(backends: _Backends, name: str, consume: Callable[[Iterator[tuple[str, Tensor]]], Any] | None) -> Any:
