@@ -167,8 +167,11 @@ class ForeseenLoss:
             with torch.enable_grad():
                 leaf = log_probs.detach().requires_grad_()
                 placed = _place(leaf, packed, positions)
-                loss = self.loss(TokenOutputs(log_probs=placed, entropy=torch.zeros_like(placed) if with_entropy else None))
-                return torch.autograd.grad(loss, leaf)[0] if loss.requires_grad else torch.zeros_like(leaf)
+                try:
+                    loss = self.loss(TokenOutputs(log_probs=placed, entropy=torch.zeros_like(placed) if with_entropy else None))
+                except Exception:  # a loss may refuse log-probs that are still 0: it is asked again, with all of them, after this pass
+                    return torch.zeros_like(leaf)
+                return torch.autograd.grad(loss, leaf, materialize_grads=True)[0] if loss.requires_grad else torch.zeros_like(leaf)
 
         self.foresight = Foresight(differentiate)
         return self.foresight

@@ -165,6 +165,24 @@ async def test_the_gradient_of_a_loss_of_single_tokens_is_computed_with_its_logi
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
+def refusing_loss(outputs, batch):
+    """A loss of a user that refuses log-probs of 0, as it never gets them from a model."""
+    if bool(((outputs.log_probs == 0) & (batch.loss_mask > 0)).any()):
+        raise ValueError("a trained token has the log-prob 0")
+    return sft_loss(outputs, batch)
+
+
+def test_a_loss_that_refuses_incomplete_log_probs_is_computed_as_without_foresight():
+    batch = draw_batch(0, LENGTHS)
+    gradients: list[list[torch.Tensor]] = []
+    for loss_fn in (sft_loss, refusing_loss):
+        model = create_tiny_model(vocab_size=2048)
+        backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3), chunk_size=4)
+        backend.forward_backward(batch, loss_fn)
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 async def test_bfloat16_keeps_float32_weights_and_log_probs_close_to_float32():
     exact, rounded = (create_pytorch_backend(create_tiny_model(), lr=1e-3, compute_dtype=d) for d in ("float32", "bfloat16"))
     batch = draw_batch(0, LENGTHS)
