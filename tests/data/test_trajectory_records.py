@@ -325,7 +325,8 @@ def test_steps_of_a_file_without_written_steps_are_those_of_its_episodes(tmp_pat
 
 def test_every_column_of_a_step_is_recorded_and_equal_numbers_in_a_row_cost_little(tmp_path: Path):
     batch = collate_samples(SAMPLES)
-    columns = {name: torch.arange(batch.tokens.numel()).reshape(batch.tokens.shape) / 7 for name in TOKEN_COLUMNS}
+    numbers = torch.arange(batch.tokens.numel()).reshape(batch.tokens.shape) / 7
+    columns = {name: numbers + 100 * k for k, name in enumerate(TOKEN_COLUMNS)}
     records = attach_estimates(SAMPLES, SAMPLES, replace(batch, **columns))
     write_records(tmp_path / "f.jsonl", records)
     assert read_records(tmp_path / "f.jsonl") == list(records)

@@ -1323,6 +1323,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("words/test_user_code.py::test_a_reward_that_cannot_be_ended_is_not_paid_after_its_deadline",),
     ),
     Mutation(
+        "data/trajectories.py",
+        "recorded groups depend on the order of the batch",
+        "groups, count = sorted(held), min(count, len(held))",
+        "groups, count = [s.group_index for s in samples if s.group_index in held], min(count, len(held))",
+        ("data/test_trajectory_records.py::test_by_default_a_run_keeps_whole_groups_whatever_the_order_of_its_batch",),
+    ),
+    Mutation(
+        "data/records.py",
+        "the log-probs of the reference are recorded as the trainer's",
+        "**{name: _to_row(getattr(batch, name), row, length) for name in TOKEN_COLUMNS}",
+        '**{name: _to_row(getattr(batch, name.replace("old_", "ref_")), row, length) for name in TOKEN_COLUMNS}',
+        ("data/test_trajectory_records.py::test_every_column_of_a_step_is_recorded_and_equal_numbers_in_a_row_cost_little",),
+    ),
+    Mutation(
         "training/rollout_batch.py",
         "updates wait until trajectories are written",
         "    nursery.start_soon(finish)\n",
