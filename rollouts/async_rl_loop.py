@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +59,7 @@ async def train_async_rl(
         resume: result of restore_rl_run, which also restores the backend and the executor; None = a new run.
         segment_score: computes segment log-probs, for example score_with_engines(engines); None = computed by the trainer.
 
-    Returns: one dict per step done in this call.
+    Returns: one dict per step done in this call, or of the last config.history_steps ones.
     Raises: as train_rl. If rollouts, an evaluation or a sync fails and checkpoint_dir is set, a checkpoint of the last finished step with
         all waiting rollouts is written first, and a note on the error names it.
     """
@@ -84,7 +85,7 @@ async def train_async_rl(
         async with run.writing(), trio.open_nursery() as nursery:
             loop = _AsyncLoop(run, executor, recomputer, nursery, resume)
             await loop.run()
-    return loop.history
+    return list(loop.history)
 
 
 async def run_async_rl_training(
@@ -153,7 +154,7 @@ class _AsyncLoop:
         self._finished = 0 if resume is None else resume.step
         self._metrics: Metrics = {} if resume is None else dict(resume.metrics or {})
         self._metrics_bytes = run.log_offset
-        self.history: list[Metrics] = []
+        self.history: deque[Metrics] = deque(maxlen=run.config.history_steps)
 
     async def run(self) -> None:
         """Do all steps; if one fails, write a checkpoint of the last finished one."""

@@ -34,6 +34,11 @@ def check_positive(config: object, *names: str) -> None:
         check_setting(is_whole(value) and value >= 1, f"{type(config).__name__}.{name}", value, "a whole number, at least 1")
 
 
+def check_history_steps(value: int | None) -> None:
+    """Raise ConfigError unless history_steps is a whole number of at least 1, or None."""
+    check_setting(value is None or (is_whole(value) and value >= 1), "history_steps", value, "a whole number, at least 1, or None")
+
+
 def check_count(config: object, *names: str) -> None:
     """Raise ConfigError unless each named field is a whole number of at least 0."""
     for name in names:
@@ -118,6 +123,7 @@ class SFTTrainingConfig:
     num_steps: int = 100  # optimizer steps
     batch_size: int = 32  # samples per optimizer step
     log_every: int = 1  # steps between two lines of metrics; steps with an evaluation, and the last one, are always logged
+    history_steps: int | None = None  # last steps whose metrics the loop keeps in memory and returns; None = all
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward; bounds memory, never changes a result
@@ -128,6 +134,7 @@ class SFTTrainingConfig:
     def __post_init__(self) -> None:
         check_not_negative(self, "router_balance_coef")
         check_positive(self, "num_steps", "batch_size", "log_every", "max_tokens_per_microbatch")
+        check_history_steps(self.history_steps)
         check_count(self, "checkpoint_every", "eval_every")
         check_seed(self)
 
@@ -139,6 +146,7 @@ class RewardModelTrainingConfig:
     num_steps: int = 100  # optimizer steps
     batch_size: int = 64  # pairs per optimizer step
     log_every: int = 1  # steps between two lines of metrics; steps with an evaluation, and the last one, are always logged
+    history_steps: int | None = None  # last steps whose metrics the loop keeps in memory and returns; None = all
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations on held-out pairs; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward, pairs whole; bounds memory, never changes a result
@@ -146,6 +154,7 @@ class RewardModelTrainingConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "batch_size", "log_every", "max_tokens_per_microbatch")
+        check_history_steps(self.history_steps)
         check_count(self, "checkpoint_every", "eval_every")
         check_seed(self)
 
@@ -178,6 +187,7 @@ class RLTrainingConfig:
     algorithm: Algorithm | None = None  # None = algorithms.grpo()
     baseline: float | None = None  # fixed number in place of the algorithm's baseline: advantages = rewards - baseline
     log_every: int = 1  # steps between two lines of metrics; steps with an evaluation, and the last one, are always logged
+    history_steps: int | None = None  # last steps whose metrics the loop keeps in memory and returns; None = all
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward
@@ -203,6 +213,7 @@ class RLTrainingConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "sync_every", "num_epochs", "num_minibatches", "log_every", "max_tokens_per_microbatch")
+        check_history_steps(self.history_steps)
         check_count(self, "checkpoint_every", "eval_every", "critic_warmup_steps", "first_version")
         check_not_negative(self, "router_balance_coef")
         check_seed(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -121,7 +122,7 @@ async def train_reward_model(
     for what, some in (("pair", pairs), ("held-out pair", heldout)):
         check_samples((pair.chosen for pair in some), limits, f"the chosen answer of {what}")
         check_samples((pair.rejected for pair in some), limits, f"the rejected answer of {what}")
-    history: list[Metrics] = []
+    history: deque[Metrics] = deque(maxlen=config.history_steps)
     async with open_checkpoints(backend, checkpoint_dir, keep_last_n) as checkpoints:
         for step in range(start_step, config.num_steps):
             if best is not None and best.has_ended:
@@ -151,7 +152,7 @@ async def train_reward_model(
                 await checkpoints.save(finished, run_state, metrics, protected=protect(best, checkpoint_dir))
             if stopping:
                 break
-    return history
+    return list(history)
 
 
 def _submit_step(backend: TrainingBackend, batch: TrainBatch, max_tokens: int) -> PendingOptimizerStep:

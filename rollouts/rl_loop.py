@@ -8,6 +8,7 @@ next rollouts during training.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ async def train_rl(parts: RLParts, source: RolloutSource, config: RLTrainingConf
         source: generates one RolloutBatch per step, for example an AsyncRolloutManager.
         resume: result of restore_rl_run, which also restores the backend and the source; None = a new run.
 
-    Returns: one dict per step done in this call.
+    Returns: one dict per step done in this call, or of the last config.history_steps ones.
     Raises: ConfigError before the first rollout; the errors of the source, the engines and the backend.
     """
     run = RLRun(parts, source, config)
@@ -46,7 +47,7 @@ async def train_rl(parts: RLParts, source: RolloutSource, config: RLTrainingConf
 async def _train(run: RLRun, source: RolloutSource, resume: ResumePoint | None) -> list[Metrics]:
     config, parts, clock = run.config, run.parts, run.parts.clock
     first = await run.begin(resume)
-    history: list[Metrics] = []
+    history: deque[Metrics] = deque(maxlen=config.history_steps)
     if resume is not None and resume.metrics is not None:  # the checkpoint was taken before this line, so that it could serve the sync
         await run.finish_step(resume.step, dict(resume.metrics), stopping=False)
     for step in range(first, config.num_steps):
@@ -72,7 +73,7 @@ async def _train(run: RLRun, source: RolloutSource, resume: ResumePoint | None) 
         history.append(metrics)
         if stopping:
             break
-    return history
+    return list(history)
 
 
 async def run_rl_training(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -125,13 +126,13 @@ async def run_sft_training(
         clock: time in seconds, for keys that end in `_s`.
         best: keeps the checkpoint of the best evaluation, and may end the run; a resumed run passes it with its state restored.
 
-    Returns: one dict per step from start_step on.
+    Returns: one dict per step from start_step on, or of the last config.history_steps ones.
     Raises: DataError (nothing to train on, a sample outside the model's limits), ConfigError (backend cannot checkpoint, or not
             balance experts), and the errors
         of the backend's futures.
     """
     _check(backend, samples, config)
-    history, signs = list[Metrics](), Signs()
+    history, signs = deque[Metrics](maxlen=config.history_steps), Signs()
     async with open_checkpoints(backend, checkpoint_dir, keep_last_n) as checkpoints:
         for step in range(start_step, config.num_steps):
             if best is not None and best.has_ended:
@@ -174,7 +175,7 @@ async def run_sft_training(
                 await checkpoints.save(finished, run_state, metrics, protected=protect(best, checkpoint_dir))
             if stopping:
                 break
-    return history
+    return list(history)
 
 
 def _check(backend: TrainingBackend, samples: Sequence[Sample], config: SFTTrainingConfig) -> None:

@@ -245,6 +245,7 @@ def sft_training_config(config: Config) -> SFTTrainingConfig:
         num_steps=config.sft.num_steps,
         batch_size=config.sft.batch_size,
         log_every=config.sft.log_every,
+        history_steps=1,  # the metrics are in the run directory
         checkpoint_every=config.checkpoint.sft_every,
         eval_every=config.sft.eval_every,
         max_tokens_per_microbatch=config.sft.max_tokens_per_microbatch,
@@ -392,6 +393,7 @@ def rl_training_config(config: Config, algorithm: Algorithm | None, max_tokens: 
         algorithm=algorithm,
         baseline=config.rl.baseline,
         log_every=config.rl.log_every,
+        history_steps=1,  # the metrics are in the run directory
         checkpoint_every=config.checkpoint.rl_every,
         eval_every=config.rl.eval_every,
         max_tokens_per_microbatch=config.rl.max_tokens_per_microbatch,

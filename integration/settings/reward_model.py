@@ -97,6 +97,7 @@ class RewardModelConfig:
             num_steps=training.num_steps,
             batch_size=training.batch_size,
             log_every=training.log_every,
+            history_steps=1,  # the metrics are in the run directory
             checkpoint_every=training.checkpoint_every,
             eval_every=training.eval_every,
             max_tokens_per_microbatch=training.max_tokens_per_microbatch,

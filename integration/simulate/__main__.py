@@ -108,6 +108,7 @@ async def run_simulation(simulation: Simulation) -> Report:
         sync_every=trainer.sync_every,
         algorithm=create_idle_algorithm(segment_wise=simulation.asynchronous.segment_wise),
         log_every=10**9,
+        history_steps=1,
         weight_sync="memory",
     )
     end_s = simulation.hours * 3600

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -88,7 +88,7 @@ class FakeBackend:
         error_for: Callable[[str, int], Exception | None] | None = None,
         lr: float = 1e-3,
         name: str = "backend",
-        calls: list[Call] | None = None,
+        calls: MutableSequence[Call] | None = None,
     ) -> None:
         """
         Args:
@@ -96,10 +96,10 @@ class FakeBackend:
             error_for: (method, number of earlier calls of it) -> exception for this job's future to raise; None = none.
             lr: learning rate that optim_step reports.
             name: name in `calls`.
-            calls: list to append to; default a new one.
+            calls: sequence to append to, such as deque(maxlen=100) for a long run; default a new list of all.
         """
         self.name = name
-        self.calls: list[Call] = [] if calls is None else calls
+        self.calls: MutableSequence[Call] = [] if calls is None else calls
         self.num_updates = 0
         self._seconds_per_job = seconds_per_job
         self._error_for = error_for

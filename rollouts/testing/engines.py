@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -84,7 +84,7 @@ class FakeEngine:
         error_for: Callable[[tuple[int, ...], int | None], Exception | None] | None = None,
         update_error: Exception | None = None,
         name: str = "engine",
-        calls: list[Call] | None = None,
+        calls: MutableSequence[Call] | None = None,
     ) -> None:
         """
         Args:
@@ -95,10 +95,10 @@ class FakeEngine:
             error_for: (prompt tokens, seed) -> exception that ends this request after its first token's delay; None = none.
             update_error: exception that every weight update raises at its end; the old weights stay in place.
             name: name in `calls` and in messages.
-            calls: list to append to; default a new one.
+            calls: sequence to append to, such as deque(maxlen=100) for a long run; default a new list of all.
         """
         self.name = name
-        self.calls: list[Call] = [] if calls is None else calls
+        self.calls: MutableSequence[Call] = [] if calls is None else calls
         self.weight_version = weight_version
         self.weights: Mapping[str, Tensor] | None = None  # weights of the last update_weights
         self.checkpoint_path: Path | None = None  # directory of the last update_weights_from_checkpoint

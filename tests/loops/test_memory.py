@@ -1,0 +1,87 @@
+"""Memory of long runs: with history_steps it does not grow with the number of steps, in any loop."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollouts.async_rl_loop import run_async_rl_training
+from rollouts.asynchronous.config import AsyncConfig
+from rollouts.asynchronous.executor import create_workflow_executor
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig
+from rollouts.data.prompts import DataBuffer
+from rollouts.generation.manager import AsyncRolloutManager
+from rollouts.generation.single_turn import create_generate_fn
+from rollouts.rl_loop import run_rl_training
+from rollouts.sft_loop import run_sft_training
+from rollouts.testing import FakeBackend, FakeEngine
+from rollouts.types import Sample, SamplingParams
+
+
+class Weigher:
+    """A logger that notes how many bytes are allocated at certain steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self._steps = steps
+        self.found: list[int] = []
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        if step in self._steps:
+            gc.collect()
+            self.found.append(tracemalloc.get_traced_memory()[0])
+
+    def finish(self) -> None: ...
+
+
+async def train(loop: str, num_steps: int, history_steps: int | None, logger: Weigher) -> list[dict[str, float]]:
+    backend = FakeBackend(calls=deque(maxlen=10))
+    if loop == "sft":
+        sample = Sample(prompt="a", tokens=(5, 6, 7), loss_mask=(0.0, 1.0, 1.0), response="b")
+        return await run_sft_training(
+            backend, [sample] * 4, SFTTrainingConfig(num_steps=num_steps, batch_size=2, history_steps=history_steps), logger
+        )
+    engine = FakeEngine(calls=deque(maxlen=10))
+    buffer = DataBuffer([f"s{i}=" for i in range(4)])
+    generate = create_generate_fn([engine], create_char_tokenizer(), SamplingParams(max_tokens=4))
+    config = RolloutConfig(batch_size=1, n_samples_per_prompt=2, generate_fn=generate, reward_fn=lambda sample: float(sample.index % 2))
+    training = RLTrainingConfig(num_steps=num_steps, weight_sync="memory", history_steps=history_steps)
+    if loop == "rl":
+        async with AsyncRolloutManager(buffer, config, engines=[engine]) as manager:
+            return await run_rl_training(backend, buffer, manager, [engine], training, logger)
+    async with create_workflow_executor(buffer, config, AsyncConfig(max_staleness=1), engines=[engine]) as executor:
+        return await run_async_rl_training(backend, buffer, executor, [engine], training, logger)
+
+
+async def measure_growth(loop: str, history_steps: int | None, num_steps: int) -> float:
+    """Return the bytes by which each step of the second half adds to the memory."""
+    logger = Weigher(num_steps // 2, num_steps - 1)
+    tracemalloc.start()
+    try:
+        await train(loop, num_steps, history_steps, logger)
+    finally:
+        tracemalloc.stop()
+    first, last = logger.found
+    return (last - first) / (num_steps // 2 - 1)
+
+
+@pytest.mark.parametrize("loop", ["sft", "rl", "async"])
+@pytest.mark.parametrize("num_steps", [pytest.param(240, id="short"), pytest.param(3000, id="long", marks=pytest.mark.slow)])
+async def test_memory_does_not_grow_with_the_steps(loop: str, num_steps: int):
+    flat = await measure_growth(loop, 1, num_steps)
+    grows = await measure_growth(loop, None, num_steps)
+    assert flat < (300 if num_steps < 1000 else 30), f"{flat:.0f} bytes a step"
+    assert grows > flat + 400, f"{grows:.0f} bytes a step, and {flat:.0f} without a history: the control does not show it"
+
+
+async def test_the_last_steps_are_returned():
+    assert len(await train("rl", 5, 2, Weigher())) == 2
+    assert len(await train("sft", 5, None, Weigher())) == 5
+    with pytest.raises(Exception, match="history_steps"):
+        replace(SFTTrainingConfig(num_steps=1), history_steps=0)
