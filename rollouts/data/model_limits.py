@@ -44,7 +44,7 @@ class ModelLimits:
 
 def read_limits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> ModelLimits:
     """Return the limits of a model. Raises ConfigError as check_tokenizer, if there is a tokenizer."""
-    num_embeddings = int(cast("Any", model).get_input_embeddings().weight.shape[0])
+    num_embeddings = _leave_out_padding(model.config, int(cast("Any", model).get_input_embeddings().weight.shape[0]))
     if tokenizer is not None:
         check_tokenizer(tokenizer, num_embeddings, type(model).__name__)
     return ModelLimits(num_embeddings, find_context_length(model.config))
@@ -52,7 +52,13 @@ def read_limits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
 
 def read_config_limits(config: Any) -> ModelLimits:
     """Return the limits of the model that a configuration describes."""
-    return ModelLimits(int(config.get_text_config().vocab_size), find_context_length(config))
+    return ModelLimits(_leave_out_padding(config, int(config.get_text_config().vocab_size)), find_context_length(config))
+
+
+def _leave_out_padding(config: Any, num_embeddings: int) -> int:
+    """Return the number of embeddings that have a logit: Inkling drops those of rows that only pad its matrices."""
+    size = getattr(config.get_text_config(), "unpadded_vocab_size", None)
+    return num_embeddings if size is None else min(num_embeddings, int(size))
 
 
 def find_context_length(config: Any) -> int | None:

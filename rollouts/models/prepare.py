@@ -315,6 +315,12 @@ def prepare_attention(model: PreTrainedModel) -> bool:
         type(model).__name__,
         why,
     )
+    warn_of_ties(model)
+    return True
+
+
+def warn_of_ties(model: PreTrainedModel) -> None:
+    """Warn if a model chooses the tokens that it attends to by so few index heads that their scores are often tied."""
     heads = getattr(model.config.get_text_config(), "index_n_heads", None)
     if isinstance(heads, int) and heads < MANY_INDEX_HEADS:
         _logger.warning(
@@ -325,7 +331,6 @@ def prepare_attention(model: PreTrainedModel) -> bool:
             2**heads,
             MANY_INDEX_HEADS,
         )
-    return True
 
 
 def check_native_rows(model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> None:
@@ -561,6 +566,7 @@ def find_check_length(model: PreTrainedModel, window: int | None, *, at_least: i
 def draw_check_tokens(model: PreTrainedModel, shape: tuple[int, int]) -> Tensor:
     """Draw random tokens of the model's vocabulary, always the same ones, on its device."""
     vocab_size = int(cast("Any", model).config.get_text_config().vocab_size)
+    vocab_size = min(vocab_size, read_limits(model).num_embeddings)
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
     return tokens.to(next(model.parameters()).device)
 

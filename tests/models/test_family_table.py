@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ import pytest
 import torch
 import trio
 
+from rollouts.backends.factory import create_pytorch_backend
+from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess import slots
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.native import NativeModel, open_slots
 from rollouts.engines.inprocess.slots import attend_slots
+from rollouts.errors import DataError
 from rollouts.models.forward import OutputOptions, compute_log_probs, get_output_layer
 from rollouts.models.prepare import check_output_layer, prepare_attention, prepare_model
+from rollouts.types import Sample
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"\| (\w[\w-]*) \| (\S.*?) \| (\S.*?) \| (\S+) \| (\S+) \| (\S+) \|")
@@ -74,6 +79,10 @@ def test_logits_of_rows_that_pad_the_output_matrix_are_dropped_as_inkling_does()
     model.config.unpadded_vocab_size = 90
     check_output_layer(model)  # compares with the model's own logits
     assert get_output_layer(model).weight.shape[0] == 90
+    backend = create_pytorch_backend(model, lr=1e-3)
+    sample = Sample(tokens=(3, 4, 91, 5), loss_mask=(0, 1, 1, 1), index=0, group_index=0, reward=0.0)
+    with pytest.raises(DataError, match=r"row 0 of 1 of a batch has the token id 91, outside of the model's 90 embeddings"):
+        backend.forward(collate_samples([sample]), lambda outputs: outputs.log_probs)
 
 
 ROUNDED_EXPERTS = {  # mixtures of experts, and the way of the engine
@@ -178,8 +187,11 @@ def test_few_index_heads_whose_scores_are_tied_are_said(caplog: pytest.LogCaptur
         settings = GENERATOR.OWN["deepseek_v32"] | {"index_n_heads": heads, "num_hidden_layers": 2}
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(GENERATOR.OWN, "deepseek_v32", settings)
-            prepare_attention(GENERATOR.create_model("deepseek_v32"))
-        assert ("index_n_heads = 2: scores of exactly 0, about one in 4" in caplog.text) is said
+            model = GENERATOR.create_model("deepseek_v32")
+        for use in (prepare_attention, partial(open_slots, max_slots=2, name="engine")):
+            caplog.clear()
+            use(copy.deepcopy(model))
+            assert ("index_n_heads = 2: scores of exactly 0, about one in 4" in caplog.text) is said
 
 
 def test_rounding_of_native_caches_is_told_from_a_wrong_result():
@@ -188,3 +200,27 @@ def test_rounding_of_native_caches_is_told_from_a_wrong_result():
     assert isinstance(decoding, NativeModel)
     assert decoding._uses_cache  # pyright: ignore[reportPrivateUsage]
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("mistake", ["position", "mask"])
+def test_a_wrong_native_cache_is_refused_in_bfloat16_although_float32_decides_about_rounding(mistake: str, monkeypatch: pytest.MonkeyPatch):
+    model, step = GENERATOR.create_model("gemma3n_text", seed=3).bfloat16(), NativeModel._step  # pyright: ignore[reportPrivateUsage]
+
+    def step_wrongly(decoding: Any, cohort: Any, tokens: torch.Tensor, position: int) -> torch.Tensor:
+        if mistake == "mask" and cohort.cache is not None:
+            for layer in cohort.cache.layers:
+                layer.values[..., -1, :] = 0  # the newest token before this one is not seen
+            return step(decoding, cohort, tokens, position)
+        decoder = decoding._decoder
+
+        def decode(**call: Any) -> Any:
+            return decoder(**call | ({"position_ids": call["position_ids"] - 1} if "position_ids" in call else {}))
+
+        decoding._decoder = decode
+        try:
+            return step(decoding, cohort, tokens, position)
+        finally:
+            decoding._decoder = decoder
+
+    monkeypatch.setattr(NativeModel, "_step", step_wrongly)
+    assert not NativeModel(model, name="engine")._uses_cache  # pyright: ignore[reportPrivateUsage]

@@ -1589,6 +1589,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("backends/test_lora.py::test_routers_that_return_chosen_experts_get_no_adapter_and_the_model_trains",),
     ),
     Mutation(
+        "data/model_limits.py",
+        "token ids of rows that pad an output matrix are taken",
+        "num_embeddings if size is None else min(num_embeddings, int(size))",
+        "num_embeddings",
+        ("models/test_family_table.py::test_logits_of_rows_that_pad_the_output_matrix_are_dropped_as_inkling_does",),
+    ),
+    Mutation(
         "backends/unread_metrics.py",
         "an update leaves the metrics of its micro-batches to be read one call after another",
         "together = more is not None and bool(parts) and more.device == parts[0].device",

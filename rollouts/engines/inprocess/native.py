@@ -27,6 +27,7 @@ from rollouts.models.prepare import (
     find_widest,
     open_choices,
     restore_attention,
+    warn_of_ties,
     widened,
 )
 from rollouts.models.replay import Choices
@@ -264,4 +265,5 @@ def open_slots(model: PreTrainedModel, *, max_slots: int, name: str, kept_tokens
         native = NativeModel(model, name=name)
         why = str(refusal).removesuffix(f" {USE_ANOTHER}").removesuffix(".")
     _logger.warning("%s decodes with its own attention and caches, which is slower than slots: %s", type(model).__name__, why)
+    warn_of_ties(model)
     return native
