@@ -161,7 +161,7 @@ def describe_trials(trials: Sequence[Trial]) -> str:
     if max(times) > _HEAVY_MS:
         lines.append("groups of a batch are scored at the same time, but a step waits for the slowest: see --reward.timeout-s")
     if failed:
-        lines.append(f"{failed} of {len(trials)} answers have no reward: a run ends there, unless --reward.on-error says otherwise")
+        lines.append(f"{failed} of {len(trials)} answers have no reward: a run ends there, by its default --reward.on-error raise")
     elif len(set(scores)) == 1 and len(scores) > 1:
         lines.append("all scores are equal: groups with equal rewards teach nothing, so look whether the function reads what it should")
     return "\n".join(lines)

@@ -44,12 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _name_settings(argv: Sequence[str], message: str) -> str:
     """Return an error's message with its settings named as the user wrote them."""
-    from integration.settings.command_line import value_of
+    from integration.settings.command_line import name_as_typed
     from integration.settings.config import Config
-    from integration.settings.sources import find_places, name_settings
 
-    config = Config()
-    return name_settings(message, config, find_places(argv, value_of(argv, "--config"), config))
+    return name_as_typed(argv, Config(), message)
 
 
 def _goes_online(command: CommandLine) -> bool:

@@ -5,73 +5,52 @@ Then `python -m integration.train --mode rl --reward.model rm` takes its scores 
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
+from typing import Annotated
 
-import numpy as np
-import torch
-import trio
 import tyro
 
-from integration.expressions.mixture import parse_columns
-from integration.parts.hub_models import find_models, names_hub
-from integration.parts.model_settings import check_optimizers
-from integration.parts.models import create_model, describe_hardware, fix_hardware, set_master_dtype
-from integration.run.directory import METRICS_FILE, StopRequest, measure_seconds, prepare_directory, read_facts, watch_signals
-from integration.run.display import Progress
-from integration.run.exit_status import EXIT_STOPPED, run_command
-from integration.run.signal_watch import watch_beside
-from integration.run.stages import CHECKPOINTS, RunControl, create_task, find_checkpoint, finished_checkpoint, read_step, restore_best
-from integration.run.summary import describe_best, draw_curves, find_best
-from integration.settings.command_line import MODEL_DIRECTORY, parse_flags, read_base
-from integration.settings.config import Config, create_output_dir, find_kernels
+from integration.run.exit_status import run_command
+from integration.settings.command_line import answer_help, name_as_typed, parse_flags, read_base
+from integration.settings.help_text import Screen
 from integration.settings.reward_model import RewardModelConfig
-from integration.tasks.preference_pairs import create_task_pairs
-from rollouts.backends.factory import create_reward_model_backend
-from rollouts.backends.futures import open_pipeline
-from rollouts.chat.tokenize import ensure_pad_token
-from rollouts.config import CheckpointConfig
-from rollouts.data.datasets import DatasetSpec
-from rollouts.data.model_limits import read_limits
-from rollouts.data.preference_pairs import PreferencePair, load_preference_pairs
-from rollouts.data.rows.loaded import choose_heldout, hash_question, pick_rows
-from rollouts.errors import DataError, raise_single_errors
-from rollouts.models.heads import create_reward_model, load_reward_start, reads_turn_end
-from rollouts.models.loading import load_tokenizer, parse_device
-from rollouts.models.prepare import recompute_activations
-from rollouts.output_files import explain_writes, replace_file
-from rollouts.reward_model_loop import STAGE, evaluate_reward_model, train_reward_model
-from rollouts.training.best import BestCheckpoint
-from rollouts.training.checkpoints import lock_run_directory
-from rollouts.training.metrics import CompositeLogger, JSONLLogger, MetricsLogger, StageLogger, read_metrics
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROGRAM = "python -m integration.train_reward_model"
-MAY_CHANGE_ON_RESUME = (
-    "output_dir",
-    "num_threads",
-    "training.num_steps",
-    "training.checkpoint_every",
-    "training.keep_last_n",
-    "training.best",
-    "training.patience",
+SCREEN = Screen(
+    text="""\
+usage: python -m integration.train_reward_model [OPTIONS] [--section.field VALUE ...]
+
+Train a reward model on pairs of answers; `rollouts train --reward.model DIR` then takes its scores in place of a reward function.
+
+  --data.path FILE              pairs: rows with chosen and rejected, or with labelled answers (default: pairs made from --task)
+  --data.eval-path FILE         held-out pairs (default: a tenth of --data.path, at most --data.num-heldout)
+  --data.columns NEW=COLUMN     columns to read under another name: chosen=better,rejected=worse
+  --data.skip-bad-rows          skip and count unreadable rows
+  --task sort|sort-long         built-in task to make pairs from (default: sort)
+  --model.path DIR|ORG/NAME     a language model, or a reward model to train further (default: a small built-in model)
+  --training.num-steps N        optimizer steps (default: 400)
+  --training.batch-size N       pairs of an optimizer step (default: 64)
+  --training.optimizer.lr X     peak learning rate (default: 0.002, for the built-in model; 1e-5 is usual for a pretrained one)
+  --training.best METRIC        keep the best checkpoint by eval_accuracy, eval_loss or eval_margin, as the result
+  --config FILE                 settings from a .toml, .json or .py file; flags override them
+  --output-dir DIR              directory of the run (default: a new runs/<time>-reward-model)
+  --resume                      go on with the interrupted run in --output-dir
+  --seed N                      seed of weights, pairs and their order (default: 0)
+  --num-threads N               CPU threads of torch
+  --quiet                       only the summary
+
+sections of settings, each with `--help SECTION`; all settings with --help-all:
+{sections}
+
+examples:
+  python -m integration.train_reward_model --output-dir runs/rm                                # pairs of the built-in task
+  python -m integration.train_reward_model --model.path DIR --data.path pairs.jsonl --training.optimizer.lr 1e-5
+""",
+    settings=RewardModelConfig,
 )
-
-Pairs = tuple[tuple[PreferencePair, ...], tuple[PreferencePair, ...]]
-"""(training, held-out) pairs."""
-
-Start: TypeAlias = "tuple[PreTrainedModel, PreTrainedTokenizerBase, Pairs]"
-"""The initial model, tokenizer and data of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,226 +66,29 @@ class _Arguments:
     """file of settings: FILE.py (which defines `config`), FILE.toml or FILE.json"""
 
 
-def create_start(config: RewardModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Create the initial reward model and its tokenizer."""
-    section = config.model
-    if section.path is not None:
-        model = load_reward_start(section.path, seed=config.seed, trust_remote_code=section.trust_remote_code)
-        return model, load_tokenizer(section.path, trust_remote_code=section.trust_remote_code)
-    model, tokenizer = create_model(Config(model=section, seed=config.seed))
-    return create_reward_model(model, seed=config.seed), tokenizer
-
-
-def create_pairs(
-    config: RewardModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
-) -> Pairs:
-    """Create the training and held-out pairs."""
-    data = config.data
-    if data.path is None:
-        task = create_task(Config(task=config.task), tokenizer, "rl")
-        counts = {name: getattr(data, name) for name in ("num_pairs", "num_heldout", "pairs_per_problem")}
-        return create_task_pairs(tokenizer, task, seed=config.seed, **counts)
-    options: dict[str, Any] = {
-        "to_turn_end": reads_turn_end(model),
-        "max_length": data.max_length,
-        "skip_bad_rows": data.skip_bad_rows,
-        "limits": read_limits(model, tokenizer),
-    }
-    columns = parse_columns(data.columns)
-    loaded = load_preference_pairs(tokenizer, DatasetSpec(path=data.path, columns=columns), **options)
-    num_bad = len(loaded.bad_rows)
-    if data.eval_path is not None:
-        held = load_preference_pairs(tokenizer, DatasetSpec(path=data.eval_path, columns=columns), **options)
-        num_bad += len(held.bad_rows)
-        pairs = tuple(loaded.rows), tuple(held.rows[: data.num_heldout])
-    else:
-        is_held = choose_heldout(
-            np.array([hash_question(pair.chosen) for pair in loaded], np.uint64), min(data.num_heldout, len(loaded) // 10)
-        )
-        if not is_held.any():
-            raise DataError(
-                f"{data.path} has {len(loaded)} pairs, too few to hold some out: give --data.eval-path, or at least 10 pairs of two prompts"
-            )
-        pairs = tuple(pick_rows(loaded, np.flatnonzero(~is_held)).rows), tuple(pick_rows(loaded, np.flatnonzero(is_held)).rows)
-    if num_bad:
-        say(f"{num_bad} bad rows were skipped")
-    return pairs
-
-
-def create_parts(config: RewardModelConfig, say: Callable[[str], None]) -> Start:
-    """Create the parts of a run: the initial model, its tokenizer, the pairs."""
-    model, tokenizer = create_start(config)
-    return model, tokenizer, create_pairs(config, model, tokenizer, say)
-
-
-async def run_reward_model(
-    config: RewardModelConfig, output_dir: Path, control: RunControl | None = None, *, start: Start | None = None
-) -> Path | None:
-    """Train, and save the model in output_dir/model.
-
-    Args:
-        start: what create_parts made of the configuration; None = it is made here.
-
-    Returns: that directory; None if control.should_stop ended the run before its last step.
-    """
-    control = control or RunControl()
-    model, tokenizer, (train, heldout) = create_parts(config, control.say) if start is None else start
-    set_master_dtype(config.backend, model)
-    backend = create_reward_model_backend(
-        model,
-        tokenizer=tokenizer,
-        total_steps=config.training.num_steps,
-        device=parse_device(config.model.device),
-        compute_dtype=config.backend.precision(config.model.device),
-        kernels=find_kernels(config.model),
-        **vars(config.training.optimizer),
-    )
-    if config.backend.gradient_checkpointing:
-        recompute_activations(backend.model)
-    logger = None if control.logger is None else StageLogger(control.logger, STAGE)
-    checkpoint_dir, pad_id, start_step = output_dir / CHECKPOINTS, ensure_pad_token(tokenizer), 0
-    best = None if config.training.best is None else BestCheckpoint(config.training.best, patience=config.training.patience)
-    source = find_checkpoint(checkpoint_dir, control)
-    async with open_pipeline(backend) as pipeline:
-        if source is not None:
-            start_step = read_step(source, STAGE)
-            restore_best(best, source)
-            await pipeline.load_checkpoint(source).result()
-            control.say(f"training goes on after step {start_step} of {config.training.num_steps}")
-        elif logger is not None:
-            limit = config.loop.max_tokens_per_microbatch
-            logger.log(await evaluate_reward_model(pipeline, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit), 0)
-        if start_step < config.training.num_steps:
-            await train_reward_model(
-                pipeline,
-                train,
-                config.loop,
-                logger,
-                heldout=heldout,
-                pad_id=pad_id,
-                start_step=start_step,
-                checkpoint_dir=checkpoint_dir,
-                keep_last_n=config.training.keep_last_n,
-                should_stop=control.should_stop,
-                clock=control.clock,
-                best=best,
-            )
-        if finished_checkpoint(checkpoint_dir, config.training.num_steps, best) is None:
-            return None
-        found = None if best is None else best.find_checkpoint(checkpoint_dir)
-        if found is not None:
-            await pipeline.load_checkpoint(found).result()
-        unfinished, target = output_dir / f".{MODEL_DIRECTORY}", output_dir / MODEL_DIRECTORY
-        with explain_writes(target):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            await pipeline.export_weights(unfinished).result()
-            shutil.rmtree(
-                target, ignore_errors=True
-            )  # the result of an earlier part of this run, removed only after the new one is complete
-            unfinished.rename(target)
-    return target
-
-
-async def _run_until_stopped(
-    config: RewardModelConfig, output_dir: Path, start: Start, logger: MetricsLogger, say: Callable[[str], None]
-) -> bool:
-    """Call run_reward_model with signal handling. Returns whether it reached its end."""
-    stop = StopRequest()
-    control = RunControl(logger=logger, should_stop=stop.is_requested, say=say)
-    model: Path | None = None
-    with raise_single_errors(), watch_beside():
-        async with trio.open_nursery() as nursery:
-            await nursery.start(partial(watch_signals, stop, say, nursery.cancel_scope.cancel))
-            with measure_seconds(output_dir, STAGE, control.clock):
-                model = await run_reward_model(config, output_dir, control, start=start)
-            nursery.cancel_scope.cancel()
-    return model is not None
-
-
-def summarize(lines: Sequence[dict[str, Any]], facts: dict[str, Any], config: RewardModelConfig) -> dict[str, Any]:
-    """Return the contents of summary.json from the lines of metrics.jsonl and the facts of run.json."""
-    evaluated = [line for line in lines if "eval_accuracy" in line]
-    if not evaluated:
-        raise DataError("metrics.jsonl has no evaluation, so there is no summary; the checkpoints contain the model")
-    last = evaluated[-1]
-    if last.get("best_step"):  # the result is the best checkpoint
-        last = next(line for line in evaluated if line["step"] == last["best_step"])
-    return {
-        "accuracy_before": evaluated[0]["eval_accuracy"] if evaluated[0]["step"] == 0 else None,
-        "accuracy": last["eval_accuracy"],
-        "margin": last["eval_margin"],
-        "loss": last["eval_loss"],
-        "steps": last["step"],
-        "seconds": facts.get(f"seconds_{STAGE}"),
-        "seed": config.seed,
-        "best": find_best(
-            [line for line in lines if line["step"] > 0],
-            CheckpointConfig(best=config.training.best, patience=config.training.patience),
-            CHECKPOINTS,
-            config.training.num_steps,
-        ),
-        "pairs": config.data.path or f"made from the task {config.task}",
-    }
+def parse(argv: Sequence[str]) -> _Arguments:
+    """Parse the command line. Raises ConfigError; SystemExit for the help and for unknown options."""
+    argv = answer_help(argv, lambda: _Arguments(config=RewardModelConfig()), PROGRAM, SCREEN)
+    return parse_flags(argv, _Arguments(config=read_base(argv, RewardModelConfig())), PROGRAM)
 
 
 def run(command: _Arguments) -> int:
     """Execute a command line. Returns the exit status."""
-    config = command.config
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    named = Config(output_dir=config.output_dir)
-    precision = config.backend.precision(config.model.device)
-    check_optimizers(config.backend, {"training": config.training.optimizer}, precision=precision)
-    say = cast("Callable[[str], None]", (lambda text: None) if command.quiet else partial(print, flush=True))  # pyright: ignore
-    recorded, config = find_models(config, quiet=command.quiet)
-    start = create_parts(config, say)  # finds errors of the data before anything is written
-    output_dir = create_output_dir(named, datetime.now().strftime("%Y%m%d-%H%M%S") + "-reward-model")
-    with lock_run_directory(output_dir):
-        prepare_directory(
-            output_dir,
-            fix_hardware(recorded),
-            {"mode": STAGE},
-            resume=command.resume,
-            may_change=MAY_CHANGE_ON_RESUME,
-            checkpoint_dirs=[output_dir / CHECKPOINTS],
-            tell=partial(print, file=sys.stderr, flush=True),
-        )
-        say(f"run directory: {output_dir}; {describe_hardware(config)}")
-        progress = Progress({STAGE: config.training.num_steps}, stream=sys.stdout, quiet=command.quiet, clock=time.monotonic)
-        logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress])
-        try:
-            finished = trio.run(_run_until_stopped, config, output_dir, start, logger, progress.say)
-        finally:
-            logger.finish()
-        if not finished:
-            again = f"{PROGRAM} --output-dir {output_dir} --resume"
-            print(f"stopped; everything up to the last finished step is saved. To go on:\n  {again}", flush=True)
-            return EXIT_STOPPED
-        lines = read_metrics(output_dir / METRICS_FILE)
-        summary = summarize(lines, read_facts(output_dir), config)
-        replace_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-        with explain_writes(output_dir / "curves.png"):
-            draw_curves(lines, output_dir / "curves.png")
-        if summary["best"] is not None:
-            print(describe_best("reward model", summary["best"]), flush=True)
-        print(
-            f"held-out pairs ranked right: {summary['accuracy']:.1%}, by {summary['margin']:.1f} on average "
-            f"({summary['steps']} steps, {summary['seconds']:.0f} s)\nthe model: {output_dir / MODEL_DIRECTORY}\n"
-            f"its scores in place of the rule: python -m integration.train --reward.model {output_dir}",
-            flush=True,
-        )
-    return 0
+    from integration.run import reward_model  # imports torch, which the help does not need
+
+    return reward_model.run(command.config, resume=command.resume, quiet=command.quiet)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
-    arguments = sys.argv[1:] if argv is None else argv
+    given = sys.argv[1:] if argv is None else argv
+    return run_command(partial(parse, given), run, _goes_online, partial(name_as_typed, given, RewardModelConfig()))
 
-    def parse() -> _Arguments:
-        return parse_flags(arguments, _Arguments(config=read_base(arguments, RewardModelConfig())), PROGRAM)
 
-    return run_command(parse, run, lambda command: names_hub(command.config))
+def _goes_online(command: _Arguments) -> bool:
+    from integration.parts.hub_models import names_hub
+
+    return names_hub(command.config)
 
 
 if __name__ == "__main__":

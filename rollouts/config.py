@@ -412,8 +412,8 @@ def parse_metric(text: str, option: str = "checkpoint.best") -> tuple[str, bool]
     if name not in SMALLER_IS_BETTER:
         raise ConfigError(
             f"{option} is {text!r}, and whether larger or smaller values of it are better is not known: give one of "
-            f"{', '.join(SMALLER_IS_BETTER)}, or put a sign before your own metric: --{option}=+{name or 'NAME'} if larger values "
-            f"are better, =-{name or 'NAME'} if smaller ones are"
+            f"{', '.join(SMALLER_IS_BETTER)}, or put a sign before your own metric, behind an equals sign: =+{name or 'NAME'} if "
+            f"larger values are better, =-{name or 'NAME'} if smaller ones are"
         )
     return name, SMALLER_IS_BETTER[name]
 

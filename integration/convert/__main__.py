@@ -17,7 +17,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from integration.convert.export import export
 from integration.run.exit_status import run_command
 from integration.settings.command_line import parse_flags
 from rollouts.config import check_setting
@@ -54,6 +53,8 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Execute a command line. Returns the exit status."""
+    from integration.convert.export import export  # imports torch, which the help does not need
+
     limit = sys.maxsize if arguments.max_file_gib is None else int(arguments.max_file_gib * 2**30)
     if arguments.target.resolve() == arguments.source.resolve():
         raise ConfigError(f"source and target are both {arguments.source}: give another target")

@@ -19,7 +19,8 @@ import trio
 
 from integration.doctor.findings import Finding, tabulate
 from integration.settings.closed_stdout import ignore_closed_stdout
-from integration.settings.command_line import CommandLine, parse_command_line
+from integration.settings.command_line import CommandLine, name_as_typed, parse_command_line
+from integration.settings.config import Config
 from rollouts.errors import ConfigError, RolloutsError, make_safe, redact
 
 HELP = """usage: rollouts doctor [options of rollouts train] [--rows N] [--resume-timeout-s S] [--table-json]
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options, rest = split_options(given)
             findings = run(options, parse_command_line(rest), rest)
         except RolloutsError as error:
-            print(f"error: {make_safe(redact(str(error)))}", file=sys.stderr)
+            print(f"error: {make_safe(redact(name_as_typed(given, Config(), str(error))))}", file=sys.stderr)
             return 2
         text = json.dumps([finding.to_dict() for finding in findings], indent=2) if options.table_json else tabulate(findings)
         print(make_safe(redact(text)))

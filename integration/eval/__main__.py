@@ -19,27 +19,61 @@ import tyro
 
 from integration.run.exit_status import run_command
 from integration.settings.closed_stdout import ignore_closed_stdout
-from integration.settings.command_line import CONFIG_FILE, parse_flags, read_base, read_saved, value_of
+from integration.settings.command_line import (
+    CONFIG_FILE,
+    RUN_FILE,
+    answer_help,
+    name_as_typed,
+    parse_flags,
+    read_base,
+    read_saved,
+    value_of,
+)
 from integration.settings.config import Config
+from integration.settings.help_text import Screen
 from integration.settings.option_effects import find_changes, spell_option
 from integration.settings.sections import BackendSection, EngineSection, LoRASection
 from integration.settings.task_defaults import create_default_config
-from rollouts.config import CheckpointConfig, check_positive
+from rollouts.config import CheckpointConfig, check_setting
 from rollouts.errors import ConfigError
 
 PROGRAM = "rollouts eval MODEL [MODEL ...]"
-_TRAINING = (
-    "sft.",
-    "rl.",
-    "reference.",
-    "critic.",
-    "backend.",
-    "lora.",
-    "checkpoint.",
-    "trajectories.",
-    "profile.",
-    "hardware.",
-    "loggers",
+_TRAINING = ("sft", "rl", "reference", "critic", "backend", "lora", "checkpoint", "trajectories", "profile", "hardware", "loggers")
+SCREEN = Screen(
+    text="""\
+usage: rollouts eval MODEL [MODEL ...] [OPTIONS] [--section.field VALUE ...]
+
+Evaluate models on tasks: accuracy, pass@k, maj@k, rewards and lengths with intervals, and each model against the first.
+
+MODEL is a run, a checkpoint, a model directory, an adapter, a name on the hub (ORG/NAME, ORG/NAME@REVISION), or addresses of vLLM or
+SGLang servers joined by commas. The models stand in front of all options. Without --tasks and --task, a model of a run is evaluated on
+the held-out problems of that run.
+
+  --tasks TASK ...              sort, gsm8k=FILE.jsonl, a data file, hf://ORG/NAME, FILE.py:NAME of an environment
+  --n N                         samples for each problem (default: 1, one greedy answer)
+  --sampled                     sample also where --n is 1
+  --k K ...                     k of pass@k and maj@k (default: powers of 2 up to --n, and --n)
+  --num-prompts N               problems of each task (default: all rows of a data file, else --evaluation.num-prompts)
+  --threshold X                 smallest reward that counts as right (default: 1)
+  --answer FILE.py:f            function that returns what a sample votes for in maj@k
+  --reward.function FILE.py:f   reward of your own
+  --generation.temperature X    temperature of samples (default: 1)
+  --model.device DEVICE         cpu, cuda, cuda:N, mps or auto (default: auto)
+  --tokenizer DIR               tokenizer of a served model
+  --output-dir DIR              directory of samples and results (default: a new evals/<time>)
+  --json                        print the results as one JSON object
+  --quiet                       no progress
+  --config FILE                 settings from a .toml, .json or .py file; flags override them
+
+sections of settings, each with `--help SECTION`; all settings with --help-all:
+{sections}
+
+examples:
+  rollouts eval runs/mine Qwen/Qwen3-0.6B --n 8
+  rollouts eval http://127.0.0.1:8000 --tasks gsm8k=test.jsonl --json
+""",
+    settings=Config,
+    left_out=_TRAINING,
 )
 
 
@@ -76,9 +110,8 @@ class Arguments:
     """file of settings: FILE.py (which defines `config`), FILE.toml or FILE.json"""
 
     def __post_init__(self) -> None:
-        check_positive(self, "n")
-        if self.num_prompts is not None:
-            check_positive(self, "num_prompts")
+        for option, value in (("--n", self.n), ("--num-prompts", self.num_prompts)):
+            check_setting(value is None or value >= 1, option, value, "a whole number, at least 1")
         bad = [k for k in self.k if not 1 <= k <= self.n]
         if bad:
             raise ConfigError(f"--k has {bad[0]}, but there are {self.n} samples for each problem: give --n {max(bad)}, or a smaller k")
@@ -94,6 +127,7 @@ class Command:
 
 def parse(argv: Sequence[str]) -> Command:
     """Parse the command line. Raises ConfigError; SystemExit for --help and for unknown options."""
+    argv = answer_help(argv, lambda: Arguments(config=Config()), PROGRAM, SCREEN)
     count = next((i for i, argument in enumerate(argv) if argument.startswith("-")), len(argv))
     models, flags = tuple(argv[:count]), list(argv[count:])
     base = read_base(flags, _find_default(models, flags))
@@ -104,7 +138,7 @@ def parse(argv: Sequence[str]) -> Command:
         raise ConfigError(f"no model is named: {PROGRAM} [OPTIONS], with a run, a model directory or the address of a server as MODEL")
     if len(set(models)) < len(models):
         raise ConfigError(f"a model is named twice ({', '.join(models)}): name each once")
-    idle = [name for name in sorted(find_changes(arguments.config, base)) if name.startswith(_TRAINING)]
+    idle = [name for name in sorted(find_changes(arguments.config, base)) if name.partition(".")[0] in _TRAINING]
     if idle:
         raise ConfigError(f"{spell_option(idle[0])} is about training, and has no effect in an evaluation: leave it out")
     return Command(models=models, arguments=arguments)
@@ -112,15 +146,20 @@ def parse(argv: Sequence[str]) -> Command:
 
 def _find_default(models: Sequence[str], flags: Sequence[str]) -> Config:
     """Return the settings of the run of the first model that is of one, else the defaults of the task."""
-    from integration.eval.subjects import find_run
-
-    run = next((found for found in map(find_run, models) if found is not None), None)
+    run = next((found for found in map(_find_run, models) if found is not None), None)
     if run is None:
         return create_default_config(value_of(flags, "--task"))
     saved = read_saved(Config, run / CONFIG_FILE)
     section = EngineSection(dtype=saved.engine.dtype)
     rest: dict[str, Any] = {"backend": BackendSection(), "lora": LoRASection(), "checkpoint": CheckpointConfig(), "loggers": ()}
     return replace(saved, output_dir=None, engine=section, **rest)
+
+
+def _find_run(model: str) -> Path | None:
+    """Return the run directory that a MODEL is, or is in; None if it is none."""
+    path = Path(model)
+    places = (path, *path.absolute().parents[:3]) if path.exists() else ()
+    return next((place for place in places if (place / RUN_FILE).is_file() and (place / CONFIG_FILE).is_file()), None)
 
 
 def run(command: Command) -> int:
@@ -148,7 +187,7 @@ def run(command: Command) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
-    return run_command(partial(parse, given), run, _goes_online)
+    return run_command(partial(parse, given), run, _goes_online, partial(name_as_typed, given, Config()))
 
 
 def _goes_online(command: Command) -> bool:

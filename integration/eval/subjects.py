@@ -14,7 +14,7 @@ import httpx
 from integration.parts.engines import create_embedded_engine, create_fleet_config, create_server_engine
 from integration.parts.models import create_model
 from integration.run.directory import find_result
-from integration.settings.command_line import CONFIG_FILE, RUN_FILE
+from integration.settings.command_line import RUN_FILE
 from integration.settings.config import Config
 from integration.settings.sections import EngineSection
 from rollouts.engines.fleet.fleet import EngineFleet
@@ -43,13 +43,6 @@ class Subject:
         """Return what must not change while an evaluation is resumed, as JSON values."""
         paths = {"directory": self.directory, "adapter": self.adapter}
         return {"name": self.name, "urls": list(self.urls), **{key: path and str(path.resolve()) for key, path in paths.items()}}
-
-
-def find_run(model: str) -> Path | None:
-    """Return the run directory that a MODEL is, or is in; None if it is none."""
-    path = Path(model)
-    places = (path, *path.absolute().parents[:3]) if path.exists() else ()
-    return next((place for place in places if (place / RUN_FILE).is_file() and (place / CONFIG_FILE).is_file()), None)
 
 
 def find_subject(model: str, config: Config, tokenizer: str | None = None) -> Subject:

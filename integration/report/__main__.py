@@ -15,12 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import trio
 import tyro
 
-from integration.report.page import read_report, render
-from integration.report.serve import FollowedReport, serve
 from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.settings.command_line import parse_flags
 from rollouts.errors import ConfigError, DataError, OutputError, make_safe
 from rollouts.output_files import replace_file
 
@@ -54,6 +52,11 @@ def report(arguments: Arguments) -> str:
         raise ConfigError("--serve writes no file: leave --output out, or --serve")
     if arguments.port and not arguments.serve:
         raise ConfigError(f"--port {arguments.port} is read only with --serve: add it, or leave --port out")
+    import trio
+
+    from integration.report.page import read_report, render  # imports torch, which the help does not need
+    from integration.report.serve import FollowedReport, serve
+
     make = partial(read_report, arguments.paths, max_tokens=arguments.max_tokens)
     if arguments.serve:
         make()  # errors of the runs are shown here, not in a browser
@@ -71,8 +74,8 @@ def report(arguments: Arguments) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 2 if a report cannot be made."""
+    arguments = parse_flags(sys.argv[1:] if argv is None else argv, Arguments, "rollouts report")
     with ignore_closed_stdout():
-        arguments = tyro.cli(Arguments, prog="rollouts report", args=sys.argv[1:] if argv is None else argv)
         try:
             line = report(arguments)
         except KeyboardInterrupt:

@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,7 @@ import tyro
 
 from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.config import SELF_MADE_TASKS, Config
-from integration.settings.help_text import show_help
+from integration.settings.help_text import TRAINING, Screen, show_help
 from integration.settings.log_levels import DEFAULT_LEVEL, parse_log_level
 from integration.settings.option_effects import (
     COMMAND_OPTIONS,
@@ -38,7 +38,7 @@ from integration.settings.option_effects import (
     spell_option,
 )
 from integration.settings.other_names import explain_other_names
-from integration.settings.sources import Place, find_places
+from integration.settings.sources import Place, find_places, name_settings
 from integration.settings.task_defaults import create_default_config, find_default
 from rollouts.config_files import from_dict, load_config, read_json, suggest, to_dict
 from rollouts.errors import ConfigError
@@ -114,12 +114,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         wrong type; SystemExit(0) for --help, --help SECTION and --help-all.
     """
     program = "python -m integration.train"
-    text = show_help(argv, lambda: parse_flags(["--help"], _Arguments(config=Config()), program))
-    if text is not None:
-        with ignore_closed_stdout():
-            print(text)
-        raise SystemExit(0)
-    argv = ["--help" if argument == "--help-all" else _SHORT.sub(_write_out, argument) for argument in argv]
+    argv = [_SHORT.sub(_write_out, argument) for argument in answer_help(argv, lambda: _Arguments(config=Config()), program)]
     base = read_base(argv, _find_default(argv))
     try:
         arguments = parse_flags(argv, _Arguments(config=base), program)
@@ -215,6 +210,33 @@ def parse_flags(argv: Sequence[str], default: T | type[T], program: str) -> T:
         raise
     finally:
         sys.stderr.write(printed.getvalue())
+
+
+def answer_help(argv: Sequence[str], create: Callable[[], object], program: str, screen: Screen = TRAINING) -> list[str]:
+    """Print the help that --help or --help SECTION ask for and end the command; return other arguments, for parse_flags.
+
+    Args:
+        create: returns the default arguments, as for parse_flags.
+
+    Raises: ConfigError for an unknown section; SystemExit(0) after the help.
+    """
+    text = show_help(argv, lambda: parse_flags(["--help"], create(), program), screen)
+    if text is None:
+        return ["--help" if argument == "--help-all" else argument for argument in argv]
+    with ignore_closed_stdout():
+        print(text)
+    raise SystemExit(0)
+
+
+def name_as_typed(argv: Sequence[str], config: Any, message: str, *, flat: bool = False) -> str:
+    """Return an error's message with its settings named as the user wrote them, instead of by classes and fields.
+
+    Args:
+        argv: arguments of the command.
+        config: configuration with all settings.
+        flat: options have no section in front.
+    """
+    return name_settings(message, config, find_places(argv, value_of(argv, "--config"), config), flat=flat)
 
 
 def read_config_file(path: Path, default: C) -> C:

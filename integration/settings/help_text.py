@@ -1,4 +1,4 @@
-"""The help of the training command: one screen, one section of settings, or all of them."""
+"""The help of a command with many settings: one screen, one section of settings, or all of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import inspect
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from integration.settings.config import Config
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
 
-SCREEN = """\
+_TRAINING = """\
 usage: python -m integration.train [OPTIONS] [--section.field VALUE ...]
 
 Train a language model by supervised fine-tuning, reinforcement learning, or one after the other.
@@ -50,7 +50,21 @@ examples:
 """
 
 
-def show_help(argv: Sequence[str], print_all: Callable[[], None]) -> str | None:
+@dataclass(frozen=True, kw_only=True)
+class Screen:
+    """The short help of a command, and the sections of its settings."""
+
+    text: str  # {sections} stands for a line about each section
+    settings: type  # dataclass whose dataclass fields are the sections
+    left_out: tuple[str, ...] = ()  # sections that the command does not read
+    flat: bool = False  # options have no section in front, as in --slots
+
+
+TRAINING = Screen(text=_TRAINING, settings=Config)
+"""The help of `rollouts train`."""
+
+
+def show_help(argv: Sequence[str], print_all: Callable[[], object], screen: Screen = TRAINING) -> str | None:
     """Return the help that --help or --help SECTION ask for; None if the arguments ask for neither.
 
     Args:
@@ -61,14 +75,14 @@ def show_help(argv: Sequence[str], print_all: Callable[[], None]) -> str | None:
     place = next((k for k, argument in enumerate(argv) if argument in ("--help", "-h")), None)
     if place is None:
         return None
+    names = list_sections(screen)
     if place + 1 < len(argv) and not argv[place + 1].startswith("-"):
         printed = io.StringIO()  # a stream without an encoding: tyro draws no frames
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             print_all()
-        return _cut_section(printed.getvalue(), argv[place + 1])
-    names = list_sections()
+        return (_cut_options if screen.flat else _cut_section)(printed.getvalue(), argv[place + 1], screen)
     width = max(map(len, names))
-    return SCREEN.format(sections="\n".join(f"  {name:<{width}}  {text}" for name, text in names.items())).rstrip()
+    return screen.text.format(sections="\n".join(f"  {name:<{width}}  {text}" for name, text in names.items())).rstrip()
 
 
 def find_help(text: str, option: str) -> str:
@@ -79,23 +93,35 @@ def find_help(text: str, option: str) -> str:
     return re.sub(r" \(default: .*\)$| \(repeatable\)$", "", words).strip()
 
 
-def list_sections() -> dict[str, str]:
+def list_sections(screen: Screen = TRAINING) -> dict[str, str]:
     """Return the first sentence about each section of settings, by name."""
     found: dict[str, str] = {}
-    for field in fields(Config):
+    for field in fields(screen.settings):
         value: Any = field.default_factory() if callable(field.default_factory) else field.default
-        if is_dataclass(value):
+        if is_dataclass(value) and field.name not in screen.left_out:
             text = " ".join((inspect.getdoc(type(value)) or "").split())
             found[field.name] = re.split(r"(?<=[a-z0-9)])[.:;](?: |$)", text)[0]
     return found
 
 
-def _cut_section(text: str, section: str) -> str:
+def _cut_section(text: str, section: str, screen: Screen) -> str:
     """Return a section, and those inside it, from the help of all options. Raises ConfigError for an unknown one."""
     _, *parts = re.split(r"^ (\S+) options *$", text, flags=re.MULTILINE)
-    bodies = dict(zip(parts[::2], parts[1::2], strict=True))
+    bodies = {name: body for name, body in zip(parts[::2], parts[1::2], strict=True) if name.partition(".")[0] in list_sections(screen)}
     named = {name: body for name, body in bodies.items() if name == section or name.startswith(section + ".")}
     if not named:
         raise ConfigError(f"--help knows no section {section!r}: {suggest(section, bodies)}")
     lines = "\n".join(f"{name}\n{body.strip()}" for name, body in named.items()).splitlines()
     return "\n".join(line.rstrip() for line in lines if line.strip(" -"))
+
+
+def _cut_options(text: str, section: str, screen: Screen) -> str:
+    """Return the options of a section from a help that lists them without sections. Raises ConfigError for an unknown section."""
+    names = list_sections(screen)
+    if section not in names:
+        raise ConfigError(f"--help knows no section {section!r}: {suggest(section, names)}")
+    kind: Any = next(field.default_factory for field in fields(screen.settings) if field.name == section)
+    own = {"--" + field.name.replace("_", "-") for field in fields(kind())}
+    blocks = re.split(r"^(?= *--)", text, flags=re.MULTILINE)
+    chosen = [block.rstrip() for block in blocks if re.split(r"[\s,]", block.strip(), maxsplit=1)[0] in own]
+    return "\n".join([section, *chosen])

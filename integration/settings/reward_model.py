@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from integration.expressions.mixture import parse_columns
 from integration.settings.sections import BackendSection, ModelSection
 from rollouts.config import OptimizerConfig, RewardModelTrainingConfig, check_count, check_patience, check_positive, parse_metric
 from rollouts.config_files import suggest
@@ -31,7 +30,10 @@ class PairSection:
 
     def __post_init__(self) -> None:
         check_positive(self, "num_heldout", "num_pairs", "pairs_per_problem")
-        parse_columns(self.columns)
+        if self.columns:
+            from integration.expressions.mixture import parse_columns  # imports torch, which the help does not need
+
+            parse_columns(self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)

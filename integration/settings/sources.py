@@ -70,19 +70,20 @@ def _scan_file(path: Path) -> Iterator[tuple[str, Place]]:
                     yield ".".join([*stack, key]), Place(".".join([*stack, key]), f"{path}, line {number}")
 
 
-def name_settings(message: str, config: Any, places: Mapping[str, Place]) -> str:
+def name_settings(message: str, config: Any, places: Mapping[str, Place], *, flat: bool = False) -> str:
     """Return an error's message with its settings named as the user wrote them, instead of by classes and fields.
 
     Args:
         config: configuration with the sections that may be named.
         places: see find_places; a setting that the user did not give becomes its flag.
+        flat: options have no section in front, as in --slots.
     """
     owners = dict(_list_owners(config))
 
     def spell(name: str) -> str:
         place = places.get(name)
         if place is None:
-            return spell_option(name)
+            return spell_option(name.rpartition(".")[2] if flat else name)
         return place.typed if place.file is None else f"{place.typed} ({place.file})"
 
     settings = {name for name, _ in list_options(config) if "." in name}

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import trio
@@ -25,34 +25,11 @@ import trio.testing
 from torch import Tensor
 
 from integration.simulate.lengths import ResponseLengths
-from rollouts.config import check_not_negative, check_positive, check_setting
+from integration.simulate.settings import EngineSection
 from rollouts.engines.protocol import EngineFeature
 from rollouts.errors import EngineError
 from rollouts.seeds import derive_seed
 from rollouts.types import Completion, Group, Prompt, Sample, SamplingParams, Status, change
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSection:
-    """The speed and failures of the engines."""
-
-    engines: int = 8  # inference engines with the same weights; prompt i goes to engine i % engines
-    slots: int = 64  # concurrent sequences per engine
-    token_rate: float = 50.0  # tokens per second of each sequence, whatever the load
-    prefill_rate: float = 20000.0  # tokens per second of an engine for prompts and tokens of continued sequences
-    prompt_tokens: int = 512  # tokens of a prompt
-    sync_s: float = 2.0  # seconds that engines pause for a weight sync
-    kv_cache: Literal["recompute", "keep"] = "recompute"  # cache of running sequences after a weight sync: recompute it, or keep it
-    failure_rate: float = 0.0  # fraction of groups that fail, at a random moment
-    keep_partial: bool = True  # interrupted groups continue from their tokens; False = they start over
-
-    def __post_init__(self) -> None:
-        check_positive(self, "engines", "slots", "prompt_tokens")
-        check_not_negative(self, "sync_s", "failure_rate")
-        for name in ("token_rate", "prefill_rate"):
-            value = getattr(self, name)
-            check_setting(0 < value < math.inf, name, value, "a finite number above 0")
-        check_setting(self.failure_rate < 1, "failure_rate", self.failure_rate, "less than 1")
 
 
 @dataclass(eq=False)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollouts.config import check_positive, check_setting
+from integration.simulate.settings import LengthSection
 from rollouts.errors import ConfigError, DataError
 from rollouts.seeds import derive_seed
 
@@ -20,24 +19,6 @@ Draw: TypeAlias = Callable[[np.random.Generator, int], "NDArray[np.float64]"]
 """f(generator, count) -> `count` lengths in tokens, before rounding and truncation."""
 
 _BLOCK = 1024  # prompts per block of drawn lengths
-
-
-@dataclass(frozen=True, kw_only=True)
-class LengthSection:
-    """The distribution of response lengths."""
-
-    distribution: Literal["lognormal", "pareto", "constant"] = "lognormal"
-    mean_tokens: float = 8000.0  # mean tokens of a response, before truncation to max_tokens
-    sigma: float = 0.8  # lognormal: standard deviation of the logarithm; 0.8 = the longest of 8 is about 2.3 times the mean
-    tail: float = 2.0  # Pareto: exponent, more than 1; smaller = heavier tail
-    max_tokens: int = 32768  # longer responses are truncated
-    file: str | None = None  # file of measured lengths: one number or sample of a run (rl/trajectories/*.jsonl) per line; None = none
-
-    def __post_init__(self) -> None:
-        check_positive(self, "max_tokens")
-        check_setting(self.mean_tokens >= 1 and math.isfinite(self.mean_tokens), "mean_tokens", self.mean_tokens, "at least 1")
-        check_setting(self.sigma >= 0 and math.isfinite(self.sigma), "sigma", self.sigma, "at least 0")
-        check_setting(self.tail > 1 and math.isfinite(self.tail), "tail", self.tail, "more than 1, or the mean is infinite")
 
 
 def create_draw(section: LengthSection) -> Draw:

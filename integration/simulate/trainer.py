@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
 import trio
 from torch import Tensor
 
+from integration.simulate.settings import TrainerSection
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.backends.protocol import OutputFn
-from rollouts.config import check_not_negative, check_positive, check_setting
 from rollouts.types import Algorithm, LossFn, LossOutput, TokenOutputs, TrainBatch
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSection:
-    """The batch size and speed of the trainer."""
-
-    batch_size: int | None = None  # groups per step; None = as many as fill the slots of all engines
-    samples_per_prompt: int = 8  # responses per group
-    train_s: float = 30.0  # fixed seconds of a step
-    train_rate: float | None = None  # tokens per second of training in addition to train_s; None = no cost per token
-    score_rate: float | None = None  # tokens per second of a forward pass, for proximal log-probs; None = no cost
-    sync_every: int = 1  # steps between two weight syncs
-
-    def __post_init__(self) -> None:
-        check_positive(self, "samples_per_prompt", "sync_every")
-        check_not_negative(self, "train_s")
-        if self.batch_size is not None:
-            check_positive(self, "batch_size")
-        for name in ("train_rate", "score_rate"):
-            value = getattr(self, name)
-            check_setting(value is None or 0 < value < math.inf, name, value, "a finite number above 0, or None")
 
 
 class _Job(Generic[T]):

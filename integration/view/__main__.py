@@ -14,68 +14,22 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 
 from integration.settings.closed_stdout import ignore_closed_stdout
-from integration.view.columns import show_side_by_side
-from integration.view.gradient import explain_gradient, split_groups
-from integration.view.source import Choice, choose_file, describe_steps, find_decoder, find_masking, find_step_files, read_file
-from integration.view.text import prepare, show_group, show_prompt, show_records, split_shown, summarize
-from integration.view.tokens import COLOR_FIELDS, ColorBy, choose_palette
-from rollouts.data.records import TrajectoryRecord
+from integration.settings.command_line import parse_flags
+from integration.view.arguments import Arguments
 from rollouts.errors import ConfigError, DataError, make_safe
 
+if TYPE_CHECKING:
+    from rollouts.data.records import TrajectoryRecord
+
 _SVG_COLUMNS = 132
-
-
-def _one(metavar: str | None = None) -> Any:
-    """Return the style of an option that takes one line of the help."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Show the rollouts of a run: prompts, responses, and the training data of each token.
-
-    Colours of tokens: advantage, log-prob when sampled, trainer or reference (their
-    log-probs), ratio of trainer to rollout, weight in the loss, mask, none; auto: the
-    first of advantage, log-prob and mask that is known. In a pipe there are none.
-    """
-
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FILE", help_behavior_hint="")]
-    """directory of a run, or a file of rollouts or of steps"""
-    step: Annotated[int | None, _one("N")] = None
-    """training step of a run; default: the newest"""
-    group: Annotated[int | None, _one("N")] = None
-    """show only this group, the samples of one prompt"""
-    sample: Annotated[int | None, _one("N")] = None
-    """show only the sample of this index"""
-    min_reward: Annotated[float | None, _one("X")] = None
-    """show only samples with at least this reward"""
-    max_reward: Annotated[float | None, _one("X")] = None
-    """show only samples with at most this reward"""
-    search: Annotated[str | None, _one("TEXT")] = None
-    """show only samples with this text, in any case"""
-    limit: Annotated[int, _one("N")] = 10
-    """maximum number of samples; 0 = all; default: 10"""
-    side_by_side: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
-    """the answers of a group in columns"""
-    color: Annotated[ColorBy, _one("NAME")] = "auto"
-    """quantity shown as colour, see above; default: auto"""
-    tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
-    """a table of each sample's tokens with all numbers"""
-    list: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
-    """only one line per step of a run"""
-    tokenizer: Annotated[Path | None, _one("DIR")] = None
-    """model that decodes tokens; default: the run's"""
-    svg: Annotated[Path | None, _one("FILE")] = None
-    """write a picture instead of text"""
 
 
 def view(arguments: Arguments, *, colors: bool, width: int = _SVG_COLUMNS) -> list[Text]:
@@ -87,6 +41,12 @@ def view(arguments: Arguments, *, colors: bool, width: int = _SVG_COLUMNS) -> li
 
     Raises: ConfigError or DataError for a path that does not exist, has no rollouts or is damaged.
     """
+    from integration.view.columns import show_side_by_side
+    from integration.view.gradient import split_groups
+    from integration.view.source import Choice, choose_file, describe_steps, find_decoder, find_step_files, read_file
+    from integration.view.text import prepare, show_group, show_prompt, show_records, split_shown, summarize
+    from integration.view.tokens import COLOR_FIELDS, choose_palette
+
     if arguments.limit < 0:
         raise ConfigError(f"--limit is {arguments.limit}, expected at least 1, or 0 for all")
     if arguments.side_by_side and arguments.tokens:
@@ -133,6 +93,9 @@ def view(arguments: Arguments, *, colors: bool, width: int = _SVG_COLUMNS) -> li
 
 def explain_groups(records: Sequence[TrajectoryRecord], path: Path) -> dict[int, tuple[str, ...]]:
     """Return why each group with estimates has a gradient or none, by its number."""
+    from integration.view.gradient import explain_gradient, split_groups
+    from integration.view.source import find_masking
+
     masks, groups = find_masking(path), split_groups(records)
     known = (group for group in groups if any(record.estimate is not None for record in group))
     return {group[0].sample.group_index: explain_gradient(group, mask_truncated=masks) for group in known}
@@ -140,6 +103,9 @@ def explain_groups(records: Sequence[TrajectoryRecord], path: Path) -> dict[int,
 
 def list_steps(path: Path) -> list[Text]:
     """Return one line per trajectory file of a run."""
+    from integration.view.source import choose_file, find_step_files, read_file
+    from integration.view.text import summarize
+
     choose_file(path, None)
     files = find_step_files(path) if path.is_dir() else {}
     if not files:
@@ -173,17 +139,10 @@ def write_picture(lines: Sequence[Text], path: Path, title: str) -> None:
     )  # without web fonts, so that viewing the picture downloads nothing
 
 
-def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Parse the arguments of the command. Raises SystemExit for unknown flags and for --help."""
-    with ignore_closed_stdout():
-        return tyro.cli(Arguments, prog="python -m integration.view", args=argv)
-    raise SystemExit(0)  # the reader of the help closed stdout
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 2 if there is nothing to show."""
     given = list(sys.argv[1:] if argv is None else argv)
-    arguments = parse_arguments(given)
+    arguments = parse_flags(given, Arguments, "python -m integration.view")
     try:
         colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         width = _SVG_COLUMNS if arguments.svg is not None else shutil.get_terminal_size().columns

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from rich.style import Style
 from rich.text import Text
 
+from integration.view.arguments import ColorBy
 from rollouts.data.records import TrajectoryRecord
 from rollouts.errors import make_safe
 from rollouts.steps import StepData
@@ -18,7 +19,6 @@ from rollouts.steps import StepData
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Tokens to text, special tokens included."""
 
-ColorBy = Literal["auto", "advantage", "log-prob", "trainer", "reference", "ratio", "weight", "mask", "none"]
 Rgb: TypeAlias = "tuple[int, int, int]"
 
 _PALE: Rgb = (235, 235, 235)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from integration.settings.config import Config
 from integration.settings.option_effects import COMMAND_OPTIONS, list_options, spell_option
 from integration.settings.other_names import OTHER_NAMES, explain_other_names
 
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
 SCRIPT = "import sys; from integration.command import main; sys.exit(main())"
 
 
@@ -80,3 +82,63 @@ def test_known_options_are_no_other_names(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         parse_command_line(["--rl.optimizer.lr=3", "--sft.optimizer.weight_decay", "0.1", "--bogus"])
     assert " here" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown", "hidden"),
+    [
+        (["train", "--help", "lora"], "--lora.rank INT", "--rl.num-steps"),
+        (["train-reward-model", "--help", "training"], "--training.optimizer.lr FLOAT", "--data.path"),
+        (["simulate", "--help", "engine"], "--slots INT", "--mean-tokens"),
+        (["simulate", "--help", "asynchronous"], "--max-staleness INT", "--slots"),
+        (["eval", "--help", "generation"], "--generation.temperature FLOAT", "--rl.num-steps"),
+    ],
+)
+def test_the_help_of_a_section_shows_its_options_alone(argv: list[str], shown: str, hidden: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    told = capsys.readouterr().out
+    assert end.value.code == 0 and told.startswith(argv[-1] + "\n") and shown in told and hidden not in told
+    with pytest.raises(SystemExit) as end:
+        main([argv[0], "--help-all"])
+    everything = capsys.readouterr().out
+    assert end.value.code == 0 and shown in everything and len(everything.splitlines()) > 100
+
+
+@pytest.mark.parametrize("name", ["train", "train-reward-model", "simulate", "eval"])
+def test_each_option_of_the_short_help_is_one_of_the_program(name: str, capsys: pytest.CaptureFixture[str]):
+    options: list[set[str]] = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([name, flag])
+        lines = capsys.readouterr().out.replace("│", " ").splitlines()
+        options.append({found for line in lines if line.startswith("  ") or flag == "--help-all" for found in OPTION.findall(line)})
+    shorts = {"--environment"} if name == "train" else set()  # short for --environment.factory
+    assert options[0] - options[1] - shorts - {"--help", "--help-all", "--reward.model"} == set()
+    assert len(options[0]) > 10
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["train-reward-model", "--training.num-steps", "0"], "--training.num-steps is 0, expected a whole number, at least 1"),
+        (["train-reward-model", "--training.optimizer.lr=-1"], "--training.optimizer.lr is -1.0, expected a finite number, at least 0"),
+        (["train-reward-model", "--data.eval-path", "a.jsonl"], "--data.eval-path is 'a.jsonl', but there is no --data.path to train on"),
+        (["train-reward-model", "--help", "trainig"], "--help knows no section 'trainig': did you mean 'training'?"),
+        (["simulate", "--hours", "0"], "--hours is 0.0, expected a finite number above 0"),
+        (["simulate", "--token-rate", "0"], "--token-rate is 0.0, expected a finite number above 0"),
+        (["simulate", "--max-staleness", "-1"], "--max-staleness is -1, expected a whole number, at least 0"),
+        (["simulate", "--sigma", "-1"], "--sigma is -1.0, expected at least 0"),
+        (["eval", "here", "--n", "0"], "--n is 0, expected a whole number, at least 1"),
+        (["eval", "here", "--generation.top-p", "2"], "--generation.top-p is 2.0 and --generation.top-k is 0, but training needs"),
+        (["eval", "here", "--rl.num-steps", "3"], "--rl.num-steps is about training, and has no effect in an evaluation"),
+        (["convert", "here", "there", "--max-file-gib", "0"], "--max-file-gib is 0.0, expected more than 0, or None"),
+        (["report", "here", "--max-tokens", "-1"], "--max-tokens is -1, expected at least 1, or 0 for all"),
+        (["view", "here", "--limit", "-1"], "--limit is -1, expected at least 1, or 0 for all"),
+        (["doctor", "--rl.num-steps", "0"], "--rl.num-steps is 0, expected a whole number, at least 1"),
+    ],
+)
+def test_errors_name_the_option_as_it_was_typed(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {told}") and error.count("\n") == 1, error

@@ -16,6 +16,7 @@ from forked import run
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, parse_command_line
 from integration.settings.config import Config, create_model_config
 from integration.settings.option_effects import COMMAND_OPTIONS, list_options, spell_option
+from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections import ModelSection, RLSection, SFTSection
 from integration.settings.task_defaults import create_default_config
 from integration.train import main
@@ -63,7 +64,7 @@ def list_settings(section: type[Any], where: str = "") -> dict[str, Any]:
 
 
 def test_options_are_spelled_as_the_command_takes_them():
-    settings, wrong = list_settings(Config), list[str]()
+    settings, wrong = list_settings(Config) | list_settings(RewardModelConfig), list[str]()
     option = re.compile(r"--((?:[a-z][a-z-]*\.)+[a-z][a-z0-9-]*)(?:[ =]+([A-Za-z0-9_+-]+))?(\.)?")
     files = [path for folder in ("rollouts", "integration", "examples", "docs", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *files):

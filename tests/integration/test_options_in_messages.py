@@ -22,7 +22,7 @@ from integration.settings.reward_model import RewardModelConfig
 
 ROOT = Path(__file__).parents[2]
 OF_OTHER_PROGRAMS = [ROOT / path for path in ("rollouts/engines", "rollouts/testing/servers", "rollouts/sandbox")]
-SERVER_OPTIONS = {"--admin-api-key", "--api-key", "--hf-token", "--is-embedding", "--weight-transfer-config", *MEMORY_ARGS}
+FOREIGN_OPTIONS = {"--admin-api-key", "--api-key", "--hf-token", "--is-embedding", "--repo-type", "--weight-transfer-config", *MEMORY_ARGS}
 PLACEHOLDERS = {"--section.field", "--name"}
 SPELLED_BY_CODE = ("integration/settings/option_effects.py", "integration/view/source.py")  # "--{}", where underscores become hyphens
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z{][\w.{}-]*")
@@ -79,7 +79,7 @@ def find_mistake(place: str, option: str) -> str | None:
         return f"{place}: write {option.replace('_', '-')}"
     if option == "--{}" and not place.startswith(SPELLED_BY_CODE):
         return f"{place} fills a whole name in: underscores may be left in it"
-    foreign = option in SERVER_OPTIONS or any((ROOT / place.split(":")[0]).is_relative_to(folder) for folder in OF_OTHER_PROGRAMS)
+    foreign = option in FOREIGN_OPTIONS or any((ROOT / place.split(":")[0]).is_relative_to(folder) for folder in OF_OTHER_PROGRAMS)
     return None if foreign or is_option(option) else f"{place} names {option}, which no command has"
 
 

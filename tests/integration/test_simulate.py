@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import trio
 
-from integration.simulate.__main__ import Simulation, main, parse_arguments, simulate
-from integration.simulate.engine import EngineSection, SimulatedFleet
-from integration.simulate.lengths import LengthSection, ResponseLengths, read_lengths
-from integration.simulate.trainer import SimulatedBackend, TrainerSection, create_idle_algorithm
+from integration.simulate.__main__ import main, parse_arguments
+from integration.simulate.engine import SimulatedFleet
+from integration.simulate.lengths import ResponseLengths, read_lengths
+from integration.simulate.run import simulate
+from integration.simulate.settings import EngineSection, LengthSection, Simulation, TrainerSection
+from integration.simulate.trainer import SimulatedBackend, create_idle_algorithm
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.data.collate import collate_samples
 from rollouts.errors import ConfigError, DataError, EngineError

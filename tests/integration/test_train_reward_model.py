@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from integration.parts.rewards import find_reward_model, open_training_reward
+from integration.run.reward_model import create_pairs, create_start, run_reward_model
 from integration.run.stages import RunControl
 from integration.settings.command_line import parse_command_line
 from integration.settings.config import Config
@@ -17,7 +18,7 @@ from integration.settings.reward_model import PairSection, RewardModelConfig
 from integration.tasks.preference_pairs import create_task_pairs
 from integration.tasks.task import create_sort_task
 from integration.train import main as train
-from integration.train_reward_model import create_pairs, create_start, main, run_reward_model
+from integration.train_reward_model import main
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config_files import from_dict, to_dict
 from rollouts.data.trajectories import read_samples
@@ -65,7 +66,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(finished: Path, tmp_
     assert main([*part, *SMALL]) == 2
     assert "already holds a run: add --resume" in capsys.readouterr().err
     assert main([*part, "--resume", "--training.batch-size", "16"]) == 2
-    assert "training.batch_size: 8 -> 16" in capsys.readouterr().err
+    assert "--training.batch-size: 8 -> 16" in capsys.readouterr().err
     assert main([*part, "--resume", "--training.num-steps", "4", "--quiet"]) == 0
     assert values(tmp_path / "part" / "metrics.jsonl") == values(finished / "metrics.jsonl")
     resumed, whole = (load_reward_model(path / "model").state_dict() for path in (tmp_path / "part", finished))
@@ -148,10 +149,10 @@ def test_users_pairs_are_trained_on(tmp_path: Path):
 
 REFUSED = {
     "another task": (["--task", "gsm8k"], "there are no pairs of the task 'gsm8k'"),
-    "held-out pairs alone": (["--data.eval-path", "x.jsonl"], "there is no data.path to train on"),
+    "held-out pairs alone": (["--data.eval-path", "x.jsonl"], "there is no --data.path to train on"),
     "no directory": (["--model.path", "/nowhere"], "/nowhere is not a directory"),
     "a best that no pair measures": (["--training.best", "eval_perplexity"], "held-out pairs are measured by eval_accuracy, eval_loss"),
-    "no steps": (["--training.num-steps", "0"], "num_steps"),
+    "no steps": (["--training.num-steps", "0"], "--training.num-steps is 0"),
     "no file": (["--data.path", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
 }
 

@@ -62,7 +62,7 @@ def test_the_sense_of_a_metric_is_known_or_given_by_a_sign():
     assert parse_metric("eval_loss") == ("eval_loss", True)
     assert parse_metric("-eval_my_error") == ("eval_my_error", True)
     assert parse_metric("+eval_loss") == ("eval_loss", False)
-    with pytest.raises(ConfigError, match=r"checkpoint\.best is 'eval_mine'.*--checkpoint\.best=\+eval_mine.*=-eval_mine"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.best is 'eval_mine'.*=\+eval_mine.*=-eval_mine"):
         CheckpointConfig(best="eval_mine")
     with pytest.raises(ConfigError, match=r"checkpoint\.patience is 2.*--checkpoint\.best"):
         CheckpointConfig(patience=2)

@@ -18,7 +18,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from integration.simulate.__main__ import Simulation, simulate
+from integration.simulate.run import simulate
+from integration.simulate.settings import Simulation
 from rollouts.errors import RolloutsError
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -1,0 +1,56 @@
+"""The options of the viewer. Imports no torch, which the help does not need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+ColorBy = Literal["auto", "advantage", "log-prob", "trainer", "reference", "ratio", "weight", "mask", "none"]
+"""Quantity that the colour of a token shows."""
+
+
+def _one(metavar: str | None = None) -> Any:
+    """Return the style of an option that takes one line of the help."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Show the rollouts of a run: prompts, responses, and the training data of each token.
+
+    Colours of tokens: advantage, log-prob when sampled, trainer or reference (their
+    log-probs), ratio of trainer to rollout, weight in the loss, mask, none; auto: the
+    first of advantage, log-prob and mask that is known. In a pipe there are none.
+    """
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FILE", help_behavior_hint="")]
+    """directory of a run, or a file of rollouts or of steps"""
+    step: Annotated[int | None, _one("N")] = None
+    """training step of a run; default: the newest"""
+    group: Annotated[int | None, _one("N")] = None
+    """show only this group, the samples of one prompt"""
+    sample: Annotated[int | None, _one("N")] = None
+    """show only the sample of this index"""
+    min_reward: Annotated[float | None, _one("X")] = None
+    """show only samples with at least this reward"""
+    max_reward: Annotated[float | None, _one("X")] = None
+    """show only samples with at most this reward"""
+    search: Annotated[str | None, _one("TEXT")] = None
+    """show only samples with this text, in any case"""
+    limit: Annotated[int, _one("N")] = 10
+    """maximum number of samples; 0 = all; default: 10"""
+    side_by_side: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
+    """the answers of a group in columns"""
+    color: Annotated[ColorBy, _one("NAME")] = "auto"
+    """quantity shown as colour, see above; default: auto"""
+    tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
+    """a table of each sample's tokens with all numbers"""
+    list: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
+    """only one line per step of a run"""
+    tokenizer: Annotated[Path | None, _one("DIR")] = None
+    """model that decodes tokens; default: the run's"""
+    svg: Annotated[Path | None, _one("FILE")] = None
+    """write a picture instead of text"""
