@@ -38,6 +38,7 @@ from rollouts.engines.fleet.channel import FleetChannel
 from rollouts.engines.fleet.fleet import EngineFleet
 from rollouts.engines.fleet.members import FleetConfig
 from rollouts.engines.fleet.routing import group_by_prompt, group_by_request_id
+from rollouts.engines.http.endpoint import Deadlines
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.launch.commands import ServerConfig, build_environment
 from rollouts.engines.launch.servers import launch_server
@@ -301,6 +302,7 @@ def create_server_engine(section: EngineSection, url: str, environment: Mapping[
         "allow_cast": True,  # the trainer's weights are float32, a server's often bfloat16
         "api_key": None if key_variable is None else environment[key_variable],
         "path_map": PathMap.parse(section.path_map),
+        "deadlines": Deadlines(generate_s=section.generate_timeout_s, sync_s=section.sync_timeout_s),
     }
     raise_open_file_limit()
     return kinds[section.kind](url, **{**settings, **options})

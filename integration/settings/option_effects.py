@@ -272,6 +272,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
         needs="the embedded engine: --engine.kind inprocess",
     ),
     "engine.urls engine.launch engine.api_key_variable engine.in_flight engine.sleep engine.one_request_per_group": SERVER,
+    "engine.generate_timeout_s engine.sync_timeout_s": SERVER,
     "engine.tensor_parallel_size": SERVER_ONLY,
     "engine.path_map": Effect(
         holds=lambda c, m: c.engine.is_server and c.engine.weight_sync_mode == "checkpoint",

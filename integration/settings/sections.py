@@ -395,6 +395,8 @@ class EngineSection:
     path_map: tuple[str, ...] = ()  # mount points of a shared disk, /prefix/here=/prefix/on-server, for weight_sync disk
     one_request_per_group: bool = False  # request all samples of a prompt at once, which costs less per sample
     startup_timeout_s: float = 900.0  # seconds to wait for a launched server to become healthy
+    generate_timeout_s: float = 3600.0  # seconds to wait for the answer of a server to one request of rollouts
+    sync_timeout_s: float = 600.0  # seconds to wait for a server to load new weights
     extra_args: tuple[str, ...] = ()  # further arguments of the launched server; write --engine.extra-args=--flag=value
     # rows of each batch on which engine and trainer log-probs are compared; None = 8 for servers, 0 for the embedded engine
     parity_rows: int | None = None
@@ -442,7 +444,8 @@ class EngineSection:
         self._check_weight_sync()
         good = self.memory_fraction is None or 0 < self.memory_fraction < 1
         check_setting(good, "engine.memory_fraction", self.memory_fraction, "between 0 and 1, or None")
-        check_setting(self.startup_timeout_s > 0, "engine.startup_timeout_s", self.startup_timeout_s, "more than 0")
+        for name in ("startup_timeout_s", "generate_timeout_s", "sync_timeout_s"):
+            check_setting(getattr(self, name) > 0, f"engine.{name}", getattr(self, name), "more than 0")
         check_setting(self.parity_rows is None or self.parity_rows >= 0, "engine.parity_rows", self.parity_rows, "at least 0, or None")
         check_setting(self.parity_threshold > 0, "engine.parity_threshold", self.parity_threshold, "more than 0")
         good = self.probe_tolerance is None or self.probe_tolerance >= 0

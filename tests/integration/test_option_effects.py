@@ -265,6 +265,7 @@ def observe_part(config: Config, part: str) -> Iterator[Any]:
         (
             client._requests._resends,
             client.weights._paths,
+            client._server._deadlines,
             engine.api_key_variable,
             engine.precision(config.model.device),
             transfer_args(engine),

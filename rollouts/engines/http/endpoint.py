@@ -18,6 +18,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import httpx
@@ -44,6 +45,9 @@ MAX_CONTROL_CALLS = 64
 MAX_ANSWER_BYTES = 2**30  # bytes of an answer, or of an event in a stream: no inference server sends a longer one
 BUSY = (429, 503)  # refused before any work was done
 GATEWAY = (502, 504)  # from a proxy, which does not report the progress of its server
+_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {"generate": " (in a run, --engine.generate-timeout-s)", "sync": " (in a run, --engine.sync-timeout-s)"}
+)
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 LAST_BYTES_S = 1.0  # seconds for the end of a stream after its last event
 
@@ -340,7 +344,8 @@ class HTTPEndpoint:
 
     def _timeout(self, url: httpx.URL, kind: CallKind) -> EngineTimeout:
         seconds = self._deadlines.of(kind)
-        return EngineTimeout(f"{url} gave no complete answer within {seconds:g} s: the server hangs, or the deadline {kind}_s is too short")
+        told = f"{url} gave no complete answer within {seconds:g} s: the server hangs, or the deadline {kind}_s is too short"
+        return EngineTimeout(told + _OPTIONS.get(kind, ""))
 
 
 def parse_retry_after(headers: httpx.Headers) -> float | None:
