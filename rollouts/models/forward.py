@@ -169,7 +169,12 @@ class ForeseenLoss:
                 placed = _place(leaf, packed, positions)
                 try:
                     loss = self.loss(TokenOutputs(log_probs=placed, entropy=torch.zeros_like(placed) if with_entropy else None))
-                except Exception:  # a loss may refuse log-probs that are still 0: it is asked again, with all of them, after this pass
+                except (
+                    ValueError,
+                    RuntimeError,
+                    ArithmeticError,
+                    AssertionError,
+                ):  # it may refuse log-probs that are still 0: it is asked again
                     return torch.zeros_like(leaf)
                 return torch.autograd.grad(loss, leaf, materialize_grads=True)[0] if loss.requires_grad else torch.zeros_like(leaf)
 
