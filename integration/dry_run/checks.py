@@ -12,7 +12,7 @@ from integration.parts.model_settings import check_backend, check_companions, ch
 from integration.parts.placement import find_nccl_version, place_servers
 from integration.parts.rewards import check_reward, load_task_reward
 from integration.run.launch import count_local_processes, count_processes
-from integration.run.trajectories import load_condition
+from integration.run.step_files import load_condition
 from integration.settings.command_line import CommandLine
 from integration.settings.config import OWN_DATA_TASKS, SELF_MADE_TASKS, Config
 from integration.settings.episodes import EPISODE_TASKS

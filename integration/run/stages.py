@@ -27,8 +27,7 @@ from integration.parts.rewards import open_task, open_training_reward, use_own_r
 from integration.parts.sharded_models import create_beside, create_policy, create_sampling_model
 from integration.run.display import name_measure
 from integration.run.evaluation import Evaluation, create_best, sampling_params, template_kwargs
-from integration.run.ledger import Ledger
-from integration.run.trajectories import TrajectoryWriter
+from integration.run.step_files import Ledger, TrajectoryWriter
 from integration.settings.config import (
     Config,
     count_critic_updates,

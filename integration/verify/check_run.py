@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.doctor.findings import Finding, judge, skip, tabulate
-from integration.run.ledger import read_ledger
+from integration.run.step_files import read_ledger
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
 from integration.settings.config import Config
 from integration.settings.reward_model import RewardModelConfig

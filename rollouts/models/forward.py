@@ -169,12 +169,7 @@ class ForeseenLoss:
                 placed = _place(leaf, packed, positions)
                 try:
                     loss = self.loss(TokenOutputs(log_probs=placed, entropy=torch.zeros_like(placed) if with_entropy else None))
-                except (
-                    ValueError,
-                    RuntimeError,
-                    ArithmeticError,
-                    AssertionError,
-                ):  # it may refuse log-probs that are still 0: it is asked again
+                except (ValueError, RuntimeError, ArithmeticError, AssertionError):  # incomplete log-probs may be refused
                     return torch.zeros_like(leaf)
                 return torch.autograd.grad(loss, leaf, materialize_grads=True)[0] if loss.requires_grad else torch.zeros_like(leaf)
 

@@ -60,7 +60,7 @@ class PendingOptimizerStep:
             updated = await self.update.result()  # first, since it reads the metrics of all parts at once
         except Exception:
             for part in self.parts:
-                if isinstance(part, TrainFuture) and part.error is not None:  # which is why there was nothing to update by
+                if isinstance(part, TrainFuture) and part.error is not None:  # the reason why there was nothing to update by
                     await part.result()
             raise
         return merge_step_metrics([await part.result() for part in self.parts]) | updated

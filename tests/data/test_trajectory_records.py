@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from samples import make_sample
 from test_trajectories import finite, json_values, messages
 
-from integration.run.trajectories import TrajectoryWriter, load_condition
+from integration.run.step_files import TrajectoryWriter, load_condition
 from integration.settings.sections import TrajectorySection
 from rollouts.agents.config import EpisodeConfig
 from rollouts.agents.policies import EngineAgentPolicy

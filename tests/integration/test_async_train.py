@@ -14,7 +14,7 @@ import pytest
 from forked import Child, run
 from resident_prompts import find_prompts
 
-from integration.run.ledger import Ledger, read_ledger
+from integration.run.step_files import Ledger, read_ledger
 from integration.settings.config import Config
 from integration.settings.sections import RLSection
 from integration.train import main

@@ -149,7 +149,7 @@ class FSDPTrainingBackend:
         self._foresees = True  # whether gradients of losses were as foreseen, if any was
         self._load: ExpertLoad | None = None  # load of this rank's passes since the last update
         self._counted: ExpertLoad | None = None  # load on all ranks, counted since the last update
-        self._reads = MetricReads()  # of this rank's rows
+        self._reads = MetricReads()  # metrics of this rank's rows
         self.unread: dict[int, UnreadMetrics] = {}  # those that a leading rank has not asked for, by the number of its call
         check_lora(model, lora)
         self._writer, self._save_in_background = AsyncWriter(self.ranks), save_in_background
@@ -437,7 +437,7 @@ class FSDPTrainingBackend:
 
     def _read_norm(self, norm: Tensor) -> float:
         """Read the norm of the whole gradient, and the metrics of this rank that nobody has read."""
-        full = getattr(norm, "full_tensor", None)  # which all ranks must call
+        full = getattr(norm, "full_tensor", None)  # a method that all ranks must call
         return self._reads.read(norm if full is None else full())
 
     def _sum_load(self, load: ExpertLoad | None) -> ExpertLoad | None:
