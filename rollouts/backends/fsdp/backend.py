@@ -150,7 +150,7 @@ class FSDPTrainingBackend:
         self._load: ExpertLoad | None = None  # load of this rank's passes since the last update
         self._counted: ExpertLoad | None = None  # load on all ranks, counted since the last update
         self._reads = MetricReads()  # metrics of this rank's rows
-        self.unread: dict[int, UnreadMetrics] = {}  # those that a leading rank has not asked for, by the number of its call
+        self.unread: dict[int, UnreadMetrics] = {}  # metrics that a leading rank has not asked for, by the number of its call
         check_lora(model, lora)
         self._writer, self._save_in_background = AsyncWriter(self.ranks), save_in_background
         with self._operation("sharding the model"):
