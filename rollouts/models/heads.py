@@ -99,7 +99,7 @@ def create_model_with_head(
         settings: configuration values, besides those of `model`.
         seed, head_std: for the head, see init_value_head.
 
-    Raises: ConfigError if transformers has no model of this kind for this architecture.
+    Raises: ConfigError if transformers has no model of this kind for this architecture, or one with layers of its own besides the head.
     """
     config = copy.deepcopy(model.config)
     for name, value in {"num_labels": 1, **settings}.items():
@@ -114,8 +114,14 @@ def create_model_with_head(
     names = get_decoder(made).state_dict().keys()
     prefix = f"{model.base_model_prefix}."
     weights = get_decoder(model).state_dict() if merged is None else {name: merged[prefix + name] for name in names}
+    missing = sorted(names - weights.keys())
+    if missing:
+        raise ConfigError(_explain_further_layers(made, f"a backbone with {missing[0]}"))
     get_decoder(made).load_state_dict(weights)
-    init_value_head(made, seed=seed, std=head_std)
+    try:
+        init_value_head(made, seed=seed, std=head_std)
+    except ConfigError as error:
+        raise ConfigError(_explain_further_layers(made, "several layers in its head")) from error
     return made
 
 
@@ -155,6 +161,13 @@ def explain_deep_score(directory: Path, kind: str) -> str:
     return (
         f"{directory} is a {kind}, which has layers of its own between the hidden states and its head, and a critic has none: start the "
         "critic from a language model"
+    )
+
+
+def _explain_further_layers(made: PreTrainedModel, found: str) -> str:
+    return (
+        f"transformers' {type(made).__name__} has {found}, which this language model has not, so that no model of one score can be "
+        "made of it: use another model, or for a critic an algorithm without one (grpo, rloo, ...)"
     )
 
 
