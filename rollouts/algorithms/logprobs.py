@@ -329,17 +329,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
         del early, rest
         head = _Head(hidden, _cast_once(weight, hidden), bias, targets, temperatures, plan.transform)
         gradients = _Gradients.zero(head, weight, ctx.needs_input_grad[:3])
-        with_entropy = plan.with_entropy and grads[1] is not None
+        upstream_entropy = grads[1].to(log_z.dtype) if plan.with_entropy and grads[1] is not None else None
         room = head.create_room(plan.chunk_size)
         for i, rows in enumerate(head.cut(plan.chunk_size)):
-            if not with_entropy and gradients.have_nothing(rows, upstream):
+            if upstream_entropy is None and gradients.have_nothing(rows, upstream):
                 continue
             log_p, changed = (_copy(kept[i], room), None) if kept else head.compute_logits(rows, room, keeps_changed=True)
             for part, places in _cut_to_cache(log_p, rows):
                 if not kept:
                     part.sub_(log_z[places, None])
-                if with_entropy:
-                    _differentiate_both(part, targets[places], upstream[places], entropy[places], grads[1][places].to(log_z.dtype))
+                if upstream_entropy is not None:
+                    _differentiate_both(part, targets[places], upstream[places], entropy[places], upstream_entropy[places])
                 else:
                     _differentiate(part, targets[places], upstream[places])
             gradients.add(head, rows, log_p, changed)

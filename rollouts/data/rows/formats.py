@@ -125,7 +125,7 @@ def read_question(row: Row, where: str, *, as_messages: bool) -> tuple[PromptCon
         content, metadata = _read_sharegpt(row, where)
     elif "instruction" in row:
         messages, metadata = _read_alpaca(row, where)
-        content = messages if as_messages or len(messages) > 1 else str(messages[-1].content)
+        content = messages if as_messages or len(messages) != 1 else str(messages[0].content)
     else:
         raise DataError(describe_unknown(row, where, "RL", PROMPT_FORMATS, example="prompt"))
     if not isinstance(content, str) and content[-1].role == "assistant":
