@@ -1,8 +1,9 @@
 """Examine a run before it starts: the same options as the run, and a table of what is right, doubtful or wrong.
 
-    rollouts doctor [options of rollouts train] [--rows N] [--resume-timeout-s S] [--table-json]
+    rollouts doctor [options of rollouts train] [--rows N] [--resume-timeout-s S] [--json]
 
-python -m integration.doctor is the same. Exit status: 0 without a failed check, 1 with one, 2 for options that cannot be used.
+python -m integration.doctor is the same.
+Exit status: 0 without a failed check, 1 with one or if a check cannot be made, 2 for options that cannot be used.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from tempfile import TemporaryDirectory
 import trio
 
 from integration.doctor.findings import Finding, tabulate
+from integration.run.exit_status import run_command
 from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.command_line import CommandLine, name_as_typed, parse_command_line
 from integration.settings.config import Config
-from rollouts.errors import ConfigError, RolloutsError, make_safe, redact
+from rollouts.errors import ConfigError, make_safe, redact
 
-HELP = """usage: rollouts doctor [options of rollouts train] [--rows N] [--resume-timeout-s S] [--table-json]
+HELP = """usage: rollouts doctor [options of rollouts train] [--rows N] [--resume-timeout-s S] [--json]
 
 Examine a run before it starts, with the options that it will have: tokenizer, chat template, loss masks, end of answers,
 reward, log-probs of trainer, engine and transformers, weight sync, splits, resuming, memory and speed. Nothing is written
@@ -32,10 +34,10 @@ but temporary files.
   --rows N               rows of data and prompts to try (default 8)
   --resume-timeout-s S   seconds for each of three short runs that show that a killed run goes on with the same numbers; 0 leaves it out
                          (default 300)
-  --table-json           print the findings as JSON instead of a table
+  --json                 print the findings as JSON instead of a table
   --help                 this help; `rollouts train --help` has the options of a run
 
-exit status: 0 = no check failed, 1 = a check failed, 2 = the options cannot be used"""
+exit status: 0 = no check failed, 1 = a check failed or could not be made, 2 = the options cannot be used"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +46,18 @@ class Options:
 
     rows: int = 8
     resume_timeout_s: float = 300.0
-    table_json: bool = False
+    as_json: bool = False
 
 
 def split_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Split the doctor's own options from those of the run. Raises ConfigError for a value that is no number."""
-    rows, timeout_s, table_json = Options.rows, Options.resume_timeout_s, False
+    rows, timeout_s, as_json = Options.rows, Options.resume_timeout_s, False
     rest: list[str] = []
     arguments = iter(argv)
     for argument in arguments:
         name, _, inline = argument.partition("=")
-        if name == "--table-json":
-            table_json = True
+        if name == "--json":
+            as_json = True
         elif name in ("--rows", "--resume-timeout-s"):
             value = inline or next(arguments, "")
             try:
@@ -69,7 +71,7 @@ def split_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
             rows, timeout_s = (int(number), timeout_s) if name == "--rows" else (rows, number)
         else:
             rest.append(argument)
-    return Options(rows=rows, resume_timeout_s=timeout_s, table_json=table_json), rest
+    return Options(rows=rows, resume_timeout_s=timeout_s, as_json=as_json), rest
 
 
 def run(options: Options, command: CommandLine, argv: Sequence[str]) -> list[Finding]:
@@ -91,19 +93,31 @@ def run(options: Options, command: CommandLine, argv: Sequence[str]) -> list[Fin
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
+    """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
-    with ignore_closed_stdout():
-        if given in (["--help"], ["-h"]):
+    if given in (["--help"], ["-h"]):
+        with ignore_closed_stdout():
             print(HELP)
-            raise SystemExit(0)
-        try:
-            options, rest = split_options(given)
-            findings = run(options, parse_command_line(rest), rest)
-        except RolloutsError as error:
-            print(f"error: {make_safe(redact(name_as_typed(given, Config(), str(error))))}", file=sys.stderr)
-            return 2
-        text = json.dumps([finding.to_dict() for finding in findings], indent=2) if options.table_json else tabulate(findings)
+        raise SystemExit(0)
+    return run_command(partial(_parse, given), _examine, _goes_online, partial(name_as_typed, given, Config()))
+
+
+def _parse(given: Sequence[str]) -> tuple[Options, CommandLine, list[str]]:
+    options, rest = split_options(given)
+    return options, parse_command_line(rest), rest
+
+
+def _goes_online(parsed: tuple[Options, CommandLine, list[str]]) -> bool:
+    from integration.parts.hub_models import names_hub
+
+    return names_hub(parsed[1].config)
+
+
+def _examine(parsed: tuple[Options, CommandLine, list[str]]) -> int:
+    options, command, rest = parsed
+    findings = run(options, command, rest)
+    text = json.dumps([finding.to_dict() for finding in findings], indent=2) if options.as_json else tabulate(findings)
+    with ignore_closed_stdout():
         print(make_safe(redact(text)))
     return int(any(finding.status == "fail" for finding in findings))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -355,8 +356,8 @@ def test_numbers_that_differ_after_a_resume_are_named_and_times_are_not_compared
 
 
 def test_own_options_are_split_from_those_of_the_run():
-    options, rest = split_options(["--rows", "3", "--mode", "rl", "--resume-timeout-s=0", "--table-json", "--rl.num-steps", "2"])
-    assert (options.rows, options.resume_timeout_s, options.table_json) == (3, 0.0, True)
+    options, rest = split_options(["--rows", "3", "--mode", "rl", "--resume-timeout-s=0", "--json", "--rl.num-steps", "2"])
+    assert (options.rows, options.resume_timeout_s, options.as_json) == (3, 0.0, True)
     assert rest == ["--mode", "rl", "--rl.num-steps", "2"]
     for wrong in (["--rows", "x"], ["--rows", "0"], ["--rows", "1.5"], ["--rows"], ["--resume-timeout-s", "-1"]):
         with pytest.raises(ConfigError, match=wrong[0]):
@@ -377,7 +378,7 @@ def test_the_command_examines_the_users_own_data(tmp_path: Path, capsys: pytest.
     create_char_tokenizer(99).save_pretrained(str(tmp_path / "model"))
     argv = ["--model.path", str(tmp_path / "model"), "--generation.max-tokens", "8"]
     argv += ["--mode", "rl", "--data.path", str(tmp_path / "rows.jsonl"), "--reward.function", f"{tmp_path / 'reward.py'}:right"]
-    argv += ["--rows", "4", "--resume-timeout-s", "0", "--table-json", "--evaluation.num-prompts", "2"]
+    argv += ["--rows", "4", "--resume-timeout-s", "0", "--json", "--evaluation.num-prompts", "2"]
     threads = torch.get_num_threads()
     assert main(argv) == 1
     torch.set_num_threads(threads)
@@ -387,8 +388,11 @@ def test_the_command_examines_the_users_own_data(tmp_path: Path, capsys: pytest.
     assert statuses["weight sync"] == statuses["trainer log-probs"] == statuses["splits change nothing"] == "pass"
 
 
-def test_options_that_cannot_be_used_are_told(capsys: pytest.CaptureFixture[str]):
+def test_options_that_cannot_be_used_are_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     assert main(["--dry-run"]) == 2
+    assert os.environ["HF_HUB_OFFLINE"] == "1", "nothing on the hub is named, so no network is asked"
     assert "leave --resume and --dry-run out" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
@@ -409,6 +413,6 @@ def test_the_page_names_each_check_and_its_command_is_understood():
 @pytest.mark.timeout(600)
 def test_the_default_job_and_an_episode_task_are_sound(capsys: pytest.CaptureFixture[str]):
     for argv in ([], ["--task", "calculator", "--rl.prompts-per-step", "4", "--rl.samples-per-prompt", "2"]):
-        assert main([*argv, "--table-json", "--rows", "4"]) == 0
+        assert main([*argv, "--json", "--rows", "4"]) == 0
         statuses = {finding["check"]: finding["status"] for finding in json.loads(capsys.readouterr().out)}
         assert statuses["resume"] == "pass" and "fail" not in statuses.values()
