@@ -135,7 +135,11 @@ def read_file(path: Path) -> list[TrajectoryRecord]:
     try:
         records = read_records(path)
     except DataError as error:
-        raise DataError(f"{error}. Give a file of rollouts (step_NNNN.jsonl, examples.jsonl) or of steps") from error
+        found = str(error)
+        if isinstance(error.__cause__, TypeError) and "unexpected keyword argument" in found:
+            name = found.rpartition("argument ")[2]
+            found = f"{found.partition(' is not a ')[0]} is not a rollout: it has a field {name}, which rollouts do not have"
+        raise DataError(f"{found}. Give a file of rollouts (step_NNNN.jsonl, examples.jsonl) or of steps") from error
     for record in records:
         wrong = find_wrong_type(record)
         if wrong:

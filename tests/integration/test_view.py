@@ -477,12 +477,15 @@ def test_a_picture_shows_the_same(capsys, tmp_path: Path, tokenizer_dir: Path):
     [
         (b"{", r"f.jsonl:1 is not a sample: JSONDecodeError"),
         (b"\xff\xfe", "cannot read samples from"),
-        (b'{"step": 1, "stage": "rl", "loss": 0.5}', "f.jsonl:1 is not a sample: TypeError"),  # a line of metrics.jsonl
+        (
+            b'{"step": 1, "stage": "rl", "loss": 0.5}',
+            "f.jsonl:1 is not a rollout: it has a field 'step', which rollouts do not have. Give a file of rollouts (step_NNNN",
+        ),  # a line of metrics.jsonl
         (b'{"system_step_index": -1}', "f.jsonl:1 is not a step"),
         (b'{"tokens": ["a"], "loss_mask": [1]}', "Sample.tokens is 'a' (str), expected a whole number"),
         (b'{"reward": "high"}', "Sample.reward is 'high' (str), expected a number"),
         (b'{"response": 3}', "Sample.response is 3 (int), expected a text"),
-        (b'{"\\u001b[31m": 3}', "unexpected keyword argument '\\x1b[31m'"),
+        (b'{"\\u001b[31m": 3}', "a field '\\x1b[31m', which"),
     ],
 )
 def test_a_bad_file_is_one_message(capsys, tmp_path: Path, content: bytes, message: str):
