@@ -29,7 +29,7 @@ from integration.settings.command_line import (
     read_saved,
     value_of,
 )
-from integration.settings.config import Config
+from integration.settings.config import SELF_MADE_TASKS, Config
 from integration.settings.help_text import Screen
 from integration.settings.option_effects import find_changes, spell_option
 from integration.settings.sections import BackendSection, EngineSection, LoRASection
@@ -123,6 +123,7 @@ class Command:
 
     models: tuple[str, ...]
     arguments: Arguments
+    has_task: bool  # False = the default task would be evaluated, which nothing names
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -141,7 +142,13 @@ def parse(argv: Sequence[str]) -> Command:
     idle = [name for name in sorted(find_changes(arguments.config, base)) if name.partition(".")[0] in _TRAINING]
     if idle:
         raise ConfigError(f"{spell_option(idle[0])} is about training, and has no effect in an evaluation: leave it out")
-    return Command(models=models, arguments=arguments)
+    return Command(models=models, arguments=arguments, has_task=bool(arguments.tasks) or not _lacks_task(models, flags, arguments))
+
+
+def _lacks_task(models: Sequence[str], flags: Sequence[str], arguments: Arguments) -> bool:
+    """Whether neither the options, nor a file of settings, nor a run of a MODEL chose the task, which is a built-in one."""
+    chosen = value_of(flags, "--task") is not None or arguments.config_file is not None or any(map(_find_run, models))
+    return not chosen and arguments.config.task in SELF_MADE_TASKS
 
 
 def _find_default(models: Sequence[str], flags: Sequence[str]) -> Config:
@@ -172,7 +179,7 @@ def run(command: Command) -> int:
     arguments = command.arguments
     say: Callable[[str], None] = (lambda text: None) if arguments.quiet else partial(print, file=sys.stderr, flush=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    plan = create_plan(command.models, arguments)
+    plan = create_plan(command.models, arguments, has_task=command.has_task)
     directory = Path(arguments.config.output_dir or Path("evals") / datetime.now().strftime("%Y%m%d-%H%M%S"))
     results = trio.run(evaluate_all, plan, directory, say)
     with ignore_closed_stdout():

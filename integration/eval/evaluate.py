@@ -75,8 +75,11 @@ class Plan:
         return json.loads(json.dumps({**given, "models": subjects, "tasks": settings}))
 
 
-def create_plan(models: Sequence[str], arguments: Arguments) -> Plan:
+def create_plan(models: Sequence[str], arguments: Arguments, *, has_task: bool = True) -> Plan:
     """Find models and tasks, and check them. Writes nothing.
+
+    Args:
+        has_task: whether the options or the run of a model say on what to evaluate.
 
     Raises: ConfigError, DataError naming models and tasks as typed.
     """
@@ -87,6 +90,11 @@ def create_plan(models: Sequence[str], arguments: Arguments) -> Plan:
         subject = find_subject(model, arguments.config, arguments.tokenizer)
         config = fit_config(arguments.config, subject)
         tokenizer = tokenizers[model] = load_subject_tokenizer(config, subject)
+        if not has_task:
+            raise ConfigError(
+                f"{model} is not of a run, and no task is named: give --tasks with a data file (--tasks rows.jsonl --reward.function "
+                f"FILE.py:f), gsm8k=FILE.jsonl, hf://ORG/NAME, FILE.py:NAME of an environment, or the built-in {arguments.config.task}"
+            )
         found: list[Unit] = []
         for problem in parse_problems(arguments.tasks, config, arguments.num_prompts):
             task = create_problem_task(problem, tokenizer)
