@@ -21,9 +21,8 @@ def _one(metavar: str | None = None) -> Any:
 class Arguments:
     """Show the rollouts of a run: prompts, responses, and the training data of each token.
 
-    Colours of tokens: advantage, log-prob when sampled, trainer or reference (their
-    log-probs), ratio of trainer to rollout, weight in the loss, mask, none; auto: the
-    first of advantage, log-prob and mask that is known. In a pipe there are none.
+    Colours show an advantage, a log-prob (when sampled, trainer, reference), a ratio, a
+    loss weight or a mask; a pipe gets none.
     """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FILE", help_behavior_hint="")]

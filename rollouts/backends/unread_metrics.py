@@ -64,6 +64,10 @@ class MetricReads:
         self._waiting: list[_Waiting] = []
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[type[MetricReads], tuple[()]]:
+        """A copy of a backend has no results that wait to be read."""
+        return MetricReads, ()
+
     def add(self, values: Mapping[str, float | Tensor], finish: Callable[[Metrics], Metrics] = dict) -> UnreadMetrics:
         """Keep the result of a forward_backward, see list_metrics. Raises for a metric that is no number.
 

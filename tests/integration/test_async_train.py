@@ -137,7 +137,7 @@ def test_failed_rewards_end_in_one_message_that_names_the_checkpoint_and_the_run
     check_every_prompt_once(output, 5)
     status, said = in_process(capsys, "--output-dir", output, "--resume", "--rl.asynchronous.max-staleness", 1)
     assert status == 2
-    assert "rl.asynchronous.max_staleness: 2 -> 1" in said
+    assert "--rl.asynchronous.max-staleness: 2 -> 1" in said
 
 
 def test_segment_wise_is_one_switch_of_the_main_job(capsys, tmp_path: Path):

@@ -387,7 +387,7 @@ async def test_a_member_of_a_fleet_that_serves_versions_of_others_is_taken_out_a
             history = await train_while_another_program_updates(one, fleet, asynchronous=asynchronous)
     assert [line["staleness_max"] for line in history] == [0.0] * 3
     assert history[-1]["num_engines_up"] == 1 and sum(line["num_requests_retried"] for line in history) >= 1
-    assert "with weight version 7, but it was given none after 0" in said[0]
+    assert "with weight version 7, which it did not confirm (confirmed: 0)" in said[0]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -73,7 +73,7 @@ def test_a_resumed_run_is_not_given_other_demonstrations(capsys: pytest.CaptureF
     Path("run/sft/checkpoints/step_0001").mkdir(parents=True)
     save_config(Config(task="grid_world", sft=SFTSection(num_steps=2)), Path("run/config.json"))
     assert main(["--mode", "sft", "--task", "grid_world", "--output-dir", "run", "--resume", "--sft.num-steps", "4"]) == 2
-    assert "sft.num_steps: 2 -> 4, for which 256 demonstrations would be played instead of 128" in capsys.readouterr().err
+    assert "--sft.num-steps: 2 -> 4, for which 256 demonstrations would be played instead of 128" in capsys.readouterr().err
 
 
 def test_a_calculator_is_trained_with_tool_calls(capsys: pytest.CaptureFixture[str]):
@@ -236,7 +236,7 @@ def test_settings_anchor_key_and_similarity_of_an_environment_of_ones_own_reach_
     told = capsys.readouterr().out
     assert "own.py:Halls" in told and '{"depth": 2, "door": "none", "words": ["a"]}' in told and "own.py:word, equal" in told
     assert main([*TINY, "--output-dir", "bad", *flags, "--environment.state-key", "own.py:number"]) != 0
-    assert "environment.state_key own.py:number, asked for the observation 'hall" in capsys.readouterr().err
+    assert "--environment.state-key own.py:number, asked for the observation 'hall" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_settings_anchor_key_and_similarity_of_an_environment_of_ones_own_reach_
         (("--task", "grid_world", "--episode.max-turns", "30", "--model.max-length", "256"), "its observations up to 248"),
         (("--task", "grid_world", "--episode.on-tool-error", "raise"), "gives the task 'grid_world' no tools: add --task calculator"),
         (("--algorithm", "gigpo"), "the task 'sort' has a single turn"),
-        (("--task", "grid_world", "--episode.max-turns", "0"), "episode.max_turns is 0"),
+        (("--task", "grid_world", "--episode.max-turns", "0"), "--episode.max-turns is 0"),
         (("--task", "grid_world", "--episode.stop-regex", "("), "which is no regular expression"),
         (("--task", "grid_world", "--data.path", "rows.jsonl"), "generates its own data"),
         (("--task", "grid_world", "--rl.asynchronous.enabled", "--enable-segment-wise-ppo"), "has no segments"),

@@ -297,7 +297,7 @@ def test_a_loss_that_cannot_be_sent_is_refused_before_anything_runs(monkeypatch,
     for num_processes, status in (("2", 2), ("1", 0)):
         monkeypatch.setenv("WORLD_SIZE", num_processes)
         assert main(["--dry-run", "--backend.kind", "fsdp", "--rl.algorithm", "closed_loss:closed"]) == status
-    assert "the loss of rl.algorithm 'closed_loss:closed' cannot be sent to the other ranks" in capsys.readouterr().err
+    assert "the loss of --rl.algorithm 'closed_loss:closed' cannot be sent to the other ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--config", "/nowhere/config.json"], ["--backend.kind"]])

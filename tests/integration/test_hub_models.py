@@ -10,6 +10,7 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import needs
 import pytest
 from hub_server import Hub, serve_hub
 
@@ -164,6 +165,8 @@ def test_a_run_on_a_directory_asks_no_network(hub: Hub, tmp_path: Path, model_di
     assert hub.requests == []
 
 
+@pytest.mark.more
+@needs.DATASETS
 def test_rows_of_the_hub_for_a_model_on_the_disk_are_asked_for(hub: Hub, tmp_path: Path, model_directory: Path):
     settings = ("--mode", "sft", "--task", "jsonl", "--model.path", str(model_directory), "--data.path", "hf://own/rows")
     done = run_command(hub, tmp_path / "home", *settings)

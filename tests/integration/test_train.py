@@ -438,7 +438,7 @@ def test_dry_run_prints_settings_and_counts_and_leaves_nothing(capsys, tmp_path:
         (["--rl.samples-per-prompt", "1", "--dry-run"], "would learn nothing: give at least 2"),
         (["--rl.overlong-buffer", "9"], "at most the token budget"),
         (["--rl.filter", "nonzero"], "did you mean 'nonzero_std'?"),
-        (["--sft.batch-size", "0"], "batch_size"),
+        (["--sft.batch-size", "0"], "--sft.batch-size is 0"),
         (["--generation.top-p", "0.9"], "whole distribution"),
         (["--backend.kind", "fsd"], "did you mean 'fsdp'?"),
         (["--backend.num-processes", "2"], "add --backend.kind fsdp"),
