@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import trio
@@ -180,16 +181,43 @@ def run(arguments: Arguments) -> int:
     return EXIT_FAILURE if any(trial.score is None for trial in trials) else 0
 
 
+_OTHERS = MappingProxyType(
+    {
+        "--data.path": "--data FILE",
+        "--data.columns": "--columns NEW=COLUMN",
+        "--reward.timeout-s": "--timeout-s S",
+        "--model.path": "left out, as a function is tried without a model",
+        "--reward.function": "the first argument, FILE.py:NAME",
+    }
+)
+"""Options of `rollouts train`, with what stands for them here."""
+
+
+def check_others(argv: Sequence[str]) -> None:
+    """Raise ConfigError for an option of `rollouts train`, with what stands for it here."""
+    for argument in argv:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name in _OTHERS:
+            raise ConfigError(f"{name} is an option of `rollouts train`: here it is {_OTHERS[name]}")
+
+
+def name_own(message: str) -> str:
+    """Return an error's message with the options of this command in place of those of a run."""
+    message = message.replace("--data.columns", "--columns").replace("reward.function is ", "the function is ")
+    return message.replace("--reward.timeout-s", "--timeout-s")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
 
     def parse() -> Arguments:
+        check_others(given)
         with ignore_closed_stdout():
             return tyro.cli(Arguments, prog=PROGRAM, args=given)
         raise SystemExit(0)  # the reader of the help closed stdout
 
-    return run_command(parse, run, _goes_online)
+    return run_command(parse, run, _goes_online, name_own)
 
 
 def _goes_online(arguments: Arguments) -> bool:

@@ -127,8 +127,16 @@ def load_task_reward(section: RewardSection) -> Any:
             raise ConfigError(f"reward.sandboxed is True, but reward.function names {len(names)} functions: put them into one function")
         return SandboxedReward(section.function)
     if len(names) == 1 and "*" not in section.function:
-        return adapt_reward(load_reward(section.function))
-    return create_composite_reward({key: (adapt_reward(load_reward(name)), weight) for key, (name, weight) in names.items()}, total=None)
+        return _load(section.function)
+    return create_composite_reward({key: (_load(name), weight) for key, (name, weight) in names.items()}, total=None)
+
+
+def _load(reference: str) -> Any:
+    """Load one function. Raises ConfigError that names the setting."""
+    try:
+        return adapt_reward(load_reward(reference))
+    except ConfigError as error:
+        raise ConfigError(f"reward.function is {reference!r}: {error}") from error
 
 
 def parse_functions(expression: str) -> dict[str, tuple[str, float]]:

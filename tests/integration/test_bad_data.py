@@ -104,7 +104,7 @@ def test_a_bad_row_is_named_by_file_and_line_with_what_was_found(name: str, tmp_
 
 ROWS = {"prompt": "a", "answer": "b"}
 BAD_FILES: dict[str, tuple[str, Any, tuple[str, ...]]] = {  # name of the file, its content (None = missing), words of the message
-    "missing": ("none.jsonl", None, ("none.jsonl does not exist", ".jsonl, .json, .csv or .parquet")),
+    "missing": ("none.jsonl", None, ("none.jsonl does not exist: give --data.path", ".jsonl, .json, .csv or .parquet")),
     "empty": ("empty.jsonl", "", ("empty.jsonl: the data set is empty", "0 usable rows")),
     "blank": ("blank.jsonl", "\n \n", ("the data set is empty",)),
     "a folder without the split": ("folder/test.jsonl", json.dumps(ROWS), ("has no train.jsonl",)),
