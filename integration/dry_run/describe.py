@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Collection
 from functools import partial
+from pathlib import Path
 
 from integration.dry_run.explain import explain_settings
 from integration.dry_run.sizes import ModelSizes, read_adapter_sizes, read_sizes
@@ -29,6 +30,7 @@ from integration.settings.config import (
 from integration.settings.episodes import EPISODE_TASKS, EnvironmentSection, parse_parameters
 from integration.settings.option_effects import (
     IdleOption,
+    describe_doubts,
     describe_idle_options,
     find_changes,
     list_options,
@@ -42,6 +44,7 @@ from rollouts.config_files import to_dict
 from rollouts.data.model_limits import find_context_length
 from rollouts.errors import make_safe, redact
 
+_COUNTED_BYTES = 64 * 2**20  # largest file of rows whose lines are counted
 ALL_SETTINGS = "--dry-run --json shows all"
 
 
@@ -125,13 +128,13 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     """Return counts, and the budgets of memory and traffic, by name."""
     model = read_model_config(config)
     sizes = read_sizes(model, trust_remote_code=config.model.trust_remote_code)
-    facts: dict[str, str] = describe_own_model(config)
+    facts: dict[str, str] = describe_doubts(config, mode) | describe_own_model(config)
     facts |= {"parameters": f"{sizes.num_parameters:,}"} | describe_adapters(config, sizes)
     if "sft" in mode:
         rows = config.sft.num_steps * config.sft.batch_size
         facts["SFT learning rate"] = describe_learning_rate(config.sft.optimizer)
         facts["SFT optimizer steps"] = f"{config.sft.num_steps:,}"
-        facts["SFT rows"] = f"{rows:,}"
+        facts["SFT rows"] = f"{rows:,}{describe_passes(config, rows)}"
         if config.data.mixture and reads_conversations(config, mode):
             facts |= describe_mixture(config.data.mixture, skip_bad_rows=config.data.skip_bad_rows)
         if config.task in SORT_ROW_TOKENS:
@@ -163,6 +166,23 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     if config.loggers:
         facts["metrics"] = describe_loggers(config.loggers)
     return facts | describe_budget(config, mode, sizes)
+
+
+def describe_passes(config: Config, num_rows: int) -> str:
+    """Describe how often an SFT stage of num_rows rows takes each row of a JSONL file; "" where rows are not cheap to count.
+
+    A few rows more than are trained on are counted: those that are held out or are bad.
+    """
+    data = config.data
+    path = None if data.path is None or data.mixture else Path(data.path)
+    if path is None or path.suffix != ".jsonl" or not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
+        return ""
+    with path.open("rb") as file:
+        found = sum(1 for line in file if line.strip())
+    if not found:
+        return ""
+    passes = num_rows / found
+    return f", about {passes:,.{1 if passes < 10 else 0}f} passes over the {found:,} rows of {path.name}"
 
 
 def describe_own_model(config: Config) -> dict[str, str]:

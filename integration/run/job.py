@@ -52,7 +52,7 @@ from integration.settings.command_line import CONFIG_FILE, CommandLine, Mode
 from integration.settings.config import Config, create_output_dir
 from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.log_levels import log_to_stderr
-from integration.settings.option_effects import describe_idle_options
+from integration.settings.option_effects import describe_doubts, describe_idle_options
 from integration.tasks.episodes import check_demonstrations
 from integration.tasks.task import Task
 from rollouts.backends.ranks.group import RankGroup
@@ -237,6 +237,8 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
         prepare_run(command, output_dir)
         say(f"run directory: {output_dir}; {describe_hardware(config)}")
         for warning in warnings:
+            _logger.warning("%s", warning)
+        for warning in describe_doubts(config, command.mode).values():
             _logger.warning("%s", warning)
         if idle := command.find_idle_options():
             _logger.warning("%s", describe_idle_options(idle))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -406,6 +407,21 @@ def find_idle_options(
 def describe_idle_options(idle: Collection[IdleOption]) -> str:
     """Describe options without effect in one sentence."""
     return f"options without effect under the other settings: {'; '.join(map(str, idle))}. Leave them out, or set what they need"
+
+
+def describe_doubts(config: Config, mode: str) -> dict[str, str]:
+    """Return warnings about settings that work and are seldom meant, by a name that begins with "warning"."""
+    doubts: dict[str, str] = {}
+    for stage, optimizer in (("sft", config.sft.optimizer), ("rl", config.rl.optimizer)):
+        if stage in mode and optimizer.lr == 0:
+            doubts[f"warning of {stage.upper()}"] = f"--{stage}.optimizer.lr is 0, so that no step changes the weights"
+    own, held_out = config.data.path, config.data.eval_path
+    if own is not None and held_out is not None and (own == held_out or Path(own).resolve() == Path(held_out).resolve()):
+        doubts["warning of rows"] = (
+            f"--data.eval-path is --data.path ({own}): the model is evaluated on its own training rows, and results are too good. Leave "
+            "--data.eval-path out to hold rows of the file out, or give another file"
+        )
+    return doubts
 
 
 def check_mistakes(config: Config) -> None:

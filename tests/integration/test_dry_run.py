@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from integration.parts.model_settings import read_model_config
 from integration.parts.models import create_model
 from integration.run.stages import create_task
 from integration.settings.config import Config, response_tokens
-from integration.settings.option_effects import IdleOption
+from integration.settings.option_effects import IdleOption, describe_doubts
 from integration.settings.sections import (
     CriticSection,
     DataSection,
@@ -28,9 +29,11 @@ from integration.settings.sections import (
     SFTSection,
 )
 from integration.train import main
+from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import OptimizerConfig
 from rollouts.config_files import from_dict
 from rollouts.errors import ConfigError
+from rollouts.testing import create_tiny_model
 
 
 def test_the_text_begins_with_the_consequences_and_ends_with_the_settings_that_were_changed():
@@ -76,6 +79,35 @@ def test_counts_follow_from_the_settings():
     assert facts["RL optimizer steps"] == "90"
     assert facts["RL samples"] == "240"
     assert facts["RL weight syncs"] == "3"
+
+
+def own_model(directory: Path) -> ModelSection:
+    create_tiny_model(vocab_size=99).save_pretrained(directory / "model")
+    create_char_tokenizer(99).save_pretrained(str(directory / "model"))
+    return ModelSection(path=str(directory / "model"))
+
+
+def test_passes_over_rows_are_counted_where_that_is_cheap(tmp_path: Path):
+    rows, sft = tmp_path / "rows.jsonl", SFTSection(num_steps=7, batch_size=11)
+    rows.write_text('{"prompt": "a", "completion": "b"}\n\n' * 20)
+    facts = derive_numbers(Config(task="jsonl", model=own_model(tmp_path), sft=sft, data=DataSection(path=str(rows))), "sft")
+    assert facts["SFT rows"] == "77, about 3.9 passes over the 20 rows of rows.jsonl"
+    assert (
+        derive_numbers(
+            Config(task="jsonl", model=own_model(tmp_path), sft=sft, data=DataSection(path=str(tmp_path / "none.jsonl"))), "sft"
+        )["SFT rows"]
+        == "77"
+    )
+
+
+def test_settings_that_are_seldom_meant_are_told_first(tmp_path: Path):
+    data = DataSection(path=str(tmp_path / "rows.jsonl"), eval_path=str(tmp_path / "." / "sub" / ".." / "rows.jsonl"))
+    config = Config(task="jsonl", model=own_model(tmp_path), data=data, rl=RLSection(optimizer=OptimizerConfig(lr=0.0)))
+    assert describe_doubts(config, "sft").keys() == {"warning of rows"}
+    lines = describe_run(config, "rl").splitlines()
+    assert "--rl.optimizer.lr is 0, so that no step changes the weights" in lines[1]
+    assert "the model is evaluated on its own training rows" in lines[2]
+    assert not describe_doubts(replace(config, rl=RLSection(), data=replace(data, eval_path=str(tmp_path / "other.jsonl"))), "rl")
 
 
 def test_the_algorithm_is_shown_with_every_argument():
