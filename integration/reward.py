@@ -23,6 +23,7 @@ import tyro
 
 from integration.run.exit_status import EXIT_FAILURE, run_command
 from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.settings.help_text import name_as_started
 from rollouts.errors import ConfigError, DataError, make_safe, redact
 
 PROGRAM = "python -m integration.reward"
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def parse() -> Arguments:
         check_others(given)
         with ignore_closed_stdout():
-            return tyro.cli(Arguments, prog=PROGRAM, args=given)
+            return tyro.cli(Arguments, prog=name_as_started(PROGRAM), args=given)
         raise SystemExit(0)  # the reader of the help closed stdout
 
     return run_command(parse, run, _goes_online, name_own)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from integration.settings.command_line import MODEL_DIRECTORY, RUN_FILE
 from integration.settings.config import Config
+from integration.settings.help_text import name_as_started
 from integration.settings.sections import RewardSection
 from integration.tasks.task import Task
 from rollouts.errors import ConfigError, DataError
@@ -66,7 +67,7 @@ def find_reward_model(path: str | Path) -> Path:
         return directory
     if not (directory / MODEL_DIRECTORY).is_dir():
         again = f"python -m integration.train_reward_model --output-dir {directory} --resume"
-        raise ConfigError(f"{directory} is a run without {MODEL_DIRECTORY} yet: `{again}` resumes it")
+        raise ConfigError(f"{directory} is a run without {MODEL_DIRECTORY} yet: `{name_as_started(again)}` resumes it")
     return directory / MODEL_DIRECTORY
 
 

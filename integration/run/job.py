@@ -51,6 +51,7 @@ from integration.run.summary import draw_curves, summarize_run, tell_story
 from integration.settings.command_line import CONFIG_FILE, CommandLine, Mode
 from integration.settings.config import Config, create_output_dir
 from integration.settings.episodes import EPISODE_TASKS
+from integration.settings.help_text import name_as_started
 from integration.settings.log_levels import log_to_stderr
 from integration.settings.option_effects import describe_doubts, describe_idle_options
 from integration.tasks.episodes import check_demonstrations
@@ -248,7 +249,7 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
         finished = trio.run(partial(run_until_stopped, replace(command, config=config), output_dir, task, progress.say, progress, group))
         if not finished:
             again = f"python -m integration.train --mode {command.mode} --output-dir {output_dir} --resume"
-            print(f"stopped; everything up to the last finished step is saved. To go on:\n  {again}", flush=True)
+            print(f"stopped; everything up to the last finished step is saved. To go on:\n  {name_as_started(again)}", flush=True)
             return EXIT_STOPPED
         lines = read_metrics(output_dir / METRICS_FILE)
         facts = read_facts(output_dir)

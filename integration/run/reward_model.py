@@ -28,6 +28,7 @@ from integration.run.stages import CHECKPOINTS, RunControl, create_task, find_ch
 from integration.run.summary import describe_best, draw_curves, find_best
 from integration.settings.command_line import MODEL_DIRECTORY
 from integration.settings.config import Config, create_output_dir, find_kernels
+from integration.settings.help_text import name_as_started
 from integration.settings.reward_model import RewardModelConfig
 from integration.tasks.preference_pairs import create_task_pairs
 from rollouts.backends.factory import create_reward_model_backend
@@ -267,7 +268,7 @@ def run(config: RewardModelConfig, *, resume: bool, quiet: bool) -> int:
             logger.finish()
         if not finished:
             again = f"{PROGRAM} --output-dir {output_dir} --resume"
-            print(f"stopped; everything up to the last finished step is saved. To go on:\n  {again}", flush=True)
+            print(f"stopped; everything up to the last finished step is saved. To go on:\n  {name_as_started(again)}", flush=True)
             return EXIT_STOPPED
         lines = read_metrics(output_dir / METRICS_FILE)
         summary = summarize(lines, read_facts(output_dir), config)

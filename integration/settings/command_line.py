@@ -27,7 +27,7 @@ import tyro
 
 from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.config import SELF_MADE_TASKS, Config
-from integration.settings.help_text import TRAINING, Screen, show_help
+from integration.settings.help_text import TRAINING, Screen, name_as_started, show_help
 from integration.settings.log_levels import DEFAULT_LEVEL, parse_log_level
 from integration.settings.option_effects import (
     COMMAND_OPTIONS,
@@ -193,7 +193,7 @@ def parse_flags(argv: Sequence[str], default: T | type[T], program: str) -> T:
 
     Like tyro.cli, except that a ConfigError of our own checks is raised as it is: tyro would print it wrapped, in a frame.
     """
-    printed = io.StringIO()
+    printed, program = io.StringIO(), name_as_started(program)
     try:
         with contextlib.redirect_stderr(printed), ignore_closed_stdout():
             if isinstance(default, type):
@@ -224,7 +224,7 @@ def answer_help(argv: Sequence[str], create: Callable[[], object], program: str,
     if text is None:
         return ["--help" if argument == "--help-all" else argument for argument in argv]
     with ignore_closed_stdout():
-        print(text)
+        print(name_as_started(text))
     raise SystemExit(0)
 
 

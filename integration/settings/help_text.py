@@ -6,8 +6,10 @@ import contextlib
 import inspect
 import io
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from integration.settings.config import Config
@@ -62,6 +64,13 @@ class Screen:
 
 TRAINING = Screen(text=_TRAINING, settings=Config)
 """The help of `rollouts train`."""
+
+
+def name_as_started(text: str) -> str:
+    """Return a text with `rollouts NAME` for `python -m integration.NAME` in a process that was started as the command `rollouts`."""
+    if Path(sys.argv[0]).stem != "rollouts":
+        return text
+    return re.sub(r"python -m integration\.(\w+)", lambda found: f"rollouts {found[1].replace('_', '-')}", text)
 
 
 def show_help(argv: Sequence[str], print_all: Callable[[], object], screen: Screen = TRAINING) -> str | None:

@@ -42,6 +42,23 @@ def test_each_program_answers(name: str, capsys: pytest.CaptureFixture[str]):
     assert "usage: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["train", "train-reward-model", "view", "reward", "simulate", "eval"])
+def test_a_help_names_the_command_as_it_was_started(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/rollouts", name])
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    assert f"usage: rollouts {name} " in out and "python -m" not in out.splitlines()[0]
+    with pytest.raises(SystemExit):
+        main([name, "--none-such"])
+    assert "python -m" not in capsys.readouterr().err
+    if name != "eval":
+        monkeypatch.setattr("sys.argv", ["/usr/lib/integration/__main__.py"])
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert f"usage: python -m integration.{name.replace('-', '_')} " in capsys.readouterr().out
+
+
 def test_a_folder_called_integration_beside_the_work_does_no_harm(tmp_path: Path):
     """With the command, whose path does not begin with the working directory; the user's own modules are found all the same."""
     (tmp_path / "integration").mkdir()
