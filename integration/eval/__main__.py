@@ -47,7 +47,7 @@ Evaluate models on tasks: accuracy, pass@k, maj@k, rewards and lengths with inte
 
 MODEL is a run, a checkpoint, a model directory, an adapter, a name on the hub (ORG/NAME, ORG/NAME@REVISION), or addresses of vLLM or
 SGLang servers joined by commas. The models stand in front of all options. Without --tasks and --task, a model of a run is evaluated on
-the held-out problems of that run.
+the held-out problems of that run; models of no run need one of them.
 
   --tasks TASK ...              sort, gsm8k=FILE.jsonl, a data file, hf://ORG/NAME, FILE.py:NAME of an environment
   --n N                         samples for each problem (default: 1, one greedy answer)
