@@ -86,7 +86,7 @@ def find_wrong_text(sample: Sample, trained: Sequence[str]) -> str:
     if not trained:
         return "no token is trained on"
     joined = "".join(trained)
-    if sample.response.strip() and sample.response.strip() not in joined:
+    if "".join(sample.response.split()) not in "".join(joined.split()):  # the actions of an episode are joined by new lines
         return f"the answer {sample.response[:_SEEN]!r} is not trained on as a whole: trained on is {joined[:_SEEN]!r}"
     for message in prompt:
         content = (message.content or "").strip()

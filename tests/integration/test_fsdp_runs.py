@@ -67,14 +67,15 @@ def compare(folder: Path, cases: str, *, num_steps: int, stop_after: int, num_ra
 
 
 def check_equal(found: list[dict], expected: list[dict]) -> None:
-    """Check that all numbers in the lines agree to 1e-5; several ranks run every backward pass, and report none that is skipped."""
+    """Check that all numbers in the lines agree to 1e-5, behind step 10 to 1e-4; several ranks run every backward pass, and report none that is skipped."""
     skipped = "zero_gradient_fraction"
     found, expected = ([{key: line[key] for key in line if key != skipped} for line in lines] for lines in (found, expected))
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
         for key in theirs:
-            same = pytest.approx(theirs[key], abs=1e-5, rel=1e-5) if isinstance(theirs[key], float) else theirs[key]
+            close = 1e-5 if theirs["step"] <= 10 else 1e-4  # what rounding makes of it grows from step to step
+            same = pytest.approx(theirs[key], abs=close, rel=close) if isinstance(theirs[key], float) else theirs[key]
             assert ours[key] == same, (theirs["step"], key)
 
 

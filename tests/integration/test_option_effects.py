@@ -136,7 +136,8 @@ OTHER: dict[str, Any] = {  # a further value of an option, where none can be tho
     "trajectories.condition": "rollouts.data.filters:check_any_success", "hardware.memory_gib": 3.0, "hardware.ranks_per_node": 4,
     "backend.fsdp.auto_wrap_min_params": 10**6, "rl.baseline": 0.25, "environment.parameters": ("depth=3",),
     "environment.state_key": "rollouts.algorithms.anchors:hash_observation", "environment.similarity": 0.5,
-    "loggers": ("jsonl('copy.jsonl')",),
+    "loggers": ("jsonl('copy.jsonl')",), "trajectories.every": 8, "model.revision": "main", "data.columns": ("prompt=question",),
+    "data.rollouts": "DIR/rollouts.jsonl", "checkpoint.best": "held_out_accuracy",
     "rl.segment_scores": "engines", "lora.base_dtype": "bfloat16", "backend.master_dtype": "bfloat16", "reference.dtype": "bfloat16",
     "model.kernels": "torch", "sft.router_balance_coef": 0.1, "rl.router_balance_coef": 0.1,
     "data.mixture": ("DIR/heldout.jsonl(repeat=2)",),
@@ -164,6 +165,7 @@ READ_BY = {  # options of which `observe` sees nothing: the file of integration/
     "profile.steps": ("run/profile.py", "len(self._lines) == self._settings.steps"),
     "profile.skip": ("run/profile.py", "self._num_lines == self._settings.skip"),
     "num_threads": ("run/job.py", "torch.set_num_threads(config.num_threads)"),
+    "checkpoint.best": ("run/evaluation.py", "best = config.checkpoint.best"),
     "checkpoint.keep_last_n": ("run/stages.py", "keep_last_n=config.checkpoint.keep_last_n"),
     "model.trust_remote_code": (
         "parts/models.py",
