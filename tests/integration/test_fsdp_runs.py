@@ -67,7 +67,7 @@ def compare(folder: Path, cases: str, *, num_steps: int, stop_after: int, num_ra
 
 
 def check_equal(found: list[dict], expected: list[dict]) -> None:
-    """Check that all numbers in the lines agree to 1e-5, behind step 10 to 1e-4; several ranks run every backward pass, and report none that is skipped."""
+    """Check that all numbers agree to 1e-5, behind step 10 to 1e-4; several ranks run every backward pass, and report none as skipped."""
     skipped = "zero_gradient_fraction"
     found, expected = ([{key: line[key] for key in line if key != skipped} for line in lines] for lines in (found, expected))
     assert [line["step"] for line in found] == [line["step"] for line in expected]
