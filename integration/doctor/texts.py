@@ -94,7 +94,7 @@ def find_wrong_text(sample: Sample, trained: Sequence[str]) -> str:
             return f"a message of the {message.role} is trained on: {content[:_SEEN]!r}"
     if isinstance(sample.prompt, str) and len(sample.prompt.strip()) > 3 and sample.prompt.strip() in joined:
         return f"the prompt is trained on: {sample.prompt[:_SEEN]!r}"
-    if len(trained) > 1 and isinstance(sample.prompt, str):
+    if len(trained) > 1 and isinstance(sample.prompt, str) and not (sample.turns or sample.messages):
         return f"the answer is trained on in {len(trained)} pieces, with gaps between them"
     return ""
 
