@@ -23,7 +23,7 @@ from integration.doctor.numbers import (
     find_window,
 )
 from integration.doctor.rewards import check_reward, read_text
-from integration.doctor.texts import check_end, check_masks, check_template, check_tokenizer
+from integration.doctor.texts import check_end, check_masks, check_template, check_tokenizer, encode_text
 from integration.dry_run.checks import check_data_given
 from integration.dry_run.describe import derive_numbers
 from integration.parts.engines import open_engines
@@ -40,6 +40,7 @@ from rollouts.backends.protocol import TrainingBackend
 from rollouts.chat.tokenize import tokenize_prompt
 from rollouts.data.collate import collate_samples
 from rollouts.data.model_limits import read_config_limits
+from rollouts.engines.inprocess.engine import find_eos_ids
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import RolloutsError, flatten_errors
 from rollouts.training.rollout_batch import select_log_probs
@@ -97,7 +98,7 @@ async def examine(command: CommandLine, *, num_rows: int, directory: Path, say: 
     if "rl" in command.mode:
         say("rewards")
         async with open_task(task) as opened:
-            encode = partial(_encode, tokenizer)
+            encode = partial(encode_text, tokenizer)
             findings += await attempt("reward", lambda: check_reward(opened.reward_fn, prompts, encode, config=reward_config(config)))
     findings += await check_numbers(patient, samples, directory, say)
     if is_sharded:
@@ -116,17 +117,8 @@ def check_texts(patient: Patient, samples: Sequence[Sample], num_rows: int) -> l
         check_tokenizer(tokenizer, limits.num_embeddings, texts),
         check_template(tokenizer, several_turns=several, template_kwargs=dict(template_kwargs(patient.config))),
         check_masks(tokenizer, samples),
-        check_end(tokenizer, samples, find_stop_ids(patient)),
+        check_end(tokenizer, samples, frozenset(find_eos_ids(patient.model, tokenizer))),
     ]
-
-
-def find_stop_ids(patient: Patient) -> frozenset[int]:
-    """Return the ids at which the engine ends an answer."""
-    ids: set[int] = set()
-    for source in (getattr(patient.model, "generation_config", None), patient.tokenizer):
-        found = getattr(source, "eos_token_id", None)
-        ids |= set(found) if isinstance(found, list | tuple) else set() if found is None else {int(found)}
-    return frozenset(ids)
 
 
 def load_reference(config: Config, model: Any) -> Any:
@@ -216,10 +208,6 @@ async def attempt(check: str, run: Callable[[], Awaitable[Finding | list[Finding
             judge(check, f"the check could not be done: {type(first).__name__}: {first}", fails=True, advice="the message names the cause")
         ]
     return found if isinstance(found, list) else [found]
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # pyright: ignore[reportArgumentType]
 
 
 def _count_answers(sample: Sample) -> int:

@@ -24,7 +24,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, num_embeddings: int, tex
         texts: texts of the user's rows.
     """
     name = "tokenizer"
-    ids = [_encode(tokenizer, text) for text in texts]
+    ids = [encode_text(tokenizer, text) for text in texts]
     beyond = max((token for row in ids for token in row), default=0)
     unknown = sum(token == tokenizer.unk_token_id for row in ids for token in row) if tokenizer.unk_token_id is not None else 0
     total = sum(map(len, ids))
@@ -37,7 +37,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, num_embeddings: int, tex
         advice = "the model cannot read these characters: clean the data, or take the tokenizer of the model"
         return judge(name, found, warns=True, fails=unknown > total / 10, advice=advice)
     if changed is not None:
-        back = _decode(tokenizer, _encode(tokenizer, changed))
+        back = _decode(tokenizer, encode_text(tokenizer, changed))
         found = f"a text does not survive encoding and decoding: {changed[:_SEEN]!r} becomes {back[:_SEEN]!r}"
         advice = "rewards and reports read decoded text; a tokenizer that normalises is usual for some models"
         return judge(name, found, warns=True, advice=advice)
@@ -157,7 +157,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, *, several_turns: bool, t
     return judge(name, "the beginning of a conversation stays as it is when the conversation goes on, thinking included")
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of a text, without special tokens around it."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # pyright: ignore[reportArgumentType]
 
 

@@ -133,7 +133,7 @@ class InProcessEngine:
             self._slots.recorder = ExpertRecorder(routers)
         self._model = model
         self._tokenizer = tokenizer
-        self._eos = frozenset(_default_eos(model, tokenizer) if eos_token_ids is None else eos_token_ids)
+        self._eos = frozenset(find_eos_ids(model, tokenizer) if eos_token_ids is None else eos_token_ids)
         self._vocab_size = int(model.config.vocab_size)
         self._max_slots = max_slots
         context = find_context_length(model.config)
@@ -505,7 +505,7 @@ async def _wait_until_others_rest() -> None:
             trio.lowlevel.remove_instrument(limit)
 
 
-def _default_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
+def find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
     """Return the end-of-text ids of the generation config, the model config and the tokenizer."""
     found: set[int] = set()
     sources: list[Any] = [getattr(model, "generation_config", None), model.config, tokenizer]
