@@ -175,7 +175,7 @@ def describe_passes(config: Config, num_rows: int) -> str:
     """
     data = config.data
     path = None if data.path is None or data.mixture else Path(data.path)
-    if path is None or path.suffix != ".jsonl" or not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
+    if config.task != "jsonl" or path is None or path.suffix != ".jsonl" or not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
         return ""
     with path.open("rb") as file:
         found = sum(1 for line in file if line.strip())

@@ -220,6 +220,27 @@ def test_a_rank_that_is_killed_while_nothing_is_computed_ends_the_run(tmp_path: 
     assert "error: rank 1 is gone: it was killed, or ran out of memory" in ends[0][1]
 
 
+def test_a_rank_that_is_killed_while_a_checkpoint_is_written_beside_training_is_named(tmp_path: Path):
+    (tmp_path / "staged").mkdir()
+    body = f"""
+from pathlib import Path
+directory, sign = Path({str(tmp_path / "staged")!r}), Path({str(tmp_path / "sign")!r})
+backend = lead_backend(group, "policy", jobs.create_tiny_backend)
+group.run("preparing", jobs.die_when_writing, 1, sign, own=[(0,), (1,)])
+wait = backend.stage_checkpoint(directory).value
+sign.touch()
+wait()
+"""
+    ends = end_all(start_ranks(script(body), 2, folder=tmp_path))
+    assert [status for status, _ in ends] == [1, -signal.SIGKILL]
+    assert f"error: rank 1 is gone in writing the checkpoint {tmp_path / 'staged'}: it was killed, or ran out of memory" in ends[0][1]
+
+
+def test_only_a_failed_exchange_is_taken_for_a_lost_rank():
+    with join_ranks({}) as group, pytest.raises(CheckpointError, match="no space"), group.name_lost_rank("writing"):
+        raise CheckpointError("no space left")
+
+
 def test_an_error_of_rank_0_between_commands_ends_the_others_as_failed(tmp_path: Path):
     statuses, errors = fail("raise ZeroDivisionError('of the user')", tmp_path)
     assert statuses == [1, 1]

@@ -1582,6 +1582,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("backends/test_rank_group.py::test_three_ranks_train_as_one_process_does",),
     ),
     Mutation(
+        "backends/ranks/group.py",
+        "a rank that is lost beside the commands is told in the words of the exchange",
+        "if not describe_failure(0, error).is_consequence:",
+        "if True:",
+        ("backends/test_rank_group.py::test_a_rank_that_is_killed_while_a_checkpoint_is_written_beside_training_is_named",),
+    ),
+    Mutation(
         "backends/lora/adapters.py",
         "a router that is a subclass of a linear layer gets an adapter",
         "for name, module in linear if _is_linear(module)}",

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
+from rollouts.backends.fsdp import checkpoint
 from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.optim.optimizers import create_adamw_optimizer
 from rollouts.backends.ranks import group as rank_group
@@ -169,6 +170,19 @@ def send_signal(backends, rank: int, number: int, own: int):
         os.kill(os.getpid(), number)
         time.sleep(60)
     torch.distributed.all_reduce(torch.zeros(1))
+
+
+def die_when_writing(backends, rank: int, sign: Path, own: int) -> None:
+    """Make one rank's process be killed in the thread that writes its next checkpoint, once a file is there."""
+
+    def die(*args, **kwargs):
+        while not sign.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    if own == rank:
+        checkpoint.export_pieces = die
 
 
 def sleep_on_rank(backends, rank: int, own: int):

@@ -270,6 +270,24 @@ class RankGroup:
                 self._break(f"rank {gone[0]} is gone")
                 raise BackendError(f"rank {gone[0]} is gone: {EXPLAIN_LOSS}")
 
+    @contextmanager
+    def name_lost_rank(self, operation: str) -> Generator[None]:
+        """Raise a failed exchange in the block as a BackendError that names the lost rank, if there is one; other errors pass.
+
+        For work that goes on beside the commands, such as writing a checkpoint: its exchange may notice a loss before the watch does.
+        """
+        assert self._watch is not None, f"rank {self.rank} does not lead"
+        try:
+            yield
+        except Exception as error:
+            if not describe_failure(0, error).is_consequence:
+                raise
+            self._watch.lost.wait(_NOTICE_S)
+            gone = self._watch.look().gone
+            if not gone:
+                raise
+            raise BackendError(f"rank {gone[0]} is gone in {operation}: {EXPLAIN_LOSS}") from error
+
     # -- the other ranks
 
     def serve(self) -> None:

@@ -215,7 +215,12 @@ class LeadingBackend:
     def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
         """Copy all state on every rank, and begin to write it; the function that is returned waits for the parts of all ranks."""
         waits = self._group.run("stage_checkpoint", _stage_checkpoint, self._name, directory, own=self._only_here())[0]
-        return ImmediateTrainFuture(cast("Callable[[], None]", waits), "stage_checkpoint")
+
+        def wait() -> None:
+            with self._group.name_lost_rank(f"writing the checkpoint {directory}"):
+                cast("Callable[[], None]", waits)()
+
+        return ImmediateTrainFuture(wait, "stage_checkpoint")
 
     def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint written on any number of ranks. Raises CheckpointError if the directory does not fit this model."""
